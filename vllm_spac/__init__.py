@@ -1,0 +1,40 @@
+"""Mixture-of-Experts models larger than fast memory, on stock vLLM.
+
+Importing this package loads neither torch nor vLLM; ``register`` is vLLM's plugin entry point.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+
+def register() -> None:
+    """Entry point of ``vllm.general_plugins``: cheap, idempotent, called in every vLLM process."""
+    from vllm_spac.integration import plugin
+
+    plugin.install()
+
+
+def stats(llm) -> dict:
+    """Counters of every worker of an offline ``vllm.LLM`` that runs with the plugin.
+
+    Args:
+        llm: a ``vllm.LLM`` made with ``additional_config={"spac": {...}}``.
+
+    Returns:
+        ``{"workers": [...]}`` in the shape of ``GET /spac/stats`` (see ``vllm_spac.metrics.Counters``).
+
+    Raises:
+        vllm_spac.errors.SpacError: the engine was started without the plugin.
+    """
+    from vllm_spac.errors import SpacError
+
+    workers = llm.collective_rpc("spac_stats") if _is_active(llm) else None
+    if not workers:
+        raise SpacError('this LLM runs without spac; make it with LLM(..., additional_config={"spac": {}})')
+    return {"workers": workers}
+
+
+def _is_active(llm) -> bool:
+    additional = llm.llm_engine.vllm_config.additional_config
+    return isinstance(additional, dict) and "spac" in additional

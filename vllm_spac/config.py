@@ -1,0 +1,124 @@
+"""Every knob of the product. The flag ``--spac-disk-dir`` and the key ``disk_dir`` are the same thing."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from vllm_spac import components
+from vllm_spac.errors import ConfigError
+
+_SLOTS_HELP = "use a number of experts a layer (32), a percentage of all experts (25%), or auto"
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How many experts fast memory holds: a count a layer, a share of all, or as many as fit.
+
+    Exactly one of ``per_layer`` and ``share`` is set, or neither for ``auto``.
+    """
+
+    per_layer: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, text: str | int) -> Slots:
+        """Read ``32``, ``25%`` or ``auto``; anything else raises ``ValueError``."""
+        text = str(text).strip().lower()
+        if text == "auto":
+            return cls()
+        if re.fullmatch(r"\d+", text) and int(text) > 0:
+            return cls(per_layer=int(text))
+        if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
+            share = float(match[1]) / 100
+            if 0 < share <= 1:
+                return cls(share=share)
+            raise ValueError(f"{text} is not above 0% and at most 100%; {_SLOTS_HELP}")
+        raise ValueError(f"{text!r} is not understood; {_SLOTS_HELP}")
+
+
+def _check_slots(value: str) -> str:
+    Slots.parse(value)
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _check_policy(value: str) -> str:
+    if ":" not in value and value not in components.names("policies"):
+        known = ", ".join(components.names("policies"))
+        raise ValueError(f"no policy is called {value!r}; use one of {known}, or package.module:Class")
+    return value
+
+
+class SpacConfig(BaseModel):
+    """The value of ``additional_config["spac"]``. An unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    slots: Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slots)] = Field(
+        "auto", description="Experts kept in fast memory: a number a layer, a percentage of all, or auto."
+    )
+    store: Literal["host", "disk"] | None = Field(
+        None, description="Where the other experts live. Default: host where there is a GPU, else disk."
+    )
+    disk_dir: Path | None = Field(
+        None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
+    )
+    policy: Annotated[str, AfterValidator(_check_policy)] = Field(
+        "lru", description="Which expert makes room: lru, lfu, or package.module:Class."
+    )
+    io_threads: int = Field(4, ge=1, le=64, description="Threads that read missed experts.")
+
+    @classmethod
+    def parse(cls, raw: Any) -> SpacConfig:
+        """Validate ``additional_config["spac"]``.
+
+        Raises:
+            ConfigError: naming the knob, what is wrong with it and what would be right.
+        """
+        if not isinstance(raw, dict):
+            raise ConfigError(f'spac: the configuration must be a mapping of knobs, e.g. {{"slots": "25%"}}, not {raw!r}')
+        try:
+            return cls(**raw)
+        except ValidationError as error:
+            problems = "; ".join(_explain(item) for item in error.errors())
+            raise ConfigError(f"spac: {problems}") from None
+        except TypeError as error:
+            raise ConfigError(f"spac: knobs must be named by strings: {error}") from None
+
+    @property
+    def parsed_slots(self) -> Slots:
+        return Slots.parse(self.slots)
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a knob."""
+    return "--spac-" + name.replace("_", "-")
+
+
+def check_knob(name: str, text: str) -> str:
+    """Validate the text of one flag; ``ConfigError`` says what is wrong."""
+    SpacConfig.parse({name: _number(text)})
+    return text
+
+
+def _number(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+def _explain(item: dict[str, Any]) -> str:
+    name = str(item["loc"][0])
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, SpacConfig.model_fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known knobs: {', '.join(SpacConfig.model_fields)}"
+        return f"unknown knob {name!r}; {hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{name}={item['input']!r} ({flag(name)}): {message}"

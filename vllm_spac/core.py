@@ -1,0 +1,90 @@
+"""The nouns every part of the system shares: frozen, free of vLLM, of devices and of effects."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+
+class RowKind(StrEnum):
+    """What the rows of one request in a forward are for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """The rows ``[start, stop)`` of one request; the last ``drafts`` of them are draft tokens."""
+
+    start: int
+    stop: int
+    kind: RowKind
+    drafts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward of the target model over the flattened rows of a batch.
+
+    ``requests`` is empty for dummy and profile runs: their rows belong to nobody.
+    """
+
+    requests: tuple[RequestRows, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """``prefill``, ``decode`` or ``verify``; ``mixed`` for several of them; ``dummy`` for none."""
+        kinds = {str(request.kind) for request in self.requests}
+        return kinds.pop() if len(kinds) == 1 else ("mixed" if kinds else "dummy")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one tensor of one expert, in the layout its kernel reads."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Layers whose experts are interchangeable in memory: the same tensors, the same kernel layout.
+
+    Attributes:
+        layers: names of the MoE layers, in the order of execution.
+        experts: routed experts in a layer (N).
+        top_k: experts that one token uses (k).
+        tensors: name -> spec of each tensor of one expert.
+    """
+
+    layers: tuple[str, ...]
+    experts: int
+    top_k: int
+    tensors: dict[str, TensorSpec] = field(hash=False)
+
+    @property
+    def total(self) -> int:
+        """Experts in all layers together."""
+        return len(self.layers) * self.experts
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert (W_e)."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def key(self, layer: int, expert: int) -> int:
+        """The integer that names expert ``expert`` of layer number ``layer``."""
+        return layer * self.experts + expert
+
+    def split(self, key: int) -> tuple[int, int]:
+        """(layer number, expert) of a key."""
+        return divmod(key, self.experts)

@@ -1,0 +1,1 @@
+"""Which resident expert makes room for a missing one."""

@@ -1,0 +1,70 @@
+"""From the knob ``slots`` to a number of slots. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from vllm_spac.config import Slots
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import ConfigError
+from vllm_spac.memory import gib
+
+
+def check(slots: Slots, experts: int, top_k: int) -> None:
+    """Refuse a count a layer that this model cannot meet; possible before anything is loaded.
+
+    Raises:
+        ConfigError: fewer experts a layer than one token needs, or more than there are.
+    """
+    if slots.per_layer is None:
+        return
+    if slots.per_layer < top_k:
+        raise ConfigError(
+            f"spac: slots={slots.per_layer} (--spac-slots) keeps {slots.per_layer} experts a layer, but one token of "
+            f"this model needs {top_k}; use --spac-slots {top_k} or more, or a percentage, whose slots all layers share"
+        )
+    if slots.per_layer > experts:
+        raise ConfigError(
+            f"spac: slots={slots.per_layer} (--spac-slots) is more than the {experts} experts of a layer; "
+            f"use --spac-slots {experts} or --spac-slots 100%"
+        )
+
+
+def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
+    """Slots for all layers of ``shape`` together.
+
+    Args:
+        slots: what the user asked for.
+        shape: the layers and experts.
+        free_bytes: fast memory that may be used; decides ``auto`` and is checked otherwise.
+
+    Raises:
+        ConfigError: fewer slots than one token needs, or more than fit into ``free_bytes``.
+    """
+    check(slots, shape.experts, shape.top_k)
+    fitting = min(shape.total, max(0, free_bytes) // shape.expert_bytes)
+    if slots.per_layer is not None:
+        count = slots.per_layer * len(shape.layers)
+    elif slots.share is not None:
+        count = math.ceil(slots.share * shape.total)
+    else:
+        count = fitting
+    if count < shape.top_k:
+        asked = "auto" if slots == Slots() else f"{100 * (slots.share or 0):g}%"
+        raise ConfigError(
+            f"spac: slots={asked} (--spac-slots) gives {count} of {shape.total} experts, but one token needs "
+            f"{shape.top_k} of them at once ({gib(shape.top_k * shape.expert_bytes)}); "
+            + (
+                f"only {gib(max(0, free_bytes))} of fast memory are left for experts: raise --gpu-memory-utilization "
+                "or lower --max-model-len"
+                if slots == Slots()
+                else f"use --spac-slots {math.ceil(100 * shape.top_k / shape.total)}% or more"
+            )
+        )
+    if count > fitting:
+        raise ConfigError(
+            f"spac: {count} slots (--spac-slots) need {gib(count * shape.expert_bytes)} of fast memory, "
+            f"{gib(max(0, free_bytes))} are left; use at most "
+            f"--spac-slots {math.floor(100 * fitting / shape.total)}%, or --spac-slots auto"
+        )
+    return count

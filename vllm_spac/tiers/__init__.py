@@ -1,0 +1,1 @@
+"""Where the experts live that are not in fast memory."""

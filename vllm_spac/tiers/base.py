@@ -1,0 +1,63 @@
+"""The contract of a store of packed experts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+
+
+class ExpertStore(ABC):
+    """Keeps every expert of a ``MoEShape``, byte for byte as it was packed.
+
+    Written once while the model is loaded, read-only from then on. ``put`` is called by one thread,
+    ``read`` by many at once.
+
+    Args:
+        shape: layers, experts and tensors; the layout of every expert.
+        fingerprint: names the checkpoint and the kernel layout; experts of another one are never returned.
+        folder: where a store on disk keeps its files; ignored by the others.
+    """
+
+    def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
+        self.shape = shape
+        self.fingerprint = fingerprint
+
+    @abstractmethod
+    def holds(self, key: int) -> bool:
+        """Whether expert ``key`` was packed, now or in an earlier run."""
+
+    @abstractmethod
+    def reserve(self, experts: int) -> None:
+        """Make sure that ``experts`` more experts will fit, before any work is done for them.
+
+        Raises:
+            StoreError: there is too little room; says how much is needed and where.
+        """
+
+    @abstractmethod
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep a copy of the CPU tensors of expert ``key``.
+
+        Raises:
+            StoreError: they could not be written completely.
+        """
+
+    @abstractmethod
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        """Copy expert ``key`` into the tensors of one slot; returns the bytes moved.
+
+        Raises:
+            StoreError: the expert is missing or is not what was packed. ``into`` is then undefined.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """A few words for the start-up line."""
+
+    def close(self) -> None:
+        """Give back memory and handles; the store is not used afterwards."""

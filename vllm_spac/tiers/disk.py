@@ -1,0 +1,210 @@
+"""One file an expert, in the layout of the kernel, read past the page cache.
+
+Each file is a valid safetensors file whose header is padded to one page, so that the data can be read with
+O_DIRECT. The header names the fingerprint, the layer, the expert and the checksum of the data; a read
+returns exactly what was packed, or fails. A file that fails its check is moved aside, so that the next
+start packs it again from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.torch import save
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import StoreError
+from vllm_spac.memory import gib
+from vllm_spac.tiers.base import ExpertStore
+
+PAGE = 4096  # alignment that O_DIRECT asks for on every common file system
+HEADER = PAGE
+FORMAT = "spac-expert-1"
+_RESERVE = 256 << 20  # left free on the disk
+_NO_CHECKSUM = "0" * 32
+
+
+class DiskStore(ExpertStore):
+    """``folder/<fingerprint>/layer-003/expert-0042.safetensors``."""
+
+    def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
+        assert folder is not None, "a store on disk needs a folder"
+        super().__init__(shape, fingerprint, folder)
+        self.folder = folder / fingerprint
+        self.file_bytes = HEADER + shape.expert_bytes
+        self._blank = self._headers_example()
+        self._local = threading.local()
+        _make_writable(self.folder)
+        self.direct = _supports_direct(self.folder)
+        self._held = {key for key in range(shape.total) if self._intact(key)}
+
+    def path(self, key: int) -> Path:
+        """The file of one expert."""
+        layer, expert = self.shape.split(key)
+        return self.folder / f"layer-{layer:03d}" / f"expert-{expert:04d}.safetensors"
+
+    def holds(self, key: int) -> bool:
+        return key in self._held
+
+    def reserve(self, experts: int) -> None:
+        needed, free = experts * self.file_bytes, shutil.disk_usage(self.folder).free
+        if experts and needed + _RESERVE > free:
+            raise StoreError(
+                f"spac: packing {experts} experts needs {gib(needed)} in {self.folder}, {gib(free)} are free; "
+                "free some room, or name another disk with --spac-disk-dir DIR"
+            )
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        data = _data_of(save({name: tensors[name].contiguous() for name in self.shape.tensors}))
+        header = self._header(key, xxhash.xxh3_128_hexdigest(data))
+        path = self.path(key)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(partial, "wb") as file:
+                file.write(header)
+                file.write(data)
+            os.replace(partial, path)  # a process killed here leaves no half-written expert behind
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise StoreError(
+                f"spac: cannot write {path}: {error.strerror}; check --spac-disk-dir and the room on that disk"
+            ) from error
+        self._held.add(key)
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        buffer, views = self._buffer()
+        path = self.path(key)
+        try:
+            size = self._read_file(path, buffer)
+        except OSError as error:
+            raise StoreError(f"spac: cannot read {path}: {error.strerror}; {self._remedy(key)}") from error
+        if size != self.file_bytes:
+            self._set_aside(path)
+            raise StoreError(f"spac: {path} has {size} bytes, not {self.file_bytes}; {self._remedy(key)}")
+        data = memoryview(buffer)[HEADER : self.file_bytes]
+        if buffer[:HEADER] != self._header(key, xxhash.xxh3_128_hexdigest(data)):
+            self._set_aside(path)
+            raise StoreError(f"spac: {path} is not what was packed (checksum or header differ); {self._remedy(key)}")
+        for name, source in views.items():
+            _copy_bytes(into[name], source)
+        return self.shape.expert_bytes
+
+    def describe(self) -> str:
+        how = "direct I/O" if self.direct else "buffered I/O, pages dropped: this file system has no direct I/O"
+        return f"disk ({self.folder}, {gib(self.shape.total * self.file_bytes)}, {how})"
+
+    def _intact(self, key: int) -> bool:
+        try:
+            return self.path(key).stat().st_size == self.file_bytes
+        except OSError:  # absent, or unreadable: it will be packed again, and that reports what is wrong
+            return False
+
+    def _read_file(self, path: Path, buffer: mmap.mmap) -> int:
+        """Fill ``buffer`` from ``path``; returns the size of what was there, at most a page more than expected."""
+        descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
+        try:
+            done = 0
+            while done < len(buffer):
+                count = os.preadv(descriptor, [memoryview(buffer)[done:]], done)
+                done += count
+                if count == 0 or done % PAGE:  # the end of the file
+                    break
+            if not self.direct:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            return done
+        finally:
+            os.close(descriptor)
+
+    def _buffer(self) -> tuple[mmap.mmap, dict[str, np.ndarray]]:
+        """This thread's page-aligned buffer, and each tensor of an expert as bytes in it."""
+        if not hasattr(self._local, "buffer"):
+            # One page more than a file, so that a file that is too long is noticed.
+            buffer = mmap.mmap(-1, -(-self.file_bytes // PAGE) * PAGE + PAGE)
+            views = {}
+            for name, (start, stop) in self._offsets.items():
+                views[name] = np.frombuffer(buffer, np.uint8, stop - start, HEADER + start)
+            self._local.buffer, self._local.views = buffer, views
+        return self._local.buffer, self._local.views
+
+    def _headers_example(self) -> dict:
+        """The header that safetensors writes for this layout; fixes the offset of each tensor."""
+        raw = save({name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self.shape.tensors.items()})
+        entries = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        entries.pop("__metadata__", None)
+        self._offsets = {name: tuple(entry["data_offsets"]) for name, entry in entries.items()}
+        return entries
+
+    def _header(self, key: int, checksum: str) -> bytes:
+        layer, expert = self.shape.split(key)
+        metadata = {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "layer": self.shape.layers[layer],
+            "expert": str(expert),
+            "xxh3_128": checksum,
+        }
+        text = json.dumps({"__metadata__": metadata, **self._blank}).encode()
+        assert len(text) <= HEADER - 8, "the header outgrew its page"
+        return (HEADER - 8).to_bytes(8, "little") + text.ljust(HEADER - 8)
+
+    def _remedy(self, key: int) -> str:
+        layer, expert = self.shape.split(key)
+        return (
+            f"expert {expert} of {self.shape.layers[layer]} cannot be used: restart to pack it again from the "
+            f"checkpoint, or delete {self.folder}"
+        )
+
+    def _set_aside(self, path: Path) -> None:
+        try:
+            os.replace(path, path.with_suffix(".corrupt"))
+        except OSError as error:
+            raise StoreError(f"spac: {path} is damaged and cannot be moved aside: {error.strerror}") from error
+
+
+def _data_of(serialized: bytes) -> memoryview:
+    return memoryview(serialized)[8 + int.from_bytes(serialized[:8], "little") :]
+
+
+def _copy_bytes(target: Tensor, source: np.ndarray) -> None:
+    if target.device.type == "cpu":  # numpy's copy takes no OpenMP threads away from the kernels
+        np.copyto(target.reshape(-1).view(torch.uint8).numpy(), source)
+    else:
+        target.view(-1).view(torch.uint8).copy_(torch.from_numpy(source))
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise StoreError(
+            f"spac: cannot write to {folder}: {error.strerror}; name a writable folder with --spac-disk-dir DIR"
+        ) from error
+
+
+def _supports_direct(folder: Path) -> bool:
+    probe = folder / f".probe-{os.getpid()}"
+    probe.write_bytes(bytes(PAGE))
+    try:
+        descriptor = os.open(probe, os.O_RDONLY | os.O_DIRECT)
+        try:
+            return os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 0) == PAGE
+        finally:
+            os.close(descriptor)
+    except OSError:  # EINVAL, e.g. tmpfs: said in the start-up line
+        return False
+    finally:
+        probe.unlink()

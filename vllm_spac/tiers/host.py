@@ -1,0 +1,65 @@
+"""Host memory, pinned where there is a GPU: one block a layer, in the layout of the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import StoreError
+from vllm_spac.memory import available_host_bytes, gib
+from vllm_spac.tiers.base import ExpertStore
+
+_RESERVE = 1 << 30  # left to the rest of the machine
+
+
+class HostStore(ExpertStore):
+    """``[experts, ...]`` per tensor and layer; a read is one copy per tensor."""
+
+    def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
+        super().__init__(shape, fingerprint, folder)
+        self._layers: dict[int, dict[str, Tensor]] = {}
+        self._packed: set[int] = set()
+        self._pin = torch.cuda.is_available()
+
+    def holds(self, key: int) -> bool:
+        return key in self._packed
+
+    def reserve(self, experts: int) -> None:
+        needed, available = experts * self.shape.expert_bytes, available_host_bytes()
+        if needed + _RESERVE > available:
+            raise StoreError(
+                f"spac: store=host needs {gib(needed)} of host memory for {experts} experts, "
+                f"{gib(available)} are available (1 GiB is left to the system); "
+                "use --spac-store disk --spac-disk-dir DIR, or a machine with more memory"
+            )
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        layer, expert = self.shape.split(key)
+        if layer not in self._layers:
+            self._layers[layer] = {
+                name: torch.empty((self.shape.experts, *spec.shape), dtype=spec.dtype, pin_memory=self._pin)
+                for name, spec in self.shape.tensors.items()
+            }
+        for name, block in self._layers[layer].items():
+            block[expert].copy_(tensors[name])
+        self._packed.add(key)
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        if key not in self._packed:
+            raise StoreError(f"expert {self.shape.split(key)} was never packed")
+        layer, expert = self.shape.split(key)
+        for name, block in self._layers[layer].items():
+            into[name].copy_(block[expert], non_blocking=self._pin)
+        return self.shape.expert_bytes
+
+    def describe(self) -> str:
+        kind = "pinned host memory" if self._pin else "host memory"
+        return f"host ({kind}, {gib(self.shape.total * self.shape.expert_bytes)})"
+
+    def close(self) -> None:
+        self._layers.clear()
+        self._packed.clear()
