@@ -1,0 +1,1 @@
+"""The one seam: every import of vLLM is in this package."""

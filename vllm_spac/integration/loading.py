@@ -1,0 +1,252 @@
+"""Load the target model without ever holding all of its experts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from vllm_spac import components, slots
+from vllm_spac.config import SpacConfig
+from vllm_spac.core import MoEShape, Step
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration import fast_memory, runners
+from vllm_spac.integration.fingerprint import fingerprint
+from vllm_spac.memory import gib
+from vllm_spac.runtime import ExpertPool
+from vllm_spac.tiers.base import ExpertStore
+
+logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
+
+_CHUNK_BYTES = 64 << 20  # experts converted at once
+_loading: ModelExperts | None = None
+
+
+def current() -> ModelExperts:
+    """The model that is being built; managed layers add themselves to it."""
+    assert _loading is not None, "a managed layer is built outside managed_load"
+    return _loading
+
+
+def experts_of(model_runner) -> ModelExperts | None:
+    """The managed experts of a runner's target model, if it has any."""
+    return next((m.spac for m in model_runner.get_model().modules() if hasattr(m, "spac_pool")), None)
+
+
+@contextlib.contextmanager
+def managed_load(config: SpacConfig, vllm_config) -> Iterator[ModelExperts]:
+    """While active, MoE layers are built as ``ManagedExperts``; the drafts and other models never are."""
+    global _loading
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    classes = _managed_classes()
+    if taken := set(classes) & set(op_registry_oot):
+        raise UnsupportedError(f"spac: another plugin replaces vLLM's {', '.join(sorted(taken))}; load only one of them")
+    experts = _loading = ModelExperts(config, vllm_config)
+    op_registry_oot.update(classes)
+    try:
+        yield experts
+    except BaseException:
+        experts.close()
+        raise
+    finally:
+        _loading = None
+        for name in classes:
+            del op_registry_oot[name]
+
+
+def _managed_classes() -> dict[str, type]:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+    from vllm_spac.integration.experts_layer import ManagedExperts
+
+    return {cls.__name__: type(f"Managed{cls.__name__}", (ManagedExperts, cls), {}) for cls in (RoutedExperts, GptOssRoutedExperts)}
+
+
+class ModelExperts:
+    """All managed layers of one model: packs them, then serves them from a pool of slots a shape."""
+
+    def __init__(self, config: SpacConfig, vllm_config) -> None:
+        self.config = config
+        self.vllm_config = vllm_config
+        self.device = torch.device(vllm_config.device_config.device)
+        self.store_name = config.store or ("disk" if self.device.type == "cpu" else "host")
+        self.pools: list[ExpertPool] = []
+        self._layers: list = []
+        self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share one
+        self._shapes: list[MoEShape] = []
+        self._plan: list[int] = []
+        self._bar: tqdm | None = None
+        self._lock = contextlib.ExitStack()
+
+    # -- called by the layers ------------------------------------------------------------------------------
+
+    def add(self, layer) -> None:
+        self._layers.append(layer)
+
+    def prepare(self) -> None:
+        """All layers are built and no weight has come: decide, and refuse what cannot be, before the work starts."""
+        if self._shapes:
+            return
+        groups: dict[tuple, list] = {}
+        for layer in self._layers:
+            groups.setdefault(tuple(sorted((n, s.shape, s.dtype) for n, s in layer.probe().items())), []).append(layer)
+        for layers in groups.values():
+            self._shapes.append(self._shape_of(layers))
+        free = fast_memory.budget(self.vllm_config, self.device)
+        for shape in self._shapes:
+            self._plan.append(slots.resolve(self.config.parsed_slots, shape, free))
+            free -= self._plan[-1] * shape.expert_bytes
+            self._open_store(shape)
+        missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
+        self._bar = tqdm(total=missing, desc="Packing experts", unit="expert", file=sys.stderr, disable=missing == 0)
+
+    def is_stored(self, layer) -> bool:
+        """Whether all experts of the layer were packed, now or in an earlier run."""
+        return all(map(self._store(layer).holds, self._keys(layer)))
+
+    def pack(self, layer) -> None:
+        """Move a layer whose weights have all arrived to the store; does nothing for a stored one."""
+        self.prepare()
+        store = self._store(layer)
+        keys = self._keys(layer)
+        if not self.is_stored(layer):
+            chunk = max(1, _CHUNK_BYTES // store.shape.expert_bytes)
+            for start in range(0, len(keys), chunk):
+                part = {name: t.cpu() for name, t in layer.convert(start, min(start + chunk, len(keys))).items()}
+                for offset, key in enumerate(keys[start : start + chunk]):
+                    if not store.holds(key):
+                        store.put(key, {name: tensor[offset] for name, tensor in part.items()})
+                        self._bar.update()
+        layer.forget()
+
+    # -- called by the loader and the runner ---------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The weights are loaded: fill the slots and hand them to the layers."""
+        if not self._layers:
+            raise UnsupportedError("spac: this model builds no MoE layer that the plugin can manage")
+        self._bar.close()
+        self._lock.close()
+        for shape, count in zip(self._shapes, self._plan, strict=True):
+            pool = self._fill(shape, count)
+            self.pools.append(pool)
+            for layer in self._layers:
+                if self._store(layer) is pool.store:
+                    layer.attach(pool)
+            logger.info("spac: %s", self._describe(pool))
+        runners.install(self.vllm_config)
+
+    def begin_step(self, step: Step) -> None:
+        """A forward of the target model starts."""
+        for pool in self.pools:
+            pool.begin_step(step)
+
+    def end_step(self) -> None:
+        """The forward is over."""
+        for pool in self.pools:
+            pool.end_step()
+
+    def stats(self) -> dict:
+        """Choices and counters of this worker, summed over pools, as plain data."""
+        total = {"mode": "exact", "store": self.store_name, "policy": self.config.policy}
+        for pool in self.pools:
+            shape = pool.shape
+            facts = {
+                "layers": len(shape.layers),
+                "experts": shape.total,
+                "slots": pool.residency.slots,
+                "resident": pool.residency.resident,
+                "slot_bytes": pool.residency.slots * shape.expert_bytes,
+                "expert_bytes": shape.expert_bytes,
+                **pool.counters.snapshot(),
+            }
+            total = _add(total, facts)
+        return total
+
+    def close(self) -> None:
+        """Stop threads and give back stores."""
+        self._lock.close()
+        for pool in self.pools:
+            pool.close()
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
+    def _shape_of(self, layers: list) -> MoEShape:
+        for index, layer in enumerate(layers):
+            layer.spac_index = index
+        first = layers[0]
+        return MoEShape(
+            tuple(layer.layer_name for layer in layers), first.moe_config.num_experts, first.top_k, first.probe()
+        )
+
+    def _open_store(self, shape: MoEShape) -> None:
+        folder = (self.config.disk_dir or Path("~/.cache/vllm_spac")).expanduser().absolute()
+        name = fingerprint(self.vllm_config, shape, self._layers[0])
+        if self.store_name == "disk":
+            self._lock_folder(folder, name)
+        store = components.build("tiers", self.store_name, shape=shape, fingerprint=name, folder=folder)
+        store.reserve(sum(not store.holds(key) for key in range(shape.total)))
+        self._stores.update(dict.fromkeys(shape.layers, store))
+
+    def _lock_folder(self, folder: Path, name: str) -> None:
+        """Two servers of one model may start at once: the second waits until the first has packed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        file = self._lock.enter_context(open(folder / f"{name}.lock", "w"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("spac: another process packs these experts in %s; waiting for it", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+    def _fill(self, shape: MoEShape, count: int) -> ExpertPool:
+        store = self._stores[shape.layers[0]]
+        tensors = {
+            name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=self.device)
+            for name, spec in shape.tensors.items()
+        }
+        policy = components.build("policies", self.config.policy)
+        pool = ExpertPool(
+            shape, count, policy, store, tensors, io_threads=self.config.io_threads, path=self.store_name
+        )
+        with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr) as bar:
+            for loaded in pool.fill():
+                bar.update(loaded)
+        pool.counters.reset()
+        if pool.holds_all and self.store_name == "host":
+            store.close()  # nothing is outside any more
+        return pool
+
+    def _describe(self, pool: ExpertPool) -> str:
+        shape, count = pool.shape, pool.residency.slots
+        return (
+            f"mode=exact, slots={count} of {shape.total} experts ({100 * count / shape.total:.1f}%, "
+            f"{gib(count * shape.expert_bytes)} of {gib(shape.total * shape.expert_bytes)}; {len(shape.layers)} layers x "
+            f"{shape.experts} experts of {gib(shape.expert_bytes)}, top-{shape.top_k}), "
+            f"store={pool.store.describe()}, policy={self.config.policy}"
+        )
+
+    def _store(self, layer) -> ExpertStore:
+        return self._stores[layer.layer_name]
+
+    def _keys(self, layer) -> range:
+        experts = self._store(layer).shape.experts
+        return range(layer.spac_index * experts, (layer.spac_index + 1) * experts)
+
+
+def _add(total: dict, facts: dict) -> dict:
+    """Sum numbers, and dictionaries of numbers, key by key."""
+    merged = dict(total)
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            merged[name] = _add(merged.get(name, {}), value)
+        else:
+            merged[name] = merged.get(name, 0) + value
+    return merged

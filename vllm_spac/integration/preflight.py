@@ -1,0 +1,88 @@
+"""What cannot work is refused here, with the flag that helps, before a worker starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_spac import slots
+from vllm_spac.config import SpacConfig
+from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.integration.plugin import WORKER_EXTENSION
+
+_LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
+
+
+def worker_extension(asked: str) -> str:
+    """The worker extension to use: ours, unless the user's own is built on ours.
+
+    Raises:
+        UnsupportedError: the user named an extension that is not.
+    """
+    if not asked or asked == WORKER_EXTENSION:
+        return WORKER_EXTENSION
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from vllm_spac.integration.worker import SpacWorker
+
+    if issubclass(resolve_obj_by_qualname(asked), SpacWorker):
+        return asked
+    raise UnsupportedError(
+        f"spac: --worker-extension-cls {asked} leaves the plugin without its own; derive it from {WORKER_EXTENSION}"
+    )
+
+
+def check(config: SpacConfig, vllm_config) -> None:
+    """Refuse a model or an option that the plugin cannot serve exactly.
+
+    Raises:
+        ConfigError: a knob cannot be met.
+        UnsupportedError: the model or a vLLM option is not supported; says which flag helps.
+    """
+    model = vllm_config.model_config
+    if not model.get_num_experts():
+        raise UnsupportedError(f"spac: {model.model} is a dense model: it has no experts to keep outside; drop --plugin spac")
+    if top_k := model.get_num_experts_per_tok():
+        slots.check(config.parsed_slots, model.get_num_experts(), top_k)
+    for refused, flag, instead in _refusals(vllm_config):
+        if refused:
+            raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
+    _check_folder(config)
+
+
+def _refusals(vllm_config):
+    from vllm.platforms import current_platform
+
+    model, parallel, load = vllm_config.model_config, vllm_config.parallel_config, vllm_config.load_config
+    eager = model.enforce_eager
+    yield parallel.tensor_parallel_size > 1, "--tensor-parallel-size above 1", "use 1: experts are not sharded yet"
+    yield parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size above 1", "use 1"
+    yield parallel.data_parallel_size > 1, "--data-parallel-size above 1", "use 1, or one server a replica"
+    yield parallel.enable_expert_parallel, "--enable-expert-parallel", "drop it"
+    yield parallel.enable_eplb, "--enable-eplb", "drop it: placement is what spac decides"
+    yield model.quantization is not None, f"quantization {model.quantization}", "use an unquantised checkpoint"
+    yield vllm_config.lora_config is not None, "--enable-lora", "merge the adapter into the checkpoint"
+    yield model.enable_sleep_mode, "--enable-sleep-mode", "drop it"
+    yield str(load.load_format) not in _LOAD_FORMATS, f"--load-format {load.load_format}", "use --load-format auto"
+    yield (
+        getattr(vllm_config.cache_config, "cpu_offload_gb", 0) > 0 or _offloads(vllm_config),
+        "vLLM's own weight offloading (--cpu-offload-gb, --offload-*)",
+        "drop it: spac keeps the experts outside",
+    )
+    yield not eager and not current_platform.is_cpu(), "running with CUDA graphs", "add --enforce-eager"
+
+
+def _offloads(vllm_config) -> bool:
+    offload = getattr(vllm_config, "offload_config", None)
+    uva, prefetch = getattr(offload, "uva", None), getattr(offload, "prefetch", None)
+    return getattr(uva, "cpu_offload_gb", 0) > 0 or getattr(prefetch, "offload_group_size", 0) > 0
+
+
+def _check_folder(config: SpacConfig) -> None:
+    folder = config.disk_dir
+    if folder is None:
+        return
+    if config.store == "host":
+        raise ConfigError("spac: disk_dir (--spac-disk-dir) means nothing with store=host; drop it or use store=disk")
+    existing = next(path for path in (folder.expanduser(), *folder.expanduser().absolute().parents) if path.exists())
+    if not Path(existing).is_dir():
+        raise ConfigError(f"spac: disk_dir={folder} (--spac-disk-dir): {existing} is not a folder; name another")

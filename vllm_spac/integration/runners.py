@@ -1,0 +1,80 @@
+"""What a forward is for: adapters from vLLM's two model runners to ``Step``. No vLLM object goes further in."""
+
+from __future__ import annotations
+
+import functools
+
+from vllm_spac.core import RequestRows, RowKind, Step
+
+
+def install(vllm_config) -> None:
+    """Hook the runner class that serves this engine; a second call does nothing."""
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        _hook(GPUModelRunner, "prepare_inputs", lambda runner, scheduled, prepared: _step_v2(prepared))
+    else:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        _hook(GPUModelRunner, "_prepare_inputs", lambda runner, scheduled, prepared: _step_v1(runner, scheduled))
+
+
+def _hook(runner_class: type, prepare_name: str, step_of) -> None:
+    """Begin a step when the inputs of a real batch are prepared, end it when ``execute_model`` returns."""
+    if getattr(runner_class.execute_model, "_spac", False):
+        return
+    prepare, execute_model = getattr(runner_class, prepare_name), runner_class.execute_model
+
+    @functools.wraps(prepare)
+    def prepared(self, scheduler_output, *args, **kwargs):
+        result = prepare(self, scheduler_output, *args, **kwargs)
+        if (experts := _experts(self)) is not None:
+            experts.begin_step(step_of(self, scheduler_output, result))
+        return result
+
+    @functools.wraps(execute_model)
+    def executed(self, *args, **kwargs):
+        try:
+            return execute_model(self, *args, **kwargs)
+        finally:
+            if (experts := _experts(self)) is not None:
+                experts.end_step()
+
+    executed._spac = True
+    setattr(runner_class, prepare_name, prepared)
+    runner_class.execute_model = executed
+
+
+def _experts(runner):
+    """The managed experts of this runner, looked up once; None when its engine did not ask for the plugin."""
+    if not hasattr(runner, "_spac_experts"):
+        from vllm_spac.integration.loading import experts_of
+
+        runner._spac_experts = experts_of(runner)
+    return runner._spac_experts
+
+
+def _step_v1(runner, scheduled) -> Step:
+    batch, start, requests = runner.input_batch, 0, []
+    for index, request in enumerate(batch.req_ids):
+        stop = start + scheduled.num_scheduled_tokens[request]
+        drafts = len(scheduled.scheduled_spec_decode_tokens.get(request, ()))
+        prefill = batch.num_computed_tokens_cpu[index] < batch.num_prompt_tokens[index]
+        requests.append(_rows(start, stop, bool(prefill), drafts))
+        start = stop
+    return Step(tuple(requests))
+
+
+def _step_v2(batch) -> Step:
+    starts, drafts = batch.query_start_loc_np, batch.num_draft_tokens_per_req
+    return Step(
+        tuple(
+            _rows(int(starts[i]), int(starts[i + 1]), bool(batch.is_prefilling_np[i]), 0 if drafts is None else int(drafts[i]))
+            for i in range(batch.num_reqs)
+        )
+    )
+
+
+def _rows(start: int, stop: int, prefill: bool, drafts: int) -> RequestRows:
+    kind = RowKind.PREFILL if prefill else RowKind.VERIFY if drafts else RowKind.DECODE
+    return RequestRows(start, stop, kind, drafts)
