@@ -1,0 +1,40 @@
+"""Checkpoints and stock answers, made once a session."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import engines  # noqa: E402
+import zoo  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """``checkpoint(family)`` -> folder of a tiny random model."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = zoo.write(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def stock(checkpoint):
+    """``stock(family)`` -> what vLLM says without the plugin."""
+    said: dict[str, engines.Run] = {}
+
+    def get(family: str) -> engines.Run:
+        if family not in said:
+            said[family] = engines.generate(checkpoint(family))
+            assert len({tuple(tokens) for tokens in said[family].tokens}) > 4, "this model says the same to everything"
+        return said[family]
+
+    return get

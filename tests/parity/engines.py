@@ -1,0 +1,53 @@
+"""Run real vLLM engines one after another in this process, and compare what they say."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+# Lengths from one token to several chunks of prefill (64 tokens a forward).
+PROMPTS = [[(7 * i + j * (i + 3)) % 500 + 5 for j in range(length)] for i, length in enumerate((1, 5, 23, 64, 90, 150, 31, 8))]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Greedy tokens of each prompt, and the plugin's counters if it was on."""
+
+    tokens: list[list[int]]
+    stats: dict = field(default_factory=dict)
+
+
+def generate(model: str, spac: dict | None = None, prompts=None, max_tokens: int = 16, **options: Any) -> Run:
+    """Greedy tokens for ``prompts``, in one engine that is gone afterwards."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    import vllm_spac
+
+    settings = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "dtype": "bfloat16",
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "disable_log_stats": False,
+        **options,
+    }
+    llm = LLM(model=str(model), additional_config={} if spac is None else {"spac": spac}, **settings)
+    try:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in (prompts or PROMPTS)]
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
+        stats = vllm_spac.stats(llm)["workers"][0] if spac is not None else {}
+        return Run([list(output.outputs[0].token_ids) for output in outputs], stats)
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()

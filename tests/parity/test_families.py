@@ -1,0 +1,25 @@
+"""Same greedy tokens as stock vLLM, for every family, store, and number of slots from the minimum to all."""
+
+from __future__ import annotations
+
+import engines
+import pytest
+import zoo
+
+TOP_K = {"qwen3_moe": 4, "olmoe": 4, "mixtral": 2, "deepseek_v2": 4, "gpt_oss": 2, "phimoe": 2}
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("spac", [{"slots": "minimum"}, {"slots": "60%", "policy": "lfu"}, {"slots": "100%"}], ids=str)
+def test_same_tokens_as_stock(family, spac, checkpoint, stock, tmp_path):
+    knobs = {**spac, "disk_dir": str(tmp_path), "store": "disk"}
+    if spac["slots"] == "minimum":
+        knobs["slots"] = TOP_K[family]
+    run = engines.generate(checkpoint(family), knobs)
+    assert run.tokens == stock(family).tokens
+    assert run.stats["resident"] <= run.stats["slots"]
+    if spac["slots"] == "100%":
+        assert run.stats["misses"] == 0 and run.stats["hits"] > 0
+    else:
+        assert run.stats["loads"] == run.stats["misses"] > 0
+        assert run.stats["bytes"] == {"disk": run.stats["loads"] * run.stats["expert_bytes"]}

@@ -1,0 +1,123 @@
+"""Tiny random checkpoints of the MoE families that stock vLLM serves on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+_COMMON = dict(
+    vocab_size=512,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    tie_word_embeddings=False,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def _qwen3_moe():
+    config = transformers.Qwen3MoeConfig(
+        **{**_COMMON, "num_hidden_layers": 4},
+        intermediate_size=256,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def _olmoe():
+    config = transformers.OlmoeConfig(
+        **{**_COMMON, "num_key_value_heads": 4},
+        intermediate_size=64,
+        num_experts=16,
+        num_experts_per_tok=4,
+        norm_topk_prob=False,
+    )
+    return transformers.OlmoeForCausalLM(config)
+
+
+def _mixtral():
+    config = transformers.MixtralConfig(**_COMMON, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def _deepseek_v2():
+    config = transformers.DeepseekV2Config(
+        **{**_COMMON, "num_key_value_heads": 4, "num_hidden_layers": 3},
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        kv_lora_rank=512,  # the only latent size that vLLM's CPU attention takes
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+    )
+    return transformers.DeepseekV2ForCausalLM(config)
+
+
+def _gpt_oss():
+    config = transformers.GptOssConfig(
+        **_COMMON,
+        head_dim=64,
+        intermediate_size=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
+def _phimoe():
+    config = transformers.PhimoeConfig(**_COMMON, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
+    config.architectures = ["PhiMoEForCausalLM"]
+    return transformers.PhimoeForCausalLM(config)
+
+
+FAMILIES = {
+    "qwen3_moe": _qwen3_moe,
+    "olmoe": _olmoe,
+    "mixtral": _mixtral,
+    "deepseek_v2": _deepseek_v2,
+    "gpt_oss": _gpt_oss,
+    "phimoe": _phimoe,
+}
+
+
+def write(family: str, folder: Path, seed: int = 0) -> Path:
+    """Save a seeded random checkpoint of ``family`` into ``folder`` (bf16) and return it.
+
+    Weights are scaled so that greedy tokens vary from step to step: a model that always says the same token
+    would be equal to anything.
+    """
+    torch.manual_seed(seed)
+    model = FAMILIES[family]().to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(6.0 if "expert" in name else 3.0)
+            elif "bias" in name:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder)
+    return folder
