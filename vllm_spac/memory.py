@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MADV_PAGEOUT = 21
 
 
 def available_host_bytes() -> int:
@@ -22,6 +24,20 @@ def gib(count: int | float) -> str:
         if count < limit:
             return f"{count / (limit >> 10):.1f} {unit}"
     return f"{count / 2**30:.2f} GiB"
+
+
+def release_file_pages(suffix: str = ".safetensors") -> None:
+    """Let go of the pages of mapped checkpoint files that were read; they count as this process's memory.
+
+    Clean pages are dropped (they can be read again), changed ones stay. On a kernel without
+    ``MADV_PAGEOUT`` (before 5.4) the pages go when memory is short, as always.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].endswith(suffix):
+            start, stop = (int(part, 16) for part in fields[0].split("-"))
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_PAGEOUT)
 
 
 def _read(path: Path) -> int | None:

@@ -18,7 +18,7 @@ from vllm_spac.core import MoEShape, Step
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration import fast_memory, runners
 from vllm_spac.integration.fingerprint import fingerprint
-from vllm_spac.memory import gib
+from vllm_spac.memory import gib, release_file_pages
 from vllm_spac.runtime import ExpertPool
 from vllm_spac.tiers.base import ExpertStore
 
@@ -104,7 +104,7 @@ class ModelExperts:
         for shape in self._shapes:
             self._plan.append(slots.resolve(self.config.parsed_slots, shape, free))
             free -= self._plan[-1] * shape.expert_bytes
-            self._open_store(shape)
+            self._open_store(shape, self._plan[-1])
         missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
         self._bar = tqdm(total=missing, desc="Packing experts", unit="expert", file=sys.stderr, disable=missing == 0)
 
@@ -126,6 +126,7 @@ class ModelExperts:
                         store.put(key, {name: tensor[offset] for name, tensor in part.items()})
                         self._bar.update()
         layer.forget()
+        release_file_pages()
 
     # -- called by the loader and the runner ---------------------------------------------------------------
 
@@ -156,7 +157,8 @@ class ModelExperts:
 
     def stats(self) -> dict:
         """Choices and counters of this worker, summed over pools, as plain data."""
-        total = {"mode": "exact", "store": self.store_name, "policy": self.config.policy}
+        outside = any(not pool.holds_all for pool in self.pools)
+        total = {"mode": "exact", "store": self.store_name if outside else "resident", "policy": self.config.policy}
         for pool in self.pools:
             shape = pool.shape
             facts = {
@@ -187,12 +189,15 @@ class ModelExperts:
             tuple(layer.layer_name for layer in layers), first.moe_config.num_experts, first.top_k, first.probe()
         )
 
-    def _open_store(self, shape: MoEShape) -> None:
+    def _open_store(self, shape: MoEShape, count: int) -> None:
         folder = (self.config.disk_dir or Path("~/.cache/vllm_spac")).expanduser().absolute()
         name = fingerprint(self.vllm_config, shape, self._layers[0])
-        if self.store_name == "disk":
-            self._lock_folder(folder, name)
-        store = components.build("tiers", self.store_name, shape=shape, fingerprint=name, folder=folder)
+        if count == shape.total:
+            store = components.build("tiers", "resident", shape=shape, fingerprint=name, device=self.device)
+        else:
+            if self.store_name == "disk":
+                self._lock_folder(folder, name)
+            store = components.build("tiers", self.store_name, shape=shape, fingerprint=name, folder=folder)
         store.reserve(sum(not store.holds(key) for key in range(shape.total)))
         self._stores.update(dict.fromkeys(shape.layers, store))
 
@@ -208,7 +213,7 @@ class ModelExperts:
 
     def _fill(self, shape: MoEShape, count: int) -> ExpertPool:
         store = self._stores[shape.layers[0]]
-        tensors = {
+        tensors = getattr(store, "tensors", None) or {
             name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=self.device)
             for name, spec in shape.tensors.items()
         }
@@ -216,12 +221,10 @@ class ModelExperts:
         pool = ExpertPool(
             shape, count, policy, store, tensors, io_threads=self.config.io_threads, path=self.store_name
         )
-        with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr) as bar:
+        with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr, disable=pool.holds_all) as bar:
             for loaded in pool.fill():
                 bar.update(loaded)
         pool.counters.reset()
-        if pool.holds_all and self.store_name == "host":
-            store.close()  # nothing is outside any more
         return pool
 
     def _describe(self, pool: ExpertPool) -> str:

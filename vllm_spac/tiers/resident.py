@@ -1,0 +1,49 @@
+"""No store at all: every expert has a slot, and is packed straight into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import StoreError
+from vllm_spac.tiers.base import ExpertStore
+
+
+class ResidentStore(ExpertStore):
+    """Owns the slots: ``tensors`` of shape [all experts, ...] on ``device``; expert ``key`` is row ``key``."""
+
+    def __init__(
+        self, shape: MoEShape, fingerprint: str, folder: Path | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__(shape, fingerprint, folder)
+        self.tensors = {
+            name: torch.empty((shape.total, *spec.shape), dtype=spec.dtype, device=device)
+            for name, spec in shape.tensors.items()
+        }
+        self._packed: set[int] = set()
+
+    def holds(self, key: int) -> bool:
+        return key in self._packed
+
+    def reserve(self, experts: int) -> None:
+        """The slots are allocated already."""
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        for name, slots in self.tensors.items():
+            slots[key].copy_(tensors[name])
+        self._packed.add(key)
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        if key not in self._packed:
+            raise StoreError(f"expert {self.shape.split(key)} was never packed")
+        for name, slots in self.tensors.items():
+            if into[name].data_ptr() != slots[key].data_ptr():
+                into[name].copy_(slots[key])
+        return self.shape.expert_bytes
+
+    def describe(self) -> str:
+        return "resident (every expert has a slot, nothing lies outside)"
