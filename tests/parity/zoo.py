@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -90,8 +91,8 @@ def _gpt_oss():
 
 
 def _phimoe():
-    config = transformers.PhimoeConfig(**_COMMON, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
-    config.architectures = ["PhiMoEForCausalLM"]
+    sizes = dict(intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
+    config = transformers.PhimoeConfig(**_COMMON, **sizes, attention_bias=True, lm_head_bias=True)
     return transformers.PhimoeForCausalLM(config)
 
 
@@ -103,6 +104,9 @@ FAMILIES = {
     "gpt_oss": _gpt_oss,
     "phimoe": _phimoe,
 }
+
+# vLLM's own class; Hugging Face's name goes to vLLM's Transformers backend, which has no fused experts to replace.
+ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
 
 
 def write(family: str, folder: Path, seed: int = 0) -> Path:
@@ -120,4 +124,7 @@ def write(family: str, folder: Path, seed: int = 0) -> Path:
             elif "bias" in name:
                 parameter.normal_(std=0.2)
     model.save_pretrained(folder)
+    if family in ARCHITECTURES:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [ARCHITECTURES[family]]}))
     return folder

@@ -1,0 +1,192 @@
+"""What cannot work is refused before a worker starts, naming the knob or flag and what would be right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def write_config(folder: Path, config: dict) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def moe(tmp_path) -> Path:
+    return write_config(tmp_path / "moe", QWEN)
+
+
+def engine_config(model: Path, spac, **options):
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        additional_config={} if spac is None else {"spac": spac},
+        **options,
+    )
+    return args.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("spac", "named"),
+    [
+        ({"slot": "25%"}, ["'slot'", "did you mean 'slots'"]),
+        ({"colour": 1}, ["'colour'", "known knobs", "slots", "policy"]),
+        ({"slots": "many"}, ["slots='many'", "--spac-slots", "25%"]),
+        ({"slots": "0"}, ["slots='0'", "--spac-slots"]),
+        ({"slots": -3}, ["slots=", "--spac-slots"]),
+        ({"slots": "120%"}, ["120%", "at most 100%"]),
+        ({"slots": 3}, ["slots=3", "needs 4", "--spac-slots 4"]),
+        ({"slots": 17}, ["slots=17", "16 experts", "--spac-slots 16"]),
+        ({"store": "tape"}, ["store='tape'", "host", "disk"]),
+        ({"policy": "oracle"}, ["policy='oracle'", "lfu", "lru"]),
+        ({"io_threads": 0}, ["io_threads=0", "--spac-io-threads"]),
+        ({"store": "host", "disk_dir": "/tmp"}, ["disk_dir", "store=disk"]),
+        ({"disk_dir": "/etc/hostname/x"}, ["disk_dir=", "is not a folder"]),
+        ("25%", ["must be a mapping"]),
+    ],
+    ids=str,
+)
+def test_bad_knobs(moe, spac, named):
+    with pytest.raises(ValueError) as caught:
+        engine_config(moe, spac)
+    for part in named:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"worker_extension_cls": "collections.OrderedDict"}, "vllm_spac.integration.worker.SpacWorker"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together(moe, options, named):
+    with pytest.raises(ValueError) as caught:
+        engine_config(moe, {"slots": "50%"}, **options)
+    assert named in str(caught.value)
+
+
+def test_a_dense_model(tmp_path):
+    dense = {k: v for k, v in QWEN.items() if "expert" not in k and not k.startswith(("moe_", "norm_topk"))}
+    model = write_config(tmp_path / "dense", {**dense, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
+    with pytest.raises(ValueError, match="dense model.*drop --plugin spac"):
+        engine_config(model, {})
+
+
+def test_a_quantised_model(tmp_path):
+    quantised = {**QWEN, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    with pytest.raises(ValueError, match="quantization fp8 is not supported"):
+        engine_config(write_config(tmp_path / "fp8", quantised), {})
+
+
+def test_an_unsupported_vllm(moe, monkeypatch):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    with pytest.raises(ValueError, match=r"vLLM 0\.31\.0 is not supported; supported are .*0\.32"):
+        engine_config(moe, {})
+    engine_config(moe, None)  # whoever does not ask for the plugin is not bothered
+
+
+def test_without_asking_nothing_changes(moe):
+    config = engine_config(moe, None)
+    assert config.parallel_config.worker_extension_cls == ""
+    assert config.additional_config == {}
+
+
+def test_a_worker_extension_built_on_ours_is_kept(moe):
+    name = f"{__name__}.OwnExtension"
+    from vllm_spac.integration import preflight, worker
+
+    class OwnExtension(worker.SpacWorker):
+        pass
+
+    import vllm.utils.import_utils as import_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_utils, "resolve_obj_by_qualname", lambda _: OwnExtension)
+        assert preflight.worker_extension(name) == name
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    load_general_plugins()
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(flags))
+    EngineArgs.from_cli_args(args)
+    return args
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "spac")
+
+
+def test_flags_are_keys(tmp_path):
+    flags = ["--plugin", "spac", "--spac-slots", "25%", "--spac-policy", "lfu", "--spac-disk-dir", str(tmp_path)]
+    assert parse(*flags).additional_config["spac"] == {"slots": "25%", "policy": "lfu", "disk_dir": str(tmp_path)}
+    assert parse("--plugin", "spac").additional_config["spac"] == {}
+
+
+def test_flags_and_keys_are_merged():
+    args = parse("--plugin", "spac", "--spac-slots", "8", "--additional-config", '{"spac": {"policy": "lfu"}}')
+    assert args.additional_config["spac"] == {"policy": "lfu", "slots": "8"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--plugin", "spac", "--spac-slots", "lots"], "--spac-slots"),
+        (["--plugin", "moe"], "invalid choice"),
+        (["--plugin", "spac", "--spac-colour", "1"], "unrecognized"),
+    ],
+    ids=str,
+)
+def test_bad_flags_end_with_a_usage_error(flags, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(*flags)
+    assert caught.value.code not in (0, None)
+    assert said in capsys.readouterr().err + str(caught.value)
+
+
+def test_a_flag_without_the_plugin_is_not_ignored():
+    with pytest.raises(SystemExit, match="--spac-slots needs --plugin spac"):
+        parse("--spac-slots", "25%")
+
+
+def test_bad_keys_on_the_command_line_are_one_line():
+    with pytest.raises(SystemExit, match="unknown knob 'slot'"):
+        parse("--additional-config", '{"spac": {"slot": 3}}')

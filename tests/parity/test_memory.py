@@ -1,0 +1,95 @@
+"""Loading holds the slots and about one layer, never all experts; measured on a model made for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 8, 64, 512, 512
+EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
+LAYER_BYTES = EXPERTS * EXPERT_BYTES  # 96 MiB; all: 768 MiB
+
+PROGRAM = """
+import json, os, sys, threading, time
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1")
+import torch
+from vllm import LLM
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+def rss():
+    fields = dict(line.split(":") for line in open("/proc/self/status") if line.startswith(("RssAnon", "RssFile")))
+    return sum(int(value.split()[0]) * 1024 for value in fields.values())
+peak = [0]
+load_model = GPUModelRunner.load_model
+def measured(self, *args, **kwargs):
+    done = threading.Event()
+    peak[:] = [rss(), 0]
+    def watch():
+        while not done.wait(0.01):
+            peak[1] = max(peak[1], rss())
+    thread = threading.Thread(target=watch); thread.start()
+    load_model(self, *args, **kwargs)
+    done.set(); thread.join()
+GPUModelRunner.load_model = measured
+LLM(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=2,
+    dtype="bfloat16", additional_config=json.loads(sys.argv[2]))
+print(json.dumps(peak[1] - peak[0]))
+"""
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory) -> Path:
+    """One shard for everything: the worst case for a loader that maps its files."""
+    folder = tmp_path_factory.mktemp("big")
+    config = json.loads((Path(__file__).parent / "qwen3_moe.json").read_text())
+    config |= dict(hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, moe_intermediate_size=INTERMEDIATE)
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(torch.bfloat16)
+
+    heads, kv, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    tensors = {"model.embed_tokens.weight": random(512, HIDDEN), "lm_head.weight": random(512, HIDDEN)}
+    tensors["model.norm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        for name, rows in (("q_proj", heads * size), ("k_proj", kv * size), ("v_proj", kv * size)):
+            tensors[f"{prefix}self_attn.{name}.weight"] = random(rows, HIDDEN)
+        tensors[f"{prefix}self_attn.o_proj.weight"] = random(HIDDEN, heads * size)
+        for name, count in (("input_layernorm", HIDDEN), ("post_attention_layernorm", HIDDEN)):
+            tensors[f"{prefix}{name}.weight"] = torch.ones(count, dtype=torch.bfloat16)
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{prefix}self_attn.{name}.weight"] = torch.ones(size, dtype=torch.bfloat16)
+        tensors[f"{prefix}mlp.gate.weight"] = random(EXPERTS, HIDDEN)
+        for expert in range(EXPERTS):
+            for name in ("gate_proj", "up_proj"):
+                tensors[f"{prefix}mlp.experts.{expert}.{name}.weight"] = random(INTERMEDIATE, HIDDEN)
+            tensors[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = random(HIDDEN, INTERMEDIATE)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def growth(model: Path, additional: dict) -> int:
+    """Bytes by which the resident memory of a process grows at most while the model is loaded."""
+    arguments = [sys.executable, "-c", PROGRAM, str(model), json.dumps(additional)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return int(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.full
+def test_loading_holds_the_slots_and_about_one_layer(big, tmp_path):
+    slots = 0.1 * LAYERS * LAYER_BYTES
+    allowed = slots + 1.75 * LAYER_BYTES  # a layer as it came, a part of it converted, attention and embeddings
+    spac = {"spac": {"slots": "10%", "disk_dir": str(tmp_path)}}
+    first, second, stock = growth(big, spac), growth(big, spac), growth(big, {})
+    print(f"grew by {first / 2**20:.0f} MiB packing, {second / 2**20:.0f} MiB packed, {stock / 2**20:.0f} MiB stock")
+    assert stock > LAYERS * LAYER_BYTES
+    assert first < allowed
+    assert second < slots + LAYER_BYTES
