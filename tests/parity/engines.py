@@ -40,8 +40,9 @@ def generate(model: str, spac: dict | None = None, prompts=None, max_tokens: int
         "disable_log_stats": False,
         **options,
     }
-    llm = LLM(model=str(model), additional_config={} if spac is None else {"spac": spac}, **settings)
+    llm = None
     try:
+        llm = LLM(model=str(model), additional_config={} if spac is None else {"spac": spac}, **settings)
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         requests = [{"prompt_token_ids": prompt} for prompt in (prompts or PROMPTS)]
         outputs = llm.generate(requests, sampling, use_tqdm=False)

@@ -59,7 +59,6 @@ class ManagedExperts:
 
     def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
         """Stage one checkpoint tensor; when it is the last of the layer, pack the layer and forget it."""
-        self.spac.prepare()
         if self.spac.is_stored(self):
             return True if return_success else None
         if self._packed:
@@ -72,6 +71,11 @@ class ManagedExperts:
         return success
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of all experts of the layer, as the checkpoint has them."""
+        return sum(param.nbytes for param in self._staged.values())
 
     def probe(self) -> dict[str, TensorSpec]:
         """Layout of one expert as the kernel reads it; builds the layer's kernel on the way."""
@@ -124,15 +128,14 @@ class ManagedExperts:
 
     def forward_modular(self, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None):
         """Routed experts for x [tokens, hidden] with weights and ids [tokens, top_k]; ids are the router's own."""
+        if not torch.compiler.is_compiling():
+            return self.spac_forward(x, topk_weights, topk_ids)
         out = torch.empty_like(x)
-        if torch.compiler.is_compiling():
-            run_experts(x, topk_weights, topk_ids, out, self.layer_name)
-        else:
-            self.spac_forward(x, topk_weights, topk_ids, out)
+        run_experts(x, topk_weights, topk_ids, out, self.layer_name)
         return out
 
-    def spac_forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, out: Tensor) -> None:
-        """Run the layer into ``out`` [tokens, hidden], wave by wave if it must be.
+    def spac_forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """The layer's output [tokens, hidden], computed wave by wave if it must be.
 
         Rows are independent in the kernel, so a row's result does not depend on its wave.
         """
@@ -140,11 +143,16 @@ class ManagedExperts:
         topk_weights, topk_ids = without_padding(topk_weights, topk_ids)
         if pool.holds_all:
             pool.count_resident(topk_ids)
-            out.copy_(run(x, topk_weights, topk_ids))
-            return
+            return run(x, topk_weights, topk_ids)
+        out = torch.empty_like(x)
         for wave in pool.waves(self.spac_index, topk_ids.cpu()):
-            rows = slice(wave.start, wave.stop)
-            out[rows].copy_(run(x[rows], topk_weights[rows], wave.slot_ids.to(topk_ids.device)))
+            rows, slot_ids = slice(wave.start, wave.stop), wave.slot_ids.to(topk_ids.device)
+            part = run(x[rows], topk_weights[rows], slot_ids)
+            if len(part) == len(x):
+                out = part
+            else:
+                out[rows] = part
+        return out
 
 
 def without_padding(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,12 @@ _WORKSPACE = 1 << 30  # activations, sampler, allocator slack
 _FULL_REQUESTS = 4  # requests of the maximal length whose KV cache must fit beside the experts
 
 
-def budget(vllm_config, device: torch.device) -> int:
+def budget(vllm_config, device: torch.device, other_weights: int) -> int:
     """Bytes for slots: what vLLM may use, less what the rest of the model, the KV cache and activations need.
 
-    On a machine without a GPU fast memory is RAM, and the model's other weights are loaded after this is asked.
+    Args:
+        other_weights: bytes of the weights that are no experts. On a GPU they are allocated by now; on a machine
+            without one, where fast memory is RAM, they become real when they are loaded.
     """
     utilization = vllm_config.cache_config.gpu_memory_utilization
     if device.type == "cpu":
@@ -22,6 +24,7 @@ def budget(vllm_config, device: torch.device) -> int:
         free = min(utilization * total - used, available_host_bytes())
         if vllm_config.cache_config.kv_cache_memory_bytes is not None:  # the KV cache has its own share
             free = available_host_bytes()
+        free -= other_weights
     else:
         available, total = torch.cuda.mem_get_info(device)
         free = available - (1 - utilization) * total

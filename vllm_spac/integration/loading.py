@@ -91,16 +91,17 @@ class ModelExperts:
     def add(self, layer) -> None:
         self._layers.append(layer)
 
-    def prepare(self) -> None:
+    def prepare(self, model: torch.nn.Module) -> None:
         """All layers are built and no weight has come: decide, and refuse what cannot be, before the work starts."""
-        if self._shapes:
-            return
+        if not self._layers:
+            raise UnsupportedError("spac: this model builds no MoE layer that the plugin can manage")
         groups: dict[tuple, list] = {}
         for layer in self._layers:
             groups.setdefault(tuple(sorted((n, s.shape, s.dtype) for n, s in layer.probe().items())), []).append(layer)
         for layers in groups.values():
             self._shapes.append(self._shape_of(layers))
-        free = fast_memory.budget(self.vllm_config, self.device)
+        others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
+        free = fast_memory.budget(self.vllm_config, self.device, others)
         for shape in self._shapes:
             self._plan.append(slots.resolve(self.config.parsed_slots, shape, free))
             free -= self._plan[-1] * shape.expert_bytes
@@ -114,7 +115,6 @@ class ModelExperts:
 
     def pack(self, layer) -> None:
         """Move a layer whose weights have all arrived to the store; does nothing for a stored one."""
-        self.prepare()
         store = self._store(layer)
         keys = self._keys(layer)
         if not self.is_stored(layer):
@@ -132,8 +132,6 @@ class ModelExperts:
 
     def finish(self) -> None:
         """The weights are loaded: fill the slots and hand them to the layers."""
-        if not self._layers:
-            raise UnsupportedError("spac: this model builds no MoE layer that the plugin can manage")
         self._bar.close()
         self._lock.close()
         for shape, count in zip(self._shapes, self._plan, strict=True):

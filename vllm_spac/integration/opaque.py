@@ -20,7 +20,7 @@ def _run(
     layer_name: _LayerName,
 ) -> None:
     runner = moe_runner.get_layer_from_name(moe_runner._resolve_layer_name(layer_name))
-    runner.routed_experts.spac_forward(hidden_states, topk_weights, topk_ids, out)
+    out.copy_(runner.routed_experts.spac_forward(hidden_states, topk_weights, topk_ids))
 
 
 def _fake(

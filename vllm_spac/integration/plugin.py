@@ -61,7 +61,14 @@ def _managed(load_model):
             return load_model(self, vllm_config, model_config, *args, **kwargs)
         from vllm_spac.integration.loading import managed_load
 
+        load_weights = self.load_weights
+
+        def prepared(model, *rest):
+            experts.prepare(model)
+            return load_weights(model, *rest)
+
         with managed_load(config, vllm_config) as experts:
+            self.load_weights = prepared  # of this loader object, which loads this one model
             model = load_model(self, vllm_config, model_config, *args, **kwargs)
             experts.finish()
         return model

@@ -1,0 +1,33 @@
+"""Same greedy tokens as stock vLLM with speculative decoding, on the trained toy model and its drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from compare import compare
+
+TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
+METHODS = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "eagle3": {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": 4},
+    "draft_model": {"method": "draft_model", "model": str(TOY / "draft"), "num_speculative_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_tokens_as_stock(method, tmp_path):
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "policy": "lfu"}
+    stock, run = compare(TOY / "target", [None, spac], speculative_config=METHODS[method], max_tokens=32)
+    assert run.tokens == stock.tokens
+    assert run.stats["steps"]["verify"] > 0, "nothing was verified, so nothing was tested"
+    assert run.stats["misses"] > 0 and run.stats["hits"] > 0
+
+
+def test_a_moe_draft_stays_stock(tmp_path):
+    """The target drafting for itself: every draft is accepted, and the draft's experts are not managed."""
+    draft = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 3}
+    spac = {"slots": "50%", "store": "disk", "disk_dir": str(tmp_path)}
+    stock, run = compare(TOY / "target", [None, spac], speculative_config=draft, max_tokens=16)
+    assert run.tokens == stock.tokens
+    assert run.stats["experts"] == 6 * 64
