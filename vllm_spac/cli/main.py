@@ -1,0 +1,60 @@
+"""``vllm-spac``: what can be asked without starting an engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_spac import __version__
+from vllm_spac.cli import inspect, packed, stats
+from vllm_spac.errors import SpacError
+
+app = typer.Typer(
+    name="vllm-spac",
+    help="Mixture-of-Experts models larger than fast memory, on stock vLLM.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        Console().print(f"vllm-spac {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Mixture-of-Experts models larger than fast memory, on stock vLLM."""
+
+
+def _reported(command: Callable) -> Callable:
+    """Print an error that was raised on purpose as one line, and exit with 1; any other keeps its traceback."""
+
+    @functools.wraps(command)
+    def run(*args, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except SpacError as error:
+            Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from error
+
+    return run
+
+
+for _module, _command in ((inspect, inspect.inspect), (stats, stats.stats), (packed, packed.packed)):
+    app.command(epilog=_module.EXAMPLES)(_reported(_command))
+
+
+if __name__ == "__main__":
+    app()
