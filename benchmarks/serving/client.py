@@ -1,0 +1,86 @@
+"""The OpenAI requests of ``online.py``: some one after the other, then all of them, so many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from openai import AsyncOpenAI
+
+from vllm_spac.cli.stats import fetch
+
+SERVED_NAME = "benchmark"
+ALONE = 4  # prompts that are asked one after the other
+_COUNTERS = ("hits", "misses", "stall_seconds")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every server is asked."""
+
+    prompts: list[list[int]]
+    output_tokens: int
+    concurrency: int
+    seed: int
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed completion; times in seconds."""
+
+    text: str
+    tokens: int
+    ttft: float
+    tpot: float
+
+
+async def ask(client: AsyncOpenAI, prompt: list[int], load: Load) -> Answer:
+    """Stream one completion of exactly ``load.output_tokens`` tokens."""
+    start = time.perf_counter()
+    stream = await client.completions.create(
+        model=SERVED_NAME,
+        prompt=prompt,
+        max_tokens=load.output_tokens,
+        temperature=0,
+        seed=load.seed,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    pieces, moments, tokens = [], [], 0
+    async for chunk in stream:
+        if chunk.choices:
+            moments.append(time.perf_counter())
+            pieces.append(chunk.choices[0].text)
+        if chunk.usage is not None:
+            tokens = chunk.usage.completion_tokens
+    if tokens != load.output_tokens:
+        raise RuntimeError(f"asked for {load.output_tokens} tokens, got {tokens}")
+    return Answer("".join(pieces), tokens, moments[0] - start, (moments[-1] - moments[0]) / (tokens - 1))
+
+
+async def question(url: str, load: Load, with_plugin: bool) -> tuple[list[Answer], list[Answer], float, dict]:
+    """(answers one by one, answers at once, seconds of the latter, what the plugin's counters moved in them)."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=load.timeout) as client:
+        alone = [await ask(client, prompt, load) for prompt in load.prompts[:ALONE]]
+        gate = asyncio.Semaphore(load.concurrency)
+
+        async def one(prompt: list[int]) -> Answer:
+            async with gate:
+                return await ask(client, prompt, load)
+
+        before = counters(url) if with_plugin else {}
+        start = time.perf_counter()
+        together = await asyncio.gather(*(one(prompt) for prompt in load.prompts))
+        seconds = time.perf_counter() - start
+        after = counters(url) if with_plugin else {}
+    return alone, together, seconds, {name: after[name] - before[name] for name in after}
+
+
+def counters(url: str) -> dict[str, float]:
+    """What the workers of a server with the plugin have counted so far."""
+    workers = fetch(url)
+    moved = sum(count for worker in workers for count in worker["bytes"].values())
+    return {name: sum(worker[name] for worker in workers) for name in _COUNTERS} | {"bytes": moved}

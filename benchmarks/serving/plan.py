@@ -1,0 +1,109 @@
+"""Which engines a run starts, in which order, and what each is told. Pure, but for looking whether folders exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_spac.config import Slots
+
+FULL = "100%"
+SPECULATIONS = ("none", "ngram", "eagle3", "draft")
+
+
+class PlanError(ValueError):
+    """The run cannot be made as asked; says which option helps."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One engine. ``slots`` is None for stock vLLM, which also has no ``policy``."""
+
+    slots: str | None
+    policy: str | None
+    speculation: str
+
+    @property
+    def is_stock(self) -> bool:
+        return self.slots is None
+
+    @property
+    def name(self) -> str:
+        return "stock" if self.is_stock else f"spac {self.slots}" + (f" {self.policy}" if self.slots != FULL else "")
+
+    @property
+    def label(self) -> str:
+        return self.name if self.speculation == "none" else f"{self.name}, {self.speculation}"
+
+    def series(self) -> tuple[str | None, str]:
+        """What it shares with the configurations that differ from it in their slots alone."""
+        return self.policy, self.speculation
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Where speculation takes its draft tokens from."""
+
+    tokens: int
+    eagle3: Path
+    draft: Path
+
+    def settings(self, speculation: str) -> dict | None:
+        """vLLM's ``speculative_config``.
+
+        Raises:
+            PlanError: the draft's folder is missing.
+        """
+        if speculation == "none":
+            return None
+        if speculation == "ngram":
+            lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+            return {"method": "ngram", "num_speculative_tokens": self.tokens, **lookup}
+        folder = {"eagle3": self.eagle3, "draft": self.draft}[speculation]
+        if not (folder / "config.json").is_file():
+            raise PlanError(f"speculation {speculation} needs a model in {folder}; name another with --{speculation}")
+        method = {"eagle3": "eagle3", "draft": "draft_model"}[speculation]
+        return {"method": method, "model": str(folder), "num_speculative_tokens": self.tokens}
+
+
+def split(text: str) -> list[str]:
+    """``"10%, 25%"`` -> ``["10%", "25%"]``, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """``"1,8"`` -> ``(1, 8)``.
+
+    Raises:
+        PlanError: one is no positive number, or there is none.
+    """
+    found = split(text)
+    if not found or not all(part.isdigit() and int(part) > 0 for part in found):
+        raise PlanError(f"--batch {text}: name one or more positive numbers, e.g. 1,8")
+    return tuple(map(int, found))
+
+
+def configurations(slots: list[str], policies: list[str], speculations: list[str]) -> list[Configuration]:
+    """For each speculation: stock, all experts resident, and each number of slots under each policy.
+
+    Raises:
+        PlanError: a speculation is unknown, or a list is empty.
+        ValueError: a number of slots is not understood.
+    """
+    for count in slots:
+        Slots.parse(count)
+    if unknown := set(speculations) - set(SPECULATIONS):
+        raise PlanError(f"no speculation is called {', '.join(sorted(unknown))}; use {', '.join(SPECULATIONS)}")
+    if not policies or not speculations:
+        raise PlanError("--policy and --speculation must each name at least one")
+    plan = []
+    for speculation in speculations:
+        plan += [Configuration(None, None, speculation), Configuration(FULL, policies[0], speculation)]
+        plan += [Configuration(count, policy, speculation) for count in slots if count != FULL for policy in policies]
+    return plan
+
+
+def rotated(plan: list[Configuration], repeat: int, repeats: int) -> list[Configuration]:
+    """The order of one repeat: each starts elsewhere, so that a drift of the machine hits all alike."""
+    start = repeat * len(plan) // max(1, repeats)
+    return plan[start:] + plan[:start]

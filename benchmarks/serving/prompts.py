@@ -1,0 +1,62 @@
+"""Prompts as token ids: text that the toy model never saw, or random ids where there is no tokenizer."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
+import corpus
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """``ids`` [prompts][tokens], and where they come from."""
+
+    ids: list[list[int]]
+    source: str
+
+    def describe(self) -> dict:
+        """For the result: enough to see whether two runs asked the same."""
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(self.ids).encode())
+        return {"count": len(self.ids), "tokens": len(self.ids[0]), "source": self.source, "xxh3_64": digest}
+
+
+def load(model: Path, count: int, tokens: int, seed: int = 0) -> Prompts:
+    """``count`` different prompts of ``tokens`` tokens each for the model in the folder ``model``."""
+    if not (model / "tokenizer.json").is_file():
+        config = json.loads((model / "config.json").read_text())
+        vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        draw = random.Random(seed)
+        ids = [[draw.randrange(vocabulary) for _ in range(tokens)] for _ in range(count)]
+        return Prompts(ids, "random ids: the model has no tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return Prompts(_windows(tokenizer, count, tokens, seed), "held-out files of Python's standard library")
+
+
+def _windows(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """One window of each of ``count`` held-out files; of some files two where there are too few."""
+    paths = [path for path in corpus.files() if corpus.is_held_out(path)]
+    draw = random.Random(seed)
+    draw.shuffle(paths)
+    windows: list[list[int]] = []
+    while len(windows) < count:
+        before = len(windows)
+        for path in paths[:]:
+            ids = tokenizer.encode(corpus.read(path), add_special_tokens=False).ids
+            if len(ids) <= tokens:
+                paths.remove(path)
+                continue
+            start = draw.randrange(len(ids) - tokens)
+            windows.append(ids[start : start + tokens])
+            if len(windows) == count:
+                break
+        if len(windows) == before:
+            raise ValueError(f"no held-out file has more than {tokens} tokens; ask for shorter prompts")
+    return windows

@@ -1,0 +1,261 @@
+"""The plugin beside stock vLLM: the same model, prompts and seeds, in one run.
+
+Every engine has a process of its own. A speed is reported only where the tokens are stock's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import plan
+import prompts
+import report
+import summary
+from common import RESULTS, ROOT, TOY, Rate, disk_read_rates, is_toy, memory_copy_rate, provenance, write_result
+
+ENGINE = Path(__file__).with_name("engine.py")
+TOY_MODEL = TOY / "models" / "target"
+PACKED = ROOT / ".cache" / "serving"
+_MODEL = str(TOY_MODEL.relative_to(ROOT))
+_HEADER = 4096  # of a packed expert's file
+_LOG_LINES = 15
+_EPILOG = """[bold]Examples[/]
+
+python benchmarks/serving/run.py
+
+python benchmarks/serving/run.py --quick
+
+python benchmarks/serving/run.py MODEL --slots 10%,25% --policy lru --speculation none,ngram,eagle3
+"""
+
+ModelFolder = Annotated[Path, typer.Argument(help="Folder.", exists=True, file_okay=False, show_default=_MODEL)]
+PackedFolder = Annotated[Path, typer.Option(help="Folder of the packed experts.", show_default=".cache/serving")]
+Quick = Annotated[bool, typer.Option("--quick", help="One repeat of a few short prompts at 25%: does it work?")]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all engines of a run have in common."""
+
+    model: Path
+    batches: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+    seed: int
+    eager: bool
+    store: str | None
+    disk_dir: Path
+    drafts: plan.Drafts
+    timeout: float
+
+    def job(self, configuration: plan.Configuration, ids: list[list[int]]) -> dict:
+        """What ``engine.py`` is told."""
+        spac = None
+        if not configuration.is_stock:
+            spac = {"slots": configuration.slots, "policy": configuration.policy}
+            spac |= {"store": self.store} if self.store else {}
+            spac |= {"disk_dir": str(self.disk_dir)} if self.store != "host" else {}
+        options = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": self.eager,
+            "max_model_len": self.prompt_tokens + self.output_tokens + 8,
+            "max_num_seqs": max(self.batches),
+            "enable_prefix_caching": False,  # else the second batch size finds the first one's prompts
+            "disable_log_stats": False,
+            "seed": self.seed,
+        }
+        return {
+            "model": str(self.model),
+            "spac": spac,
+            "speculative": self.drafts.settings(configuration.speculation),
+            "prompts": ids,
+            "batches": list(self.batches),
+            "output_tokens": self.output_tokens,
+            "seed": self.seed,
+            "options": options,
+        }
+
+
+class Rates:
+    """Measured beside the engines, once a repeat, so that a disturbed moment does not set the bound."""
+
+    def __init__(self, folder: Path, has_gpu: bool) -> None:
+        self._folder = folder
+        self._has_gpu = has_gpu
+        self.memory: list[Rate] = []
+        self.disk: list[Rate] = []
+
+    def measure(self, runs: list[summary.Run]) -> None:
+        choices = next((run.result["choices"] for run in reversed(runs) if run.result and run.result["choices"]), None)
+        if choices is None or self._has_gpu:
+            return
+        self.memory.append(memory_copy_rate())
+        if choices["store"] == "disk":
+            self.disk += disk_read_rates(self._folder, _HEADER + choices["expert_bytes"]).values()
+
+    def of_bound(self) -> summary.Rates | None:
+        """The best of what was measured: a copy reads and writes each byte, so memory moves twice its rate."""
+        if not self.memory:
+            return None
+        fast = 2 * max(rate.best for rate in self.memory)
+        return summary.Rates(fast, max((rate.best for rate in self.disk), default=fast))
+
+    def plain(self) -> dict:
+        if self._has_gpu:
+            return {"bound": "not computed: the rates of this machine's GPU and bus are not measured"}
+        return {"memory": [asdict(rate) for rate in self.memory], "disk": [asdict(rate) for rate in self.disk]}
+
+
+def run_engine(job: dict, is_stock: bool, timeout: float) -> tuple[dict | None, str | None]:
+    """(result, None) of one engine in a process of its own, or (None, why it failed)."""
+    env = os.environ | {
+        "VLLM_PLUGINS": "" if is_stock else "spac",  # stock means that no line of the plugin is loaded
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    with tempfile.TemporaryDirectory(prefix="spac-serving-") as scratch:
+        paths = [Path(scratch, name) for name in ("job.json", "result.json", "log")]
+        paths[0].write_text(json.dumps(job))
+        with open(paths[2], "w") as log:
+            command = [sys.executable, str(ENGINE), *map(str, paths[:2])]
+            child = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                code = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                return None, f"no end after {timeout:.0f} s"
+            finally:
+                _end(child)
+        if code or not paths[1].exists():
+            tail = paths[2].read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            return None, f"exit code {code}: " + "\n".join(tail)
+        return json.loads(paths[1].read_text()), None
+
+
+def _end(child: subprocess.Popen) -> None:
+    """Also the processes that an engine leaves behind when it is stopped half-way; they share its group."""
+    with contextlib.suppress(ProcessLookupError):  # all of them have gone, as they should
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def execute(
+    settings: Settings, configurations: list[plan.Configuration], asked: prompts.Prompts, repeats: int, output: Path
+) -> list[summary.Row]:
+    """Run everything; after each engine the result so far is on the disk."""
+    origin = provenance()  # before the first engine: a run that cannot say where it comes from should not start
+    rates, runs, rows = Rates(settings.disk_dir, bool(origin["machine"]["gpu"])), [], []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=repeats * len(configurations))
+        for repeat in range(repeats):
+            for configuration in plan.rotated(configurations, repeat, repeats):
+                progress.update(task, description=f"repeat {repeat + 1}: {configuration.label}")
+                result, error = run_engine(
+                    settings.job(configuration, asked.ids), configuration.is_stock, settings.timeout
+                )
+                runs.append(summary.Run(configuration, repeat, result, error))
+                progress.console.print(f"repeat {repeat + 1}: {configuration.label}: {'failed' if error else 'done'}")
+                rows = summary.rows(configurations, runs, list(settings.batches), rates.of_bound())
+                _write(output, settings, asked, rates, rows, runs, origin)
+                progress.advance(task)
+            rates.measure(runs)
+    rows = summary.rows(configurations, runs, list(settings.batches), rates.of_bound())
+    _write(output, settings, asked, rates, rows, runs, origin)
+    return rows
+
+
+def _write(output, settings, asked, rates, rows, runs, origin) -> None:
+    if rates.disk:
+        origin["machine"]["disk_read"] = asdict(max(rates.disk, key=lambda rate: rate.best))
+    payload = {
+        "label": "toy model" if is_toy(settings.model) else None,
+        "model": settings.model.name,
+        "prompts": asked.describe(),
+        "output_tokens": settings.output_tokens,
+        "batches": settings.batches,
+        "seed": settings.seed,
+        "enforce_eager": settings.eager,
+        "draft_tokens": settings.drafts.tokens,
+        "rates": rates.plain(),
+        "rows": [row.plain() for row in rows],
+        "runs": [summary.reported(run, rows) for run in runs],
+        "provenance": origin,
+    }
+    write_result(output, payload)
+
+
+@app.command(epilog=_EPILOG)
+def main(
+    model: ModelFolder = TOY_MODEL,
+    slots: Annotated[str, typer.Option(help="Values of --spac-slots beside 100%.")] = "10%,25%,50%",
+    policy: Annotated[str, typer.Option(help="Eviction policies.")] = "lru,lfu",
+    speculation: Annotated[str, typer.Option(help=f"Of {', '.join(plan.SPECULATIONS)}.")] = "none",
+    batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,8",
+    repeats: Annotated[int, typer.Option(min=1, help="Engines of each configuration.")] = 3,
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts; each batch size runs all of them.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for a prompt.")] = 64,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a speculative step.")] = 4,
+    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
+    store: Annotated[str | None, typer.Option(help="Where the other experts live: host or disk.")] = None,
+    disk_dir: PackedFolder = PACKED,
+    eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of all engines.")] = True,
+    seed: Annotated[int, typer.Option(help="Of prompts and engines.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that one engine may take.")] = 1800.0,
+    output: Annotated[Path | None, typer.Option(help="Result. Default: benchmarks/results/serving_MODEL.json.")] = None,
+    quick: Quick = False,
+) -> None:
+    """Compare the plugin with stock vLLM: tokens first, then speed, hit rate and distance from the bound."""
+    if quick:
+        slots, policy, repeats, count, prompt_tokens, output_tokens = "25%", "lru", 1, 2, 32, 8
+    console = Console(width=max(140, Console().width))  # narrower, the tables cannot be read
+    beside = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
+    try:
+        configurations = plan.configurations(*(plan.split(text) for text in (slots, policy, speculation)))
+        for configuration in configurations:
+            beside.settings(configuration.speculation)
+        batches = plan.sizes(batch)
+    except ValueError as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}")
+        raise typer.Exit(2) from error
+    settings = Settings(model, batches, prompt_tokens, output_tokens, seed, eager, store, disk_dir, beside, timeout)
+    output = output or RESULTS / f"serving_{model.resolve().name}.json"
+    rows = execute(settings, configurations, prompts.load(model, count, prompt_tokens, seed), repeats, output)
+    show(console, rows, settings, output)
+    if any(row.verdict != "same" for row in rows):
+        raise typer.Exit(1)
+
+
+def show(console: Console, rows: list[summary.Row], settings: Settings, output: Path) -> None:
+    """The tables on the terminal, the picture beside the result."""
+    title = f"{'toy model ' if is_toy(settings.model) else ''}{settings.model.resolve().name}"
+    for batch in settings.batches:
+        console.print(report.table(rows, batch, title))
+    for reason in report.reasons(rows):
+        console.print(f"[red]{escape(reason)}[/]", highlight=False)
+    picture = output.with_suffix(".png")
+    report.picture(rows, list(settings.batches), f"{title}: spac beside stock vLLM", picture)
+    console.print(escape(f"wrote {output} and {picture.name}"), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    app()

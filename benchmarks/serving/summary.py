@@ -1,0 +1,169 @@
+"""From raw runs to rows: first whether the tokens are stock's, then how fast. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from bound import Counts, other_per_step, run_bound
+from common import Spread
+from plan import FULL, Configuration
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine of one repeat: its result, or why there is none."""
+
+    configuration: Configuration
+    repeat: int
+    result: dict | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second of fast memory and of the path over which missing experts come."""
+
+    fast: float
+    slow: float
+
+
+@dataclass
+class Row:
+    """One configuration at one batch size. Speeds are None until its tokens have been found to be stock's.
+
+    Attributes:
+        verdict: ``same``, ``differs``, ``failed`` or ``pending`` (stock has not answered yet).
+        ratio_to_bound: measured seconds over the bound's; 1 is as fast as this machine can be.
+    """
+
+    configuration: Configuration
+    batch: int
+    verdict: str
+    why: str = ""
+    tokens_per_second: Spread | None = None
+    ttft: Spread | None = None
+    tpot: Spread | None = None
+    ratio_to_stock: float | None = None
+    cache_ratio: float | None = None
+    hit_rate: float | None = None
+    counters: dict = field(default_factory=dict)
+    bound_tokens_per_second: float | None = None
+    ratio_to_bound: float | None = None
+
+    def plain(self) -> dict:
+        return asdict(self) | {"name": self.configuration.name}
+
+
+def rows(plan: list[Configuration], runs: list[Run], batches: list[int], rates: Rates | None) -> list[Row]:
+    """A row for each configuration that has run, batch size by batch size."""
+    found = []
+    for batch in batches:
+        table = {c: _row(c, batch, _of(c, runs), _reference(c, batch, runs)) for c in plan if _of(c, runs)}
+        for configuration, row in table.items():
+            stock = table.get(Configuration(None, None, configuration.speculation))
+            if row.verdict == "same" and stock is not None and stock.verdict == "same":
+                row.ratio_to_stock = row.tokens_per_second.median / stock.tokens_per_second.median
+        if rates is not None:
+            _add_bounds(list(table.values()), runs, batch, rates)
+        found += table.values()
+    return found
+
+
+def reported(run: Run, rows_: list[Row]) -> dict:
+    """A run for the result; its times only where its tokens are stock's."""
+    plain = {"configuration": run.configuration.label, "repeat": run.repeat, "error": run.error}
+    if run.result is None:
+        return plain
+    same = {str(r.batch) for r in rows_ if r.configuration == run.configuration and r.verdict == "same"}
+    timed = ("seconds", "ttft", "tpot", "counters")
+    batches = {
+        batch: {name: measured[name] for name in timed} if batch in same else "not reported: tokens are not stock's"
+        for batch, measured in run.result["batches"].items()
+    }
+    return plain | {"load_seconds": run.result["load_seconds"], "choices": run.result["choices"], "batches": batches}
+
+
+def _of(configuration: Configuration, runs: list[Run]) -> list[Run]:
+    return [run for run in runs if run.configuration == configuration]
+
+
+def _reference(configuration: Configuration, batch: int, runs: list[Run]) -> list[list[int]] | None:
+    """Stock's tokens at this speculation and batch size, of the first repeat that has them."""
+    stock = _of(Configuration(None, None, configuration.speculation), runs)
+    return next((run.result["batches"][str(batch)]["tokens"] for run in stock if run.result), None)
+
+
+def _row(configuration: Configuration, batch: int, runs: list[Run], reference: list[list[int]] | None) -> Row:
+    failed = next((run for run in runs if run.error), None)
+    if failed is not None:
+        return Row(configuration, batch, "failed", failed.error)
+    if reference is None:
+        return Row(configuration, batch, "pending", "stock has not answered yet")
+    measured = [run.result["batches"][str(batch)] for run in runs]
+    if different := list(_differences(measured, reference)):
+        return Row(configuration, batch, "differs", "; ".join(different))
+    count = sum(map(len, reference))
+    row = Row(configuration, batch, "same")
+    row.tokens_per_second = Spread.of([count / m["seconds"] for m in measured])
+    row.ttft = Spread.of([value for m in measured for value in m["ttft"]])
+    row.tpot = _spread_of([value for m in measured for value in m["tpot"] if value is not None])
+    if not configuration.is_stock:
+        _add_counters(row, runs, measured)
+    return row
+
+
+def _spread_of(values: list[float]) -> Spread | None:
+    return Spread.of(values) if values else None
+
+
+def _differences(measured: list[dict], reference: list[list[int]]) -> Iterator[str]:
+    for repeat, tokens in enumerate(m["tokens"] for m in measured):
+        wrong = [index for index, (a, b) in enumerate(zip(tokens, reference, strict=True)) if a != b]
+        if wrong:
+            pairs = enumerate(zip(tokens[wrong[0]], reference[wrong[0]], strict=False))
+            first = next((place for place, (a, b) in pairs if a != b), "its end")
+            yield f"repeat {repeat}: {len(wrong)} of {len(reference)} requests, number {wrong[0]} from token {first} on"
+
+
+def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
+    """Medians over the repeats; the counters of speculation and steps are those of the last one."""
+    last = measured[-1]["counters"]
+    names = ("hits", "misses", "loads", "stall_seconds", "waves")
+    row.counters = {name: statistics.median(m["counters"][name] for m in measured) for name in names}
+    row.counters["bytes"] = statistics.median(sum(m["counters"]["bytes"].values()) for m in measured)
+    row.counters["steps"] = last["steps"]
+    if "speculation" in last:
+        row.counters["speculation"] = last["speculation"]
+    asked = row.counters["hits"] + row.counters["misses"]
+    row.hit_rate = row.counters["hits"] / asked if asked else None
+    choices = runs[-1].result["choices"]
+    row.cache_ratio = choices["slots"] / choices["experts"]
+
+
+def _add_bounds(table: list[Row], runs: list[Run], batch: int, rates: Rates) -> None:
+    """Bounds of the rows, from the fastest run of the same speculation that had all experts resident."""
+    rows_ = [row for row in table if row.verdict == "same" and not row.configuration.is_stock]
+    resident = {row.configuration.speculation: row for row in rows_ if row.configuration.slots == FULL}
+    for row in rows_:
+        full = resident.get(row.configuration.speculation)
+        if full is None:
+            continue
+        expert_bytes = _of(row.configuration, runs)[-1].result["choices"]["expert_bytes"]
+        rest = other_per_step(min(_seconds(full, runs, batch)), _counts(full), expert_bytes, rates.fast)
+        least = run_bound(_counts(row), expert_bytes, rates.fast, rates.slow, rest)
+        row.ratio_to_bound = statistics.median(_seconds(row, runs, batch)) / least if least else None
+        row.bound_tokens_per_second = _tokens(row, runs, batch) / least if least else None
+
+
+def _seconds(row: Row, runs: list[Run], batch: int) -> list[float]:
+    return [run.result["batches"][str(batch)]["seconds"] for run in _of(row.configuration, runs)]
+
+
+def _tokens(row: Row, runs: list[Run], batch: int) -> int:
+    return sum(map(len, _of(row.configuration, runs)[-1].result["batches"][str(batch)]["tokens"]))
+
+
+def _counts(row: Row) -> Counts:
+    return Counts(row.counters["hits"], row.counters["misses"], sum(row.counters["steps"].values()))
