@@ -1,0 +1,272 @@
+"""What the pool relies on in any eviction policy, and what the two that come with it promise beyond.
+
+A new file in ``policies/`` is tested without a change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_spac import components
+from vllm_spac.policies.base import Policy
+from vllm_spac.policies.lfu import LFU
+from vllm_spac.policies.lru import LRU
+
+KEYS = 8
+NO_AGEING = 1 << 60
+
+every_policy = pytest.mark.parametrize("name", components.names("policies"))
+keys = st.integers(0, KEYS - 1)
+ops = st.lists(
+    st.one_of(
+        st.tuples(st.just("use"), keys),
+        st.tuples(st.just("use"), keys),
+        st.tuples(st.just("remove"), keys),
+        st.tuples(st.just("evict"), st.integers(0, KEYS), st.sets(keys)),
+    ),
+    max_size=60,
+)
+
+
+class Pins(Container):
+    """The least that ``pinned`` promises: ``in`` and nothing else."""
+
+    def __init__(self, pinned: Iterable[int]) -> None:
+        self._pinned = frozenset(pinned)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._pinned
+
+
+def use(policy: Policy, key: int) -> None:
+    (policy.touch if key in policy else policy.insert)(key)
+
+
+def filled(name: str, uses: Iterable[int] = (3, 1, 4, 1, 5, 2, 6, 5, 3, 5)) -> Policy:
+    policy = components.build("policies", name)
+    for key in uses:
+        use(policy, key)
+    return policy
+
+
+@every_policy
+def test_is_empty_at_first(name: str) -> None:
+    policy = components.build("policies", name)
+    assert len(policy) == 0 and 0 not in policy
+    assert policy.evict(0, Pins(())) == []
+    with pytest.raises(LookupError):
+        policy.evict(1, Pins(()))
+
+
+@every_policy
+def test_holds_what_was_inserted(name: str) -> None:
+    policy = filled(name)
+    assert len(policy) == 6
+    assert [key for key in range(KEYS) if key in policy] == [1, 2, 3, 4, 5, 6]
+
+
+@every_policy
+def test_touch_adds_nothing(name: str) -> None:
+    policy = filled(name)
+    for key in (1, 2, 3, 1):
+        policy.touch(key)
+    assert len(policy) == 6
+
+
+@every_policy
+def test_removed_key_is_gone_and_may_come_back(name: str) -> None:
+    policy = filled(name)
+    policy.remove(4)
+    assert 4 not in policy and len(policy) == 5
+    policy.insert(4)
+    assert 4 in policy and len(policy) == 6
+    assert sorted(policy.evict(6, Pins(()))) == [1, 2, 3, 4, 5, 6]
+
+
+@every_policy
+def test_evicting_none_changes_nothing(name: str) -> None:
+    policy = filled(name)
+    assert policy.evict(0, Pins(())) == []
+    assert policy.evict(0, Pins(range(KEYS))) == []
+    assert len(policy) == 6
+    assert policy.evict(6, Pins(())) == filled(name).evict(6, Pins(()))
+
+
+@every_policy
+def test_evicting_all_of_those_that_may_go(name: str) -> None:
+    policy = filled(name)
+    assert sorted(policy.evict(4, Pins({2, 5, 7}))) == [1, 3, 4, 6]
+    assert [key for key in range(KEYS) if key in policy] == [2, 5]
+
+
+@every_policy
+def test_victims_one_by_one_are_the_victims_together(name: str) -> None:
+    """ "The first to go first": a batch of misses evicts whom single misses would have evicted."""
+    together, single = filled(name), filled(name)
+    assert together.evict(4, Pins({6})) == [single.evict(1, Pins({6}))[0] for _ in range(4)]
+
+
+@every_policy
+@given(ops)
+@settings(max_examples=100, deadline=None)
+def test_contract_holds_whatever_happens(name: str, ops: list[tuple]) -> None:
+    """``plain`` never gets a call that must fail, so that any trace such a call leaves makes the two differ."""
+    policy, plain = components.build("policies", name), components.build("policies", name)
+    held: set[int] = set()
+    for op in ops:
+        if op[0] == "use":
+            use(policy, op[1])
+            use(plain, op[1])
+            held.add(op[1])
+        elif op[0] == "remove":
+            if op[1] in held:
+                policy.remove(op[1])
+                plain.remove(op[1])
+                held.remove(op[1])
+        else:
+            _, count, pinned = op
+            if count > len(held - pinned):
+                with pytest.raises(LookupError):
+                    policy.evict(count, Pins(pinned))
+            else:
+                victims = policy.evict(count, Pins(pinned))
+                assert len(set(victims)) == len(victims) == count
+                assert set(victims) <= held - pinned
+                assert plain.evict(count, Pins(pinned)) == victims, "not deterministic, or a failed evict left traces"
+                held -= set(victims)
+        assert len(policy) == len(held)
+        assert {key for key in range(KEYS) if key in policy} == held
+    assert policy.evict(len(held), Pins(())) == plain.evict(len(held), Pins(()))
+
+
+class Against(RuleBasedStateMachine):
+    """A policy beside a naive model that answers ``victims``: all that may go, the first to go first."""
+
+    policy: Policy
+
+    def victims(self, pinned: set[int]) -> list[int]:
+        raise NotImplementedError
+
+    def held(self) -> set[int]:
+        return set(self.victims(set()))
+
+    def used(self, key: int) -> None:
+        raise NotImplementedError
+
+    def gone(self, key: int) -> None:
+        raise NotImplementedError
+
+    @rule(key=keys)
+    def use(self, key: int) -> None:
+        use(self.policy, key)
+        self.used(key)
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.held())))
+        self.policy.remove(key)
+        self.gone(key)
+
+    @rule(count=st.integers(0, KEYS), pinned=st.sets(keys))
+    def evict(self, count: int, pinned: set[int]) -> None:
+        expected = self.victims(pinned)
+        if count > len(expected):
+            with pytest.raises(LookupError):
+                self.policy.evict(count, pinned)
+            return
+        assert self.policy.evict(count, pinned) == expected[:count]
+        for key in expected[:count]:
+            self.gone(key)
+
+    @invariant()
+    def holds_the_same(self) -> None:
+        if hasattr(self, "policy"):
+            assert len(self.policy) == len(self.held())
+            assert {key for key in range(KEYS) if key in self.policy} == self.held()
+
+
+class AgainstList(Against):
+    """LRU: a list in the order of last use."""
+
+    @initialize()
+    def start(self) -> None:
+        self.policy, self.order = LRU(), []
+
+    def victims(self, pinned: set[int]) -> list[int]:
+        return [key for key in self.order if key not in pinned]
+
+    def used(self, key: int) -> None:
+        if key in self.order:
+            self.order.remove(key)
+        self.order.append(key)
+
+    def gone(self, key: int) -> None:
+        self.order.remove(key)
+
+
+class AgainstDict(Against):
+    """LFU: uses ever, and the time of the last use of those that are held; with ageing and without."""
+
+    @initialize(half_life=st.sampled_from([NO_AGEING, NO_AGEING, 5]))
+    def start(self, half_life: int) -> None:
+        self.policy, self.half_life = LFU(half_life=half_life), half_life
+        self.uses: dict[int, float] = dict.fromkeys(range(KEYS), 0.0)
+        self.last: dict[int, int] = {}
+        self.clock = 0
+
+    def victims(self, pinned: set[int]) -> list[int]:
+        return sorted(self.last.keys() - pinned, key=lambda key: (self.uses[key], self.last[key]))
+
+    def used(self, key: int) -> None:
+        self.clock += 1
+        self.uses[key] += 1
+        self.last[key] = self.clock
+        if self.clock % self.half_life == 0:
+            self.uses = {key: uses / 2 for key, uses in self.uses.items()}
+
+    def gone(self, key: int) -> None:
+        del self.last[key]
+
+
+for _machine in (AgainstList, AgainstDict):
+    _machine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestLRU = AgainstList.TestCase
+TestLFU = AgainstDict.TestCase
+
+
+def test_lfu_remembers_uses_across_evictions() -> None:
+    policy = LFU(half_life=NO_AGEING)
+    for key in (1, 1, 1):
+        use(policy, key)
+    assert policy.evict(1, ()) == [1]
+    for key in (2, 2, 1):  # 1: four uses, 2: two
+        use(policy, key)
+    assert policy.evict(1, ()) == [2]
+
+
+@pytest.mark.parametrize(("half_life", "victim"), [(NO_AGEING, 2), (8, 1)])
+def test_lfu_lets_yesterdays_favourite_go(half_life: int, victim: int) -> None:
+    """16 uses, then none while another has 8. Halved every 8 uses: ((8/2) + 8)/2/2 = 3 for the first, 8/2 = 4."""
+    policy = LFU(half_life=half_life)
+    for key in [1] * 16 + [2] * 8:
+        use(policy, key)
+    assert policy.evict(1, ()) == [victim]
+
+
+def test_lfu_ages_those_outside_too() -> None:
+    """Else an expert evicted in its prime would come back as a favourite for ever."""
+    policy = LFU(half_life=8)
+    for key in [1] * 8:
+        use(policy, key)
+    policy.evict(1, ())
+    for key in [2] * 24:  # 1 falls from 4 to 0.5
+        use(policy, key)
+    for key in (3, 3, 1):
+        use(policy, key)
+    assert policy.evict(1, {2}) == [1]

@@ -1,0 +1,225 @@
+"""The slot state machine against a naive model, whatever the order of calls: a slot that is handed out while
+somebody still reads it is a wrong token that no later check would find.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vllm_spac.policies.base import Policy
+from vllm_spac.policies.lfu import LFU
+from vllm_spac.policies.lru import LRU
+from vllm_spac.residency import NOWHERE, Placement, Residency, SlotState
+
+KEYS, SLOTS = 12, 5
+some_keys = st.lists(st.integers(0, KEYS - 1), unique=True, max_size=SLOTS + 2)
+
+
+def snapshot(residency: Residency) -> str:
+    """Everything it knows, private parts and the policy's included."""
+    facts = {name: value for name, value in vars(residency).items() if name != "policy"}
+    return f"{facts} {vars(residency.policy)}"
+
+
+class Machine(RuleBasedStateMachine):
+    """The model is a dictionary of what lies where and a set of pins; ``twin`` is a second policy, told the same."""
+
+    make_policy: type[Policy]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residency = Residency(KEYS, SLOTS, self.make_policy())
+        self.twin = self.make_policy()
+        self.slot: dict[int, int] = {}
+        self.loading: set[int] = set()
+        self.pinned: set[int] = set()
+
+    def answer(self) -> st.SearchStrategy[int]:
+        return st.sampled_from(sorted(self.loading))
+
+    @rule(keys=some_keys)
+    def prepare(self, keys: list[int]) -> None:
+        keys = [key for key in keys if key not in self.pinned]
+        missing = [key for key in keys if key not in self.slot]
+        evictions = max(0, len(missing) - (SLOTS - len(self.slot)))
+        may_go = self.slot.keys() - self.pinned - set(keys)
+        before = snapshot(self.residency)
+        if evictions > len(may_go):
+            with pytest.raises(LookupError):
+                self.residency.prepare(keys)
+            assert snapshot(self.residency) == before, "not all or nothing"
+            return
+        victims = self.twin.evict(evictions, self.pinned | set(keys))
+        assert set(victims) <= may_go
+
+        placement = self.residency.prepare(keys)
+        assert placement.hits == len(keys) - len(missing)
+        assert [key for key, _ in placement.loads] == missing
+        for key in victims:
+            del self.slot[key]
+        for key in keys:
+            if key not in missing:
+                self.twin.touch(key)
+        for key, slot in placement.loads:
+            assert 0 <= slot < SLOTS and slot not in self.slot.values(), "a slot in use is handed out"
+            self.slot[key] = slot
+            self.twin.insert(key)
+        self.loading |= set(missing)
+        self.pinned |= set(keys)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def loaded(self, data: st.DataObject) -> None:
+        key = data.draw(self.answer())
+        self.residency.loaded(key)
+        self.loading.remove(key)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def failed(self, data: st.DataObject) -> None:
+        key = data.draw(self.answer())
+        self.residency.failed(key)
+        self.twin.remove(key)
+        del self.slot[key]
+        self.loading.remove(key)
+        self.pinned.remove(key)
+
+    @rule(keys=some_keys)
+    def release(self, keys: list[int]) -> None:
+        """Any that are not loading: also those that were never pinned, or whose load failed."""
+        keys = [key for key in keys if key not in self.loading]
+        self.residency.release(keys)
+        self.pinned -= set(keys)
+
+    @rule()
+    def finish(self) -> None:
+        """All loads arrive and all pins go, as at the end of a forward."""
+        for key in self.loading:
+            self.residency.loaded(key)
+        self.residency.release(list(self.pinned))
+        self.loading, self.pinned = set(), set()
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data(), others=some_keys)
+    def prepare_twice(self, data: st.DataObject, others: list[int]) -> None:
+        key = data.draw(st.sampled_from(sorted(self.pinned)))
+        before = snapshot(self.residency)
+        with pytest.raises(AssertionError):
+            self.residency.prepare([*(other for other in others if other != key), key])
+        assert snapshot(self.residency) == before
+
+    @precondition(lambda self: self.slot.keys() - self.loading)
+    @rule(data=st.data())
+    def answer_twice(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.slot.keys() - self.loading)))
+        before = snapshot(self.residency)
+        for call in (self.residency.loaded, self.residency.failed):
+            with pytest.raises(AssertionError):
+                call(key)
+        assert snapshot(self.residency) == before
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        """Slots of resident keys never move; pinned keys never go."""
+        self.residency.check_integrity()
+        assert {key: int(slot) for key, slot in enumerate(self.residency.slot_of) if slot != NOWHERE} == self.slot
+        states = {key: self.residency.state[slot] for key, slot in self.slot.items()}
+        assert {key for key, state in states.items() if state == SlotState.LOADING} == self.loading
+        assert self.pinned <= self.slot.keys()
+        assert self.residency.resident == len(self.slot) - len(self.loading)
+        assert {key for key in range(KEYS) if key in self.residency.policy} == self.slot.keys()
+
+
+class WithLRU(Machine):
+    make_policy = LRU
+
+
+class WithLFU(Machine):
+    make_policy = LFU
+
+
+for _machine in (WithLRU, WithLFU):
+    _machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWithLRU = WithLRU.TestCase
+TestWithLFU = WithLFU.TestCase
+
+
+def ready(residency: Residency, *keys: int) -> Placement:
+    placement = residency.prepare(keys)
+    for key, _ in placement.loads:
+        residency.loaded(key)
+    residency.release(keys)
+    return placement
+
+
+def test_slots_are_given_in_order_at_first() -> None:
+    """A pool with a slot for each expert relies on it: slot and key are the same number there."""
+    residency = Residency(6, 6, LRU())
+    assert ready(residency, 0, 1, 2).loads == ((0, 0), (1, 1), (2, 2))
+    assert ready(residency, 3, 4, 5).loads == ((3, 3), (4, 4), (5, 5))
+    assert ready(residency, *range(6)) == Placement(6, ())
+
+
+def test_preparing_nothing() -> None:
+    residency = Residency(3, 1, LRU())
+    assert residency.prepare([]) == Placement(0, ())
+    ready(residency, 2)
+    assert residency.prepare([]) == Placement(0, ())
+
+
+def test_keys_that_are_needed_are_no_victims_though_they_were_used_longest_ago() -> None:
+    residency = Residency(4, 3, LRU())
+    for key in (0, 1, 2):
+        ready(residency, key)
+    residency.prepare([0, 3])
+    assert residency.slot_of[0] == 0 and residency.slot_of[1] == NOWHERE and residency.slot_of[3] == 1
+
+
+def test_failed_load_leaves_a_free_slot() -> None:
+    residency = Residency(4, 1, LRU())
+    residency.prepare([2])
+    residency.failed(2)
+    residency.check_integrity()
+    residency.release([2])
+    assert residency.slot_of[2] == NOWHERE and residency.state[0] == SlotState.FREE
+    assert ready(residency, 3).loads == ((3, 0),)
+
+
+@pytest.mark.parametrize("call", ["loaded", "failed"])
+def test_answer_for_a_key_that_is_nowhere(call: str) -> None:
+    """``slot_of`` says -1, which numpy takes for the last slot: that one must not become ready by mistake."""
+    residency = Residency(4, 1, LRU())
+    residency.prepare([2])
+    before = snapshot(residency)
+    with pytest.raises(AssertionError):
+        getattr(residency, call)(3)
+    assert snapshot(residency) == before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda r: r.slot_of.__setitem__(0, NOWHERE),
+        lambda r: r.slot_of.__setitem__(3, 0),
+        lambda r: r.owner.__setitem__(0, 3),
+        lambda r: r.owner.__setitem__(0, NOWHERE),
+        lambda r: r.state.__setitem__(0, SlotState.FREE),
+        lambda r: r.state.__setitem__(2, SlotState.READY),
+        lambda r: r._free.append(0),
+        lambda r: r._free.pop(),
+        lambda r: r.policy.remove(0),
+        lambda r: r.policy.insert(3),
+        lambda r: (r.policy.remove(0), r.policy.insert(3)),
+        lambda r: r._pinned.add(3),
+    ],
+)
+def test_integrity_check_notices(spoil) -> None:
+    residency = Residency(4, 3, LRU())
+    ready(residency, 0, 1)
+    residency.check_integrity()
+    spoil(residency)
+    with pytest.raises(AssertionError):
+        residency.check_integrity()

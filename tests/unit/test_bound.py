@@ -1,0 +1,96 @@
+"""The lower bound of a step and of a run."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "serving"))
+bound = importlib.import_module("bound")
+
+W, FAST, SLOW, CPU = 100, 1000.0, 10.0, 50.0
+
+
+def step(distinct, resident, on_cpu=None, other=0.0, **rates):
+    rates = {"fast_rate": FAST, "slow_rate": SLOW, "cpu_rate": CPU, **rates}
+    on_cpu = on_cpu or [0] * len(distinct)
+    return bound.step_bound(distinct, resident, on_cpu, W, other_seconds=other, **rates)
+
+
+@pytest.mark.parametrize(
+    ("distinct", "resident", "on_cpu", "seconds"),
+    [
+        pytest.param([], [], [], 0.0, id="no-layer"),
+        pytest.param([0], [0], [0], 0.0, id="nothing-routed"),
+        pytest.param([8], [8], [0], 0.8, id="all-resident"),
+        pytest.param([8], [0], [0], 80.0, id="all-missing"),
+        pytest.param([8], [7], [0], 10.0, id="the-slow-path-decides"),
+        pytest.param([201], [200], [0], 20.0, id="fast-memory-decides"),
+        pytest.param([8], [2], [5], 10.0, id="three-at-once"),
+        pytest.param([8], [2], [6], 12.0, id="the-cpu-decides"),
+        pytest.param([8, 8], [8, 7], [0, 0], 10.8, id="layers-add-up"),
+    ],
+)
+def test_step(distinct, resident, on_cpu, seconds):
+    assert step(distinct, resident, on_cpu) == pytest.approx(seconds)
+    assert step(distinct, resident, on_cpu, other=1.5) == pytest.approx(seconds + 1.5)
+
+
+def test_step_of_the_paper():
+    """Qwen3-30B-A3B in bf16, one token, nothing resident, PCIe 4: 3.6 GB at 25 GB/s are 145 ms (spec, section 8)."""
+    expert_bytes = 3 * 2048 * 768 * 2
+    seconds = bound.step_bound([8] * 48, [0] * 48, [0] * 48, expert_bytes, 1e12, 25e9, math.inf, 0.0)
+    assert expert_bytes == 9437184 and seconds == pytest.approx(0.145, rel=0.01)
+
+
+@pytest.mark.parametrize(("distinct", "resident", "on_cpu"), [([2], [3], [0]), ([2], [1], [2]), ([2], [-1], [0])])
+def test_step_refuses_impossible_counts(distinct, resident, on_cpu):
+    with pytest.raises(AssertionError):
+        step(distinct, resident, on_cpu)
+
+
+def test_step_refuses_lists_of_different_length():
+    with pytest.raises(ValueError):
+        step([1, 2], [1], [0])
+
+
+def test_run_never_exceeds_the_sum_of_its_steps():
+    """The sums know less than the layers, so their bound may be lower and must not be higher."""
+    draw = random.Random(0)
+    for _ in range(200):
+        steps, layers = draw.randint(1, 5), draw.randint(1, 4)
+        distinct = [[draw.randint(0, 8) for _ in range(layers)] for _ in range(steps)]
+        resident = [[draw.randint(0, count) for count in row] for row in distinct]
+        rates = {"fast_rate": draw.uniform(1, 100), "slow_rate": draw.uniform(1, 100)}
+        exact = sum(step(u, h, other=0.5, **rates) for u, h in zip(distinct, resident, strict=True))
+        hits = sum(map(sum, resident))
+        counts = bound.Counts(hits, sum(map(sum, distinct)) - hits, steps)
+        assert bound.run_bound(counts, W, rates["fast_rate"], rates["slow_rate"], 0.5) <= exact * (1 + 1e-12)
+
+
+def test_run_is_exact_where_one_path_decides_everywhere():
+    counts = bound.Counts(hits=6, misses=2, steps=2)
+    assert bound.run_bound(counts, W, FAST, SLOW, 0.5) == pytest.approx(step([4, 4], [3, 3], other=1.0))
+
+
+def test_all_resident_is_its_own_bound():
+    """T_other is made from that run, so its bound is what it took."""
+    counts = bound.Counts(hits=80, misses=0, steps=4)
+    rest = bound.other_per_step(9.0, counts, W, FAST)
+    assert rest == pytest.approx((9.0 - 8.0) / 4)
+    assert bound.run_bound(counts, W, FAST, SLOW, rest) == pytest.approx(9.0)
+
+
+def test_other_is_never_negative():
+    """A rate that was measured too low must not make the rest of the model gain time."""
+    assert bound.other_per_step(1.0, bound.Counts(hits=80, misses=0, steps=4), W, FAST) == 0.0
+
+
+def test_other_is_refused_from_a_run_with_misses():
+    with pytest.raises(AssertionError, match="misses"):
+        bound.other_per_step(1.0, bound.Counts(hits=1, misses=1, steps=1), W, FAST)

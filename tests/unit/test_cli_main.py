@@ -1,0 +1,299 @@
+"""The command ``vllm-spac``: what it says, what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from vllm_spac import __version__, slots
+from vllm_spac.cli import inspect, packed, stats
+from vllm_spac.cli.main import app
+from vllm_spac.config import Slots
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.errors import ConfigError
+from vllm_spac.tiers import disk
+
+FINGERPRINT = "0123456789abcdef" * 2
+EXPERTS, TOP_K, HIDDEN, INNER = 8, 2, 16, 4
+W_E = 3 * HIDDEN * INNER * 2  # bytes of an expert: three bf16 matrices
+TWO_OF_EIGHT = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+
+
+def run(*arguments, code: int = 0, **options) -> str:
+    """Output of the command on a wide terminal, with lines of text joined."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "NO_COLOR": "1"}, **options)
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_version_and_help():
+    assert run("--version") == f"vllm-spac {__version__}"
+    for name in ("inspect", "stats", "packed"):
+        assert name in run("--help")
+        assert f"Examples vllm-spac {name}" in run(name, "--help")
+
+
+def test_starts_without_torch_and_vllm():
+    code = "import sys, vllm_spac.cli.main; sys.exit(bool({'torch', 'vllm', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def write_model(folder: Path, names: dict[str, tuple[int, ...]], **config) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": "toy", "num_hidden_layers": 3, **config}))
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in names.items()}
+    save_file(tensors, folder / "a.safetensors")
+    return folder
+
+
+def one_by_one(layers=(1, 2), experts=EXPERTS, stem="mlp") -> dict[str, tuple[int, ...]]:
+    """A dense first layer, shared experts and a router: none of them is a routed expert."""
+    names = {"model.embed_tokens.weight": (32, HIDDEN), "model.layers.0.mlp.gate_proj.weight": (INNER, HIDDEN)}
+    for layer in layers:
+        prefix = f"model.layers.{layer}.{stem}"
+        names[f"{prefix}.gate.weight"] = (EXPERTS, HIDDEN)
+        names[f"{prefix}.shared_experts.up_proj.weight"] = (INNER, HIDDEN)
+        for expert in range(experts):
+            for part, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
+                names[f"{prefix}.experts.{expert}.{part}_proj.weight"] = shape
+    return names
+
+
+def fused(layers=(0, 1, 2)) -> dict[str, tuple[int, ...]]:
+    parts = {"gate_up_proj": (EXPERTS, HIDDEN, 2 * INNER), "down_proj": (EXPERTS, INNER, HIDDEN)}
+    names = {f"model.layers.{layer}.mlp.experts.{part}": shape for layer in layers for part, shape in parts.items()}
+    return names | {"lm_head.weight": (32, HIDDEN)}
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "layers"),
+    [
+        (one_by_one(), TWO_OF_EIGHT, 2),
+        (one_by_one(stem="moe"), {"num_local_experts": 8, "moe_topk": 2}, 2),
+        (fused(), {"n_routed_experts": 8, "moe_top_k": [2, 2]}, 3),
+        (fused(), {"text_config": TWO_OF_EIGHT}, 3),
+    ],
+)
+def test_inspect_reads_sizes(tmp_path, names, config, layers):
+    folder = write_model(tmp_path, names, **config)
+    found = inspect.read_checkpoint(folder)
+    assert (found.experts, found.top_k, len(found.layer_bytes)) == (EXPERTS, TOP_K, layers)
+    assert found.expert_bytes == [W_E]
+    assert sum(found.layer_bytes.values()) + found.other_bytes == sum(2 * torch.Size(s).numel() for s in names.values())
+    assert "supported" in run("inspect", folder)
+
+
+def test_inspect_counts_slots_as_the_plugin_does(tmp_path):
+    folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT)
+    found = inspect.read_checkpoint(folder)
+    shape = MoEShape(("1", "2"), EXPERTS, TOP_K, {"w": TensorSpec((W_E // 2,), torch.bfloat16)})
+    smallest = found.smallest_percent()
+    for percent in range(smallest, 101):
+        assert found.slots(percent) == [(slots.resolve(Slots.parse(f"{percent}%"), shape, 1 << 30), W_E)]
+    with pytest.raises(ConfigError):
+        slots.resolve(Slots.parse(f"{smallest - 1}%"), shape, 1 << 30)
+    assert f"smallest --spac-slots: {smallest}%" in run("inspect", folder)
+
+
+def test_inspect_leaves_draft_layers_out(tmp_path):
+    folder = write_model(tmp_path, one_by_one((1, 2, 3)), **TWO_OF_EIGHT)
+    found = inspect.read_checkpoint(folder)
+    assert list(found.layer_bytes) == [1, 2] and found.draft_bytes == EXPERTS * W_E
+
+
+def test_inspect_reads_only_files_of_the_index(tmp_path):
+    folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    save_file({"copy": torch.zeros(1000)}, folder / "consolidated.safetensors")
+    assert inspect.read_checkpoint(folder).other_bytes < 4000
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "message"),
+    [
+        ({"lm_head.weight": (2, 2)}, {}, "is a dense model"),
+        ({"lm_head.weight": (2, 2)}, {"num_experts": None}, "is a dense model"),
+        (one_by_one(), {"num_experts": 8}, "does not say how many experts a token uses"),
+        (one_by_one(experts=7), TWO_OF_EIGHT, "7 experts"),
+        ({"a": (2,)}, TWO_OF_EIGHT, "none of its tensors is one"),
+        (one_by_one(), TWO_OF_EIGHT | {"quantization_config": {"quant_method": "fp8"}}, "quantised experts (fp8)"),
+    ],
+)
+def test_inspect_refuses_with_the_reason(tmp_path, names, config, message):
+    assert message in run("inspect", write_model(tmp_path, names, **config), code=1)
+
+
+def test_inspect_refuses_what_is_no_checkpoint(tmp_path):
+    assert "is not a folder" in run("inspect", tmp_path / "absent", code=1)
+    assert "config.json cannot be read" in run("inspect", tmp_path, code=1)
+    (tmp_path / "config.json").write_text('{"num_experts": 8, "moe_topk": 2}')
+    assert "has no *.safetensors" in run("inspect", tmp_path, code=1)
+    (tmp_path / "a.safetensors").write_bytes(b"\xff" * 16)
+    assert "is not a complete safetensors file" in run("inspect", tmp_path, code=1)
+
+
+# -- stats --
+
+WORKER = {"mode": "exact", "slots": 16, "expert_bytes": 2048, "hits": 3, "misses": 1, "stall_seconds": 0.5}
+WORKER |= {"bytes": {"disk": 3 << 20}, "steps": {"prefill": 1, "decode": 1234}}
+
+
+@pytest.fixture
+def serve():
+    """``serve(status, body)`` -> URL of a server that always gives this answer."""
+    servers = []
+
+    def start(status: int, body: str) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(status if self.path == "/spac/stats" else 500)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            log_message = lambda *args: None  # noqa: E731
+
+        servers.append(HTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_stats_shows_each_worker(serve):
+    text = run("stats", serve(200, json.dumps({"workers": [WORKER, {**WORKER, "hits": 1}]})) + "/")
+    for part in ("hit rate │ 75.0% │ 50.0%", "bytes: disk │ 3.0 MiB", "steps: decode │ 1,234", "stall_seconds │ 0.500"):
+        assert part in text
+
+
+def test_stats_watches_until_interrupted(serve, monkeypatch):
+    waits = iter([0.5, 0.5])
+
+    def sleep(seconds):
+        if seconds != next(waits, None):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stats.time, "sleep", sleep)
+    assert "75.0%" in run("stats", serve(200, json.dumps({"workers": [WORKER]})), "--watch", "--interval", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, '{"detail": "Not Found"}', "runs without spac; start it with --plugin spac"),
+        (500, "oops", "answers 500"),
+        (200, "[]", "is not vllm serve"),
+    ],
+)
+def test_stats_says_what_is_wrong(serve, status, body, message):
+    assert message in run("stats", serve(status, body), code=1)
+    assert "no server answers at http://127.0.0.1:9" in run("stats", "127.0.0.1:9", code=1)
+
+
+@pytest.fixture
+def store(tmp_path) -> disk.DiskStore:
+    """Two layers of two experts, written by the plugin's own store."""
+    shape = MoEShape(("model.layers.3.e", "model.layers.5.e"), 2, 1, {"w": TensorSpec((40, 64), torch.bfloat16)})
+    store = disk.DiskStore(shape, FINGERPRINT, tmp_path / "packed")
+    for key in range(shape.total):
+        store.put(key, {"w": torch.full((40, 64), key, dtype=torch.bfloat16)})
+    return store
+
+
+def test_packed_lists(store):
+    assert (packed.FORMAT, packed.HEADER) == (disk.FORMAT, disk.HEADER)
+    (store.folder.parent / "something-else").mkdir()
+    text = run("packed", "--disk-dir", store.folder.parent)
+    assert f"{FINGERPRINT} 2 (3..5) 4 36.0 KiB" in text and "something-else" not in text
+
+
+def test_packed_verifies(store):
+    assert "all 4 files are as they were packed" in run("packed", "--disk-dir", store.folder.parent, "--verify")
+    assert "no packed experts" in run("packed", "--disk-dir", store.folder / "absent", "--verify")
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda store: flip(store.path(2), disk.HEADER + 9), "(checksum)"),
+        (lambda store: flip(store.path(2), 9), "no header of format"),
+        (lambda store: store.path(2).write_bytes(b""), "no header of format"),
+        (lambda store: store.path(2).write_bytes(store.path(3).read_bytes()), "holds expert 1"),
+        (lambda store: store.path(2).write_bytes(store.path(2).read_bytes()[:-1]), "(checksum)"),
+    ],
+)
+def test_packed_finds_damage(store, damage, message):
+    damage(store)
+    text = run("packed", "--disk-dir", store.folder.parent, "--verify", code=1)
+    assert message in text and str(store.path(2)) in text and "1 files are damaged" in text
+
+
+def test_packed_deletes_one_folder(store):
+    root = store.folder.parent
+    store.path(0).with_suffix(".corrupt").write_bytes(b"x")
+    store.path(0).with_suffix(".123.partial").write_bytes(b"x")
+    (root / f"{FINGERPRINT}.lock").touch()
+    kept = disk.DiskStore(store.shape, FINGERPRINT[::-1], root)
+    assert "Aborted" in run("packed", "--disk-dir", root, "--delete", FINGERPRINT, input="n\n", code=1)
+    assert store.path(0).exists()
+    assert "deleted" in run("packed", "--disk-dir", root, "--delete", FINGERPRINT, input="y\n")
+    assert [path.name for path in root.iterdir()] == [kept.folder.name]
+
+
+def outside(store) -> Path:
+    """A folder elsewhere with a file that nobody may touch."""
+    (folder := store.folder.parents[1] / "outside").mkdir()
+    (folder / "expert-0009.safetensors").write_text("mine")
+    return folder
+
+
+EXPERT = Path("layer-000", "expert-0009.safetensors")
+STRANGE = {
+    "linked-layer": lambda folder, other: (folder / "layer-007").symlink_to(other),
+    "linked-file": lambda folder, other: (folder / EXPERT).symlink_to(other / EXPERT.name),
+    "file": lambda folder, other: (folder / "notes.txt").write_text("mine"),
+    "folder": lambda folder, other: (folder / "layer-000" / "more").mkdir(),
+    "no-headers": lambda folder, other: [path.write_bytes(b"mine") for path in folder.glob("*/*")],
+}
+
+
+@pytest.mark.parametrize("spoil", STRANGE.values(), ids=STRANGE)
+def test_packed_deletes_nothing_that_it_does_not_know(store, spoil):
+    spoil(store.folder, other := outside(store))
+    before = sorted(store.folder.rglob("*"))
+    run("packed", "--disk-dir", store.folder.parent, "--delete", FINGERPRINT, "--yes", code=1)
+    assert sorted(store.folder.rglob("*")) == before
+    assert (other / "expert-0009.safetensors").read_text() == "mine"
+
+
+def test_packed_follows_no_link_and_no_path(store):
+    root, other = store.folder.parent, outside(store)
+    (root / FINGERPRINT[::-1]).symlink_to(other)
+    assert FINGERPRINT[::-1] not in run("packed", "--disk-dir", root)
+    for name in (FINGERPRINT[::-1], "../outside", ".", ""):
+        assert "has no packed experts" in run("packed", "--disk-dir", root, "--delete", name, "--yes", code=1)
+    assert (other / "expert-0009.safetensors").exists()
+
+
+def test_packed_deletes_nothing_in_use(store):
+    with open(store.folder.parent / f"{FINGERPRINT}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use" in run("packed", "--disk-dir", store.folder.parent, "--delete", FINGERPRINT, "--yes", code=1)
+    assert store.path(0).exists()

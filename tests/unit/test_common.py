@@ -1,0 +1,121 @@
+"""Provenance, results that refuse to lack it, and the rates of this machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+common = importlib.import_module("common")
+
+
+@pytest.fixture
+def in_git(monkeypatch):
+    """Answers of git, so that the tests also run on a copy of the sources."""
+    answers = {"rev-parse": "c0ffee", "status": ""}
+    monkeypatch.setattr(common, "_ask_git", lambda command, *rest: answers[command])
+    return answers
+
+
+def test_provenance_names_code_machine_and_command(in_git, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{common.ROOT}/benchmarks/x.py", "--name", "two words"])
+    in_git["status"] = " M a.py"
+    found = common.provenance()
+    assert found["command"] == "python benchmarks/x.py --name 'two words'"
+    assert found["git"] == {"commit": "c0ffee", "dirty": True}
+    assert set(found["versions"]) == {"python", "vllm_spac", "torch", "vllm", "transformers"}
+    assert found["machine"]["cores"] >= 1 and found["machine"]["ram_bytes"] > 0 and found["machine"]["cpu"]
+    assert found["machine"]["disk_read"] is None
+    json.dumps(found)
+
+
+def test_provenance_carries_the_disk_rate(in_git):
+    rate = common.Rate(common.Spread.of([1.0, 3.0, 2.0]), "reads")
+    assert common.provenance(rate)["machine"]["disk_read"]["bytes_per_second"]["median"] == 2.0
+
+
+def test_no_provenance_outside_git(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    with pytest.raises(common.ProvenanceError, match="traced"):
+        common.provenance()
+
+
+def test_result_is_written_with_provenance(tmp_path, in_git):
+    path = tmp_path / "new" / "result.json"
+    common.write_result(path, {"value": 1, "provenance": common.provenance()})
+    assert json.loads(path.read_text())["value"] == 1
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize(
+    "known", [None, {}, "yes", {"command": "x", "git": {}, "versions": 1, "machine": 1, "date": 1}]
+)
+def test_result_without_provenance_is_refused(tmp_path, known):
+    with pytest.raises(common.ProvenanceError, match="git"):
+        common.write_result(tmp_path / "result.json", {"value": 1, "provenance": known})
+    assert not list(tmp_path.iterdir())
+
+
+def test_result_keeps_the_earlier_file_when_it_cannot_be_written(tmp_path, in_git):
+    path = tmp_path / "result.json"
+    path.write_text("earlier")
+    with pytest.raises(ValueError):  # JSON has no NaN
+        common.write_result(path, {"value": float("nan"), "provenance": common.provenance()})
+    assert path.read_text() == "earlier"
+
+
+def test_toy_models_are_known(tmp_path):
+    assert common.is_toy(common.TOY / "models" / "target")
+    assert not common.is_toy(tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(common.TOY)
+    assert common.is_toy(link / "models" / "target")
+
+
+def test_memory_copy_rate_is_repeated():
+    rate = common.memory_copy_rate(size=1 << 20, threads=2, repeats=3)
+    spread = rate.bytes_per_second
+    assert spread.repeats == 3 and 0 < spread.low <= spread.median <= spread.high == rate.best
+    assert rate.details == {"bytes": 1 << 20, "threads": 2}
+
+
+def test_measurements_end_in_time():
+    assert common.memory_copy_rate(size=1 << 20, repeats=10**9, seconds=0.05).bytes_per_second.repeats < 10**6
+    assert common.memory_copy_rate(size=1 << 20, seconds=0.0).bytes_per_second.repeats == 1
+
+
+@pytest.mark.parametrize("size", [common.PAGE, 3 * common.PAGE + 100])
+def test_disk_read_rates_leave_nothing_behind(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(common, "_MAX_FILES", 8)
+    rates = common.disk_read_rates(tmp_path, size, threads=3, repeats=2)
+    assert [rate.details["threads"] for rate in rates.values()] == [1, 3]
+    for rate in rates.values():
+        assert rate.bytes_per_second.repeats == 2 and rate.best > 0
+        assert rate.details["file_bytes"] == size and rate.details["files"] == 8
+    assert not list(tmp_path.iterdir())
+
+
+def test_disk_reads_read_everything(tmp_path, monkeypatch):
+    """A rate would be too good if a reader stopped early: every byte of every file arrives."""
+    arrived = []
+    preadv = common.os.preadv
+
+    def counted(*arguments):
+        arrived.append(preadv(*arguments))
+        return arrived[-1]
+
+    monkeypatch.setattr(common, "_MAX_FILES", 4)
+    monkeypatch.setattr(common.os, "preadv", counted)
+    common.disk_read_rates(tmp_path, 3 * common.PAGE, threads=2, repeats=1)
+    assert sum(arrived) == 2 * 4 * 3 * common.PAGE  # sequential and parallel
+
+
+def test_a_file_system_without_direct_reads_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "_opens_direct", lambda path: False)
+    monkeypatch.setattr(common, "_MAX_FILES", 2)
+    rates = common.disk_read_rates(tmp_path, 5000, threads=2, repeats=1)
+    assert {rate.details["direct"] for rate in rates.values()} == {False}

@@ -1,0 +1,94 @@
+"""A new policy or store is one new file: what is found by name, and what is refused, with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import vllm_spac.policies
+from vllm_spac import components
+from vllm_spac.errors import ConfigError
+from vllm_spac.policies.lfu import LFU
+from vllm_spac.policies.lru import LRU
+
+CLASS = "from vllm_spac.policies.lru import LRU\n\n\nclass {name}(LRU):\n    pass\n"
+
+
+@pytest.fixture
+def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Adds a module to the family ``policies`` for one test."""
+    import sys
+
+    monkeypatch.setattr(vllm_spac.policies, "__path__", [*vllm_spac.policies.__path__, str(tmp_path)])
+    added: list[str] = []
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        added.append(f"vllm_spac.policies.{name}")
+
+    yield write
+    for name in added:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(("family", "some"), [("policies", ["lfu", "lru"]), ("tiers", ["disk", "host", "memory"])])
+def test_names_are_the_files_but_base(family: str, some: list[str]) -> None:
+    names = components.names(family)
+    assert names == sorted(names)
+    assert set(some) <= set(names) and "base" not in names
+
+
+@pytest.mark.parametrize("family", ["policies", "tiers"])
+def test_every_file_holds_one_component(family: str) -> None:
+    for name in components.names(family):
+        assert components.find(family, name).__module__ == f"vllm_spac.{family}.{name}"
+
+
+def test_build_by_name_with_knobs() -> None:
+    policy = components.build("policies", "lfu", half_life=7)
+    assert type(policy) is LFU
+    assert policy._half_life == 7
+
+
+def test_a_new_file_is_a_new_component(add) -> None:
+    add("spac_test_new", CLASS.format(name="New"))
+    assert "spac_test_new" in components.names("policies")
+    assert type(components.build("policies", "spac_test_new")).__name__ == "New"
+
+
+@pytest.mark.parametrize("name", ["nope", "base", "LRU", "", "lru.py"])
+def test_unknown_name_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(ConfigError, match="lfu, .*lru"):
+        components.find("policies", name)
+
+
+def test_two_classes_in_a_file_are_refused(add) -> None:
+    add("spac_test_two", CLASS.format(name="One") + "\n\nclass Two(LRU):\n    pass\n")
+    with pytest.raises(ConfigError, match="spac_test_two must hold one component, found 2"):
+        components.find("policies", "spac_test_two")
+
+
+def test_a_file_without_a_component_is_refused(add) -> None:
+    add("spac_test_none", "from vllm_spac.policies.lru import LRU\n")
+    with pytest.raises(ConfigError, match="spac_test_none must hold one component, found 0"):
+        components.find("policies", "spac_test_none")
+
+
+def test_component_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spac_test_outside.py").write_text(CLASS.format(name="Outside"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    policy = components.build("policies", "spac_test_outside:Outside")
+    assert isinstance(policy, LRU) and type(policy).__name__ == "Outside"
+
+
+@pytest.mark.parametrize("name", ["spac_no_such_module:X", "vllm_spac.policies.lru:NoSuchClass"])
+def test_missing_component_from_outside(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        components.find("policies", name)
+
+
+@pytest.mark.parametrize("name", ["os:path", "os:getcwd"])
+def test_a_component_from_outside_must_be_a_class(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        components.find("policies", name)

@@ -1,0 +1,168 @@
+"""A knob that is mistyped must never be ignored: the user would believe in a setting that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_spac.config import Slots, SpacConfig, check_knob, flag
+from vllm_spac.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("auto", Slots()),
+        (" AUTO ", Slots()),
+        ("32", Slots(per_layer=32)),
+        (32, Slots(per_layer=32)),
+        ("1", Slots(per_layer=1)),
+        ("25%", Slots(share=0.25)),
+        (" 25 % ", Slots(share=0.25)),
+        ("12.5%", Slots(share=0.125)),
+        ("100%", Slots(share=1.0)),
+    ],
+)
+def test_slots_are_understood(text: str | int, expected: Slots) -> None:
+    assert Slots.parse(text) == expected
+
+
+WRONG_SLOTS = [
+    "",
+    "0",
+    "-1",
+    "+3",
+    "0%",
+    "0.0%",
+    "101%",
+    "100.01%",
+    "-5%",
+    "%",
+    "x",
+    "25 percent",
+    "3.5",
+    "1e2",
+    "nan%",
+]
+
+
+@pytest.mark.parametrize("text", [*WRONG_SLOTS, "auto%", "25%%", "3 2", 0, -1])
+def test_other_slots_are_refused_with_what_would_be_right(text: str | int) -> None:
+    with pytest.raises(ValueError, match=r"32.*25%.*auto"):
+        Slots.parse(text)
+
+
+def test_defaults() -> None:
+    config = SpacConfig.parse({})
+    assert config.parsed_slots == Slots()
+    assert (config.store, config.disk_dir, config.policy, config.io_threads) == (None, None, "lru", 4)
+
+
+def test_values_are_kept() -> None:
+    config = SpacConfig.parse({"slots": 25, "store": "disk", "disk_dir": "/x/y", "policy": "lfu", "io_threads": 8})
+    assert config.parsed_slots == Slots(per_layer=25)
+    assert (config.store, config.disk_dir, config.policy, config.io_threads) == ("disk", Path("/x/y"), "lfu", 8)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"slot": 3}, "unknown knob 'slot'; did you mean 'slots'"),
+        ({"disk-dir": "/x"}, "unknown knob 'disk-dir'; did you mean 'disk_dir'"),
+        ({"qqq": 3}, "unknown knob 'qqq'; known knobs: slots, store, disk_dir, policy, io_threads"),
+        ({"slots": "ten"}, r"slots='ten' \(--spac-slots\).*a number of experts a layer"),
+        ({"slots": 0}, r"slots=0 \(--spac-slots\)"),
+        ({"slots": -4}, r"slots=-4 \(--spac-slots\)"),
+        ({"slots": "101%"}, r"slots='101%' \(--spac-slots\).*at most 100%"),
+        ({"slots": True}, r"slots=True \(--spac-slots\)"),
+        ({"slots": None}, r"slots=None \(--spac-slots\)"),
+        ({"slots": ["25%"]}, r"slots=.*\(--spac-slots\)"),
+        ({"store": "ssd"}, r"store='ssd' \(--spac-store\).*'host' or 'disk'"),
+        ({"store": True}, r"store=True \(--spac-store\).*'host' or 'disk'"),
+        ({"policy": "lur"}, r"policy='lur' \(--spac-policy\).*lfu, .*lru.*, or package.module:Class"),
+        ({"policy": 3}, r"policy=3 \(--spac-policy\)"),
+        ({"disk_dir": 3.5}, r"disk_dir=3.5 \(--spac-disk-dir\)"),
+        ({"io_threads": 0}, r"io_threads=0 \(--spac-io-threads\).*greater than or equal to 1"),
+        ({"io_threads": 65}, r"io_threads=65 \(--spac-io-threads\).*less than or equal to 64"),
+        ({"io_threads": -2}, r"io_threads=-2 \(--spac-io-threads\)"),
+        ({"io_threads": 2.5}, r"io_threads=2.5 \(--spac-io-threads\)"),
+        ({"io_threads": "many"}, r"io_threads='many' \(--spac-io-threads\)"),
+        ({1: 2}, "knobs must be named by strings"),
+        ("25%", "must be a mapping of knobs"),
+        (None, "must be a mapping of knobs"),
+        ([("slots", 3)], "must be a mapping of knobs"),
+    ],
+)
+def test_malformed_configuration_names_the_knob(raw: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpacConfig.parse(raw)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="slots='x'.*io_threads=0.*unknown knob 'stor'"):
+        SpacConfig.parse({"slots": "x", "io_threads": 0, "stor": "disk"})
+
+
+def test_a_bool_is_not_a_number_of_threads() -> None:
+    with pytest.raises(ConfigError, match="io_threads"):
+        SpacConfig.parse({"io_threads": True})
+
+
+@pytest.mark.parametrize("value", [0.25, True, None])
+def test_slots_of_a_wrong_type_are_told_what_would_be_right(value: object) -> None:
+    """``{"slots": 0.25}`` is what somebody writes who means 25%."""
+    with pytest.raises(ConfigError, match="25%"):
+        SpacConfig.parse({"slots": value})
+
+
+@pytest.mark.parametrize("policy", [":LRU", ".lru:LRU", "os:"])
+def test_malformed_outside_policy_is_a_configuration_error(policy: str) -> None:
+    from vllm_spac import components
+
+    with pytest.raises(ConfigError, match="policy|policies"):
+        components.find("policies", SpacConfig.parse({"policy": policy}).policy)
+
+
+def test_the_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        SpacConfig.parse({}).slots = "3"
+
+
+def test_flags() -> None:
+    assert [flag(name) for name in SpacConfig.model_fields] == [
+        "--spac-slots",
+        "--spac-store",
+        "--spac-disk-dir",
+        "--spac-policy",
+        "--spac-io-threads",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("slots", "32"), ("slots", "25%"), ("slots", "auto"), ("store", "disk"), ("policy", "lfu"), ("io_threads", "8")],
+)
+def test_text_of_a_flag_is_accepted(name: str, text: str) -> None:
+    assert check_knob(name, text) == text
+
+
+@pytest.mark.parametrize("text", ["/fast/disk", "relative", "123"])
+def test_any_folder_name_is_accepted(text: str) -> None:
+    assert check_knob("disk_dir", text) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("slots", "0"), ("slots", "-1"), ("store", "3"), ("policy", "nope"), ("io_threads", "0"), ("io_threads", "x")],
+)
+def test_text_of_a_flag_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=flag(name)):
+        check_knob(name, text)
+
+
+@pytest.mark.parametrize("text", ["8", "25%", "auto"])
+def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
+    """``fold`` puts the text of a flag into the configuration as it stands."""
+    assert SpacConfig.parse({"slots": check_knob("slots", text)}).parsed_slots == Slots.parse(text)
+    assert SpacConfig.parse({"io_threads": check_knob("io_threads", "8")}).io_threads == 8

@@ -1,0 +1,455 @@
+"""A packed expert outlives the process that wrote it: whatever happened to its file since, a read returns exactly
+what was packed, or fails with the way out, and the next start packs the expert again.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import shutil
+import tempfile
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.errors import StoreError
+from vllm_spac.memory import gib
+from vllm_spac.metrics import Counters
+from vllm_spac.tiers import disk
+from vllm_spac.tiers.disk import PAGE, DiskStore
+from vllm_spac.transfers import Transfers
+
+LAYERS = ("model.layers.3.mlp.experts", "model.layers.5.mlp.experts")
+SPECS = {
+    "w13_weight": TensorSpec((64, 33), torch.bfloat16),
+    "w2_weight": TensorSpec((33, 32), torch.float32),
+    "w2_bias": TensorSpec((7,), torch.bfloat16),
+}
+SHAPE = MoEShape(LAYERS, 3, 2, SPECS)
+# Data that ends with its page: reading stops there for another reason than in a page that is cut off.
+WHOLE_PAGES = MoEShape(LAYERS, 3, 2, {"w": TensorSpec((3, 1024), torch.float32)})
+FINGERPRINT, OTHER = "a" * 32, "b" * 32
+
+each_shape = pytest.mark.parametrize("shape", [SHAPE, WHOLE_PAGES], ids=["odd", "whole pages"])
+
+
+def expert(shape: MoEShape, key: int) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(key)
+    return {name: torch.randn(spec.shape, generator=rng).to(spec.dtype) for name, spec in shape.tensors.items()}
+
+
+def blank(shape: MoEShape, slots: int | None = None) -> dict[str, Tensor]:
+    """NaN in the place of a slot, or of several."""
+    lead = () if slots is None else (slots,)
+    return {
+        name: torch.full((*lead, *spec.shape), float("nan"), dtype=spec.dtype) for name, spec in shape.tensors.items()
+    }
+
+
+def packed(folder: Path, shape: MoEShape = SHAPE, fingerprint: str = FINGERPRINT) -> DiskStore:
+    store = DiskStore(shape, fingerprint, folder)
+    for key in range(shape.total):
+        store.put(key, expert(shape, key))
+    return store
+
+
+def assert_holds(store: DiskStore, *keys: int) -> None:
+    """Exactly ``keys``, each with the right values."""
+    assert [key for key in range(store.shape.total) if store.holds(key)] == sorted(keys)
+    for key in keys:
+        into = blank(store.shape)
+        store.read(key, into)
+        for name, tensor in expert(store.shape, key).items():
+            assert torch.equal(into[name], tensor), (key, name)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@each_shape
+def test_every_file_is_a_safetensors_file(shape: MoEShape, tmp_path: Path) -> None:
+    store = packed(tmp_path, shape)
+    assert len(files(tmp_path)) == shape.total
+    for key in range(shape.total):
+        layer, number = shape.split(key)
+        with safe_open(store.path(key), "pt") as file:
+            assert set(file.keys()) == set(shape.tensors)
+            for name, tensor in expert(shape, key).items():
+                assert file.get_tensor(name).dtype == tensor.dtype
+                assert torch.equal(file.get_tensor(name), tensor)
+            metadata = file.metadata()
+        assert (metadata["fingerprint"], metadata["layer"], metadata["expert"]) == (
+            FINGERPRINT,
+            LAYERS[layer],
+            str(number),
+        )
+
+
+@each_shape
+def test_data_begins_at_the_second_page(shape: MoEShape, tmp_path: Path) -> None:
+    store = packed(tmp_path, shape)
+    raw = store.path(1).read_bytes()
+    assert 8 + int.from_bytes(raw[:8], "little") == PAGE == 4096
+    assert len(raw) == PAGE + shape.expert_bytes == store.file_bytes
+    tensors = expert(shape, 1)
+    parts = sorted(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
+    assert all(part in raw[PAGE:] for part in parts)
+
+
+def test_paths_are_readable(tmp_path: Path) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert store.path(4) == tmp_path / FINGERPRINT / "layer-001" / "expert-0001.safetensors"
+    assert len({store.path(key) for key in range(SHAPE.total)}) == SHAPE.total
+
+
+@each_shape
+def test_second_store_needs_no_packing(shape: MoEShape, tmp_path: Path) -> None:
+    packed(tmp_path, shape)
+    assert_holds(DiskStore(shape, FINGERPRINT, tmp_path), *range(shape.total))
+
+
+def test_packing_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    first = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    first.put(4, expert(SHAPE, 4))
+    second = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert_holds(second, 4)
+    second.put(0, expert(SHAPE, 0))
+    assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), 0, 4)
+
+
+def test_other_fingerprint_holds_nothing(tmp_path: Path) -> None:
+    packed(tmp_path)
+    other = DiskStore(SHAPE, OTHER, tmp_path)
+    assert_holds(other)
+    with pytest.raises(StoreError):
+        other.read(0, blank(SHAPE))
+    other.put(0, expert(SHAPE, 5))
+    assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), *range(SHAPE.total))
+
+
+# -- damage ------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+def resize(path: Path, change: int) -> None:
+    os.truncate(path, path.stat().st_size + change)
+
+
+DAMAGE: dict[str, Callable[[DiskStore, Path], None]] = {
+    "emptied": lambda store, path: os.truncate(path, 0),
+    "header only": lambda store, path: os.truncate(path, PAGE),
+    "truncated by a byte": lambda store, path: resize(path, -1),
+    "truncated by a page": lambda store, path: resize(path, -PAGE),
+    "extended by a byte": lambda store, path: resize(path, 1),
+    "extended by a page": lambda store, path: resize(path, PAGE),
+    "extended by ten pages": lambda store, path: resize(path, 10 * PAGE),
+    "bit flipped in the first byte of the data": lambda store, path: flip(path, PAGE),
+    "bit flipped in the last byte of the data": lambda store, path: flip(path, -1),
+    "bit flipped in the length of the header": lambda store, path: flip(path, 0),
+    "bit flipped in the text of the header": lambda store, path: flip(path, path.read_bytes().index(b"xxh3") + 14),
+    "bit flipped in the padding of the header": lambda store, path: flip(path, PAGE - 1),
+    "zeroed": lambda store, path: path.write_bytes(bytes(store.file_bytes)),
+    "another expert": lambda store, path: shutil.copy(store.path(2), path),
+    "the same expert of another layer": lambda store, path: shutil.copy(store.path(4), path),
+    "another checkpoint": lambda store, path: shutil.copy(packed(path.parents[2], store.shape, OTHER).path(1), path),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+@each_shape
+def test_damaged_file_is_never_used(shape: MoEShape, damage: str, direct: bool, tmp_path: Path) -> None:
+    store = packed(tmp_path, shape)
+    store.direct = store.direct and direct
+    path = store.path(1)
+    DAMAGE[damage](store, path)
+
+    with pytest.raises(StoreError, match="restart to pack it again.*or delete") as error:
+        store.read(1, blank(shape))
+    assert str(path) in str(error.value)
+    assert f"expert 1 of {LAYERS[0]}" in str(error.value) and str(store.folder) in str(error.value)
+
+    assert not path.exists() and path.with_suffix(".corrupt").exists(), "the damaged file was not set aside"
+    with pytest.raises(StoreError):
+        store.read(1, blank(shape))
+    again = DiskStore(shape, FINGERPRINT, tmp_path)
+    assert_holds(again, 0, 2, 3, 4, 5)
+    again.put(1, expert(shape, 1))
+    assert_holds(again, *range(shape.total))
+
+
+@pytest.mark.parametrize("damage", ["emptied", "truncated by a byte", "extended by a byte", "extended by ten pages"])
+def test_file_of_the_wrong_size_is_packed_again_at_once(damage: str, tmp_path: Path) -> None:
+    DAMAGE[damage](store := packed(tmp_path), store.path(1))
+    again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert_holds(again, 0, 2, 3, 4, 5)
+    again.put(1, expert(SHAPE, 1))
+    assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), *range(SHAPE.total))
+
+
+def test_two_files_swapped(tmp_path: Path) -> None:
+    store = packed(tmp_path)
+    one, two, aside = store.path(1), store.path(2), tmp_path / "aside"
+    one.rename(aside)
+    two.rename(one)
+    aside.rename(two)
+    for key in (1, 2):
+        with pytest.raises(StoreError, match=re.escape(str(store.path(key)))):
+            store.read(key, blank(SHAPE))
+    assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), 0, 3, 4, 5)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    store = packed(tmp_path)
+    store.path(1).unlink()
+    with pytest.raises(StoreError, match="restart to pack it again") as error:
+        store.read(1, blank(SHAPE))
+    assert str(store.path(1)) in str(error.value)
+    again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert_holds(again, 0, 2, 3, 4, 5)
+    again.put(1, expert(SHAPE, 1))
+    assert_holds(again, *range(SHAPE.total))
+
+
+def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An I/O error says nothing about the file, so it stays where it is."""
+    store = packed(tmp_path)
+
+    def fail(*args) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", fail)
+        with pytest.raises(StoreError, match="Input/output error.*restart") as error:
+            store.read(1, blank(SHAPE))
+    assert str(store.path(1)) in str(error.value)
+    assert_holds(store, *range(SHAPE.total))
+
+
+def test_damage_is_not_counted_as_a_load(tmp_path: Path) -> None:
+    store = packed(tmp_path)
+    flip(store.path(1), -1)
+    slots, counters = blank(SHAPE, 4), Counters()
+    transfers = Transfers(store, slots, threads=2, path="disk")
+    failed = transfers.load([(0, 3), (1, 2), (2, 1), (5, 0)], counters)
+    transfers.close()
+    assert list(failed) == [1] and isinstance(failed[1], StoreError)
+    assert (counters.loads, counters.bytes) == (3, {"disk": 3 * SHAPE.expert_bytes})
+    for key, slot in ((0, 3), (2, 1), (5, 0)):
+        for name, tensor in expert(SHAPE, key).items():
+            assert torch.equal(slots[name][slot], tensor)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_killed_processes_are_harmless(tmp_path: Path) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    store.put(0, expert(SHAPE, 0))
+    for key, pid in ((0, 1), (1, 1), (1, os.getpid())):
+        store.path(key).with_suffix(f".{pid}.partial").write_bytes(b"half an exp")
+    store.path(2).with_suffix(".corrupt").write_bytes(bytes(store.file_bytes))
+    (store.folder / f".probe-{os.getpid()}").write_bytes(b"x")
+    again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert_holds(again, 0)
+    for key in (1, 2):
+        again.put(key, expert(SHAPE, key))
+    assert_holds(again, 0, 1, 2)
+
+
+def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is on the disk at the moment when the file would get its name: no reader takes it for an expert."""
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+
+    def kill(*args) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "replace", kill)
+        with pytest.raises(KeyboardInterrupt):
+            store.put(1, expert(SHAPE, 1))
+    again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert_holds(again)
+    again.put(1, expert(SHAPE, 1))
+    assert_holds(again, 1)
+
+
+class Full(io.FileIO):
+    """A file on a disk that is full after the header."""
+
+    def write(self, data) -> int:
+        if len(data) <= PAGE:
+            return super().write(data)
+        super().write(bytes(data[: len(data) // 2]))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "opener",
+    [
+        pytest.param(lambda path, mode: Full(path, mode), id="in the middle"),
+        pytest.param(lambda path, mode: io.BufferedWriter(Full(path, mode), 1 << 20), id="when it is closed"),
+    ],
+)
+def test_disk_that_gets_full_while_writing(opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    store.put(0, expert(SHAPE, 0))
+    with monkeypatch.context() as full:
+        full.setattr(disk, "open", opener, raising=False)
+        with pytest.raises(StoreError, match="No space left on device.*--spac-disk-dir") as error:
+            store.put(1, expert(SHAPE, 1))
+    assert str(store.path(1)) in str(error.value)
+    assert files(tmp_path) == [store.path(0)]
+    assert_holds(store, 0)
+    assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), 0)
+
+
+def test_file_that_cannot_be_opened_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+
+    def fail(*args):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(disk, "open", fail, raising=False)
+        with pytest.raises(StoreError, match="Too many open files"):
+            store.put(1, expert(SHAPE, 1))
+    assert_holds(store)
+
+
+def test_file_in_the_place_of_a_layers_folder(tmp_path: Path) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    store.path(1).parent.write_text("in the way")
+    with pytest.raises(StoreError, match="--spac-disk-dir") as error:
+        store.put(1, expert(SHAPE, 1))
+    assert str(store.path(1)) in str(error.value)
+
+
+# -- room and folders --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how much room the disk seems to have."""
+    usage = namedtuple("usage", "total used free")
+    return lambda count: monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**50, 0, count))
+
+
+@pytest.mark.parametrize("count", [0, 5000 * SHAPE.expert_bytes])
+def test_no_room(count: int, tmp_path: Path, free: Callable[[int], None]) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    free(count)
+    with pytest.raises(StoreError, match="5000 experts.*--spac-disk-dir") as error:
+        store.reserve(5000)
+    assert gib(5000 * store.file_bytes) in str(error.value) and gib(count) in str(error.value)
+    assert str(tmp_path) in str(error.value)
+    store.reserve(0)
+
+
+def test_room(tmp_path: Path, free: Callable[[int], None]) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    free(2**40)
+    store.reserve(5000)
+
+
+@pytest.mark.parametrize("below", ["", "below", "further/below"])
+def test_folder_is_a_file(below: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    folder = tmp_path / "taken" / below
+    with pytest.raises(StoreError, match="--spac-disk-dir") as error:
+        DiskStore(SHAPE, FINGERPRINT, folder)
+    assert str(folder) in str(error.value)
+
+
+def test_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated, since root may write everywhere."""
+
+    def refuse(self: Path, data: bytes) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(StoreError, match="Permission denied.*--spac-disk-dir"):
+        DiskStore(SHAPE, FINGERPRINT, tmp_path)
+
+
+def test_missing_folders_are_made_and_nothing_else_is_left_in_them(tmp_path: Path) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path / "a" / "b")
+    assert files(tmp_path) == []
+    store.put(0, expert(SHAPE, 0))
+    assert files(tmp_path) == [store.path(0)]
+
+
+# -- ways of reading ---------------------------------------------------------------------------------------------
+
+
+def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path, flags: int, *args, **kwargs) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    store = packed(tmp_path)
+    assert not store.direct
+    assert "buffered I/O" in store.describe() and "no direct I/O" in store.describe()
+    assert_holds(store, *range(SHAPE.total))
+    assert files(tmp_path) == sorted(store.path(key) for key in range(SHAPE.total)), "the probe was left behind"
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@each_shape
+def test_tmpfs(shape: MoEShape, shm: Path) -> None:
+    """Without direct I/O before Linux 6.6, with it since: what is said must be what is done."""
+    store = packed(shm, shape)
+    assert ("buffered" in store.describe()) is not store.direct
+    assert_holds(DiskStore(shape, FINGERPRINT, shm), *range(shape.total))
+
+
+@each_shape
+def test_read_that_returns_less_than_it_was_asked_for(
+    shape: MoEShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems and FUSE may; a good file must not be set aside for it."""
+    store = packed(tmp_path, shape)
+    store.direct = False
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:1000]], offset))
+    assert_holds(store, *range(shape.total))
+
+
+def test_direct_read_that_returns_less_than_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole pages at a time, as the kernel may when memory is fragmented."""
+    store = packed(tmp_path)
+    if not store.direct:
+        pytest.skip("no direct I/O on this file system")
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:PAGE]], offset))
+    assert_holds(store, *range(SHAPE.total))
+
+
+def test_describe_tells_folder_and_size(tmp_path: Path) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert str(tmp_path) in store.describe() and gib(SHAPE.total * store.file_bytes) in store.describe()

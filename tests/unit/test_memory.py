@@ -1,0 +1,97 @@
+"""``auto`` and ``store=host`` trust this number: too high and the machine swaps, too low and nothing starts."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_spac import memory
+
+GIB = 2**30
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A machine with 10 GiB available; call it to write the files of its container."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
+
+    def write(**files: str | int) -> None:
+        for name, value in files.items():
+            (tmp_path / f"memory.{name}").write_text(f"{value}\n")
+
+    return write
+
+
+def test_no_container(cgroup) -> None:
+    assert memory.available_host_bytes() == 10 * GIB
+
+
+def test_container_without_a_limit(cgroup) -> None:
+    cgroup(max="max", current=3 * GIB)
+    assert memory.available_host_bytes() == 10 * GIB
+
+
+def test_container_with_a_limit(cgroup) -> None:
+    cgroup(max=4 * GIB, current=GIB)
+    assert memory.available_host_bytes() == 3 * GIB
+
+
+def test_machine_has_less_than_the_container_may_use(cgroup) -> None:
+    cgroup(max=64 * GIB, current=GIB)
+    assert memory.available_host_bytes() == 10 * GIB
+
+
+def test_container_above_its_limit(cgroup) -> None:
+    cgroup(max=4 * GIB, current=5 * GIB)
+    assert memory.available_host_bytes() == 0
+
+
+@pytest.mark.parametrize("files", [{"max": 4 * GIB}, {"current": GIB}, {"max": "", "current": ""}])
+def test_half_a_container_is_none(cgroup, files: dict) -> None:
+    cgroup(**files)
+    assert memory.available_host_bytes() == 10 * GIB
+
+
+def test_page_cache_of_the_container_can_be_used(cgroup) -> None:
+    """``memory.current`` counts the checkpoint that was just read through the page cache, which goes when needed.
+
+    Otherwise a container that has read a 60 GiB checkpoint once has no memory left for its experts.
+    """
+    cgroup(max=8 * GIB, current=7 * GIB, stat=f"anon {GIB}\nfile {6 * GIB}\ninactive_file {6 * GIB}\nactive_file 0")
+    assert memory.available_host_bytes() == 7 * GIB
+
+
+def test_this_machine() -> None:
+    assert memory.available_host_bytes() > 0
+
+
+def test_releasing_the_pages_of_checkpoints_changes_no_byte(tmp_path: Path) -> None:
+    """Also not those that were changed in memory, nor those of a file whose name has a blank in it."""
+    path = tmp_path / "model 1.safetensors"
+    path.write_bytes(bytes(range(256)) * 64)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
+        pages[5000:5004] = b"mine"
+        expected = bytes(pages)
+        memory.release_file_pages()
+        assert bytes(pages) == expected
+    assert path.read_bytes() == bytes(range(256)) * 64
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (int(4.5 * 2**20), "4.5 MiB"),
+        (GIB, "1.00 GiB"),
+        (1.25 * GIB, "1.25 GiB"),
+        (3000 * GIB, "3000.00 GiB"),
+    ],
+)
+def test_gib(count: float, text: str) -> None:
+    assert memory.gib(count) == text

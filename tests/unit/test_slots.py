@@ -1,0 +1,118 @@
+"""The number of slots decides whether a model starts; every refusal must lead to a setting that works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vllm_spac.config import Slots
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.errors import ConfigError
+from vllm_spac.slots import check, resolve
+
+MIB = 2**20
+
+
+def shape(layers: int = 4, experts: int = 16, top_k: int = 2, expert_bytes: int = MIB) -> MoEShape:
+    tensors = {"w": TensorSpec((expert_bytes,), torch.uint8)}
+    return MoEShape(tuple(f"layer.{i}" for i in range(layers)), experts, top_k, tensors)
+
+
+def suggestions(error: ConfigError) -> list[str]:
+    """Every value that the message tells the user to give to --spac-slots."""
+    return re.findall(r"--spac-slots (auto|[\d.]+%?)", str(error))
+
+
+def test_count_a_layer() -> None:
+    assert resolve(Slots(per_layer=3), shape(), 64 * MIB) == 12
+    assert resolve(Slots(per_layer=16), shape(), 64 * MIB) == 64
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.25, 16), (1.0, 64), (0.26, 17), (0.03125, 2)])
+def test_share_is_rounded_up(share: float, count: int) -> None:
+    assert resolve(Slots(share=share), shape(), 64 * MIB) == count
+
+
+@given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 512))
+@settings(max_examples=200, deadline=None)
+def test_whole_percentages_are_exact(percent: int, layers: int, experts: int) -> None:
+    """7% of 100 experts are 7 slots: the smallest number that is not below the percentage."""
+    wanted = shape(layers, experts, top_k=1, expert_bytes=1)
+    assert resolve(Slots.parse(f"{percent}%"), wanted, wanted.total) == -(-percent * wanted.total // 100)
+
+
+@pytest.mark.parametrize(("free", "count"), [(64 * MIB, 64), (10**15, 64), (10 * MIB, 10), (3 * MIB - 1, 2)])
+def test_auto_takes_what_fits(free: int, count: int) -> None:
+    assert resolve(Slots(), shape(), free) == count
+
+
+@pytest.mark.parametrize("slots", [Slots(), Slots(share=0.25), Slots(per_layer=2)])
+@pytest.mark.parametrize("free", [-(10**12), 0, 2 * MIB - 1])
+def test_nothing_fits(slots: Slots, free: int) -> None:
+    with pytest.raises(ConfigError, match="--spac-slots"):
+        resolve(slots, shape(), free)
+
+
+@pytest.mark.parametrize("slots", [Slots(), Slots(share=0.25), Slots(share=0.01), Slots(per_layer=2)])
+def test_when_not_even_one_token_fits_the_remedy_is_memory(slots: Slots) -> None:
+    """No value of the knob helps here, so none may be suggested."""
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization") as error:
+        resolve(slots, shape(), MIB)
+    assert not suggestions(error.value)
+
+
+def test_exactly_top_k_is_enough() -> None:
+    assert resolve(Slots(), shape(), 2 * MIB) == 2
+
+
+def test_too_many_for_the_memory_says_how_much() -> None:
+    with pytest.raises(ConfigError, match=r"32 slots.*32\.0 MiB.*20\.0 MiB") as error:
+        resolve(Slots(share=0.5), shape(), 20 * MIB)
+    assert suggestions(error.value)
+
+
+@pytest.mark.parametrize("slots", [Slots(), Slots(share=0.01)])
+def test_check_can_only_judge_a_count_a_layer(slots: Slots) -> None:
+    check(slots, experts=16, top_k=8)
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.data())
+@settings(max_examples=200, deadline=None)
+def test_check_suggests_a_number_that_works(per_layer: int, experts: int, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, experts))
+    try:
+        check(Slots(per_layer=per_layer), experts, top_k)
+        assert top_k <= per_layer <= experts
+    except ConfigError as error:
+        assert not top_k <= per_layer <= experts
+        assert f"slots={per_layer} (--spac-slots)" in str(error)
+        assert suggestions(error)
+        for text in suggestions(error):
+            check(Slots.parse(text), experts, top_k)
+
+
+SLOTS = st.one_of(
+    st.just("auto"), st.integers(1, 40).map(str), st.integers(1, 400).map(lambda quarters: f"{quarters / 4:g}%")
+)
+
+
+@given(SLOTS, st.integers(1, 60), st.integers(1, 256), st.data())
+@settings(max_examples=300, deadline=None)
+def test_resolve_suggests_a_number_that_works(text: str, layers: int, experts: int, data: st.DataObject) -> None:
+    """Whenever one token's experts fit, some setting works; then each one that the message names must."""
+    wanted = shape(layers, experts, data.draw(st.integers(1, min(experts, 16))), expert_bytes=1)
+    slots = Slots.parse(text)
+    assume(slots.per_layer is None or wanted.top_k <= slots.per_layer <= experts)  # else check refuses it, see above
+    free = data.draw(st.one_of(st.integers(wanted.top_k, 2 * wanted.total), st.just(wanted.total)))
+    try:
+        count = resolve(slots, wanted, free)
+        assert wanted.top_k <= count <= min(wanted.total, free)
+    except ConfigError as error:
+        assert "--spac-slots" in str(error)
+        assert suggestions(error), str(error)
+        for suggestion in suggestions(error):
+            resolve(Slots.parse(suggestion), wanted, free)

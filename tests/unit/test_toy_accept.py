@@ -1,0 +1,53 @@
+"""What the acceptance benchmark derives from vLLM's counters, and which prompts it takes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))
+accept = importlib.import_module("accept")
+corpus = importlib.import_module("corpus")
+
+
+def test_acceptance_length_is_one_plus_accepted_per_draft():
+    counters = {
+        "num_drafts": 4,
+        "num_draft_tokens": 12,
+        "num_accepted_tokens": 6,
+        "num_accepted_tokens_per_pos": [3, 2, 1],
+    }
+    result = accept.summary(counters, [[1, 2], [3, 4]], [[1, 2], [3, 5]])
+    assert result["acceptance_length"] == 2.5
+    assert result["acceptance_by_position"] == [0.75, 0.5, 0.25]
+    assert result["requests_equal_to_no_speculation"] == 1
+
+
+def test_run_without_speculation_has_no_acceptance():
+    assert accept.summary({}, [[1]], [[1]]) == {"requests": 1, "requests_equal_to_no_speculation": 1}
+
+
+def test_prompts_are_held_out():
+    paths = {str(p): p for p in corpus.files() if corpus.is_held_out(p)}
+    tokenizer = corpus.train_tokenizer(list(paths.values())[:4])
+    chosen = accept.prompts(tokenizer, 3, 64)
+    assert len(chosen) == 3
+    for prompt in chosen:
+        assert len(prompt["ids"]) == 64
+        assert any(path.endswith(prompt["file"]) for path in paths)
+
+
+def test_too_many_prompts_are_refused():
+    tokenizer = corpus.train_tokenizer([p for p in corpus.files() if corpus.is_held_out(p)][:2])
+    with pytest.raises(ValueError, match="held-out files"):
+        accept.prompts(tokenizer, 10_000, 64)
+
+
+def test_no_path_of_this_machine_is_recorded(tmp_path):
+    table = accept.methods(tmp_path / "models", tmp_path / "int8")
+    assert {"none", "ngram-5", "eagle3-3", "eagle3-5", "eagle3-8", "draft-3", "int8-5"} <= set(table)
+    for config in table.values():
+        assert str(tmp_path) not in str(accept.portable(config))

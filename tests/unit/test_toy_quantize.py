@@ -1,0 +1,55 @@
+"""The INT8 copy of the toy model is an INT8 rounding, and the same at every run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))
+export = importlib.import_module("export")
+nets = importlib.import_module("nets")
+quantize = importlib.import_module("quantize")
+
+SHAPE = nets.Shape(vocab=96, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, experts=4, top_k=2, intermediate=16)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("toy") / "source"
+    export.write_moe(nets.CausalLM(SHAPE), folder)
+    return folder
+
+
+def test_rounding_is_within_half_a_step():
+    weight = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    codes, scale = quantize.round_to_int8(weight)
+    assert codes.dtype == torch.int8 and scale.shape == (7, 1)
+    assert ((codes * scale - weight).abs() <= scale / 2 * 1.001).all()
+    assert (codes.abs().amax(-1)[[0, 1, 2, 4, 5, 6]] == 127).all()
+
+
+def test_copy_rounds_experts_and_attention_only(source, tmp_path):
+    facts = quantize.int8_copy(source, tmp_path / "copy")
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "copy" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if quantize.is_rounded(name)}
+    assert all(".experts." in name or "_proj" in name for name in changed)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
+    assert json.loads((tmp_path / "copy" / "training.json").read_text()) == facts
+    assert (tmp_path / "copy" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_copy_is_deterministic(source, tmp_path):
+    for name in ("a", "b"):
+        quantize.int8_copy(source, tmp_path / name)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
+    assert files[0] == files[1]
