@@ -85,7 +85,9 @@ class SpacConfig(BaseModel):
             ConfigError: naming the knob, what is wrong with it and what would be right.
         """
         if not isinstance(raw, dict):
-            raise ConfigError(f'spac: the configuration must be a mapping of knobs, e.g. {{"slots": "25%"}}, not {raw!r}')
+            raise ConfigError(
+                f'spac: the configuration must be a mapping of knobs, e.g. {{"slots": "25%"}}, not {raw!r}'
+            )
         try:
             return cls(**raw)
         except ValidationError as error:

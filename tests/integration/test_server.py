@@ -36,13 +36,17 @@ class Server:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.url, self.log = f"http://127.0.0.1:{free_port()}", folder / "server.log"
         command = ["vllm", "serve", str(TARGET), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], *COMMON]
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         environment.pop("VLLM_LOGGING_LEVEL", None)
         environment.pop("VLLM_PLUGINS", None)
-        self.process = subprocess.Popen(
-            [*command, *flags], stdout=open(self.log, "w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [*command, *flags], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
 
     def wait(self, seconds: float = 300) -> Server:
         deadline = time.monotonic() + seconds
@@ -110,7 +114,9 @@ def test_sixteen_requests_at_once_get_stock_answers(server, answers):
 def test_the_log_says_what_was_chosen(server):
     lines = [line for line in server.log.read_text().splitlines() if "spac: mode=" in line]
     assert len(lines) == 1
-    assert re.search(r"mode=exact, slots=96 of 384 experts \(25\.0%.*store=disk .*direct|buffered.*policy=lru", lines[0])
+    assert re.search(
+        r"mode=exact, slots=96 of 384 experts \(25\.0%.*store=disk .*direct|buffered.*policy=lru", lines[0]
+    )
     assert "Packing experts" in server.log.read_text()
 
 

@@ -12,7 +12,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 # Lengths from one token to several chunks of prefill (64 tokens a forward).
-PROMPTS = [[(7 * i + j * (i + 3)) % 500 + 5 for j in range(length)] for i, length in enumerate((1, 5, 23, 64, 90, 150, 31, 8))]
+PROMPTS = [
+    [(7 * i + j * (i + 3)) % 500 + 5 for j in range(length)] for i, length in enumerate((1, 5, 23, 64, 90, 150, 31, 8))
+]
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def big(tmp_path_factory) -> Path:
     """One shard for everything: the worst case for a loader that maps its files."""
     folder = tmp_path_factory.mktemp("big")
     config = json.loads((Path(__file__).parent / "qwen3_moe.json").read_text())
-    config |= dict(hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, moe_intermediate_size=INTERMEDIATE)
+    config |= dict(
+        hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, moe_intermediate_size=INTERMEDIATE
+    )
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
 

@@ -44,7 +44,9 @@ def install(engine_args: type) -> None:
 
 def fold(args: argparse.Namespace) -> None:
     """Move the ``--spac-*`` flags of ``args`` into ``args.additional_config["spac"]``."""
-    knobs = {name: value for name in SpacConfig.model_fields if (value := getattr(args, f"spac_{name}", None)) is not None}
+    knobs = {
+        name: value for name in SpacConfig.model_fields if (value := getattr(args, f"spac_{name}", None)) is not None
+    }
     asked = "spac" in (getattr(args, "plugin", None) or [])
     additional = dict(getattr(args, "additional_config", None) or {})
     if knobs and not asked and "spac" not in additional:

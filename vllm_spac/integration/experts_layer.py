@@ -51,9 +51,13 @@ class ManagedExperts:
                 "add --moe-backend triton"
             )
         if kind != "UnquantizedFusedMoEMethod":
-            raise UnsupportedError(f"spac: {self.layer_name} has quantised experts ({kind}); use an unquantised checkpoint")
+            raise UnsupportedError(
+                f"spac: {self.layer_name} has quantised experts ({kind}); use an unquantised checkpoint"
+            )
         if method.experts_cls is None or getattr(method.experts_cls, "requires_interleaved_w13", False):
-            raise UnsupportedError(f"spac: {self.layer_name}: {method.experts_cls} keeps no slots; add --moe-backend triton")
+            raise UnsupportedError(
+                f"spac: {self.layer_name}: {method.experts_cls} keeps no slots; add --moe-backend triton"
+            )
 
     # -- loading -------------------------------------------------------------------------------------------
 

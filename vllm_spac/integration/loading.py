@@ -47,7 +47,9 @@ def managed_load(config: SpacConfig, vllm_config) -> Iterator[ModelExperts]:
 
     classes = _managed_classes()
     if taken := set(classes) & set(op_registry_oot):
-        raise UnsupportedError(f"spac: another plugin replaces vLLM's {', '.join(sorted(taken))}; load only one of them")
+        raise UnsupportedError(
+            f"spac: another plugin replaces vLLM's {', '.join(sorted(taken))}; load only one of them"
+        )
     experts = _loading = ModelExperts(config, vllm_config)
     op_registry_oot.update(classes)
     try:
@@ -67,7 +69,10 @@ def _managed_classes() -> dict[str, type]:
 
     from vllm_spac.integration.experts_layer import ManagedExperts
 
-    return {cls.__name__: type(f"Managed{cls.__name__}", (ManagedExperts, cls), {}) for cls in (RoutedExperts, GptOssRoutedExperts)}
+    return {
+        cls.__name__: type(f"Managed{cls.__name__}", (ManagedExperts, cls), {})
+        for cls in (RoutedExperts, GptOssRoutedExperts)
+    }
 
 
 class ModelExperts:
@@ -202,7 +207,7 @@ class ModelExperts:
     def _lock_folder(self, folder: Path, name: str) -> None:
         """Two servers of one model may start at once: the second waits until the first has packed."""
         folder.mkdir(parents=True, exist_ok=True)
-        file = self._lock.enter_context(open(folder / f"{name}.lock", "w"))
+        file = self._lock.enter_context(open(folder / f"{name}.lock", "w"))  # noqa: SIM115 (the stack closes it)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -216,9 +221,7 @@ class ModelExperts:
             for name, spec in shape.tensors.items()
         }
         policy = components.build("policies", self.config.policy)
-        pool = ExpertPool(
-            shape, count, policy, store, tensors, io_threads=self.config.io_threads, path=self.store_name
-        )
+        pool = ExpertPool(shape, count, policy, store, tensors, io_threads=self.config.io_threads, path=self.store_name)
         with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr, disable=pool.holds_all) as bar:
             for loaded in pool.fill():
                 bar.update(loaded)
@@ -227,10 +230,10 @@ class ModelExperts:
 
     def _describe(self, pool: ExpertPool) -> str:
         shape, count = pool.shape, pool.residency.slots
+        share, size, total = 100 * count / shape.total, count * shape.expert_bytes, shape.total * shape.expert_bytes
         return (
-            f"mode=exact, slots={count} of {shape.total} experts ({100 * count / shape.total:.1f}%, "
-            f"{gib(count * shape.expert_bytes)} of {gib(shape.total * shape.expert_bytes)}; {len(shape.layers)} layers x "
-            f"{shape.experts} experts of {gib(shape.expert_bytes)}, top-{shape.top_k}), "
+            f"mode=exact, slots={count} of {shape.total} experts ({share:.1f}%, {gib(size)} of {gib(total)}; "
+            f"{len(shape.layers)} layers x {shape.experts} experts of {gib(shape.expert_bytes)}, top-{shape.top_k}), "
             f"store={pool.store.describe()}, policy={self.config.policy}"
         )
 

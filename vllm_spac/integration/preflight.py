@@ -40,7 +40,9 @@ def check(config: SpacConfig, vllm_config) -> None:
     """
     model = vllm_config.model_config
     if not model.get_num_experts():
-        raise UnsupportedError(f"spac: {model.model} is a dense model: it has no experts to keep outside; drop --plugin spac")
+        raise UnsupportedError(
+            f"spac: {model.model} is a dense model: it has no experts to keep outside; drop --plugin spac"
+        )
     if top_k := model.get_num_experts_per_tok():
         slots.check(config.parsed_slots, model.get_num_experts(), top_k)
     for refused, flag, instead in _refusals(vllm_config):

@@ -69,7 +69,12 @@ def _step_v2(batch) -> Step:
     starts, drafts = batch.query_start_loc_np, batch.num_draft_tokens_per_req
     return Step(
         tuple(
-            _rows(int(starts[i]), int(starts[i + 1]), bool(batch.is_prefilling_np[i]), 0 if drafts is None else int(drafts[i]))
+            _rows(
+                int(starts[i]),
+                int(starts[i + 1]),
+                bool(batch.is_prefilling_np[i]),
+                0 if drafts is None else int(drafts[i]),
+            )
             for i in range(batch.num_reqs)
         )
     )
