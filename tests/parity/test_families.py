@@ -6,7 +6,7 @@ import engines
 import pytest
 import zoo
 
-TOP_K = {"qwen3_moe": 4, "olmoe": 4, "mixtral": 2, "deepseek_v2": 4, "gpt_oss": 2, "phimoe": 2}
+TOP_K = {"qwen3_moe": 4, "olmoe": 4, "mixtral": 2, "deepseek_v2": 4, "gpt_oss": 2, "phimoe": 2, "glm4_moe": 4}
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

@@ -96,6 +96,29 @@ def _phimoe():
     return transformers.PhimoeForCausalLM(config)
 
 
+def _glm4_moe():
+    """Sigmoid scores, a correction bias, shared experts and a dense first layer."""
+    config = transformers.Glm4MoeConfig(
+        **{**_COMMON, "num_hidden_layers": 3},
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        head_dim=32,
+        n_routed_experts=16,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+    )
+    model = transformers.Glm4MoeForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
+    return model
+
+
 FAMILIES = {
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
@@ -103,6 +126,7 @@ FAMILIES = {
     "deepseek_v2": _deepseek_v2,
     "gpt_oss": _gpt_oss,
     "phimoe": _phimoe,
+    "glm4_moe": _glm4_moe,
 }
 
 # vLLM's own class; Hugging Face's name goes to vLLM's Transformers backend, which has no fused experts to replace.

@@ -1,4 +1,4 @@
-"""The lower bound of a step and of a run."""
+"""The lower bound of a step and of a run, and the rows of the serving benchmark that are put beside it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "serving"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving")]
 bound = importlib.import_module("bound")
+plan = importlib.import_module("plan")
+summary = importlib.import_module("summary")
 
 W, FAST, SLOW, CPU = 100, 1000.0, 10.0, 50.0
 
@@ -94,3 +97,73 @@ def test_other_is_never_negative():
 def test_other_is_refused_from_a_run_with_misses():
     with pytest.raises(AssertionError, match="misses"):
         bound.other_per_step(1.0, bound.Counts(hits=1, misses=1, steps=1), W, FAST)
+
+
+STOCK = plan.Configuration(None, None, "none")
+FULL = plan.Configuration("100%", "lru", "none")
+QUARTER = plan.Configuration("25%", "lru", "none")
+PLAN = plan.configurations(["25%"], ["lru"], ["none"])
+RATES = summary.Rates(FAST, SLOW)
+
+
+def run(configuration, seconds=10.0, tokens=((1, 2, 3), (4, 5, 6)), hits=80, misses=0, repeat=0):
+    counters, choices = {}, {}
+    if configuration != STOCK:
+        counters = {"hits": hits, "misses": misses, "loads": misses, "bytes": {"disk": misses * W}}
+        counters |= {"stall_seconds": 0.5, "waves": 8, "steps": {"prefill": 1, "decode": 3}}
+        choices = {"slots": 32 if configuration == FULL else 8, "experts": 32, "expert_bytes": W}
+    measured = {"seconds": seconds, "tokens": [list(t) for t in tokens], "ttft": [0.1, 0.2], "tpot": [0.3, None]}
+    result = {"load_seconds": 1.0, "choices": choices, "batches": {"1": {**measured, "counters": counters}}}
+    return summary.Run(configuration, repeat, result)
+
+
+def rows_of(*runs):
+    return {row.configuration: row for row in summary.rows(PLAN, list(runs), [1], RATES)}
+
+
+def test_plan_compares_each_with_stock_and_all_resident():
+    assert PLAN == [STOCK, FULL, QUARTER]
+    assert len(plan.configurations(["10%", "25%"], ["lru", "lfu"], ["none", "ngram"])) == 2 * (2 + 4)
+    with pytest.raises(plan.PlanError, match="magic"):
+        plan.configurations(["10%"], ["lru"], ["magic"])
+
+
+def test_order_rotates_so_that_each_starts_once():
+    orders = [plan.rotated(PLAN, repeat, 3) for repeat in range(3)]
+    assert [order[0] for order in orders] == PLAN
+    assert all(sorted(order, key=PLAN.index) == PLAN for order in orders)
+
+
+def test_rows_with_stocks_tokens_have_speeds_and_bounds():
+    rows = rows_of(run(STOCK, 5.0), run(FULL, 10.0), run(QUARTER, 40.0, hits=60, misses=20))
+    assert {row.verdict for row in rows.values()} == {"same"}
+    assert rows[FULL].ratio_to_stock == pytest.approx(0.5) and rows[FULL].ratio_to_bound == pytest.approx(1)
+    # 10 s less 80 experts from fast memory (8 s) are the rest; 20 experts over the slow path take 200 s.
+    assert rows[QUARTER].ratio_to_bound == pytest.approx(40 / (2 + 200))
+    assert rows[QUARTER].bound_tokens_per_second == pytest.approx(6 / 202)
+    assert (rows[QUARTER].hit_rate, rows[QUARTER].cache_ratio) == (0.75, 0.25)
+
+
+def test_bound_comes_from_the_fastest_resident_run():
+    rows = rows_of(run(STOCK), run(FULL, 12.0), run(FULL, 10.0, repeat=1), run(FULL, 30.0, repeat=2))
+    assert rows[FULL].ratio_to_bound == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("wrong", [((1, 2, 3), (4, 9, 6)), ((1, 2, 3), (4, 5))])
+def test_other_tokens_have_no_speed_anywhere(wrong):
+    runs = [run(STOCK), run(FULL), run(QUARTER), run(QUARTER, 1.0, wrong, repeat=1)]
+    row = rows_of(*runs)[QUARTER]
+    assert row.verdict == "differs" and "repeat 1: 1 of 2 requests, number 1" in row.why
+    assert row.tokens_per_second is row.ttft is row.ratio_to_stock is row.ratio_to_bound is None
+    assert "seconds" not in str(summary.reported(runs[3], [row])["batches"])
+
+
+def test_a_stock_that_contradicts_itself_is_no_measure():
+    rows = rows_of(run(STOCK), run(STOCK, tokens=((1, 2, 3), (4, 5, 7)), repeat=1), run(FULL))
+    assert rows[STOCK].verdict == "differs" and rows[FULL].ratio_to_stock is None
+
+
+def test_failed_and_unchecked_runs_have_no_speed():
+    rows = rows_of(run(FULL), summary.Run(QUARTER, 0, error="exit code 1"))
+    assert (rows[FULL].verdict, rows[QUARTER].verdict, rows[QUARTER].why) == ("pending", "failed", "exit code 1")
+    assert rows[FULL].tokens_per_second is None

@@ -15,6 +15,9 @@ from vllm_spac.runtime import ExpertPool
 if TYPE_CHECKING:
     from vllm_spac.integration.loading import ModelExperts
 
+# What an unquantised layer has for each expert; other parameters (a correction bias, say) are the router's.
+_EXPERT_TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+
 
 class ManagedExperts:
     """Mixed in front of ``RoutedExperts`` (or a subclass of it) while a managed model is built.
@@ -33,7 +36,7 @@ class ManagedExperts:
         self.spac: ModelExperts = current()
         self.spac_index = 0
         self.spac_pool: ExpertPool | None = None
-        self._staged = {name: p for name, p in self.named_parameters() if _is_per_expert(p, self.moe_config)}
+        self._staged = {name: p for name, p in self.named_parameters() if name in _EXPERT_TENSORS}
         self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
         self._arrived = dict.fromkeys(self._staged, 0)
         self._packed = False
@@ -165,10 +168,6 @@ def without_padding(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     if not padded.any():
         return weights, ids
     return weights.masked_fill(padded, 0), ids.masked_fill(padded, 0)
-
-
-def _is_per_expert(param: torch.nn.Parameter, moe_config) -> bool:
-    return param.ndim > 0 and param.shape[0] == moe_config.num_experts
 
 
 def _emptied(param: torch.nn.Parameter) -> torch.nn.Parameter:
