@@ -25,8 +25,11 @@ def find(family: str, name: str) -> type:
     if ":" in name:
         module_name, _, class_name = name.partition(":")
         try:
-            return getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError) as error:
+            found = getattr(importlib.import_module(module_name), class_name)
+            if not inspect.isclass(found):
+                raise TypeError("it is not a class")
+            return found
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise ConfigError(f"spac: cannot load {name!r} for {family}: {error}") from error
     if name not in names(family):
         raise ConfigError(f"spac: {family} has no {name!r}; use one of {', '.join(names(family))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,11 +21,11 @@ _SLOTS_HELP = "use a number of experts a layer (32), a percentage of all experts
 class Slots:
     """How many experts fast memory holds: a count a layer, a share of all, or as many as fit.
 
-    Exactly one of ``per_layer`` and ``share`` is set, or neither for ``auto``.
+    Exactly one of ``per_layer`` and ``share`` is set, or neither for ``auto``. The share is exact: 7 % of 100 is 7.
     """
 
     per_layer: int | None = None
-    share: float | None = None
+    share: Fraction | None = None
 
     @classmethod
     def parse(cls, text: str | int) -> Slots:
@@ -35,7 +36,7 @@ class Slots:
         if re.fullmatch(r"\d+", text) and int(text) > 0:
             return cls(per_layer=int(text))
         if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
-            share = float(match[1]) / 100
+            share = Fraction(match[1]) / 100
             if 0 < share <= 1:
                 return cls(share=share)
             raise ValueError(f"{text} is not above 0% and at most 100%; {_SLOTS_HELP}")
@@ -48,7 +49,15 @@ def _check_slots(value: str) -> str:
 
 
 def _as_text(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(_SLOTS_HELP)
+    return str(value)
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("use a number")
+    return value
 
 
 def _check_policy(value: str) -> str:
@@ -75,7 +84,9 @@ class SpacConfig(BaseModel):
     policy: Annotated[str, AfterValidator(_check_policy)] = Field(
         "lru", description="Which expert makes room: lru, lfu, or package.module:Class."
     )
-    io_threads: int = Field(4, ge=1, le=64, description="Threads that read missed experts.")
+    io_threads: Annotated[int, BeforeValidator(_no_bool)] = Field(
+        4, ge=1, le=64, description="Threads that read missed experts."
+    )
 
     @classmethod
     def parse(cls, raw: Any) -> SpacConfig:
@@ -108,12 +119,8 @@ def flag(name: str) -> str:
 
 def check_knob(name: str, text: str) -> str:
     """Validate the text of one flag; ``ConfigError`` says what is wrong."""
-    SpacConfig.parse({name: _number(text)})
+    SpacConfig.parse({name: text})
     return text
-
-
-def _number(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
 
 
 def _explain(item: dict[str, Any]) -> str:

@@ -15,7 +15,18 @@ def available_host_bytes() -> int:
     """Bytes that can be allocated without swapping: of the machine, and of the container it runs in."""
     available = psutil.virtual_memory().available
     limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
-    return available if limit is None or used is None else max(0, min(available, limit - used))
+    if limit is None or used is None:
+        return available
+    return max(0, min(available, limit - used + _reclaimable()))
+
+
+def _reclaimable() -> int:
+    """Page cache that counts as used by the container but goes when memory is needed."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:  # no such account on this system
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def gib(count: int | float) -> str:

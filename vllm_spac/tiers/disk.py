@@ -8,6 +8,7 @@ start packs it again from the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -76,7 +77,8 @@ class DiskStore(ExpertStore):
                 file.write(data)
             os.replace(partial, path)  # a process killed here leaves no half-written expert behind
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
             raise StoreError(
                 f"spac: cannot write {path}: {error.strerror}; check --spac-disk-dir and the room on that disk"
             ) from error
@@ -118,7 +120,7 @@ class DiskStore(ExpertStore):
             while done < len(buffer):
                 count = os.preadv(descriptor, [memoryview(buffer)[done:]], done)
                 done += count
-                if count == 0 or done % PAGE:  # the end of the file
+                if count == 0 or (self.direct and done % PAGE):  # the end of the file
                     break
             if not self.direct:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
