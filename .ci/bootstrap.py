@@ -223,8 +223,7 @@ def unexpected(pip_check: str) -> list[str]:
 
 
 def pip(command: str, *arguments: str, limit: int = INSTALL_SECONDS) -> None:
-    # Not compiling saves a minute; python compiles what is imported.
-    options = ["--quiet", "--quiet"] + (["--no-compile", "--progress-bar", "off"] if command == "install" else [])
+    options = ["--quiet", "--quiet"] + (["--progress-bar", "off"] if command == "install" else [])
     call([*PIP, command, *options, *arguments], limit=limit)
 
 

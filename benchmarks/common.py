@@ -9,6 +9,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -76,6 +77,11 @@ def write_result(path: Path, payload: dict) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n")
     os.replace(partial, path)
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does, so that it takes its engines and scratch files with it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def is_toy(model: Path) -> bool:

@@ -26,7 +26,7 @@ import client
 import plan
 import prompts
 import server
-from common import RESULTS, ROOT, TOY, Spread, is_toy, provenance, write_result
+from common import RESULTS, ROOT, TOY, Spread, exit_on_sigterm, is_toy, provenance, write_result
 
 TOY_MODEL = TOY / "models" / "target"
 PACKED = ROOT / ".cache" / "serving"
@@ -159,6 +159,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="A few short requests: does it work?")] = False,
 ) -> None:
     """Compare the plugin with stock vLLM under concurrent requests: text first, then TTFT, TPOT and tokens/s."""
+    exit_on_sigterm()
     if quick:
         concurrency, requests, repeats, prompt_tokens, output_tokens = 4, 4, 1, 32, 8
     console, origin = Console(width=max(120, Console().width)), provenance()

@@ -26,7 +26,18 @@ import plan
 import prompts
 import report
 import summary
-from common import RESULTS, ROOT, TOY, Rate, disk_read_rates, is_toy, memory_copy_rate, provenance, write_result
+from common import (
+    RESULTS,
+    ROOT,
+    TOY,
+    Rate,
+    disk_read_rates,
+    exit_on_sigterm,
+    is_toy,
+    memory_copy_rate,
+    provenance,
+    write_result,
+)
 
 ENGINE = Path(__file__).with_name("engine.py")
 TOY_MODEL = TOY / "models" / "target"
@@ -225,6 +236,7 @@ def main(
     quick: Quick = False,
 ) -> None:
     """Compare the plugin with stock vLLM: tokens first, then speed, hit rate and distance from the bound."""
+    exit_on_sigterm()
     if quick:
         slots, policy, repeats, count, prompt_tokens, output_tokens = "25%", "lru", 1, 2, 32, 8
     console = Console(width=max(140, Console().width))  # narrower, the tables cannot be read
