@@ -73,6 +73,7 @@ class ManagedExperts:
         name = next(name for name, staged in self._staged.items() if staged is param)
         success = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
         self._arrived[name] += loaded_weight.numel()
+        self.spac.arrived(loaded_weight.nbytes)
         if all(self._arrived[name] >= count for name, count in self._expected.items()):
             self.spac.pack(self)
         return success

@@ -24,7 +24,8 @@ from vllm_spac.tiers.base import ExpertStore
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 
-_CHUNK_BYTES = 64 << 20  # experts converted at once
+_CHUNK_BYTES = 16 << 20  # experts converted at once
+_FILE_BYTES = 32 << 20  # read from a mapped checkpoint before its pages are let go
 _loading: ModelExperts | None = None
 
 
@@ -89,6 +90,7 @@ class ModelExperts:
         self._shapes: list[MoEShape] = []
         self._plan: list[int] = []
         self._bar: tqdm | None = None
+        self._file_bytes = 0
         self._lock = contextlib.ExitStack()
 
     # -- called by the layers ------------------------------------------------------------------------------
@@ -114,6 +116,13 @@ class ModelExperts:
         missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
         self._bar = tqdm(total=missing, desc="Packing experts", unit="expert", file=sys.stderr, disable=missing == 0)
 
+    def arrived(self, count: int) -> None:
+        """``count`` bytes were copied out of the checkpoint, whose pages now count as this process's memory."""
+        self._file_bytes += count
+        if self._file_bytes >= _FILE_BYTES:
+            self._file_bytes = 0
+            release_file_pages()
+
     def is_stored(self, layer) -> bool:
         """Whether all experts of the layer were packed, now or in an earlier run."""
         return all(map(self._store(layer).holds, self._keys(layer)))
@@ -131,7 +140,6 @@ class ModelExperts:
                         store.put(key, {name: tensor[offset] for name, tensor in part.items()})
                         self._bar.update()
         layer.forget()
-        release_file_pages()
 
     # -- called by the loader and the runner ---------------------------------------------------------------
 
