@@ -1,7 +1,6 @@
-"""Run several engines of one model in a process of their own: `compare.py JSON` prints their runs as JSON.
+"""Run each engine in a process of its own: `compare.py JSON` prints one run as JSON.
 
-vLLM's CPU build survives about two engines with speculative decoding in one process, so each method of
-speculation is compared in its own.
+vLLM's CPU build does not survive a second engine with speculative decoding in one process (numba).
 """
 
 from __future__ import annotations
@@ -16,15 +15,17 @@ import engines
 
 
 def compare(model: Path, configurations: list[dict | None], **options) -> list[engines.Run]:
-    """One run per entry of ``configurations`` (None is stock vLLM) in a fresh process."""
-    request = {"model": str(model), "configurations": configurations, "options": options}
+    """One run per entry of ``configurations`` (None is stock vLLM), each in a fresh process."""
+    return [_run({"model": str(model), "spac": spac, "options": options}) for spac in configurations]
+
+
+def _run(request: dict) -> engines.Run:
     command = [sys.executable, __file__, json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [engines.Run(**run) for run in json.loads(done.stdout.strip().splitlines()[-1])]
+    return engines.Run(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    runs = [asdict(engines.generate(asked["model"], spac, **asked["options"])) for spac in asked["configurations"]]
-    print(json.dumps(runs))
+    print(json.dumps(asdict(engines.generate(asked["model"], asked["spac"], **asked["options"]))))

@@ -57,7 +57,7 @@ def _managed(load_model):
     @functools.wraps(load_model)
     def load(self, vllm_config, model_config, *args, **kwargs):
         config = config_of(vllm_config.additional_config)
-        if config is None or model_config is not vllm_config.model_config:
+        if config is None or model_config.runner_type == "draft":
             return load_model(self, vllm_config, model_config, *args, **kwargs)
         from vllm_spac.integration.loading import managed_load
 
