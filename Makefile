@@ -24,8 +24,8 @@ setup: ## install everything into .venv (a few minutes the first time; SPAC_DEVI
 demo: setup ## serve a toy model with a quarter of its experts in fast memory and compare with stock vLLM
 	@$(BIN)/python benchmarks/demo.py
 
-test: ## all tests but the slow ones and those for a GPU
-	@.ci/run test
+test: setup ## unit, property and contract tests and the short engine tests
+	@$(PYTEST) -m "not full and not gpu" -rs
 
 test-full: setup ## all tests that need no GPU, also the slow ones
 	@$(PYTEST) -m "not gpu" -rs
@@ -36,8 +36,10 @@ test-gpu: setup ## the tests that need a CUDA device
 bench: setup ## the plugin beside stock vLLM on the toy model: tokens first, then speed
 	@$(BIN)/python benchmarks/serving/run.py
 
-check: ## what CI runs: linter, formatting, tests
-	@.ci/run check
+check: setup ## what CI runs: linter, formatting, tests
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory test
 
 clean: ## remove .venv and everything that tests, builds and the demo left behind
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .cache/demo
