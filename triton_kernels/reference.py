@@ -1,15 +1,45 @@
-"""Torch twins of the kernels: naive loops in float64, the truth that every kernel is compared with."""
+"""Torch twins of the kernels, one of the same name and signature for each: the CPU path, and what kernels are
+compared with. ``moe`` is the truth behind ``grouped_gemm``: naive loops in float64. Runs without Triton.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import ctypes
+import math
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-Activation = Literal["silu", "swigluoai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "swigluoai"]
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of swigluoai, fixed by GPT-OSS
+
+
+class Blocks(NamedTuple):
+    """The work list of a grouped GEMM over pairs, pair = row * k + slot; all int32.
+
+    Attributes:
+        pairs: [blocks * block_m], the pair of each GEMM row; ``topk_ids.numel()`` where there is none.
+        experts: [blocks], the expert of each block; -1 after the last.
+        counts: [experts], pairs of each expert.
+    """
+
+    pairs: Tensor
+    experts: Tensor
+    counts: Tensor
+
+
+class Shortlist(NamedTuple):
+    """Attributes: scores [N] float64; ranks [N] int32, 0 is best; members [N] bool; size [1] int32."""
+
+    scores: Tensor
+    ranks: Tensor
+    members: Tensor
+    size: Tensor
+
+
+# --- the experts ---------------------------------------------------------------------------------------------------
 
 
 def moe(
@@ -32,7 +62,7 @@ def moe(
         topk_ids: [tokens, top_k], each an index into the experts; one may occur twice in a row.
         b13: [experts, 2 * intermediate] or None.
         b2: [experts, hidden] or None.
-        activation: ``silu`` or ``swigluoai``.
+        activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai``.
 
     Returns:
         [tokens, hidden] in float64, whatever the dtype of the inputs: rounding is left to the caller.
@@ -52,19 +82,209 @@ def moe(
 
 
 def gate_up(hidden: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Split [..., 2 * intermediate] into gate and up: two halves for ``silu``, interleaved for ``swigluoai``."""
-    if activation == "silu":
+    """Split [..., 2 * intermediate] into gate and up: two halves, but interleaved for ``swigluoai``."""
+    if activation in ("silu", "gelu", "gelu_tanh"):
         half = hidden.shape[-1] // 2
         return hidden[..., :half], hidden[..., half:]
     if activation == "swigluoai":
         return hidden[..., ::2], hidden[..., 1::2]
-    raise ValueError(f"activation {activation!r} is not known; use silu or swigluoai")
+    raise ValueError(f"activation {activation!r} is not known; use silu, gelu, gelu_tanh or swigluoai")
 
 
-def activate(hidden: Tensor, activation: Activation) -> Tensor:
-    """[..., 2 * intermediate] -> [..., intermediate]."""
+def activate(hidden: Tensor, activation: Activation, rounded: torch.dtype | None = None) -> Tensor:
+    """[..., 2 * intermediate] -> [..., intermediate]; act(gate) goes through ``rounded`` before it multiplies up."""
     gate, up = gate_up(hidden, activation)
+    if activation == "swigluoai":
+        gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+        return gate * torch.sigmoid(_ALPHA * gate) * (up + 1)
     if activation == "silu":
-        return gate * torch.sigmoid(gate) * up
-    gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
-    return gate * torch.sigmoid(_ALPHA * gate) * (up + 1)
+        acted = gate * torch.sigmoid(gate)
+    elif activation == "gelu":
+        acted = 0.5 * gate * (1 + torch.erf(gate * math.sqrt(0.5)))
+    else:
+        acted = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    return (acted if rounded is None else acted.to(rounded).to(acted.dtype)) * up
+
+
+def grouped_gemm(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    intermediate: int,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: Activation = "silu",
+    out: Tensor | None = None,
+    tile: object = None,
+) -> Tensor:
+    """Twin of ``grouped_gemm.grouped_gemm``: the addresses are the CPU's, ``tile`` is ignored."""
+    (rows, d), k, dtype = x.shape, topk_ids.shape[1], x.dtype
+    ids, weights = topk_ids.flatten().long(), topk_weights.flatten()
+    ids = torch.where((ids >= 0) & (ids < len(w13)) & (weights != 0), ids, -1)
+    y = torch.zeros(rows * k, d)
+    for expert in ids.unique().tolist():
+        if expert < 0:
+            continue
+        pairs = (ids == expert).nonzero().flatten()
+        hidden = x[pairs // k].float() @ _at(w13, expert, (2 * intermediate, d), dtype).T
+        if b13 is not None:
+            hidden += _at(b13, expert, (2 * intermediate,), dtype)
+        h = activate(hidden.to(dtype).float(), activation, dtype).to(dtype).float()
+        result = h @ _at(w2, expert, (d, intermediate), dtype).T
+        if b2 is not None:
+            result += _at(b2, expert, (d,), dtype)
+        y[pairs] = (result * weights[pairs, None]).to(dtype).float()
+    total = torch.zeros(rows, d)
+    for slot in range(k):
+        total += y.view(rows, k, d)[:, slot]
+    return total.to(dtype) if out is None else out.copy_(total)
+
+
+def _at(table: Tensor, expert: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor at ``table[expert]``, as float32."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = (ctypes.c_byte * size).from_address(int(table[expert]))
+    return torch.frombuffer(memory, dtype=dtype).view(shape).float()
+
+
+# --- routing -------------------------------------------------------------------------------------------------------
+
+
+def block_bound(pairs: int, experts: int, block_m: int) -> int:
+    """The most blocks that any routing needs, at least 1: sum of ceil(c / m) <= E + (pairs - E) / m, E experts busy."""
+    busy = min(pairs, experts)
+    return max(1, busy + (pairs - busy) // block_m)
+
+
+def topk(
+    logits: Tensor,
+    k: int,
+    scoring: str = "softmax",
+    renormalize: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Twin of ``route.topk``."""
+    logits = logits.float()
+    p = torch.softmax(logits, -1) if scoring == "softmax" else torch.sigmoid(logits)
+    return _choose(p, p if bias is None else p + bias, k, renormalize, scale)
+
+
+def _choose(p: Tensor, choice: Tensor, k: int, renormalize: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The k greatest of ``choice``, ties to the lowest id; below -inf there is only the row's first, with weight 0."""
+    choice = choice.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    ids = choice.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    some = choice.gather(1, ids) > -math.inf
+    first = torch.where(some[:, :1], ids[:, :1], 0)
+    weights = torch.where(some, p.gather(1, ids), 0.0)
+    if renormalize:
+        total = torch.zeros(len(p), 1)
+        for slot in range(k):
+            total += weights[:, slot, None]
+        weights = weights / torch.where(total > 0, total, 1.0)
+    return weights * scale, torch.where(some, ids, first).int()
+
+
+def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int) -> Blocks:
+    """Twin of ``route.align``."""
+    ids, n_pairs = topk_ids.flatten().tolist(), topk_ids.numel()
+    weights = topk_weights.flatten().tolist()
+    pairs, blocks, counts = [], [], []
+    for expert in range(experts):
+        mine = [pair for pair in range(n_pairs) if ids[pair] == expert and weights[pair] != 0]
+        needed = -(-len(mine) // block_m)
+        counts.append(len(mine))
+        blocks += [expert] * needed
+        pairs += mine + [n_pairs] * (needed * block_m - len(mine))
+    most = block_bound(n_pairs, experts, block_m)
+    pairs += [n_pairs] * (most * block_m - len(pairs))
+    blocks += [-1] * (most - len(blocks))
+    return Blocks(*(torch.tensor(values, dtype=torch.int32) for values in (pairs, blocks, counts)))
+
+
+# --- the shortlist -------------------------------------------------------------------------------------------------
+
+
+def rank(p: Tensor, votes: Tensor, least: int, budget: int | None = None, epsilon: float | None = None) -> Shortlist:
+    """Twin of ``rank.rank``."""
+    scores = (p.double() * votes[:, None]).sum(0)
+    order = scores.argsort(descending=True, stable=True)
+    size = len(scores) if budget is None else budget
+    if epsilon is not None:
+        before = scores[order].cumsum(0) - scores[order]
+        wanted = int((before < (1 - epsilon) * scores.sum()).sum())
+        size = max(least, min(size, wanted))
+    members = torch.zeros(len(scores), dtype=torch.bool)
+    members[order[:size]] = True
+    ranks = torch.empty(len(scores), dtype=torch.int32)
+    ranks[order] = torch.arange(len(scores), dtype=torch.int32)
+    return Shortlist(scores, ranks, members, torch.tensor([size], dtype=torch.int32))
+
+
+def truncate(
+    topk_weights: Tensor, topk_ids: Tensor, members: Tensor, budgeted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of ``remap.truncate``."""
+    weights, ids = torch.zeros_like(topk_weights), torch.empty_like(topk_ids, dtype=torch.int32)
+    dropped = torch.zeros(len(topk_ids))
+    lowest = int(members.nonzero()[0])
+    for row, natural in enumerate(topk_ids.tolist()):
+        real = [0 <= expert < len(members) for expert in natural]
+        keep = [ok and (not budgeted[row] or bool(members[expert])) for ok, expert in zip(real, natural, strict=True)]
+        fallback = next((expert for expert, kept in zip(natural, keep, strict=True) if kept), lowest)
+        ids[row] = torch.tensor([expert if kept else fallback for expert, kept in zip(natural, keep, strict=True)])
+        weights[row] = topk_weights[row] * torch.tensor(keep)
+        dropped[row] = _lost(topk_weights[row] * torch.tensor(real), torch.tensor(keep))
+    return weights, ids, dropped
+
+
+def substitute(
+    p: Tensor,
+    topk_ids: Tensor,
+    members: Tensor,
+    budgeted: Tensor,
+    renormalize: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of ``remap.substitute``."""
+    allowed = members | ~budgeted[:, None]
+    choice = (p if bias is None else p + bias).masked_fill(~allowed, -math.inf)
+    weights, ids = _choose(p, choice, topk_ids.shape[1], renormalize, scale)
+    natural = topk_ids.long().clamp(0, len(members) - 1)
+    real = natural == topk_ids
+    lost = [_lost(*pair) for pair in zip(p.gather(1, natural) * real, allowed.gather(1, natural) & real, strict=True)]
+    return weights, ids, torch.tensor(lost)
+
+
+def _lost(weights: Tensor, keep: Tensor) -> float:
+    total = float(weights.sum())
+    return float((weights * ~keep).sum()) / total if total > 0 else 0.0
+
+
+# --- the estimator -------------------------------------------------------------------------------------------------
+
+
+def update_utility(
+    counts: Tensor,
+    last: Tensor,
+    score: Tensor,
+    up: Tensor,
+    down: Tensor,
+    highest: int = 4,
+    lam: float = 0.1,
+    literal: bool = False,
+) -> None:
+    """Twin of ``utility.update_utility``."""
+    delta = counts - last
+    size = delta.abs().double()
+    climbs = delta >= (up if literal else up.floor().clamp(min=1))
+    sinks = -delta >= (down if literal else down.floor().clamp(min=1))
+    lower = torch.where(sinks, (score - 1).clamp(min=0), score)
+    score.copy_(torch.where(climbs, (score + 1).clamp(max=highest), lower))
+    for boundary, moves in ((up, delta > 0), (down, delta < 0)):
+        moved = (1 - lam) * boundary + lam * size
+        boundary.copy_(torch.where(moves, moved.floor() if literal else moved.clamp(min=1), boundary))
+    last.copy_(counts)

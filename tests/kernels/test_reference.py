@@ -148,7 +148,7 @@ def test_twin_is_the_sum_of_its_experts() -> None:
 
 def test_twin_refuses_an_unknown_activation() -> None:
     layer = make(1, 96, 32, torch.float32)
-    with pytest.raises(ValueError, match="relu.*silu or swigluoai"):
+    with pytest.raises(ValueError, match="relu.*silu.*swigluoai"):
         twin(layer, "relu")
 
 

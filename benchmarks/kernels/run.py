@@ -1,0 +1,227 @@
+"""The grouped GEMM over pointers beside vLLM's Triton fused MoE, and over PCIe beside a plain copy.
+
+Needs a CUDA device and has not been run on one yet: there are no results of it in this repository.
+
+1. All experts in HBM, M = 1 ... 256: both kernels' time, ours in bytes of experts a second and as a share of what a
+   device-to-device copy moves. vLLM takes the tuned configuration that it ships for this GPU, if it has one.
+2. All experts in pinned host memory, the same launch: bytes a second as a share of a plain pinned copy's.
+3. A share of the experts in HBM, the rest in pinned memory: hits and misses in one launch.
+
+Each time is that of one replay of a CUDA graph, with L2 overwritten before; answers are compared before anything is
+timed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import RESULTS, Spread, provenance, write_result
+
+REPEATS = 30
+FLUSH_BYTES = 512 << 20  # more than any L2
+COPY_BYTES = 1 << 30
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Of the greatest element: two kernels that round each value of bfloat16 (2**-8) six times, in another order.
+TOLERANCE = 2.0**-5
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One MoE layer; bfloat16. The default is Qwen3-30B-A3B's."""
+
+    hidden: int = 2048
+    intermediate: int = 768
+    experts: int = 128
+    top_k: int = 8
+
+    @property
+    def expert_bytes(self) -> int:
+        return 3 * self.hidden * self.intermediate * 2
+
+
+@dataclass(frozen=True)
+class Input:
+    """Routed rows on the device."""
+
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+
+    def expert_bytes(self, shape: Shape, chosen: Tensor | None = None) -> int:
+        """Bytes of the distinct experts that the rows need; only of those in ``chosen`` [experts] bool, if given."""
+        used = self.ids.unique().long()
+        return shape.expert_bytes * int(len(used) if chosen is None else chosen[used].sum())
+
+
+def make_input(rows: int, shape: Shape) -> Input:
+    """Each row takes ``top_k`` experts at random: more distinct ones than a trained router would ask for."""
+    rng = torch.Generator().manual_seed(rows)
+    ids = torch.stack([torch.randperm(shape.experts, generator=rng)[: shape.top_k] for _ in range(rows)])
+    weights = torch.softmax(torch.randn(rows, shape.top_k, generator=rng), -1)
+    x = torch.randn(rows, shape.hidden, generator=rng).bfloat16()
+    return Input(x.cuda(), weights.cuda(), ids.int().cuda())
+
+
+def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
+    """w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate], on the device."""
+    rng = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng, device="cuda", dtype=torch.bfloat16) / size[-1] ** 0.5
+
+    e, d, ff = shape.experts, shape.hidden, shape.intermediate
+    return normal(e, 2 * ff, d), normal(e, d, ff)
+
+
+def addresses(weight: Tensor) -> Tensor:
+    """[experts] int64 on the device; with unified addressing, pinned memory has one address for both sides."""
+    step = weight.stride(0) * weight.element_size()
+    return torch.tensor([weight.data_ptr() + index * step for index in range(len(weight))], device="cuda")
+
+
+def seconds(work: Callable[[], object]) -> Spread:
+    """Time of one replay of ``work``, captured in a CUDA graph after three runs outside it."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return Spread.of(times)
+
+
+def copy_rates() -> dict[str, float]:
+    """Bytes a second of plain copies: within HBM (each byte counts twice: read and written), and from pinned memory."""
+    device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    other, host = torch.empty_like(device), torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    return {
+        "hbm": 2 * COPY_BYTES / seconds(lambda: device.copy_(other)).median,
+        "pinned": COPY_BYTES / seconds(lambda: device.copy_(host, non_blocking=True)).median,
+    }
+
+
+def compare(ours: Tensor, theirs: Tensor, what: str) -> float:
+    """Greatest difference as a share of the greatest element.
+
+    Raises:
+        typer.Exit: they differ by more than ``TOLERANCE``, or are not finite.
+    """
+    share = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+    if not share <= TOLERANCE:
+        fail(
+            f"{what}: the answers differ by {share:.2g} of the greatest element, {TOLERANCE:.2g} is allowed; not timed"
+        )
+    return share
+
+
+def fail(message: str) -> None:
+    typer.echo(f"benchmarks/kernels: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def stock(given: Input, w13: Tensor, w2: Tensor) -> Callable[[], Tensor]:
+    """vLLM's fused MoE in Triton, as its layer calls it."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    return lambda: fused_experts(given.x, w13, w2, given.weights, given.ids)
+
+
+def measure(shape: Shape, rows: int, w13: Tensor, w2: Tensor, pinned: tuple[Tensor, Tensor], resident: float) -> dict:
+    """One M: in HBM beside vLLM, all pinned, and mixed."""
+    from vllm_spac.kernels.grouped_gemm import grouped_gemm, tile_for
+
+    given = make_input(rows, shape)
+    in_hbm = addresses(w13), addresses(w2)
+    on_host = addresses(pinned[0]), addresses(pinned[1])
+    is_hit = torch.arange(shape.experts, device="cuda") < round(resident * shape.experts)
+    mixed = [torch.where(is_hit, fast, slow) for fast, slow in zip(in_hbm, on_host, strict=True)]
+
+    def ours(tables) -> Callable[[], Tensor]:
+        return lambda: grouped_gemm(given.x, *tables, given.weights, given.ids, shape.intermediate)
+
+    theirs = stock(given, w13, w2)
+    difference = compare(ours(in_hbm)(), theirs(), f"M={rows}, HBM against vLLM")
+    for tables, where in ((on_host, "pinned"), (mixed, "mixed")):
+        if not torch.equal(ours(tables)(), ours(in_hbm)()):
+            fail(f"M={rows}: {where} experts give other bits than the same experts in HBM; not timed")
+    needed, missed = given.expert_bytes(shape), given.expert_bytes(shape, ~is_hit)
+    times = {"hbm": seconds(ours(in_hbm)), "vllm": seconds(theirs), "pinned": seconds(ours(on_host))}
+    times["mixed"] = seconds(ours(mixed))
+    return {
+        "rows": rows,
+        "tile": asdict(tile_for(rows)),
+        "difference_from_vllm": difference,
+        "seconds": {name: asdict(spread) for name, spread in times.items()},
+        "bytes": {"needed": needed, "missed_when_mixed": missed},
+        "speedup_over_vllm": times["vllm"].median / times["hbm"].median,
+        "hbm_bytes_per_second": needed / times["hbm"].median,
+        "pinned_bytes_per_second": needed / times["pinned"].median,
+        "mixed_missed_bytes_per_second": missed / times["mixed"].median,
+    }
+
+
+def line(row: dict, rates: dict[str, float]) -> str:
+    fast, slow = row["hbm_bytes_per_second"], row["pinned_bytes_per_second"]
+    return (
+        f"M={row['rows']:<4} {row['seconds']['hbm']['median'] * 1e6:8.1f} us  {row['speedup_over_vllm']:5.2f}x vLLM  "
+        f"{fast / 1e9:7.1f} GB/s = {fast / rates['hbm']:4.0%} of HBM copy  "
+        f"pinned {slow / 1e9:5.1f} GB/s = {slow / rates['pinned']:4.0%} of pinned copy"
+    )
+
+
+@app.command()
+def main(
+    hidden: int = Shape.hidden,
+    intermediate: int = Shape.intermediate,
+    experts: int = Shape.experts,
+    top_k: int = Shape.top_k,
+    resident: Annotated[float, typer.Option(help="Share of the experts in HBM in the mixed run.", min=0, max=1)] = 0.25,
+    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS / "kernels.json",
+) -> None:
+    """Compare grouped_gemm with vLLM's fused MoE and with plain copies, on this machine's GPU."""
+    if not torch.cuda.is_available():
+        fail("needs a CUDA device, and torch sees none; `make test` checks the kernels without one")
+    shape = Shape(hidden, intermediate, experts, top_k)
+    w13, w2 = make_weights(shape)
+    try:
+        pinned = tuple(torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight) for weight in (w13, w2))
+    except RuntimeError as error:
+        fail(f"{shape.experts * shape.expert_bytes >> 20} MiB of host memory cannot be pinned: {error}")
+    rates = copy_rates()
+    typer.echo(f"copies: HBM {rates['hbm'] / 1e9:.1f} GB/s, from pinned memory {rates['pinned'] / 1e9:.1f} GB/s")
+    measured = []
+    for rows in ROWS:
+        measured.append(measure(shape, rows, w13, w2, pinned, resident))
+        typer.echo(line(measured[-1], rates))
+    device = torch.cuda.get_device_properties(0)
+    gpu = {"name": device.name, "capability": [device.major, device.minor], "l2_bytes": device.L2_cache_size}
+    payload = {"provenance": provenance(), "gpu": gpu, "shape": asdict(shape), "resident": resident}
+    write_result(output, payload | {"copy_bytes_per_second": rates, "rows": measured})
+    typer.echo(f"written: {output}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,208 @@
+"""Every kernel, as its launcher launches it, compiled for five generations of GPUs without one.
+
+The launchers run on CPU tensors with each kernel replaced by a recorder; what they passed is compiled. So a launcher
+that passes an unknown name, or a shape that Triton refuses, fails here.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (there are no wheels for this platform)", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from vllm_spac.kernels import grouped_gemm, rank, remap, route, utility  # noqa: E402
+
+# Shared memory of one block, in bytes: CUDA programming guide, "Technical Specifications per Compute Capability".
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+KERNELS = {
+    "gate_up": (grouped_gemm, "_gate_up_kernel"),
+    "down": (grouped_gemm, "_down_kernel"),
+    "combine": (grouped_gemm, "_combine_kernel"),
+    "topk": (route, "_topk_kernel"),
+    "align": (route, "_align_kernel"),
+    "sum": (rank, "_sum_kernel"),
+    "select": (rank, "_select_kernel"),
+    "truncate": (remap, "_truncate_kernel"),
+    "substitute": (remap, "_substitute_kernel"),
+    "utility": (utility, "_utility_kernel"),
+}
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+class Recorder:
+    """Stands in for a kernel: keeps what it is launched with."""
+
+    def __init__(self, kernel):
+        self.kernel, self.calls = kernel, []
+
+    def __getitem__(self, grid):
+        assert all(isinstance(size, int) and 0 < size < 2**31 for size in grid)
+        return lambda *arguments, **named: self.calls.append((arguments, named))
+
+
+class Compiled(NamedTuple):
+    """What the assembler says of one kernel; sizes in bytes. A spill takes stack."""
+
+    registers: int
+    stack: int
+    shared: int
+    ptx: str
+
+
+def source(kernel, arguments, named) -> tuple[ASTSource, dict]:
+    """What Triton's own launcher would compile: divisible sizes and pointers are marked, 1 and None are constants."""
+    options = {name: named.pop(name) for name in OPTIONS if name in named}
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+    assert list(values) and set(values) == set(kernel.arg_names)
+    signature, constants, attributes = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        value, constexpr = values[name], kernel.params[place].is_constexpr
+        if constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[(place,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(place,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes), options
+
+
+def compile_for(capability: int, call) -> Compiled:
+    kernel, arguments, named = call
+    code, options = source(kernel, arguments, dict(named))
+    made = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", said)}
+    return Compiled(used["REG"], used["STACK"], made.metadata.shared, made.asm["ptx"])
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def record(function) -> dict:
+    """What the kernels were launched with while ``function`` ran, by short name."""
+    recorders = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (module, kernel) in KERNELS.items():
+            recorders[name] = Recorder(getattr(module, kernel))
+            patch.setattr(module, kernel, recorders[name])
+        function()
+    return {name: (one.kernel, *one.calls[0]) for name, one in recorders.items() if one.calls}
+
+
+def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, tile=None):
+    """A layer's launches. The tensors are never touched: no memory is taken."""
+    x = torch.empty(rows, d, dtype=dtype)
+    table = torch.zeros(count, dtype=torch.int64)
+    biases = (table, table) if bias else (None, None)
+    weights, ids = torch.ones(rows, k), torch.zeros(rows, k, dtype=torch.int32)
+    grouped_gemm.grouped_gemm(x, table, table, weights, ids, ff, *biases, activation, tile=tile)
+
+
+def say(title: str, capability: int, made: Compiled) -> None:
+    print(f"{title:34} sm_{capability:<4}{made.registers:4} registers {made.stack:4} B stack {made.shared:7} B shared")
+
+
+def check(title: str, capability: int, made: Compiled) -> None:
+    say(title, capability, made)
+    assert made.stack == 0, "registers are spilled"
+    assert made.shared <= SHARED[capability], "more shared memory than a block may have"
+
+
+# Qwen3-30B-A3B's experts; M is the greatest of each bucket of the table of tiles, and a prefill.
+ROWS = [16, 32, 64, 256, 4096]
+BUCKETS = [(capability, rows) for capability in SHARED for rows in (ROWS if capability in (90, 100) else (16, 4096))]
+
+
+@pytest.mark.parametrize(("capability", "rows"), BUCKETS)
+def test_experts(capability, rows):
+    """Weights and rows go to shared memory 16 bytes at a time, asynchronously, and tensor cores multiply.
+
+    Without the promise on the addresses in ``_expert``, the compiler would read weights 2 bytes at a time.
+    """
+    calls = record(lambda: experts(rows, 2048, 768, 8, 128))
+    for name in ("gate_up", "down"):
+        made = compile_for(capability, calls[name])
+        check(f"{name} M={rows}", capability, made)
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, (0x[0-9a-f]+)", made.ptx)
+        assert copies and set(copies) == {"0x10"}, "not 16 bytes at a time"
+        assert not re.search(r"ld\.global[.\w]*\.[bu](8|16)\b", made.ptx), "an element at a time"
+        assert re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", made.ptx), "no tensor core"
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "d", "ff", "capability"),
+    [
+        pytest.param("swigluoai", torch.bfloat16, 2880, 2880, 90, id="gpt-oss"),  # interleaved, biases, cut tiles
+        pytest.param("gelu", torch.float16, 1024, 512, 80, id="gelu-fp16"),
+        pytest.param("gelu_tanh", torch.float32, 1024, 512, 89, id="gelu_tanh-fp32"),
+    ],
+)
+def test_variants(activation, dtype, d, ff, capability):
+    calls = record(lambda: experts(16, d, ff, 4, 32, activation, bias=True, dtype=dtype))
+    for name in ("gate_up", "down"):
+        check(f"{name} {activation} {str(dtype)[6:]}", capability, compile_for(capability, calls[name]))
+
+
+def test_odd_sizes_compile():
+    """Rows that are no multiple of 16 bytes are read 2 bytes at a time, and may spill: correct, slow, in no model."""
+    calls = record(lambda: experts(16, 1001, 333, 4, 32))
+    for name in ("gate_up", "down"):
+        say(f"{name} 1001 x 333", 80, compile_for(80, calls[name]))
+
+
+def small() -> None:
+    """One launch of every other op, with 128 experts."""
+    rows, count, k = 64, 128, 8
+    p, ids, flags = torch.ones(rows, count), torch.zeros(rows, k, dtype=torch.int32), torch.ones(rows, dtype=torch.bool)
+    weights, members = torch.ones(rows, k), torch.ones(count, dtype=torch.bool)
+    route.topk(p.bfloat16(), k, "sigmoid", True, torch.ones(count), 2.5)
+    route.align(ids, weights, count, 16)
+    grouped_gemm.combine(torch.empty(rows, k, 2048, dtype=torch.bfloat16), weights, ids, count, torch.empty(rows, 2048))
+    rank.rank(p, flags, k, 32, 0.1)
+    remap.truncate(weights, ids, members, flags)
+    remap.substitute(p, ids, members, flags, True, torch.ones(count))
+    counts, boundary = torch.zeros(48, count, dtype=torch.int32), torch.ones(48, count, dtype=torch.float64)
+    utility.update_utility(counts, counts.clone(), counts.clone(), boundary, boundary.clone())
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_small_kernels(capability):
+    calls = record(small)
+    assert set(calls) == set(KERNELS) - {"gate_up", "down"}
+    for name, call in calls.items():
+        check(name, capability, compile_for(capability, call))
+
+
+def test_a_row_of_1024_experts_fits():
+    """The most that is allowed: ranks compare all with all, 4 at a time."""
+    p, flags = torch.ones(8, 1024), torch.ones(8, dtype=torch.bool)
+    calls = record(lambda: (route.topk(p, 8), rank.rank(p, flags, 8, 32), route.align(*ids_of(8), 1024, 16)))
+    for name in ("topk", "select", "align"):
+        check(f"{name} N=1024", 90, compile_for(90, calls[name]))
+
+
+def ids_of(rows):
+    return torch.zeros(rows, 8, dtype=torch.int32), torch.ones(rows, 8)
