@@ -1,4 +1,4 @@
-"""What the pool relies on in any eviction policy, and what the two that come with it promise beyond.
+"""What the pool relies on in any eviction policy, and what those that come with it promise beyond.
 
 A new file in ``policies/`` is tested without a change here.
 """
@@ -6,7 +6,9 @@ A new file in ``policies/`` is tested without a change here.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,8 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_spac import components
 from vllm_spac.policies.base import Policy
+from vllm_spac.policies.belady import Belady
 from vllm_spac.policies.lfu import LFU
 from vllm_spac.policies.lru import LRU
+from vllm_spac.policies.utility import Utility
+from vllm_spac.residency import Residency
+from vllm_spac.utility import UtilityEstimator
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 KEYS = 8
@@ -23,12 +29,14 @@ NO_AGEING = 1 << 60
 
 every_policy = pytest.mark.parametrize("name", components.names("policies"))
 keys = st.integers(0, KEYS - 1)
+row_counts = st.lists(st.integers(-1, 9), min_size=KEYS, max_size=KEYS).map(np.array)
 ops = st.lists(
     st.one_of(
         st.tuples(st.just("use"), keys),
         st.tuples(st.just("use"), keys),
         st.tuples(st.just("remove"), keys),
         st.tuples(st.just("evict"), st.integers(0, KEYS), st.sets(keys)),
+        st.tuples(st.just("observe"), row_counts),
     ),
     max_size=60,
 )
@@ -129,6 +137,11 @@ def test_contract_holds_whatever_happens(name: str, ops: list[tuple]) -> None:
                 policy.remove(op[1])
                 plain.remove(op[1])
                 held.remove(op[1])
+        elif op[0] == "observe":
+            before = op[1].copy()
+            policy.observe(op[1])
+            plain.observe(op[1])
+            assert (op[1] == before).all(), "the counts are the caller's"
         else:
             _, count, pinned = op
             if count > len(held - pinned):
@@ -143,6 +156,18 @@ def test_contract_holds_whatever_happens(name: str, ops: list[tuple]) -> None:
         assert len(policy) == len(held)
         assert {key for key in range(KEYS) if key in policy} == held
     assert policy.evict(len(held), Pins(())) == plain.evict(len(held), Pins(()))
+
+
+def test_only_belady_is_offline() -> None:
+    offline = [name for name in components.names("policies") if components.find("policies", name).offline]
+    assert offline == ["belady"]
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu"])
+def test_counts_mean_nothing_to_those_that_know_uses_only(name: str) -> None:
+    policy = filled(name)
+    policy.observe(np.arange(KEYS)[::-1].copy())
+    assert policy.evict(6, Pins(())) == filled(name).evict(6, Pins(()))
 
 
 class Against(RuleBasedStateMachine):
@@ -235,10 +260,43 @@ class AgainstDict(Against):
         del self.last[key]
 
 
-for _machine in (AgainstList, AgainstDict):
+class AgainstScores(Against):
+    """Utility: an estimator of its own, and the time of the last use; ``fresh`` are those used since ``observe``."""
+
+    @initialize(recycle=st.booleans(), upper=st.sampled_from([1, 2, 4]))
+    def start(self, recycle: bool, upper: int) -> None:
+        self.policy = Utility(gamma=2, upper=upper, recycle=recycle)
+        self.estimator, self.recycle = UtilityEstimator(KEYS, gamma=2, upper=upper), recycle
+        self.last: dict[int, int] = {}
+        self.fresh: set[int] = set()
+        self.clock = 0
+
+    def victims(self, pinned: set[int]) -> list[int]:
+        def rank(key: int) -> tuple[int, int]:
+            return 0 if self.recycle and key in self.fresh else int(self.estimator.scores[key]), self.last[key]
+
+        return sorted(self.last.keys() - pinned, key=rank)
+
+    def used(self, key: int) -> None:
+        self.clock += 1
+        self.last[key] = self.clock
+        self.fresh.add(key)
+
+    def gone(self, key: int) -> None:
+        del self.last[key]
+
+    @rule(counts=row_counts)
+    def observe(self, counts: np.ndarray) -> None:
+        self.policy.observe(counts)
+        self.estimator.update(counts)
+        self.fresh.clear()
+
+
+for _machine in (AgainstList, AgainstDict, AgainstScores):
     _machine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, **BUSY)
 TestLRU = AgainstList.TestCase
 TestLFU = AgainstDict.TestCase
+TestUtility = AgainstScores.TestCase
 
 
 def test_lfu_remembers_uses_across_evictions() -> None:
@@ -271,3 +329,88 @@ def test_lfu_ages_those_outside_too() -> None:
     for key in (3, 3, 1):
         use(policy, key)
     assert policy.evict(1, {2}) == [1]
+
+
+def test_utility_is_lru_until_it_has_seen_a_step() -> None:
+    assert filled("utility").evict(6, Pins(())) == filled("lru").evict(6, Pins(()))
+
+
+def test_utility_keeps_the_hot_and_remembers_scores_of_those_outside() -> None:
+    policy = filled("utility")  # used longest ago first: 4 1 2 6 3 5
+    policy.observe(np.array([9, 0, 0, 0, 9, 0, 0, 0]))
+    use(policy, 0)
+    assert policy.evict(6, Pins(())) == [1, 2, 6, 3, 5, 4]
+
+
+def test_utility_recycles_what_this_step_has_used() -> None:
+    policy = Utility(recycle=True)
+    for key in (1, 2):
+        use(policy, key)
+    policy.observe(np.array([0, 9, 9, 0]))
+    use(policy, 3)
+    use(policy, 1)
+    assert policy.evict(2, ()) == [3, 1]
+    assert 2 in policy
+
+
+def test_utility_ends_recycling_with_the_step_though_no_score_changed() -> None:
+    policy = Utility(recycle=True)
+    use(policy, 1)
+    policy.observe(np.array([0, 9, 0, 0]))
+    use(policy, 1)
+    use(policy, 2)
+    policy.observe(np.array([0, 9, 0, 0]))
+    assert policy.evict(2, ()) == [2, 1]
+
+
+@pytest.mark.parametrize("knobs", [{"upper": 0}, {"variant": "mine"}, {"forget": 2}])
+def test_utility_refuses_wrong_knobs_at_once(knobs: dict) -> None:
+    with pytest.raises(ValueError, match="use"):
+        Utility(**knobs)
+
+
+def test_belady_looks_ahead() -> None:
+    policy = Belady(future=[1, 2, 3, 2, 1])
+    for key in (1, 2, 3):
+        use(policy, key)
+    assert policy.evict(2, ()) == [3, 1]
+
+
+def test_belady_notices_another_future() -> None:
+    policy = Belady(future=[1])
+    use(policy, 1)
+    with pytest.raises(AssertionError, match="more often"):
+        use(policy, 1)
+
+
+def fewest_misses(batches: list[list[int]], slots: int) -> int:
+    """By trying every set that could be kept."""
+    states = {frozenset(): 0}
+    for batch in batches:
+        after: dict[frozenset, int] = {}
+        for held, misses in states.items():
+            others = held - set(batch)
+            cost = misses + len(set(batch) - held)
+            for size in range(min(len(others), slots - len(batch)) + 1):
+                for kept in combinations(sorted(others), size):
+                    state = frozenset(batch) | frozenset(kept)
+                    after[state] = min(cost, after.get(state, cost))
+        states = after
+    return min(states.values())
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), min_size=1, max_size=12),
+    st.integers(3, 5),
+)
+@settings(max_examples=100, **BUSY)
+def test_belady_misses_as_little_as_possible(batches: list[list[int]], slots: int) -> None:
+    residency = Residency(6, slots, Belady(future=[key for batch in batches for key in batch]))
+    misses = 0
+    for batch in batches:
+        placement = residency.prepare(batch)
+        misses += len(placement.loads)
+        for key, _ in placement.loads:
+            residency.loaded(key)
+        residency.release(batch)
+    assert misses == fewest_misses(batches, slots)

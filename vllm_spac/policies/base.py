@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container
+from typing import ClassVar
+
+import numpy as np
 
 
 class Policy(ABC):
@@ -11,7 +14,12 @@ class Policy(ABC):
 
     Only resident keys are held: ``insert`` adds one, ``evict`` and ``remove`` take it out. Deterministic:
     the same calls give the same victims.
+
+    Attributes:
+        offline: it must know the future: for the simulator, never for serving.
     """
+
+    offline: ClassVar[bool] = False
 
     @abstractmethod
     def insert(self, key: int) -> None:
@@ -31,6 +39,22 @@ class Policy(ABC):
 
         All or nothing: when fewer than ``count`` can go, nothing changes and ``LookupError`` is raised.
         ``count = 0`` returns an empty list.
+        """
+
+    def enter(self, layer: range) -> None:
+        """A layer starts: the keys used until the next call are in ``layer``. Which keys are held does not change.
+
+        All layers are ranges of the same length that follow one another from key 0, and run in that order. Not called
+        while slots are filled at the start.
+        """
+
+    def observe(self, counts: np.ndarray) -> None:
+        """A forward of the target model is over. Which keys are held does not change; their order may.
+
+        Args:
+            counts: int [keys], rows of the forward that selected each expert, resident or not; -1 for the experts of
+                a layer that did not run. Always of the same length. Prompts say nothing about the next step: the
+                caller counts the rows of decode and verify only, and does not call after a forward without any.
         """
 
     @abstractmethod

@@ -1,0 +1,183 @@
+"""The utility estimator against Algorithm 1 written down expert by expert."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_spac.utility import NOT_RUN, UtilityEstimator
+
+
+class Expert:
+    """One expert, line by line as in the paper and, for ``released``, in the authors' code."""
+
+    def __init__(self, gamma: int, upper: int, forget: float, variant: str, boundaries=None) -> None:
+        self.upper, self.forget, self.variant, self.boundaries = upper, forget, variant, boundaries
+        self.score, self.last = 0, 0
+        self.up = self.down = max(1, gamma // 2) if variant == "paper" else gamma // 2
+        if boundaries:
+            self.up, self.down = boundaries
+
+    def step(self, count: int) -> int:
+        if count == -1:
+            return self.score
+        if self.variant == "released":
+            if count - self.score >= 5:
+                self.score = min(self.upper, self.score + 1)
+            elif self.score - count >= 1:
+                self.score = max(0, self.score - 1)
+            return self.score
+        delta, self.last = count - self.last, count
+        if delta >= math.floor(self.up):
+            self.score = min(self.upper, self.score + 1)
+        elif -delta >= math.floor(self.down):
+            self.score = max(0, self.score - 1)
+        if self.boundaries:
+            return self.score
+        if delta > 0:
+            self.up = self.moved(self.up, delta)
+        elif delta < 0:
+            self.down = self.moved(self.down, -delta)
+        return self.score
+
+    def moved(self, boundary: float, change: int) -> float:
+        new = (1 - self.forget) * boundary + self.forget * change
+        return math.floor(new) if self.variant == "literal" else max(1.0, new)
+
+
+variants = st.sampled_from(["paper", "literal", "released"])
+
+
+@given(
+    counts=st.integers(1, 5).flatmap(
+        lambda n: st.lists(st.lists(st.integers(-1, 12), min_size=n, max_size=n), min_size=1, max_size=30)
+    ),
+    gamma=st.integers(0, 12),
+    upper=st.integers(1, 8),
+    forget=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
+    variant=variants,
+    fixed=st.sampled_from([None, None, (3, 1), (1, 2)]),
+)
+@settings(max_examples=200, deadline=None)
+def test_agrees_with_the_loop(counts, gamma, upper, forget, variant, fixed):
+    boundaries = None if variant == "released" else fixed
+    estimator = UtilityEstimator(len(counts[0]), gamma, upper, forget, variant, boundaries=boundaries)
+    twins = [Expert(gamma, upper, forget, variant, boundaries) for _ in counts[0]]
+    for step in counts:
+        assert estimator.update(np.array(step)).tolist() == [twin.step(f) for twin, f in zip(twins, step, strict=True)]
+
+
+@pytest.mark.parametrize("variant", ["paper", "literal", "released"])
+def test_agrees_with_the_loop_on_100_000_transitions(variant):
+    """Counts of a walk and of noise, as wide as gamma + 1 tokens allow; some layers do not run."""
+    rng = np.random.default_rng(7)
+    experts, steps = 500, 200
+    walk = np.clip(np.cumsum(rng.integers(-2, 3, (steps, experts)), axis=0), 0, 9)
+    counts = np.where(rng.random((steps, experts)) < 0.5, walk, rng.integers(0, 10, (steps, experts)))
+    counts[rng.random((steps, experts)) < 0.05] = NOT_RUN
+    estimator = UtilityEstimator(experts, variant=variant)
+    twins = [Expert(8, 4, 0.1, variant) for _ in range(experts)]
+    seen = set()
+    for step in counts:
+        scores = estimator.update(step)
+        assert scores.tolist() == [twin.step(int(f)) for twin, f in zip(twins, step, strict=True)]
+        seen |= set(scores.tolist())
+    assert seen == set(range(5)), "the test exercises every score"
+
+
+def test_first_steps_by_hand():
+    """gamma = 8: both boundaries start at 4. 5 -> up; 5 again -> stays; 1 -> down; 9 -> up."""
+    estimator = UtilityEstimator(1)
+    assert [int(estimator.update(np.array([f]))[0]) for f in (5, 5, 1, 9)] == [1, 1, 0, 1]
+    assert estimator.up[0] == pytest.approx(0.9 * (0.9 * 4 + 0.1 * 5) + 0.1 * 8)
+    assert estimator.down[0] == pytest.approx(4.0)
+
+
+def test_literal_boundary_only_falls():
+    """One change of 1 takes a whole step off it, and no change that 9 tokens can make brings it back."""
+    estimator = UtilityEstimator(1, variant="literal")
+    boundaries = []
+    for f in [0, 1, 2, 3, 0, 9, 0, 9]:
+        estimator.update(np.array([f]))
+        boundaries.append(int(estimator.up[0]))
+    assert boundaries == [4, 3, 2, 1, 1, 1, 1, 1]
+
+
+def test_literal_boundary_of_zero_lets_an_idle_expert_climb():
+    """Why the default clamps: gamma = 1 starts at floor(1 / 2) = 0, and a change of 0 is "large enough"."""
+    literal, paper = UtilityEstimator(1, gamma=1, variant="literal"), UtilityEstimator(1, gamma=1)
+    for _ in range(5):
+        literal.update(np.array([0]))
+        paper.update(np.array([0]))
+    assert literal.scores[0] == 4 and paper.scores[0] == 0
+
+
+def test_boundary_follows_the_changes_up_again():
+    estimator = UtilityEstimator(1, gamma=2)
+    for f in [0, 9] * 20:
+        estimator.update(np.array([f]))
+    assert estimator.up[0] > 7 and estimator.down[0] > 7
+
+
+def test_plain_decode_moves_scores_once_the_boundaries_have_followed():
+    """f is 0 or 1: too little for a boundary of 4, which falls to below 2 within eleven changes on each side."""
+    estimator = UtilityEstimator(1)
+    scores = [int(estimator.update(np.array([t % 2]))[0]) for t in range(60)]
+    assert scores[:20] == [0] * 20 and 1 in scores
+
+
+def test_upper_one_is_binary():
+    estimator = UtilityEstimator(3, upper=1)
+    for counts in np.random.default_rng(0).integers(0, 10, (50, 3)):
+        assert set(estimator.update(counts).tolist()) <= {0, 1}
+
+
+def test_fixed_boundaries_stay():
+    estimator = UtilityEstimator(2, boundaries=(3, 1))
+    for counts in ([9, 3], [0, 2], [3, 2]):
+        estimator.update(np.array(counts))
+    assert estimator.scores.tolist() == [1, 0]
+    assert estimator.up.tolist() == [3, 3] and estimator.down.tolist() == [1, 1]
+
+
+def test_layer_that_did_not_run_keeps_everything():
+    estimator, twin = UtilityEstimator(2), UtilityEstimator(2)
+    for counts, whole in (([5, 5], True), ([NOT_RUN, NOT_RUN], False), ([NOT_RUN, NOT_RUN], False), ([9, 0], True)):
+        estimator.update(np.array(counts))
+        if whole:
+            twin.update(np.array(counts))
+    for name in ("scores", "last", "up", "down"):
+        assert getattr(estimator, name).tolist() == getattr(twin, name).tolist()
+
+
+def test_returned_scores_are_the_caller_s():
+    estimator = UtilityEstimator(1)
+    estimator.update(np.array([9]))[:] = 3
+    assert estimator.scores[0] == 1
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"num_experts": 0},
+        {"num_experts": 1, "gamma": -1},
+        {"num_experts": 1, "upper": 0},
+        {"num_experts": 1, "forget": 1.5},
+        {"num_experts": 1, "variant": "mine"},
+        {"num_experts": 1, "variant": "released", "boundaries": (3, 1)},
+        {"num_experts": 1, "boundaries": (-1, 1)},
+    ],
+)
+def test_refuses(knobs):
+    with pytest.raises(ValueError, match="use|only"):
+        UtilityEstimator(**knobs)
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 2, 3], [0.5, 1.0], [-2, 0]])
+def test_malformed_counts(counts):
+    with pytest.raises(AssertionError):
+        UtilityEstimator(2).update(np.array(counts))
