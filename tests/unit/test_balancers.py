@@ -1,0 +1,222 @@
+"""The balancers against trying everything, and what the runtime relies on in each of them."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_spac import components
+from vllm_spac.balancers import threshold, waterfill
+from vllm_spac.balancers.base import LayerState, Plan, Rates
+
+RATES = Rates(fast=1e-4, stream=4e-4, cpu=3e-4, cpu_row=1e-4, draft=1e-3)
+EXPERTS = 16
+COSTS = {
+    "gamma": 8,
+    "top_k": 2,
+    "distinct": 8,
+    "t_cpu": 1.0,
+    "t_gpu": 1.0,
+    "t_io": 0.0,
+    "t_draft": 0.0,
+    "layers": 2,
+    "free_bytes": 100,
+    "expert_bytes": 10,
+}
+
+
+def brute_force(r_c, r_g, n, *, gamma, top_k, distinct, t_cpu, t_gpu, t_io, t_draft, layers, free_bytes, expert_bytes):
+    """Every tau; the last of the best."""
+    best, least = len(n), float("inf")
+    for i in range(len(n)):
+        cpu, gpu = r_c[i] * gamma * top_k * t_cpu, r_g[i] * distinct * t_gpu
+        fits = t_io * n[i] <= max(cpu, gpu) + gamma * t_draft / layers and expert_bytes * n[i] <= free_bytes
+        if fits and abs(cpu - gpu) <= least:
+            best, least = i + 1, abs(cpu - gpu)
+    return best
+
+
+def test_threshold_agrees_with_trying_every_tau():
+    """10^5 cases, many with plateaus, ties, infeasible ends and holes in the feasible set."""
+    rng = np.random.default_rng(3)
+    answers, holes, fallbacks = set(), 0, 0
+    for _ in range(100_000):
+        size = int(rng.integers(1, 9))
+        shares = rng.random((2, size)) if rng.random() < 0.5 else rng.integers(0, 5, (2, size)) / 4
+        r_c, r_g = np.sort(shares[0]).tolist(), np.sort(shares[1])[::-1].tolist()
+        n = np.sort(rng.integers(0, 12, size))[::-1].tolist()
+        costs = COSTS | {
+            "distinct": int(rng.integers(1, 17)),
+            "t_cpu": float(rng.integers(0, 4)),
+            "t_gpu": float(rng.integers(0, 9)),
+            "t_io": float(rng.integers(0, 12)),
+            "t_draft": float(rng.integers(0, 3)),
+            "free_bytes": int(rng.integers(0, 120)),
+        }
+        expected = brute_force(r_c, r_g, n, **costs)
+        assert threshold.solve(r_c, r_g, n, **costs) == expected, (r_c, r_g, n, costs)
+        fits = [
+            costs["t_io"] * x
+            <= max(c * 16 * costs["t_cpu"], g * costs["distinct"] * costs["t_gpu"]) + 4 * costs["t_draft"]
+            and 10 * x <= costs["free_bytes"]
+            for c, g, x in zip(r_c, r_g, n, strict=True)
+        ]
+        answers.add(expected)
+        fallbacks += not any(fits)
+        first = fits.index(True) if any(fits) else size
+        holes += any(fits) and not all(fits[first:])
+    assert answers == set(range(1, 9)) and holes > 1000 and fallbacks > 1000
+
+
+def test_threshold_balances():
+    """16 activations on the CPU cost 1 each; at tau = 2 both have 4 seconds of work."""
+    assert threshold.solve([0.0, 0.25, 0.5], [1.0, 0.5, 0.0], [3, 2, 1], **COSTS) == 2
+
+
+def test_threshold_without_a_feasible_tau_is_the_highest():
+    assert threshold.solve([0.0, 0.25, 0.5], [1.0, 0.5, 0.0], [3, 2, 1], **COSTS | {"free_bytes": 9}) == 3
+
+
+def test_threshold_takes_arrays():
+    arrays = (np.array([0.0, 0.25]), np.array([1.0, 0.5]), np.array([3, 2]))
+    assert threshold.solve(*arrays, **COSTS) == 2
+
+
+@pytest.mark.parametrize(
+    ("arrays", "named"),
+    [
+        (([0.5, 0.25], [1, 0], [1, 1]), "r_c"),
+        (([0, 0], [0, 1], [1, 1]), "r_g"),
+        (([0, 0], [1, 0], [1, 2]), "n is"),
+        (([0, 0], [1, 0], [1]), "one for a score"),
+        (([], [], []), "one for a score"),
+        (([0, float("nan")], [1, 0], [1, 1]), "r_c"),
+    ],
+)
+def test_threshold_refuses_what_the_search_cannot_trust(arrays, named):
+    with pytest.raises(ValueError, match=named):
+        threshold.solve(*arrays, **COSTS)
+
+
+@given(
+    rows=st.lists(st.integers(1, 6), max_size=7),
+    t_stream=st.integers(0, 5),
+    t_cpu=st.integers(0, 5),
+    t_row=st.integers(0, 3),
+    stream_free=st.sampled_from([0, 0, 4]),
+    cpu_free=st.sampled_from([0, 0, 4]),
+)
+@settings(max_examples=300, deadline=None)
+def test_waterfill_agrees_with_trying_every_subset(rows, t_stream, t_cpu, t_row, stream_free, cpu_free):
+    experts = [3 * i + 1 for i in range(len(rows))][::-1]
+
+    def finish(cpu: set[int]) -> tuple[float, int]:
+        work = [max(t_cpu, r * t_row) for e, r in zip(experts, rows, strict=True) if e in cpu]
+        streamed = len(rows) - len(cpu)
+        ends = (cpu_free + sum(work) if cpu else 0, stream_free + streamed * t_stream if streamed else 0)
+        return max(ends), len(cpu)
+
+    subsets = chain.from_iterable(combinations(experts, size) for size in range(len(rows) + 1))
+    costs = {"t_stream": t_stream, "t_cpu": t_cpu, "t_row": t_row, "stream_free": stream_free, "cpu_free": cpu_free}
+    streamed, cpu = waterfill.solve(experts, rows, **costs)
+    assert sorted(streamed + cpu) == sorted(experts) and streamed == sorted(streamed) and cpu == sorted(cpu)
+    assert finish(set(cpu)) == min(finish(set(subset)) for subset in subsets)
+
+
+def test_waterfill_adds_the_bandwidths_up():
+    """Streaming twice as fast as the CPU: two thirds are streamed, and the busiest experts among them."""
+    streamed, cpu = waterfill.solve(list(range(9)), [5, 1, 5, 5, 1, 5, 5, 1, 5], t_stream=1.0, t_cpu=2.0)
+    assert cpu == [1, 4, 7] and len(streamed) == 6
+
+
+# --- what holds for every balancer -----------------------------------------------------------------------------------
+
+
+def state(rng: np.random.Generator, layer: int = 0, **facts) -> LayerState:
+    rows = rng.integers(0, 10, EXPERTS) * (rng.random(EXPERTS) < 0.6)
+    known = {"rows": rows, "resident": rng.random(EXPERTS) < 0.3, "scores": rng.integers(0, 5, EXPERTS)}
+    return LayerState(layer=layer, free_slots=int(rng.integers(0, 17)), **known | facts)
+
+
+def build(name: str):
+    return components.build("balancers", name, rates=RATES, layers=4, top_k=2, expert_bytes=100)
+
+
+@pytest.mark.parametrize("name", components.names("balancers"))
+def test_every_active_expert_runs_once(name):
+    rng, balancer = np.random.default_rng(11), build(name)
+    for number in range(300):
+        known = state(rng, layer=number % 4)
+        plan = balancer.plan(known)
+        active = np.flatnonzero(known.rows).tolist()
+        assert sorted(plan.hit + plan.stream + plan.cpu) == active
+        assert list(plan.hit) == [expert for expert in active if known.resident[expert]]
+        assert all(list(part) == sorted(part) for part in (plan.hit, plan.stream, plan.cpu))
+        assert all(type(expert) is int for expert in plan.hit + plan.stream + plan.cpu)
+        assert 1 <= balancer.threshold(known.layer) <= 4
+
+
+@pytest.mark.parametrize("name", components.names("balancers"))
+def test_nothing_to_do(name):
+    rng = np.random.default_rng(0)
+    assert build(name).plan(state(rng, rows=np.zeros(EXPERTS, dtype=int))) == Plan()
+    idle = build(name).plan(state(rng, rows=np.ones(EXPERTS, dtype=int), resident=np.ones(EXPERTS, dtype=bool)))
+    assert idle == Plan(hit=tuple(range(EXPERTS)))
+
+
+@pytest.mark.parametrize("name", components.names("balancers"))
+def test_balancer_is_deterministic_and_leaves_its_input_alone(name):
+    rng = np.random.default_rng(5)
+    states = [state(rng) for _ in range(50)]
+    copies = [(s.rows.copy(), s.resident.copy(), s.scores.copy()) for s in states]
+    first, second = build(name), build(name)
+    assert [first.plan(s) for s in states] == [second.plan(s) for s in states]
+    for known, copy in zip(states, copies, strict=True):
+        assert all((a == b).all() for a, b in zip((known.rows, known.resident, known.scores), copy, strict=True))
+
+
+def test_threshold_divides_misses_by_score():
+    balancer = build("threshold")
+    rng = np.random.default_rng(2)
+    divided = 0
+    for number in range(100):
+        known = state(rng, layer=number % 4)
+        plan, tau = balancer.plan(known), balancer.threshold(number % 4)
+        assert all(known.scores[expert] >= tau for expert in plan.stream)
+        assert all(known.scores[expert] < tau for expert in plan.cpu)
+        divided += bool(plan.stream and plan.cpu)
+    assert divided > 10
+
+
+def test_fixed_threshold():
+    """The paper's ablation without its balancer."""
+    shape = {"rates": RATES, "layers": 4, "top_k": 2}
+    balancer = components.build("balancers", "threshold", fixed=2, **shape)
+    known = state(np.random.default_rng(6))
+    plan = balancer.plan(known)
+    missing = [expert for expert in np.flatnonzero(known.rows).tolist() if not known.resident[expert]]
+    assert plan.stream == tuple(expert for expert in missing if known.scores[expert] >= 2)
+    assert balancer.threshold(0) == balancer.threshold(3) == 2
+
+
+def test_threshold_learns_each_layer_apart():
+    balancer, rng = build("threshold"), np.random.default_rng(4)
+    before = state(rng, layer=0)
+    balancer.plan(before)
+    means = balancer._means[0].copy()
+    balancer.plan(state(rng, layer=1))
+    assert (balancer._means[0] == means).all() and balancer.threshold(3) == 1
+    hot = before.scores >= 2
+    assert means[0, 1] == pytest.approx(before.rows[~hot].sum() / before.rows.sum())
+    assert means[1, 1] == pytest.approx((hot & (before.rows > 0)).sum() / (before.rows > 0).sum())
+    assert means[2, 1] == (hot & ~before.resident).sum()
+
+
+def test_none_streams_all_misses():
+    known = state(np.random.default_rng(1))
+    plan = build("none").plan(known)
+    assert plan.cpu == () and len(plan.stream) == ((known.rows > 0) & ~known.resident).sum()

@@ -1,0 +1,156 @@
+"""``vllm-spac profile``: fits are exact where they can be, files are read back, foreign ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_spac import profile
+from vllm_spac.cli.main import app
+from vllm_spac.costs import Costs
+from vllm_spac.errors import ConfigError, StoreError
+from vllm_spac.machine import Machine
+from vllm_spac.profile import ExpertSize, fit_compute, fit_load, measure, measurements
+
+NBYTES = 6 * 64 * 32
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_POOL_BYTES", 1 << 18)
+
+
+def run(*arguments, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("nbytes", [1536, 49152, 1_000_000, 9_437_184, 3 * 4096 * 14336 * 2])
+def test_sizes_are_near(nbytes: int) -> None:
+    size = ExpertSize.of(nbytes)
+    assert size.hidden % 16 == size.intermediate % 16 == 0
+    assert size.nbytes == size.shape(2).expert_bytes == pytest.approx(nbytes, rel=0.05)
+    assert size.intermediate <= size.hidden <= 8 * size.intermediate
+
+
+def test_too_small_an_expert() -> None:
+    with pytest.raises(ConfigError, match="at least 1536"):
+        ExpertSize.of(1535)
+
+
+def test_loads_are_fitted() -> None:
+    rate = fit_load({n: 0.5 + n * 100 / 50 for n in (1, 2, 3)}, 100)
+    assert (rate.fixed, rate.bytes_per_second) == pytest.approx((0.5, 50))
+    for points in ({1: 1.0, 2: 3.0, 3: 5.0}, {1: 2.0}, {1: 2.0, 2: 2.0, 4: 2.0}, {1: 3.0, 2: 2.0}):
+        rate = fit_load(points, 100)
+        assert rate.fixed == 0 and rate.bytes_per_second > 0
+    assert fit_load({1: 2.0, 2: 2.0, 4: 2.0}, 100).bytes_per_second == 200
+
+
+def test_computing_is_fitted() -> None:
+    rate = fit_compute({1: 3.0, 8: 4.0, 64: 9.0}, 64, fixed=1.0)
+    assert rate.seconds(64, 1) == pytest.approx(3) and rate.seconds(64, 64) == pytest.approx(9)
+    assert fit_compute({1: 3.0, 64: 2.9}, 64, fixed=0.1).flops_per_second is None
+    assert fit_compute({1: 3.0, 64: 9.0}, 64, fixed=5.0).fixed == 1.5
+    steep = fit_compute({1: 1.0, 64: 640.0}, 64, fixed=0.0)  # slower than in proportion: one row stays exact
+    assert steep.seconds(64, 1) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("store", [None, "disk", "host"])
+def test_measure(tmp_path: Path, store) -> None:
+    told: list[str] = []
+    options = {"store": store, "io_threads": 2, "seconds": 0.001}
+    costs = measure(NBYTES, tmp_path / "new", **options, draft=0.25, other=0.5, tell=told.append)
+    assert len(told) == measurements(2, store) and any("64 rows" in text for text in told)
+    assert list((tmp_path / "new").iterdir()) == []
+    assert (costs.draft, costs.other, costs.load_at_once) == (0.25, 0.5, 3)
+    points = costs.provenance.points
+    reads = points["host reads at once" if store == "host" else "disk reads at once"]
+    assert list(reads) == [1, 2, 3] and list(points["CPU expert by rows"]) == list(profile.ROWS)
+    assert costs.load == fit_load(reads, NBYTES)
+    assert costs.cpu.seconds(NBYTES, 1) == pytest.approx(points["CPU expert by rows"][1])
+    assert torch.cuda.is_available() or costs.fast == costs.cpu
+    assert costs.provenance.how == "measured" and costs.provenance.machine == Machine.here(tmp_path)
+
+
+def test_nothing_is_left_behind_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments) -> None:
+        raise StoreError("no room")
+
+    monkeypatch.setattr(profile.DiskStore, "read", fail)
+    with pytest.raises(StoreError, match="no room"):
+        measure(NBYTES, tmp_path, io_threads=1, seconds=0.001)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(profile, "available_host_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match="stop something else"):
+        profile._turns(NBYTES)
+
+
+def test_command_writes_what_costs_reads(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "here.json"
+    options = ("--disk-dir", tmp_path / "d", "--seconds", 0.01, "--io-threads", 1, "--draft", 0.125)
+    text = run("profile", "--expert-bytes", NBYTES, *options, "--output", path)
+    assert "disk reads at once" in text and "CPU expert by rows" in text and str(path) in text
+    costs = Costs.read(path, here=True, disk_dir=tmp_path / "d")
+    assert costs.draft == 0.125
+    assert costs.provenance.source == (
+        f"vllm-spac profile --expert-bytes={NBYTES} --io-threads=1 --seconds=0.01 --draft=0.125"
+    )
+    assert sorted(item.name for item in path.parent.iterdir()) == ["here.json"]
+
+
+def test_foreign_profiles_are_refused(tmp_path: Path) -> None:
+    content = json.loads(measure(NBYTES, tmp_path, io_threads=1, seconds=0.001).model_dump_json())
+    machine = content["provenance"]["machine"]
+    for name, value, named in (
+        ("cpu", "i486", "cpu: i486, not "),
+        ("cores", 4096, "cores: 4096, not "),
+        ("gpus", ["Voodoo"], "gpus: Voodoo, not "),
+        ("disk", "/dev/floppy fat 1 GB", "disk: /dev/floppy fat 1 GB, not "),
+    ):
+        content["provenance"]["machine"] = machine | {name: value}
+        (tmp_path / "p.json").write_text(json.dumps(content))
+        assert Costs.read(tmp_path / "p.json")
+        with pytest.raises(ConfigError, match=f"another machine .{named}.*run vllm-spac profile"):
+            Costs.read(tmp_path / "p.json", here=True, disk_dir=tmp_path)
+    content["provenance"]["machine"] = machine | {"disk": ""}
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    assert Costs.read(tmp_path / "p.json", here=True)
+    content["provenance"]["machine"] = None
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    for name in (tmp_path / "p.json", "h200"):
+        with pytest.raises(ConfigError, match="not measured on this machine; run vllm-spac profile"):
+            Costs.read(name, here=True)
+
+
+def test_machine_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    assert Machine.here(tmp_path / "a" / "b") == Machine.here(tmp_path)
+    assert str(Machine(cpu="x", cores=2)) == "x (2 cores)"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ((), "either --model MODEL_DIR or --expert-bytes N"),
+        (("--model", "m", "--expert-bytes", 1), "either --model"),
+        (("--model", "/nowhere"), "not a folder"),
+        (("--expert-bytes", 9), "at least 1536"),
+        (("--expert-bytes", NBYTES, "--store", "tape"), "use host or disk"),
+        (("--expert-bytes", NBYTES, "--output", "/proc/p.json"), "cannot be written"),
+        (("--expert-bytes", NBYTES, "--disk-dir", "/proc/d", "--output", "/tmp/profile-p.json"), "--disk-dir"),
+    ],
+)
+def test_refusals_are_one_line(tmp_path: Path, options, named: str) -> None:
+    if "--disk-dir" not in options:
+        options = (*options, "--disk-dir", tmp_path)
+    text = run("profile", *options, code=1)
+    assert "error:" in text and named in text and "Traceback" not in text
+
+
+def test_help_has_examples() -> None:
+    assert "Examples vllm-spac profile --model" in run("profile", "--help")

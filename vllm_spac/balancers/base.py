@@ -1,0 +1,98 @@
+"""The contract of a balancer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the active experts of a layer run in one forward: each is in exactly one tuple, in ascending order.
+
+    Attributes:
+        hit: in fast memory; they run there.
+        stream: brought into fast memory first; they run there.
+        cpu: run on the CPU, from where they lie.
+    """
+
+    hit: tuple[int, ...] = ()
+    stream: tuple[int, ...] = ()
+    cpu: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """What is known when a layer's router has chosen.
+
+    Attributes:
+        layer: number of the layer.
+        rows: int [experts], rows of this forward that selected each expert; 0 for an idle one.
+        resident: bool [experts], in fast memory or certain to be there.
+        scores: int [experts], utility from 0 to K; zeros without an estimator.
+        free_slots: slots that this layer may still take, by eviction or not.
+    """
+
+    layer: int
+    rows: np.ndarray
+    resident: np.ndarray
+    scores: np.ndarray
+    free_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds, measured on this machine or taken from a profile; never literals.
+
+    Attributes:
+        fast: one expert in fast memory (t_gpu), also for several rows.
+        stream: one expert into fast memory (t_io).
+        cpu: one expert on the CPU at one row (t_cpu): its weights are read once.
+        cpu_row: each row of an expert on the CPU when arithmetic limits it: an expert takes max(cpu, rows * cpu_row).
+        draft: one draft token (t_draft).
+    """
+
+    fast: float
+    stream: float
+    cpu: float
+    cpu_row: float = 0.0
+    draft: float = 0.0
+
+
+class Balancer(ABC):
+    """Decides, and moves nothing. Deterministic: the same calls give the same plans.
+
+    Args:
+        rates: measured seconds.
+        layers: MoE layers of the model (L).
+        top_k: experts that one token uses (k).
+        gamma: draft tokens in one speculative step.
+        upper: the highest utility score (K).
+        expert_bytes: bytes of one expert (W_e).
+    """
+
+    def __init__(
+        self, *, rates: Rates, layers: int, top_k: int, gamma: int = 8, upper: int = 4, expert_bytes: int = 1
+    ) -> None:
+        self.rates = rates
+        self.layers = layers
+        self.top_k = top_k
+        self.gamma = gamma
+        self.upper = upper
+        self.expert_bytes = expert_bytes
+
+    @abstractmethod
+    def plan(self, state: LayerState) -> Plan:
+        """Split the active experts (``rows > 0``) of a layer; ``hit`` is exactly those that are resident."""
+
+    def threshold(self, layer: int) -> int:
+        """The lowest score worth fetching ahead for ``layer`` (the paper's tau), from 1 to ``upper``."""
+        return 1
+
+
+def split(state: LayerState) -> tuple[tuple[int, ...], np.ndarray]:
+    """(active experts that are resident, int array of the active ones that are not), both ascending."""
+    active = state.rows > 0
+    return tuple(np.flatnonzero(active & state.resident).tolist()), np.flatnonzero(active & ~state.resident)

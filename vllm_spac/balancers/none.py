@@ -1,0 +1,13 @@
+"""No balance: every missing expert is fetched; the CPU computes none."""
+
+from __future__ import annotations
+
+from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
+
+
+class StreamAll(Balancer):
+    """The baseline, and the only choice where one processor does everything."""
+
+    def plan(self, state: LayerState) -> Plan:
+        hit, missing = split(state)
+        return Plan(hit=hit, stream=tuple(missing.tolist()))

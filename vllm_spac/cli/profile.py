@@ -1,0 +1,112 @@
+"""``vllm-spac profile``: what experts take on this machine, in one file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.memory import gib
+
+EXAMPLES = """[bold]Examples[/]
+
+vllm-spac profile --model ./Qwen3-30B-A3B
+
+vllm-spac profile --expert-bytes 9437184 --disk-dir /mnt/nvme/experts --output here.json
+
+vllm-spac profile --expert-bytes 1000000 --draft 0.004   [dim]# and a draft token takes 4 ms[/]
+"""
+
+
+def profile(
+    model: Annotated[str | None, typer.Option(help="Take the size of an expert from this checkpoint.")] = None,
+    expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of --model.", min=1)] = None,
+    disk_dir: Annotated[
+        Path, typer.Option(help="The folder that --spac-disk-dir will name.", show_default="~/.cache/vllm_spac")
+    ] = Path("~/.cache/vllm_spac"),
+    output: Annotated[
+        Path | None, typer.Option(help="Where the profile is written.", show_default="DISK_DIR/profile.json")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="What loads read: host or disk.", show_default="host with a GPU, else disk")
+    ] = None,
+    io_threads: Annotated[int, typer.Option(help="As --spac-io-threads.", min=1, max=64)] = 4,
+    seconds: Annotated[float, typer.Option(help="Of each measurement, about.", min=0.01)] = 0.5,
+    draft: Annotated[float, typer.Option(help="Seconds of a draft token, if known.", min=0)] = 0.0,
+    other: Annotated[float, typer.Option(help="Seconds of a step outside of its experts, if known.", min=0)] = 0.0,
+) -> None:
+    """Measure this machine: reading, copying and computing an expert. Takes under half a minute."""
+    nbytes = _size(model, expert_bytes)
+    if store not in (None, "host", "disk"):
+        raise ConfigError(f"--store {store}: use host or disk")
+    folder = disk_dir.expanduser()
+    path = (output or folder / "profile.json").expanduser()
+    _write(path, None)  # before any work is done
+
+    from vllm_spac.profile import measure, measurements
+
+    options = {"store": store, "io_threads": io_threads, "seconds": seconds, "draft": draft, "other": other}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=measurements(io_threads, store))
+
+        def tell(text: str) -> None:
+            progress.update(task, advance=1, description=text)
+
+        try:
+            costs = measure(nbytes, folder, **options, source=_command(nbytes, options), tell=tell)
+        except OSError as error:
+            raise ConfigError(f"{folder}: {error.strerror}; name a writable folder with --disk-dir DIR") from error
+    _write(path, costs)
+    console = Console()
+    console.print(_table(costs, nbytes))
+    console.print(f"written: {escape(str(path))}", highlight=False, soft_wrap=True)
+
+
+def _size(model: str | None, expert_bytes: int | None) -> int:
+    if (model is None) == (expert_bytes is None):
+        raise ConfigError("say how large an expert is: either --model MODEL_DIR or --expert-bytes N")
+    if expert_bytes is not None:
+        return expert_bytes
+    from vllm_spac.cli.inspect import find_folder, read_checkpoint
+
+    return max(read_checkpoint(find_folder(model)).expert_bytes)
+
+
+def _command(nbytes: int, options: dict) -> str:
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value]
+    return shlex.join(["vllm-spac", "profile", f"--expert-bytes={nbytes}", *given])
+
+
+def _write(path: Path, costs) -> None:
+    """All or nothing; without ``costs`` only see whether it would work."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text("" if costs is None else costs.model_dump_json(indent=2) + "\n")
+        if costs is None:
+            partial.unlink()
+        else:
+            os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
+
+
+def _table(costs, nbytes: int) -> Table:
+    origin = costs.provenance
+    table = Table(title=f"one expert of {gib(nbytes)} on {escape(str(origin.machine))}", title_justify="left")
+    for name in ("measured", "at", "seconds", "a second"):
+        table.add_column(name, justify="left" if name == "measured" else "right")
+    for name, points in origin.points.items():
+        table.add_section()
+        for at, seconds in points.items():
+            moved = nbytes * (at if "at once" in name else 1)
+            table.add_row(name, f"{at:,}", f"{1e3 * seconds:.3f} ms", f"{moved / seconds / 1e9:.2f} GB")
+    return table
