@@ -1,0 +1,81 @@
+"""``vllm-spac trace show`` and ``vllm-spac simulate``: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_spac.cli.main import app
+from vllm_spac.costs import Costs
+from vllm_spac.simulate import simulate
+from vllm_spac.synthetic import synthetic_trace
+from vllm_spac.trace import Trace, TraceFacts
+from vllm_spac.trace_writer import TraceWriter
+
+
+def run(*arguments, code: int = 0) -> str:
+    """Output of the command on a wide terminal, with lines of text joined."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    synthetic_trace(layers=2, experts=20, top_k=2, steps=30, drafts=2).save(tmp_path / "run.trace")
+    return tmp_path / "run.trace"
+
+
+def test_help_has_examples() -> None:
+    assert "Examples vllm-spac trace show" in run("trace", "show", "--help")
+    assert "Examples vllm-spac simulate" in run("simulate", "--help")
+    assert "simulate" in run("--help") and "trace" in run("--help")
+
+
+def test_show(recorded: Path, tmp_path: Path) -> None:
+    text = run("trace", "show", recorded, "--picture", tmp_path / "heat.png")
+    for part in ("2 x 20 = 40", "30 verify", "30 verify, 60 draft", "comes back after", "hits of LRU"):
+        assert part in text
+    assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulate_prints_and_writes_what_the_library_says(recorded: Path, tmp_path: Path) -> None:
+    numbers, picture = tmp_path / "o.json", tmp_path / "o.png"
+    options = ("--policy", "lru,utility@boundaries=(3,1)", "--slots", "25%,7", "--json", numbers, "--picture", picture)
+    text = run("simulate", recorded, "--profile", "h200", *options)
+    assert "h200 (calculated)" in text and "data sheets" in text and "utility@boundaries=(3,1)" in text
+    content = json.loads(numbers.read_text())
+    assert content["profile"]["provenance"]["how"] == "calculated" and content["model"]["experts"] == 20
+    assert [(o["slots"], o["policy"]) for o in content["outcomes"]] == [
+        (slots, policy) for slots in (10, 14) for policy in ("lru", "utility@boundaries=(3,1)")
+    ]
+    same = simulate(Trace.load(recorded), 10, Costs.read("h200"), policy="lru")
+    assert (content["outcomes"][0]["hits"], content["outcomes"][0]["tpot"]) == (same.hits, same.tpot)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--profile", "nowhere"), "h200, rtx4090"),
+        (("--profile", "h200", "--slots", "auto"), "auto needs a machine"),
+        (("--profile", "h200", "--slots", "many"), "--slots: 'many' is not understood"),
+        (("--profile", "h200", "--slots", "1%"), "1 slots: use from 2"),
+        (("--profile", "h200", "--policy", "mru"), "no 'mru'"),
+        (("--profile", "h200", "--json", "/nowhere/o.json"), "cannot be written"),
+        (("--profile", "h200", "--slots", "50%", "--picture", "/tmp/o.unknown"), "cannot be written"),
+    ],
+)
+def test_refusals_are_one_line(recorded: Path, options, named: str) -> None:
+    text = run("simulate", recorded, *options, code=1)
+    assert "error:" in text and named in text and "Traceback" not in text
+
+
+def test_show_refuses(tmp_path: Path, recorded: Path) -> None:
+    assert "cannot be read as a routing trace" in run("trace", "show", tmp_path / "none", code=1)
+    assert "cannot be written" in run("trace", "show", recorded, "--picture", tmp_path / "no" / "p.png", code=1)
+    empty = TraceWriter(tmp_path / "empty", TraceFacts(1, 2, 1)).finish()
+    assert "holds no forward" in run("trace", "show", empty, code=1)

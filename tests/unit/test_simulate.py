@@ -1,0 +1,286 @@
+"""The simulator by hand on tiny traces, against what must hold on any, and its profiles."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_spac import components, costs, trace_stats
+from vllm_spac.costs import Costs, Rate
+from vllm_spac.errors import ConfigError
+from vllm_spac.simulate import parts, simulate
+from vllm_spac.synthetic import synthetic_trace
+from vllm_spac.trace import ROW_KINDS, STEP_KINDS, Trace, TraceFacts
+
+COSTS = Costs(
+    format="spac-profile-1",
+    name="round numbers",
+    provenance={"how": "calculated", "source": "a test"},
+    fast=Rate(bytes_per_second=100),  # an expert of 100 bytes: 1 second
+    load=Rate(fixed=1, bytes_per_second=10),  # 10 seconds, and 1 for each batch in flight
+    cpu=Rate(bytes_per_second=20),  # 5 seconds
+    load_at_once=2,
+    other=3,
+    draft=7,
+)
+
+
+def decoding(choices: list[list[list[list[int]]]], experts: int = 4, kind: str = "decode", **facts) -> Trace:
+    """A trace from choices[step][layer][row][k]; the rows of a step are those of one request."""
+    layers, top_k = len(choices[0]), len(choices[0][0][0])
+    rows = [len(step[0]) for step in choices]
+    first, others = (kind, "draft") if kind == "verify" else (kind, kind)
+    kinds = [ROW_KINDS.index(first if row == 0 else others) for count in rows for row in range(count)]
+    ids = [row for step in choices for layer in step for row in layer]
+    return Trace.of(
+        TraceFacts(layers, experts, top_k, **{"expert_bytes": 100} | facts),
+        step_kind=np.full(len(choices), STEP_KINDS.index(kind), np.uint8),
+        step_rows=np.array(rows, np.uint32),
+        step_tokens=np.array([1] * len(choices), np.uint32),
+        row_kind=np.array(kinds, np.uint8),
+        record_step=np.repeat(np.arange(len(choices), dtype=np.uint32), layers),
+        record_layer=np.tile(np.arange(layers, dtype=np.uint16), len(choices)),
+        ids=np.array(ids, np.uint8).reshape(-1, top_k),
+    )
+
+
+def test_on_demand_by_hand():
+    """Two slots, one layer, experts 0 1 | 1 2 | 1 2: two loads, one load, none."""
+    trace = decoding([[[[0, 1]]], [[[1, 2]]], [[[2, 1]]]])
+    outcome = simulate(trace, 2, COSTS, fill=False)
+    assert (outcome.hits, outcome.misses, outcome.loads, outcome.cpu, outcome.parts) == (3, 3, 3, 0, 3)
+    assert outcome.bytes == 300 and outcome.share == 0.5 and outcome.hit_rate == 0.5
+    assert outcome.stall_seconds == pytest.approx((1 + 20) + (1 + 10))
+    assert outcome.seconds == pytest.approx(3 * 3 + 32 + 6)
+    assert outcome.bound_seconds == pytest.approx(3 * 3 + 20 + 10 + 2), "the slower of load and compute; no fixed parts"
+    assert outcome.tpot == pytest.approx(outcome.seconds / 3)
+    assert outcome.ratio == pytest.approx(outcome.seconds / outcome.bound_seconds)
+
+
+def test_filled_slots_are_hits():
+    trace = decoding([[[[0, 1]], [[0, 1]]]])
+    outcome = simulate(trace, 4, COSTS)
+    assert (outcome.hits, outcome.misses, outcome.stall_seconds) == (4, 0, 0.0)
+
+
+def test_loads_behind_hits_by_hand():
+    """Three hits of a second each hide 3 of 11 seconds; the missed expert is computed after that."""
+    trace = decoding([[[[0, 1, 2]]], [[[0, 1, 2]]], [[[0, 3, 2]]]])
+    waits, hides = (simulate(trace, 3, COSTS, overlap=overlap) for overlap in (False, True))
+    assert waits.misses == hides.misses == 1
+    assert waits.stall_seconds == pytest.approx(11) and hides.stall_seconds == pytest.approx(11 - 2)
+    assert waits.seconds - hides.seconds == pytest.approx(2)
+
+
+def test_drafts_cost_time_and_rows_share_an_expert():
+    trace = decoding([[[[0, 1], [0, 2], [0, 1]]]], kind="verify")
+    outcome = simulate(trace, 3, COSTS, fill=False)
+    assert (outcome.misses, outcome.parts) == (3, 1)
+    assert outcome.seconds == pytest.approx(3 + 2 * 7 + (2 + 30) + 3)
+    assert outcome.tpot == pytest.approx(outcome.seconds)
+
+
+def test_prompts_are_no_part_of_tpot_and_teach_nothing():
+    prompt = decoding([[[[0, 1], [2, 3]]]], kind="prefill")
+    outcome = simulate(prompt, 4, COSTS)
+    assert outcome.tpot is None and outcome.seconds > 0
+
+
+def test_unknown_number_of_tokens_is_no_tpot():
+    trace = decoding([[[[0, 1]]]])
+    trace.step_tokens[:] = 0
+    assert simulate(trace, 2, COSTS).tpot is None
+
+
+def test_more_experts_than_slots_runs_in_parts():
+    """Rows 0 1 | 2 3 | 0 1 with two slots: three parts, and 0 and 1 are loaded twice though they miss once."""
+    trace = decoding([[[[0, 1], [2, 3], [0, 1]]]])
+    outcome = simulate(trace, 2, COSTS, fill=False)
+    assert (outcome.parts, outcome.misses, outcome.loads, outcome.hits) == (3, 4, 6, 0)
+    assert simulate(trace, 4, COSTS, fill=False).parts == 1
+
+
+@given(st.integers(2, 16), st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_parts_hold_every_row_once_and_as_many_as_fit(slots, seed):
+    trace = synthetic_trace(layers=2, experts=16, top_k=2, steps=3, drafts=7, skew=0, reuse=0, seed=seed)
+    for record, found in enumerate(parts(trace, slots)):
+        rows = trace.ids[trace.record_start[record] : trace.record_start[record + 1]].astype(int)
+        rows = rows + 16 * int(trace.record_layer[record])
+        start = 0
+        for part in found:
+            count = sum(part.rows) // 2
+            mine = rows[start : start + count]
+            keys, uses = np.unique(mine, return_counts=True)
+            assert (part.keys, part.rows) == (keys.tolist(), uses.tolist())
+            assert len(keys) <= slots
+            more = rows[start : start + count + 1]
+            assert len(more) == count or len(np.unique(more)) > slots, "another row would have fitted"
+            start += count
+        assert start == len(rows)
+
+
+@pytest.mark.parametrize("name", components.names("policies"))
+def test_every_policy_runs_and_none_beats_belady(name):
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=150, drafts=2, skew=1.0, reuse=0.7)
+    for slots in (8, 12, 24, 48):
+        outcome, best = (simulate(trace, slots, COSTS, policy=policy) for policy in (name, "belady"))
+        distinct = sum(len(np.unique(np.concatenate([p.keys for p in ps]))) for ps in parts(trace, slots))
+        assert outcome.hits + outcome.misses == distinct
+        assert outcome.loads >= best.loads
+        assert outcome.seconds >= outcome.bound_seconds > 0 and outcome.ratio >= 1
+        assert outcome.misses == 0 or slots < 48
+        assert outcome == simulate(trace, slots, COSTS, policy=name), "not deterministic"
+
+
+@pytest.mark.parametrize("name", components.names("balancers"))
+def test_every_balancer_runs(name):
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
+    outcome, plain = (simulate(trace, 12, COSTS, balancer=b, overlap=True) for b in (name, "none"))
+    assert outcome.hits + outcome.misses + outcome.cpu == plain.hits + plain.misses
+    assert (outcome.cpu == 0) == (name == "none")
+    assert outcome.seconds >= outcome.bound_seconds
+
+
+def test_waterfill_adds_the_processors_up():
+    """Loads of 10 s against 5 s on the CPU: much quicker than loads alone."""
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
+    outcome, plain = (simulate(trace, 12, COSTS, balancer=b, overlap=True) for b in ("waterfill", "none"))
+    assert outcome.tpot < 0.6 * plain.tpot
+
+
+def test_an_expert_that_runs_on_both_sides_counts_once():
+    """In parts, an expert may be loaded for some rows and computed on the CPU for others."""
+    trace = synthetic_trace(layers=2, experts=16, top_k=4, steps=60, drafts=7, skew=0.5, reuse=0)
+    outcome = simulate(trace, 5, COSTS, balancer="waterfill")
+    distinct = sum(len({key for part in found for key in part.keys}) for found in parts(trace, 5))
+    assert outcome.parts > trace.records and outcome.cpu > 0
+    assert outcome.hits + outcome.misses + outcome.cpu == distinct and outcome.hits >= 0
+
+
+def test_requests_draft_side_by_side():
+    """Two requests with two drafts each: two draft steps, not four."""
+    trace = decoding([[[[0, 1]] * 6]], kind="verify")
+    trace.row_kind[:] = [2, 3, 3, 2, 3, 3]
+    one = decoding([[[[0, 1]] * 3]], kind="verify")
+    assert simulate(trace, 4, COSTS).seconds == simulate(one, 4, COSTS).seconds
+
+
+def test_knobs_reach_the_components():
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=150, drafts=3, skew=1.0, reuse=0.7)
+    default, binary = (simulate(trace, 16, COSTS, policy=p) for p in ("utility", "utility@upper=1@variant=literal"))
+    assert default.hits != binary.hits
+    fixed = [simulate(trace, 16, COSTS, balancer=f"threshold@fixed={tau}") for tau in (1, 4)]
+    assert fixed[0].cpu < fixed[1].cpu
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"slots": 3}, "3 slots: use from 4"),
+        ({"slots": 49}, "to 48"),
+        ({"policy": "mru"}, "no 'mru'"),
+        ({"policy": "lru@size=3"}, "lru cannot be built.*size"),
+        ({"policy": "utility@variant=mine"}, "no variant is called 'mine'"),
+        ({"policy": "utility@upper"}, "'upper' in .* is no knob"),
+        ({"balancer": "luck"}, "no 'luck'"),
+        ({"policy": "belady", "balancer": "waterfill"}, "belady must know"),
+        ({"expert_bytes": 0}, "--expert-bytes"),
+    ],
+)
+def test_refusals(knobs, named):
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=2)
+    with pytest.raises(ConfigError, match=named):
+        simulate(trace, **{"slots": 12, "costs": COSTS} | knobs)
+
+
+def test_fast_enough():
+    """3000 layers of 6 tokens; the goal of 10^5 in seconds leaves 200 microseconds each, generous here."""
+    trace = synthetic_trace(steps=500, drafts=5)
+    start = time.perf_counter()
+    simulate(trace, 192, COSTS, policy="utility")
+    assert time.perf_counter() - start < 6
+
+
+# --- what a trace says -----------------------------------------------------------------------------------------------
+
+
+def test_uses_and_skew_by_hand():
+    trace = decoding([[[[0, 1], [0, 2]], [[3, 1], [3, 1]]]])
+    assert trace_stats.uses(trace).tolist() == [[2, 1, 1, 0], [0, 2, 0, 2]]
+    assert trace_stats.skew(trace, 0.25).tolist() == [0.5, 0.5]
+
+
+def test_distances_by_hand():
+    """0 1 | 2 3 | 0 2: when 0 comes back, three others were used; when 2 does, one was since (3)."""
+    trace = decoding([[[[0, 1]]], [[[2, 3]]], [[[0, 2]]]])
+    stack, steps = trace_stats.distances(trace)
+    assert stack.tolist() == [-1, -1, -1, -1, 3, 1]
+    assert steps.tolist() == [-1, -1, -1, -1, 2, 1]
+    assert trace_stats.lru_curve(stack, 4).tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, 2 / 6])
+
+
+@pytest.mark.parametrize("slots", [24, 48, 72, 96])
+def test_curve_agrees_with_simulating_lru(slots):
+    trace = synthetic_trace(layers=3, experts=32, top_k=4, steps=300, drafts=1, skew=0.8, reuse=0.8)
+    curve = trace_stats.lru_curve(trace_stats.distances(trace)[0], trace.facts.total)
+    assert curve[slots] == pytest.approx(simulate(trace, slots, COSTS, fill=False).hit_rate, abs=0.01)
+
+
+def test_accuracy_of_a_constant_and_of_an_alternation():
+    constant = decoding([[[[0, 1]] * 5]] * 40, kind="verify")
+    assert trace_stats.accuracy(constant)[0] > 0.95
+    alternating = decoding([[[[0, 1]] * 5], [[[2, 3]] * 5]] * 20, kind="verify")
+    assert trace_stats.accuracy(alternating, variant="paper")[0] < 0.2
+
+
+# --- profiles --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", costs.names())
+def test_profiles_that_come_along_say_that_they_were_calculated(name):
+    profile = Costs.read(name)
+    assert profile.name == name and profile.provenance.how == "calculated"
+
+
+def test_rates():
+    rate = Rate(fixed=1, bytes_per_second=10, flops_per_second=20)
+    assert rate.seconds(100, np.array([1, 2, 4])).tolist() == [11, 11, 21]
+    assert rate.ideal(100) == 10 and Rate(bytes_per_second=10).seconds(100, np.array([1, 9])).tolist() == [10, 10]
+    assert COSTS.loading(0, 100) == 0 and COSTS.loading(3, 100) == 2 * 1 + 30
+    assert COSTS.bound(100, 4, 1, 1) == 10 and COSTS.bound(100, 40, 1, 1) == 40 and COSTS.bound(100, 0, 0, 3) == 15
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda p: p.update(format="spac-profile-0"),
+        lambda p: p.pop("provenance"),
+        lambda p: p["provenance"].update(how="guessed"),
+        lambda p: p["load"].update(bytes_per_second=0),
+        lambda p: p.update(colour=1),
+        lambda p: p.update(other=-1),
+    ],
+)
+def test_malformed_profiles(tmp_path: Path, spoil):
+    profile = json.loads(COSTS.model_dump_json())
+    (tmp_path / "p").write_text(json.dumps(profile))
+    assert Costs.read(tmp_path / "p") == COSTS
+    spoil(profile)
+    (tmp_path / "p").write_text(json.dumps(profile))
+    with pytest.raises(ConfigError, match="no profile of format spac-profile-1"):
+        Costs.read(tmp_path / "p")
+
+
+def test_no_profile(tmp_path: Path):
+    (tmp_path / "p").write_text("{")
+    with pytest.raises(ConfigError, match="Invalid JSON"):
+        Costs.read(tmp_path / "p")
+    with pytest.raises(ConfigError, match="h200, rtx4090"):
+        Costs.read("rtx9090")

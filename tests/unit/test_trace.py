@@ -1,0 +1,293 @@
+"""Routing traces: what is written is read back, what is damaged is refused, and a kill leaves the old file."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from vllm_spac import trace_writer
+from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.errors import ConfigError
+from vllm_spac.synthetic import synthetic_trace
+from vllm_spac.trace import FORMAT, PADDING, ROW_KINDS, Trace, TraceFacts
+from vllm_spac.trace_writer import TraceWriter
+
+FACTS = TraceFacts(layers=3, experts=8, top_k=2, expert_bytes=100, model="toy")
+COLUMNS = ("step_kind", "step_rows", "step_tokens", "row_kind", "record_step", "record_layer", "ids", "weights")
+
+
+def decode(rows: int = 1) -> Step:
+    return Step(tuple(RequestRows(row, row + 1, RowKind.DECODE) for row in range(rows)))
+
+
+def chosen(rows: int, seed: int = 0, facts: TraceFacts = FACTS) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((rows, facts.experts)), axis=1)[:, : facts.top_k]
+    return ids, rng.random((rows, facts.top_k), dtype=np.float32)
+
+
+def same(a: Trace, b: Trace) -> bool:
+    return a.facts == b.facts and all(
+        np.array_equal(getattr(a, name), getattr(b, name)) and getattr(a, name).dtype == getattr(b, name).dtype
+        for name in COLUMNS
+    )
+
+
+def test_a_run_by_hand(tmp_path: Path) -> None:
+    """A prompt of 3 beside a request that verifies 2 drafts; then a dummy run; then plain decode with padding."""
+    writer = TraceWriter(tmp_path / "a.trace", FACTS)
+    first = Step((RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 6, RowKind.VERIFY, drafts=2)))
+    ids, weights = chosen(6)
+    writer.observe(0, ids, weights)  # before any step
+    writer.begin_step(first)
+    for layer in range(3):
+        writer.observe(layer, (ids + layer) % 8, weights)
+    writer.end_step(tokens=2)
+    writer.begin_step(Step())
+    writer.observe(1, ids, weights)
+    writer.end_step()
+    writer.begin_step(decode(2))
+    writer.observe(2, ids, weights)  # rows 2 to 5 are padding
+    writer.end_step()
+    trace = Trace.load(writer.finish())
+
+    assert trace.facts == FACTS and trace.steps == 2 and trace.records == 4
+    assert trace.step_kind.tolist() == [3, 1] and trace.step_tokens.tolist() == [2, 2]
+    assert trace.step_rows.tolist() == [6, 2]
+    assert [ROW_KINDS[kind] for kind in trace.row_kind] == ["prefill"] * 3 + ["verify"] + ["draft"] * 2 + ["decode"] * 2
+    assert trace.record_step.tolist() == [0, 0, 0, 1] and trace.record_layer.tolist() == [0, 1, 2, 2]
+    assert trace.ids.tolist() == np.concatenate([ids, (ids + 1) % 8, (ids + 2) % 8, ids[:2]]).tolist()
+    assert np.array_equal(trace.weights[:6], weights.astype(np.float16))
+    assert trace.counted().tolist() == ([False] * 3 + [True] * 3) * 3 + [True] * 2
+
+    both, plain = trace.step_counts()
+    for layer in range(3):
+        expected = np.bincount((ids[3:] + layer).ravel() % 8, minlength=8)
+        assert both[layer * 8 : layer * 8 + 8].tolist() == expected.tolist()
+    assert plain[:16].tolist() == [-1] * 16, "layers 0 and 1 did not run"
+    assert plain[16:].tolist() == np.bincount(ids[:2].ravel(), minlength=8).tolist()
+
+
+def test_a_prompt_has_no_counts(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "a.trace", FACTS)
+    writer.begin_step(Step((RequestRows(0, 4, RowKind.PREFILL),)))
+    writer.observe(0, *chosen(4))
+    writer.end_step()
+    assert list(Trace.load(writer.finish()).step_counts()) == [None]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 200))
+@settings(max_examples=40, deadline=None)
+def test_what_is_written_is_read_back(tmp_path_factory, runs, flush) -> None:
+    """Whatever the sizes of steps and buffers; steps that were not ended leave nothing."""
+    path = tmp_path_factory.mktemp("trace") / "t"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_writer, "_FLUSH_BYTES", flush)
+        writer, expected, layers = TraceWriter(path, FACTS), [], []
+        for number, (rows, count, ends) in enumerate(runs):
+            ids, weights = chosen(rows, number)
+            writer.begin_step(decode(rows))
+            for layer in range(count):
+                writer.observe(layer, ids, weights)
+            if ends:
+                writer.end_step()
+                expected += [ids] * count
+                layers += range(count)
+        trace = Trace.load(writer.finish())
+    assert trace.steps == sum(ends for *_, ends in runs)
+    assert trace.record_layer.tolist() == layers
+    assert trace.ids.tolist() == [row for ids in expected for row in ids.tolist()]
+
+
+def test_dummy_run_after_a_step_that_failed(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t", FACTS)
+    writer.begin_step(decode())
+    writer.observe(0, *chosen(1))
+    writer.begin_step(Step())
+    writer.end_step()
+    assert Trace.load(writer.finish()).steps == 0
+
+
+def test_saving_goes_on_and_finishing_leaves_one_file(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t", FACTS)
+    for number in range(3):
+        writer.begin_step(decode())
+        writer.observe(0, *chosen(1, number))
+        writer.end_step()
+        assert Trace.load(writer.save()).steps == number + 1
+    assert len(list(tmp_path.iterdir())) > 1
+    writer.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_discarding_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("precious")
+    writer = TraceWriter(tmp_path / "t", FACTS)
+    writer.begin_step(decode())
+    writer.observe(0, *chosen(1))
+    writer.end_step()
+    writer.discard()
+    writer.discard()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_failing_in_mid_save_leaves_what_was_there(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "t").write_text("precious")
+    writer = TraceWriter(tmp_path / "t", FACTS)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm_spac.trace.shutil.copyfileobj", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        writer.finish()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t", FACTS)
+    ids, weights = chosen(1000)
+    for _ in range(300):
+        writer.begin_step(decode(1000))
+        for layer in range(3):
+            writer.observe(layer, ids, weights)
+        writer.end_step()
+        assert sum(len(part) for parts in writer._buffers.values() for part in parts) < 1 << 20
+    assert Trace.load(writer.finish()).records == 900
+
+
+def test_unwritable_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written.*name another file"):
+        TraceWriter(tmp_path / "no" / "t", FACTS)
+
+
+def test_without_weights_and_with_many_experts(tmp_path: Path) -> None:
+    facts = TraceFacts(layers=1, experts=300, top_k=2)
+    writer = TraceWriter(tmp_path / "t", facts, weights=False)
+    writer.begin_step(decode())
+    writer.observe(0, np.array([[299, 7]]))
+    writer.end_step()
+    trace = Trace.load(writer.finish())
+    assert trace.weights is None and trace.ids.tolist() == [[299, 7]] and trace.ids.dtype == np.uint16
+
+
+def test_misuse_is_an_error(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t", FACTS)
+    writer.begin_step(decode(2))
+    ids, weights = chosen(2)
+    for arguments in ((0, ids[:1], weights[:1]), (3, ids, weights), (0, ids[:, :1], weights), (0, ids)):
+        with pytest.raises(AssertionError):
+            writer.observe(*arguments)
+    writer.discard()
+
+
+def test_saved_trace_is_the_trace(tmp_path: Path) -> None:
+    trace = synthetic_trace(layers=2, experts=16, top_k=2, steps=20, drafts=2)
+    trace.save(tmp_path / "t")
+    assert same(Trace.load(tmp_path / "t"), trace)
+    assert load_file(tmp_path / "t")["ids"].shape == (2 * 20 * 3, 2), "any safetensors reader opens it"
+
+
+def test_small_and_quick_enough(tmp_path: Path) -> None:
+    """10^5 token-layers of top-8: 2.4 MB with weights; recording costs microseconds a layer."""
+    facts = TraceFacts(layers=10, experts=64, top_k=8)
+    writer = TraceWriter(tmp_path / "t", facts)
+    ids, weights = chosen(10, facts=facts)
+    start = time.perf_counter()
+    for _ in range(1000):
+        writer.begin_step(decode(10))
+        for layer in range(10):
+            writer.observe(layer, ids, weights)
+        writer.end_step()
+    took = time.perf_counter() - start
+    assert writer.finish().stat().st_size < 2.6e6
+    assert took / 10_000 < 200e-6, "generous: the machine may be busy"
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    synthetic_trace(layers=2, experts=8, top_k=2, steps=5, drafts=1).save(tmp_path / "t")
+    return tmp_path / "t"
+
+
+def test_files_that_are_no_traces(tmp_path: Path, saved: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "text").write_text("hello, this is no safetensors file")
+    (tmp_path / "cut").write_bytes(saved.read_bytes()[:-1])
+    save_file({"ids": np.zeros((1, 2), np.uint8)}, tmp_path / "foreign")
+    for name in ("missing", "empty", "text", "cut", "foreign", ""):
+        with pytest.raises(ConfigError, match="trace"):
+            Trace.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda c, m: m.update(format="spac-trace-2"),
+        lambda c, m: m.pop("experts"),
+        lambda c, m: m.update(layers="many"),
+        lambda c, m: m.update(layers="1"),
+        lambda c, m: m.update(experts="7"),
+        lambda c, m: m.update(top_k="3"),
+        lambda c, m: m.update(layers="0"),
+        lambda c, m: c.pop("record_step"),
+        lambda c, m: c.update(extra=np.zeros(1)),
+        lambda c, m: c.update(ids=c["ids"][:-1]),
+        lambda c, m: c.update(ids=c["ids"].astype(np.uint16)),
+        lambda c, m: c.update(weights=c["weights"][:-1]),
+        lambda c, m: c.update(row_kind=c["row_kind"][:-1]),
+        lambda c, m: c.update(row_kind=c["row_kind"] + np.uint8(PADDING)),
+        lambda c, m: c.update(step_kind=c["step_kind"] + np.uint8(4)),
+        lambda c, m: c.update(step_tokens=c["step_tokens"][:-1]),
+        lambda c, m: c.update(record_step=c["record_step"][::-1].copy()),
+        lambda c, m: c.update(record_step=c["record_step"] + np.uint32(1)),
+        lambda c, m: c.update(record_layer=c["record_layer"][:-1]),
+    ],
+)
+def test_contradictions_are_refused(saved: Path, spoil) -> None:
+    columns = load_file(saved)
+    header = saved.read_bytes()
+    metadata = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]
+    assert metadata["format"] == FORMAT
+    save_file(columns, saved, metadata)
+    Trace.load(saved)  # rewriting alone spoils nothing
+    spoil(columns, metadata)
+    save_file(columns, saved, metadata)
+    with pytest.raises(ConfigError):
+        Trace.load(saved)
+
+
+# --- synthetic traces ------------------------------------------------------------------------------------------------
+
+
+def test_synthetic_traces_are_deterministic_and_valid() -> None:
+    knobs = {"layers": 2, "experts": 16, "top_k": 4, "steps": 30, "drafts": 3}
+    trace = synthetic_trace(**knobs)
+    assert same(trace, synthetic_trace(**knobs)) and not same(trace, synthetic_trace(**knobs, seed=1))
+    assert (np.diff(np.sort(trace.ids, axis=1), axis=1) > 0).all(), "a token uses an expert once"
+    assert trace.step_tokens.min() >= 1 and trace.step_tokens.max() <= 4
+    assert np.allclose(trace.weights.astype(np.float32).sum(axis=1), 1, atol=1e-2)
+
+
+def test_skew_and_reuse_do_what_they_say() -> None:
+    def top_share(trace: Trace) -> float:
+        uses = np.sort(np.bincount(trace.ids.ravel(), minlength=64))[::-1]
+        return uses[:8].sum() / uses.sum()
+
+    def kept(trace: Trace) -> float:
+        return np.mean([len(set(a) & set(b)) / 8 for a, b in zip(trace.ids[:-1], trace.ids[1:], strict=True)])
+
+    flat, steep = (synthetic_trace(layers=1, steps=300, skew=skew, reuse=0) for skew in (0, 2))
+    assert top_share(flat) < 0.2 < 0.5 < top_share(steep)
+    loose, close = (synthetic_trace(layers=1, steps=300, skew=0, reuse=reuse) for reuse in (0, 0.98))
+    assert kept(loose) < 0.2 < 0.6 < kept(close)

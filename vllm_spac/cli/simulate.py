@@ -1,0 +1,142 @@
+"""``vllm-spac simulate``: recorded routing under every policy and size of fast memory, on a virtual clock."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.memory import gib
+
+EXAMPLES = """[bold]Examples[/]
+
+vllm-spac simulate run.trace --profile rtx4090
+
+vllm-spac simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy lru,utility,belady --picture tpot.png
+
+vllm-spac simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@boundaries=(3,1)   [dim]# ablations[/]
+"""
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="What --spac-trace has written.")],
+    profile: Annotated[str, typer.Option(help="Seconds of a machine: a file, or rtx4090 or h200 (calculated).")],
+    policy: Annotated[
+        str, typer.Option(help="Policies, each with knobs if need be: name@knob=value.")
+    ] = "lru,lfu,utility,belady",
+    slots: Annotated[str, typer.Option(help="Sizes of fast memory, as --spac-slots.")] = "5%,10%,25%,50%",
+    balancer: Annotated[str, typer.Option(help="Who else computes: none, threshold or waterfill.")] = "none",
+    overlap: Annotated[bool, typer.Option("--overlap", help="Loads run beside the computing of hits.")] = False,
+    expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=1)] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw hit rate and TPOT over the slots, e.g. tpot.png.")] = None,
+) -> None:
+    """Show what policies would have done with a recorded run: hits, bytes, stalls, time a token, and the bound."""
+    from vllm_spac.costs import Costs
+    from vllm_spac.simulate import simulate as replay
+    from vllm_spac.trace import Trace
+
+    costs, recorded = Costs.read(profile), Trace.load(trace)
+    cases = [(count, name) for count in _slots(slots, recorded.facts) for name in _list(policy)]
+    outcomes = [
+        replay(recorded, count, costs, policy=name, balancer=balancer, overlap=overlap, expert_bytes=expert_bytes)
+        for count, name in track(cases, "simulating", console=Console(stderr=True), transient=True)
+    ]
+    console = Console()
+    console.print(_table(trace, costs, outcomes))
+    if output is not None:
+        facts = {"trace": str(trace), "model": asdict(recorded.facts), "profile": costs.model_dump(mode="json")}
+        _write(output, facts | {"overlap": overlap, "outcomes": [asdict(outcome) for outcome in outcomes]})
+    if picture is not None:
+        _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
+
+
+def _list(text: str) -> list[str]:
+    """Split at commas outside of brackets."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [item.strip() for item in found if item.strip()]
+
+
+def _slots(text: str, facts) -> list[int]:
+    """Numbers of slots, as ``--spac-slots`` computes them; ``ConfigError`` for what it would refuse."""
+    from vllm_spac.config import Slots
+
+    found = []
+    for item in _list(text):
+        try:
+            slots = Slots.parse(item)
+        except ValueError as error:
+            raise ConfigError(f"--slots: {error}") from error
+        if slots.per_layer is None and slots.share is None:
+            raise ConfigError("--slots: auto needs a machine; name percentages or numbers a layer")
+        found.append(
+            slots.per_layer * facts.layers if slots.per_layer is not None else math.ceil(slots.share * facts.total)
+        )
+    return found
+
+
+def _table(trace: Path, costs, outcomes) -> Table:
+    title = f"{escape(str(trace))} on {escape(costs.name)} ({costs.provenance.how})"
+    table = Table(title=title, title_justify="left", caption=escape(costs.provenance.source), caption_justify="left")
+    names = ("slots", "policy", "hit rate", "moved", "on the CPU", "stalled", "TPOT ms", "bound ms", "ratio")
+    for name in names:
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    last = None
+    for outcome in outcomes:
+        if last not in (None, outcome.slots):
+            table.add_section()
+        last = outcome.slots
+        table.add_row(
+            f"{outcome.slots} ({100 * outcome.share:.0f}%)",
+            escape(outcome.policy),
+            f"{100 * outcome.hit_rate:.1f}%",
+            gib(outcome.bytes),
+            f"{outcome.cpu:,}",
+            f"{outcome.stall_seconds:.2f} s",
+            *("-" if value is None else f"{1e3 * value:.2f}" for value in (outcome.tpot, outcome.bound_tpot)),
+            f"{outcome.ratio:.2f}",
+        )
+    return table
+
+
+def _write(path: Path, content: dict) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
+
+
+def _draw(outcomes, path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from vllm_spac.cli.trace import save_picture
+
+    figure, (hits, times) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for policy in dict.fromkeys(outcome.policy for outcome in outcomes):
+        mine = sorted((o for o in outcomes if o.policy == policy), key=lambda o: o.share)
+        shares = [100 * outcome.share for outcome in mine]
+        hits.plot(shares, [100 * outcome.hit_rate for outcome in mine], marker="o", label=policy)
+        times.plot(shares, [1e3 * (outcome.tpot or float("nan")) for outcome in mine], marker="o", label=policy)
+    hits.set(xlabel="experts in fast memory, %", ylabel="hit rate, %", ylim=(0, 100))
+    times.set(xlabel="experts in fast memory, %", ylabel="TPOT, ms", ylim=(0, None))
+    hits.legend()
+    figure.suptitle(title)
+    save_picture(figure, path)

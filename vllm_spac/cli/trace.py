@@ -1,0 +1,131 @@
+"""``vllm-spac trace``: what a recording of the routers' choices says about a model and a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.memory import gib
+
+EXAMPLES = """[bold]Examples[/]
+
+vllm-spac trace show run.trace
+
+vllm-spac trace show run.trace --picture heat.png
+"""
+
+SHARES = (5, 10, 17, 25, 50, 75)
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="What --spac-trace has written.")],
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw how often each expert of each layer is used, e.g. heat.png.")
+    ] = None,
+) -> None:
+    """Show who is popular, how soon experts come back, and what an LRU cache of each size would hit."""
+    from vllm_spac import trace_stats
+    from vllm_spac.trace import Trace
+
+    trace = Trace.load(file)
+    if trace.records == 0:
+        raise ConfigError(f"{file} holds no forward of a MoE layer; record a longer run")
+    console = Console()
+    console.print(_facts(file, trace))
+    console.print(_layers(trace))
+    stack, steps = trace_stats.distances(trace)
+    console.print(_curve(trace, trace_stats.lru_curve(stack, trace.facts.total)))
+    again = steps[steps >= 0]
+    if len(again):
+        import numpy as np
+
+        half, most = np.percentile(again, [50, 90])
+        console.print(f"an expert comes back after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
+    if picture is not None:
+        _draw(trace_stats.uses(trace), picture, file.name)
+        console.print(f"picture: {escape(str(picture))}", highlight=False, soft_wrap=True)
+
+
+def _facts(file: Path, trace) -> Table:
+    import numpy as np
+
+    from vllm_spac.trace import ROW_KINDS, STEP_KINDS
+
+    def kinds(codes: np.ndarray, names: tuple[str, ...]) -> str:
+        counts = np.bincount(codes, minlength=len(names)).tolist()
+        return ", ".join(f"{count:,} {name}" for count, name in zip(counts, names, strict=True) if count) or "none"
+
+    facts = trace.facts
+    table = Table(title=escape(str(file)), show_header=False, title_justify="left")
+    table.add_row("model", escape(facts.model) or "?")
+    table.add_row("MoE layers x experts", f"{facts.layers} x {facts.experts} = {facts.total}")
+    table.add_row("experts a token (top-k)", str(facts.top_k))
+    table.add_row("one expert", gib(facts.expert_bytes) if facts.expert_bytes else "?")
+    table.add_row("steps", kinds(trace.step_kind, STEP_KINDS))
+    table.add_row("rows", kinds(trace.row_kind, ROW_KINDS))
+    table.add_row("tokens emitted", f"{int(trace.step_tokens.sum()):,}")
+    table.add_row("weights", "no" if trace.weights is None else "yes")
+    return table
+
+
+def _layers(trace) -> Table:
+    from vllm_spac import trace_stats
+
+    table = Table(title="layers", title_justify="left")
+    names = ("layer", "experts used", "uses by the top 10%", "predicted by utility", "with K = 1")
+    for name in names:
+        table.add_column(name, justify="right")
+    used = (trace_stats.uses(trace) > 0).sum(axis=1)
+    columns = (trace_stats.skew(trace), trace_stats.accuracy(trace), trace_stats.accuracy(trace, upper=1))
+    for layer, values in enumerate(zip(*columns, strict=True)):
+        table.add_row(str(layer), str(used[layer]), *(_percent(value) for value in values))
+    return table
+
+
+def _curve(trace, curve) -> Table:
+    table = Table(title="hits of LRU, starting empty", title_justify="left")
+    for name in ("share", "slots", "hit rate"):
+        table.add_column(name, justify="right")
+    for share in SHARES:
+        slots = -(-share * trace.facts.total // 100)
+        if slots >= trace.facts.top_k:
+            table.add_row(f"{share}%", str(slots), _percent(curve[slots]))
+    return table
+
+
+def _percent(value: float) -> str:
+    return "-" if value != value else f"{100 * value:.1f}%"
+
+
+def _draw(uses, path: Path, title: str) -> None:
+    import matplotlib
+    import numpy as np
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    layers, experts = uses.shape
+    shares = uses / np.maximum(1, uses.sum(axis=1, keepdims=True)) * experts
+    figure, axes = pyplot.subplots(figsize=(max(6, experts / 12), max(2.5, layers / 5)), layout="constrained")
+    image = axes.imshow(shares, aspect="auto", cmap="magma", interpolation="nearest")
+    figure.colorbar(image, label="uses, 1 = even")
+    axes.set(xlabel="expert", ylabel="layer", title=title)
+    save_picture(figure, path)
+
+
+def save_picture(figure, path: Path) -> None:
+    """``ConfigError`` when the file cannot be written or its ending names no kind of picture."""
+    from matplotlib import pyplot
+
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the picture {path} cannot be written: {error}; name e.g. picture.png") from error
+    finally:
+        pyplot.close(figure)

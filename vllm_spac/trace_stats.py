@@ -1,0 +1,85 @@
+"""What a routing trace says about its model: who is popular, how soon experts come back, what a cache would hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_spac.trace import Trace
+from vllm_spac.utility import UtilityEstimator
+
+
+def uses(trace: Trace) -> np.ndarray:
+    """int64 [layers, experts]: rows that selected each expert."""
+    record = np.repeat(trace.record_layer.astype(np.int64), np.diff(trace.record_start))
+    flat = (trace.ids + (record * trace.facts.experts)[:, None]).ravel()
+    return np.bincount(flat, minlength=trace.facts.total).reshape(trace.facts.layers, -1)
+
+
+def skew(trace: Trace, share: float = 0.1) -> np.ndarray:
+    """float64 [layers]: part of the uses that go to the most used ``share`` of the experts; nan for an unused layer."""
+    top = max(1, round(share * trace.facts.experts))
+    counts = -np.sort(-uses(trace), axis=1)
+    with np.errstate(invalid="ignore"):
+        return counts[:, :top].sum(axis=1) / counts.sum(axis=1)
+
+
+def forwards(trace: Trace) -> list[np.ndarray]:
+    """Of each record its distinct experts as ascending keys (layer * experts + expert)."""
+    experts = trace.facts.experts
+    record = np.repeat(np.arange(trace.records), np.diff(trace.record_start))
+    flat = np.unique(trace.ids + (record * experts)[:, None])
+    bounds = np.searchsorted(flat, np.arange(1, trace.records) * experts)
+    keys = flat % experts + trace.record_layer.astype(np.int64)[flat // experts] * experts
+    return np.split(keys, bounds) if trace.records else []
+
+
+def distances(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
+    """Of each use of an expert in a layer and step, in order of execution, since its last use:
+
+    Returns:
+        (distinct experts of all layers used meanwhile, steps gone by): int64 [uses] each, -1 for a first use.
+    """
+    last = np.full(trace.facts.total, -1, dtype=np.int64)
+    last_step = np.full(trace.facts.total, -1, dtype=np.int64)
+    stack, steps, clock = [], [], 0
+    for keys, step in zip(forwards(trace), trace.record_step.tolist(), strict=True):
+        recent = np.sort(last)
+        seen = last[keys]
+        stack.append(np.where(seen < 0, -1, len(last) - np.searchsorted(recent, seen, side="right")))
+        steps.append(np.where(seen < 0, -1, step - last_step[keys]))
+        last[keys] = np.arange(clock, clock + len(keys))
+        last_step[keys] = step
+        clock += len(keys)
+    empty = np.zeros(0, dtype=np.int64)
+    return (np.concatenate(stack), np.concatenate(steps)) if stack else (empty, empty)
+
+
+def lru_curve(stack: np.ndarray, total: int) -> np.ndarray:
+    """float64 [total + 1]: hit rate of LRU with 0..total slots that start empty, from stack distances (Mattson).
+
+    Exact but for ties within one layer and step, as long as one does not need more experts than there are slots.
+    """
+    histogram = np.bincount(stack[stack >= 0], minlength=total)
+    return np.concatenate(([0], np.cumsum(histogram)[:total])) / max(1, len(stack))
+
+
+def accuracy(trace: Trace, *, threshold: int = 1, **knobs) -> np.ndarray:
+    """How often "score >= ``threshold``" before a step agrees with "selected in that step".
+
+    Args:
+        knobs: of ``UtilityEstimator``.
+
+    Returns:
+        float64 [layers], the share of experts and steps; nan for a layer that never ran.
+    """
+    facts = trace.facts
+    estimator = UtilityEstimator(facts.total, **knobs)
+    right, seen = np.zeros(facts.total), np.zeros(facts.total)
+    for counts in trace.step_counts():
+        if counts is not None:
+            ran = counts >= 0
+            right += ran & ((estimator.scores >= threshold) == (counts > 0))
+            seen += ran
+            estimator.update(counts)
+    with np.errstate(invalid="ignore"):
+        return right.reshape(facts.layers, -1).sum(axis=1) / seen.reshape(facts.layers, -1).sum(axis=1)
