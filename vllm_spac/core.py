@@ -37,6 +37,19 @@ class Step:
     requests: tuple[RequestRows, ...] = ()
 
     @property
+    def generating(self) -> list[slice]:
+        """The rows of requests that decode or verify, as few slices as they need; prompts are left out."""
+        parts: list[slice] = []
+        for request in self.requests:
+            if request.kind == RowKind.PREFILL:
+                continue
+            if parts and parts[-1].stop == request.start:
+                parts[-1] = slice(parts[-1].start, request.stop)
+            else:
+                parts.append(slice(request.start, request.stop))
+        return parts
+
+    @property
     def kind(self) -> str:
         """``prefill``, ``decode`` or ``verify``; ``mixed`` for several of them; ``dummy`` for none."""
         kinds = {str(request.kind) for request in self.requests}

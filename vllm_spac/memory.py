@@ -51,6 +51,16 @@ def release_file_pages(suffix: str = ".safetensors") -> None:
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_PAGEOUT)
 
 
+def release_freed_memory() -> None:
+    """Give freed heap back to the system. glibc keeps the room of staged and converted weights otherwise.
+
+    Does nothing on a C library without ``malloc_trim``.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _read(path: Path) -> int | None:
     try:
         text = path.read_text().strip()

@@ -11,12 +11,18 @@ class Counters:
 
     Attributes:
         hits: distinct experts of a layer and forward that were in fast memory when they were needed.
-        misses: those that were not.
-        loads: experts moved into a slot (the misses; reads that fill the slots at the start do not count).
-        bytes: bytes moved, by the store they came from.
-        stall_seconds: time that layers waited for loads.
+        misses: those that were not, also those that were on their way.
+        loads: experts moved into a slot on demand: misses that were not on their way, and an expert again that lost
+            its slot between two waves of a forward. Reads that fill the slots at the start do not count.
+        bytes: bytes moved, by the store they came from; what was read ahead of need under ``<store> ahead``.
+        stall_seconds: time that layers waited for experts, read on demand or ahead.
         waves: parts in which layers ran; one a layer and forward unless more experts are needed than there are slots.
         steps: forwards of the target model by kind: prefill, decode, verify, mixed.
+        prefetches: experts moved into a slot ahead of need.
+        prefetch_hits: of them, those that were used before they lost their slot again.
+        prefetch_late: of the hits, those that a layer had to wait for; they count as misses.
+        prefetch_wasted: of the prefetches, those that lost their slot unused.
+        prefetch_failed: reads ahead that failed; the expert is read again when it is needed.
     """
 
     hits: int = 0
@@ -26,6 +32,15 @@ class Counters:
     stall_seconds: float = 0.0
     waves: int = 0
     steps: dict[str, int] = field(default_factory=dict)
+    prefetches: int = 0
+    prefetch_hits: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    prefetch_failed: int = 0
+
+    def moved(self, path: str, count: int) -> None:
+        """``count`` bytes came from ``path``."""
+        self.bytes[path] = self.bytes.get(path, 0) + count
 
     def reset(self) -> None:
         """Start from zero, e.g. after warm-up."""

@@ -1,13 +1,14 @@
 """Which expert lies in which slot: the state machine of fast memory. No tensors, no threads, no I/O.
 
-A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and says what must be loaded;
-``loaded`` or ``failed`` answer for each load; ``release`` unpins. Weights are read-only, so eviction only
-forgets: nothing is ever copied back.
+A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and says what must be loaded; ``admit`` finds
+a slot for what may be needed later; ``loaded`` or ``failed`` answer for each load; ``release`` unpins. LOADING and
+pinned slots are frozen: never a victim. Weights are read-only, so eviction only forgets: nothing is ever copied back.
+Only the forward thread calls, so that no state changes between two lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,10 +27,31 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Answer of ``prepare``: how many keys were resident, and which (key, slot) pairs to load."""
+    """What a call did and what follows from it.
+
+    Attributes:
+        hits: keys that were READY.
+        loads: (key, slot) pairs to load now.
+        waits: (key, slot) pairs that are being loaded already.
+        victims: keys that lost their slot.
+    """
 
     hits: int
     loads: tuple[tuple[int, int], ...]
+    waits: tuple[tuple[int, int], ...] = ()
+    victims: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Better:
+    """Keys that may not make room for one that scores ``limit``: the frozen ones, and those that score as much."""
+
+    frozen: Collection[int]
+    scores: np.ndarray
+    limit: int
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.frozen or self.scores[key] >= self.limit
 
 
 class Residency:
@@ -49,6 +71,7 @@ class Residency:
         self.state = np.full(slots, SlotState.FREE, dtype=np.int8)
         self._free = list(range(slots - 1, -1, -1))
         self._pinned: set[int] = set()
+        self._loading: set[int] = set()
 
     @property
     def slots(self) -> int:
@@ -62,29 +85,57 @@ class Residency:
     def prepare(self, keys: Sequence[int]) -> Placement:
         """Pin ``keys`` (distinct, none pinned already) and find a slot for each that is missing.
 
-        All or nothing: raises ``LookupError`` and changes nothing when there are not enough unpinned slots.
+        All or nothing: raises ``LookupError`` and changes nothing when there are not enough slots that are neither
+        pinned nor LOADING.
         """
         assert not self._pinned.intersection(keys), "an expert is prepared twice"
         slots = self.slot_of[list(keys)] if keys else ()
         missing = [key for key, slot in zip(keys, slots, strict=True) if slot == NOWHERE]
+        waits = [(key, int(self.slot_of[key])) for key in keys if key in self._loading] if self._loading else []
         pinned = self._pinned.union(keys)
-        victims = self.policy.evict(max(0, len(missing) - len(self._free)), pinned)
+        frozen = pinned | self._loading if self._loading else pinned
+        victims = self.policy.evict(max(0, len(missing) - len(self._free)), frozen)
         for victim in victims:
+            assert victim not in frozen, "the policy gives a frozen expert away"
             self._vacate(victim)
         for key, slot in zip(keys, slots, strict=True):
             if slot != NOWHERE:
                 self.policy.touch(key)
         self._pinned = pinned
-        return Placement(len(keys) - len(missing), tuple((key, self._occupy(key)) for key in missing))
+        loads = tuple((key, self._occupy(key)) for key in missing)
+        return Placement(len(keys) - len(missing) - len(waits), loads, tuple(waits), tuple(victims))
+
+    def admit(self, key: int, scores: np.ndarray) -> Placement | None:
+        """Find a slot for ``key``, which is nowhere, to be loaded before it is needed; it is not pinned.
+
+        The slot is a free one, or else the policy's first victim among those that score less than ``key``. Where
+        there is neither, nothing changes and the answer is None: a better expert never goes for a worse one.
+        """
+        assert self.slot_of[key] == NOWHERE, f"expert {key} has a slot"
+        victims: list[int] = []
+        if not self._free:
+            try:
+                victims = self.policy.evict(1, _Better(self._pinned | self._loading, scores, int(scores[key])))
+            except LookupError:
+                return None
+            assert victims[0] not in self._pinned | self._loading, "the policy gives a frozen expert away"
+            self._vacate(victims[0])
+        return Placement(0, ((key, self._occupy(key)),), victims=tuple(victims))
+
+    def is_loading(self, key: int) -> bool:
+        """Whether ``key`` has a slot that may not be read yet."""
+        return key in self._loading
 
     def loaded(self, key: int) -> None:
         """The load of ``key`` is complete: its slot may be read."""
-        assert self._is_loading(key), f"expert {key} was not loading"
+        assert key in self._loading, f"expert {key} was not loading"
+        self._loading.remove(key)
         self.state[self.slot_of[key]] = SlotState.READY
 
     def failed(self, key: int) -> None:
-        """The load of ``key`` did not happen: its slot is free again and the key is not resident."""
-        assert self._is_loading(key), f"expert {key} was not loading"
+        """The load of ``key`` did not happen: its slot is free again and the key is neither resident nor pinned."""
+        assert key in self._loading, f"expert {key} was not loading"
+        self._loading.remove(key)
         self._pinned.discard(key)
         self.policy.remove(key)
         self._vacate(key)
@@ -99,22 +150,20 @@ class Residency:
         assert (self.slot_of[self.owner[owned]] == owned).all(), "owner and slot_of disagree"
         assert (self.slot_of != NOWHERE).sum() == len(owned), "a key points to a slot that it does not own"
         assert ((self.state == SlotState.FREE) == (self.owner == NOWHERE)).all(), "a free slot has an owner"
+        assert self._loading == set(self.owner[self.state == SlotState.LOADING].tolist()), "a load is forgotten"
         assert sorted(self._free) == np.flatnonzero(self.owner == NOWHERE).tolist(), "the free list is wrong"
         assert len(self.policy) == len(owned), "the policy holds other keys than the slots"
         assert all(int(key) in self.policy for key in self.owner[owned]), "a resident key is unknown to the policy"
         assert all(self.slot_of[key] != NOWHERE for key in self._pinned), "a pinned key is not resident"
 
-    def _is_loading(self, key: int) -> bool:
-        return self.slot_of[key] != NOWHERE and self.state[self.slot_of[key]] == SlotState.LOADING
-
     def _occupy(self, key: int) -> int:
         slot = self._free.pop()
         self.owner[slot], self.slot_of[key], self.state[slot] = key, slot, SlotState.LOADING
+        self._loading.add(key)
         self.policy.insert(key)
         return slot
 
     def _vacate(self, key: int) -> None:
         slot = int(self.slot_of[key])
-        assert self.state[slot] == SlotState.READY or key not in self._pinned, "a loading slot is taken away"
         self.owner[slot], self.slot_of[key], self.state[slot] = NOWHERE, NOWHERE, SlotState.FREE
         self._free.append(slot)

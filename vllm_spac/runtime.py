@@ -1,165 +1,135 @@
-"""The order of things in a MoE layer: pin, load, run, unpin. The one file that knows it."""
+"""A step of the target model, from its rows to its tokens: tells every part that listens, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from vllm_spac.core import MoEShape, Step
-from vllm_spac.errors import StoreError
-from vllm_spac.metrics import Counters
-from vllm_spac.policies.base import Policy
-from vllm_spac.residency import Residency
-from vllm_spac.tiers.base import ExpertStore
-from vllm_spac.transfers import Transfers
+from vllm_spac.budgeting import BudgetControl
+from vllm_spac.core import RowKind, Step
+from vllm_spac.guard import Guard
+from vllm_spac.pool import ExpertPool
+from vllm_spac.trace_writer import TraceWriter
 
-_FILL_BATCH = 16
-_WAVE_ROWS = 1024  # rows looked ahead when a forward is split; bounds the splitting to linear time
+_SAVE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Wave:
-    """Rows ``[start, stop)`` of a forward, whose experts are all resident.
+class Listener(Protocol):
+    """Sees a layer's routing before a budget does; for calibration and evaluation."""
 
-    ``slot_ids`` has the shape and dtype of the routed ids, with slots in place of experts.
-    """
-
-    start: int
-    stop: int
-    slot_ids: Tensor
+    def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+        """Hidden states [rows, d], router logits [rows, N], natural weights and ids [rows, k] of one step."""
 
 
-class ExpertPool:
-    """Slots shared by all layers of one shape, and the only door to their weights.
+class Runtime:
+    """What the layers and the runner of one model talk to.
+
+    ``begin_step``, then each layer, then ``end_forward``, then ``end_step`` with the tokens.
 
     Args:
-        shape: the layers, experts and tensors.
-        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
-        policy: eviction policy; owned.
-        store: holds every expert; owned.
-        tensors: name -> slots of shape [slots, ...].
-        io_threads: reads in flight at once.
-        path: name of the store in the counters.
+        pools: one for each shape of layer.
+        budget: bounds the experts of a layer; exact until it is changed.
+        trace: records the routing of the one pool, if given.
+        guard: says how many draft tokens the next step gets, if given.
+        clock: seconds that never go back.
     """
 
     def __init__(
         self,
-        shape: MoEShape,
-        slots: int,
-        policy: Policy,
-        store: ExpertStore,
-        tensors: Mapping[str, Tensor],
-        *,
-        io_threads: int,
-        path: str,
+        pools: Sequence[ExpertPool],
+        budget: BudgetControl,
+        trace: TraceWriter | None = None,
+        guard: Guard | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        assert shape.top_k <= slots <= shape.total
-        self.shape = shape
-        self.counters = Counters()
-        self.residency = Residency(shape.total, slots, policy)
-        self.tensors = tensors
-        self.store = store
-        self._counting = False
-        self._transfers = Transfers(store, tensors, io_threads, path)
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether every expert has its slot, so that nothing is ever decided or moved."""
-        return self.residency.slots == self.shape.total
+        assert trace is None or len(pools) == 1
+        self.pools = list(pools)
+        self.budget = budget
+        self.guard = guard
+        self.listeners: list[Listener] = []
+        self._trace = trace
+        self._clock = clock
+        self._step: Step | None = None  # while its layers run
+        self._timed: tuple[Step, int, float] | None = None  # step, draft length it runs under, start
+        self._drafts = 0
+        self._save_at = -math.inf
+        # Finishes the trace, stops threads and gives back stores: once, when called, forgotten or at exit.
+        self.close = weakref.finalize(self, _close, trace, tuple(pools))
 
     def begin_step(self, step: Step) -> None:
-        """A forward of the target model starts for real requests."""
-        self._counting = True
-        self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
+        """A forward for real requests starts."""
+        self._step = step
+        self._timed = step, self._drafts, self._clock()
+        for pool in self.pools:
+            pool.begin_step(step)
+        if self._trace is not None:
+            self._trace.begin_step(step)
 
-    def end_step(self) -> None:
-        """The forward is over; what comes until the next step (profiling, warm-up) is not counted."""
-        self._counting = False
+    def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and ids [rows, k] that layer number ``layer`` of the model shall run; shapes as in ``Listener``.
 
-    def waves(self, layer: int, ids: Tensor) -> Iterator[Wave]:
-        """Make the routed experts of a layer resident, part by part.
-
-        While the caller holds a wave its experts are pinned; asking for the next one unpins them. One wave
-        does unless the rows need more experts than there are slots; every row is in exactly one wave.
-
-        Args:
-            layer: number of the layer in ``shape.layers``.
-            ids: experts of shape [rows, top_k] on the CPU, each in ``[0, shape.experts)``.
-
-        Raises:
-            StoreError: an expert could not be loaded; nothing was computed with it.
+        Dummy and profile runs pass unchanged.
         """
-        routed = ids.numpy()
-        for start, stop in self._parts(routed):
-            rows = routed[start:stop]
-            keys = (np.unique(rows) + layer * self.shape.experts).tolist()
-            self._make_resident(keys)
-            try:
-                table = self.residency.slot_of[layer * self.shape.experts : (layer + 1) * self.shape.experts]
-                self.counters.waves += self._counting
-                yield Wave(start, stop, torch.from_numpy(table[rows].astype(routed.dtype, copy=False)))
-            finally:
-                self.residency.release(keys)
+        if self._step is None:
+            return weights, ids
+        for listener in self.listeners:
+            listener.route(layer, hidden, logits, weights, ids)
+        return self.budget.apply(layer, logits, weights, ids, self._step) if self.budget.active else (weights, ids)
 
-    def count_resident(self, ids: Tensor) -> None:
-        """Count a forward of a layer whose experts all have their own slot."""
-        if self._counting:
-            self.counters.hits += len(np.unique(ids.numpy()))
-            self.counters.waves += 1
+    def routed(self, pool: ExpertPool, layer: int, ids: Tensor, weights: Tensor) -> None:
+        """A layer is about to run its rows with these experts, [rows, top_k]."""
+        pool.observe(layer, ids)
+        if self._trace is not None:
+            self._trace.observe(layer, ids.cpu().numpy(), weights.float().cpu().numpy())
 
-    def fill(self) -> Iterator[int]:
-        """Load experts into the free slots, an equal share of each layer; yields how many were loaded.
+    def end_forward(self) -> None:
+        """The layers are done, or failed; what comes until the next step (profiling, warm-up) is not counted."""
+        self._step = None
+        for pool in self.pools:
+            pool.end_step()
 
-        With a slot for each expert, slot and key are the same number.
-        """
-        layers, slots = len(self.shape.layers), self.residency.slots
-        for layer in range(layers):
-            share = slots // layers + (layer < slots % layers)
-            keys = [self.shape.key(layer, expert) for expert in range(share)]
-            for start in range(0, share, _FILL_BATCH):
-                batch = keys[start : start + _FILL_BATCH]
-                self._make_resident(batch)
-                self.residency.release(batch)
-                yield len(batch)
-        assert not self.holds_all or (self.residency.slot_of == np.arange(slots)).all()
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the step that was just run had rows of prompts."""
+        return self._timed is not None and any(r.kind == RowKind.PREFILL for r in self._timed[0].requests)
 
-    def close(self) -> None:
-        """Stop the threads and give back the store."""
-        self._transfers.close()
-        self.store.close()
+    def draft_length(self) -> int | None:
+        """Draft tokens that each request gets for the next step; None leaves it to vLLM."""
+        if self.guard is None:
+            return None
+        generating = sum(r.kind != RowKind.PREFILL for r in self._timed[0].requests) if self._timed else 0
+        self._drafts = self.guard.choose(generating or None)
+        return self._drafts
 
-    def _make_resident(self, keys: list[int]) -> None:
-        placement = self.residency.prepare(keys)
-        if self._counting:
-            self.counters.hits += placement.hits
-            self.counters.misses += len(placement.loads)
-        if not placement.loads:
-            return
-        failed = self._transfers.load(placement.loads, self.counters if self._counting else None)
-        for key, _ in placement.loads:
-            (self.residency.failed if key in failed else self.residency.loaded)(key)
-        if failed:
-            self.residency.release(keys)
-            raise StoreError("; ".join(str(error) for error in failed.values())) from next(iter(failed.values()))
+    def end_step(self, tokens: Sequence[int] | None) -> None:
+        """Each request of the step emitted so many tokens; None when they are not known on the host."""
+        timed, self._timed = self._timed, None
+        if self._trace is not None:
+            self._trace.end_step(None if tokens is None else sum(tokens))
+            self._save_sometimes()
+        if self.guard is not None and tokens is not None and timed is not None:
+            step, drafts, start = timed
+            emitted = [
+                count for count, r in zip(tokens, step.requests, strict=True) if r.kind != RowKind.PREFILL and count
+            ]
+            self.guard.observe(drafts, emitted, len(step.requests), self._clock() - start)
 
-    def _parts(self, routed: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Split the rows so that no part needs more experts than there are slots."""
-        rows, slots = len(routed), self.residency.slots
-        if rows == 0:
-            return
-        if slots >= self.shape.experts or len(np.unique(routed)) <= slots:
-            yield 0, rows
-            return
-        uses = np.zeros((rows, self.shape.experts), dtype=bool)
-        np.put_along_axis(uses, routed.astype(np.int64), True, axis=1)
-        start = 0
-        while start < rows:
-            needed = np.logical_or.accumulate(uses[start : start + _WAVE_ROWS], axis=0).sum(axis=1)
-            stop = start + int(np.searchsorted(needed, slots, side="right"))
-            assert stop > start, "one row needs more experts than there are slots"
-            yield start, stop
-            start = stop
+    def _save_sometimes(self) -> None:
+        """A server may be killed: what it recorded until seconds ago is then in the file. At most 2 % of the time."""
+        now = self._clock()
+        if now >= self._save_at:
+            self._trace.save()
+            done = self._clock()
+            self._save_at = done + max(_SAVE_SECONDS, 50 * (done - now))
+
+
+def _close(trace: TraceWriter | None, pools: Sequence[ExpertPool]) -> None:
+    if trace is not None:
+        trace.finish()
+    for pool in pools:
+        pool.close()

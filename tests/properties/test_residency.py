@@ -4,6 +4,7 @@ somebody still reads it is a wrong token that no later check would find.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -200,6 +201,75 @@ def test_answer_for_a_key_that_is_nowhere(call: str) -> None:
     assert snapshot(residency) == before
 
 
+# -- ahead of need -------------------------------------------------------------------------------------------------
+
+SCORES = np.array([0, 1, 2, 3, 2, 1])
+
+
+def test_admitting_takes_a_free_slot_first() -> None:
+    residency = Residency(6, 2, LRU())
+    ready(residency, 0)
+    assert residency.admit(1, SCORES) == Placement(0, ((1, 1),))
+    assert residency.is_loading(1) and residency.slot_of[0] == 0
+    residency.check_integrity()
+
+
+def test_admitting_takes_the_first_victim_that_scores_less() -> None:
+    residency = Residency(6, 3, LRU())
+    for key in (2, 1, 0):
+        ready(residency, key)
+    assert residency.admit(4, SCORES) == Placement(0, ((4, 1),), victims=(1,))
+    assert residency.admit(5, SCORES) == Placement(0, ((5, 2),), victims=(0,))
+    before = snapshot(residency)
+    assert residency.admit(1, SCORES) is None, "2 scores more, 4 and 5 are loading"
+    assert snapshot(residency) == before
+    residency.check_integrity()
+
+
+def test_what_loads_is_no_victim_and_what_is_pinned_neither() -> None:
+    residency = Residency(6, 3, LRU())
+    ready(residency, 0)
+    residency.prepare([0])
+    residency.admit(1, SCORES)
+    residency.admit(2, SCORES)
+    assert residency.admit(3, SCORES) is None
+    before = snapshot(residency)
+    with pytest.raises(LookupError):
+        residency.prepare([4])
+    assert snapshot(residency) == before
+    residency.loaded(1)
+    assert residency.prepare([4]) == Placement(0, ((4, 1),), victims=(1,))
+
+
+def test_needing_what_is_on_its_way() -> None:
+    residency = Residency(6, 3, LRU())
+    ready(residency, 0)
+    residency.admit(1, SCORES)
+    assert residency.prepare([0, 1, 2]) == Placement(1, ((2, 2),), waits=((1, 1),))
+    residency.failed(1)
+    residency.check_integrity()
+    assert residency.prepare([1]) == Placement(0, ((1, 1),)), "its slot is free and it is not pinned"
+
+
+def test_admitting_what_has_a_slot() -> None:
+    residency = Residency(6, 3, LRU())
+    residency.admit(1, SCORES)
+    with pytest.raises(AssertionError, match="has a slot"):
+        residency.admit(1, SCORES)
+
+
+@pytest.mark.parametrize("call", ["prepare", "admit"])
+def test_a_policy_that_gives_a_frozen_expert_away_is_stopped(call: str) -> None:
+    class Careless(LRU):
+        def evict(self, count, pinned):
+            return super().evict(count, ())
+
+    residency = Residency(6, 1, Careless())
+    residency.admit(0, SCORES)
+    with pytest.raises(AssertionError, match="frozen"):
+        residency.prepare([3]) if call == "prepare" else residency.admit(3, SCORES)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -215,6 +285,8 @@ def test_answer_for_a_key_that_is_nowhere(call: str) -> None:
         lambda r: r.policy.insert(3),
         lambda r: (r.policy.remove(0), r.policy.insert(3)),
         lambda r: r._pinned.add(3),
+        lambda r: r._loading.add(0),
+        lambda r: r.state.__setitem__(0, SlotState.LOADING),
     ],
 )
 def test_integrity_check_notices(spoil) -> None:

@@ -214,3 +214,21 @@ def test_kernels_before_a_load_see_the_old_experts(on_gpu) -> None:
     torch.cuda.synchronize()
     assert values(seen) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert values(slots) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.gpu
+def test_kernels_before_a_read_ahead_see_the_old_experts(on_gpu) -> None:
+    """It is asked for while they run, and does not make the caller wait."""
+    transfers, slots, stream = on_gpu
+    told: dict[int, object] = {}
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)
+        seen = {name: tensor.clone() for name, tensor in slots.items()}
+        transfers.ahead.fetch([(7 - slot, slot) for slot in range(8)])
+        assert not stream.query()
+        while len(told) < 8:
+            told |= transfers.ahead.reap()
+    torch.cuda.synchronize()
+    assert set(told.values()) == {SHAPE.expert_bytes}
+    assert values(seen) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert values(slots) == [7, 6, 5, 4, 3, 2, 1, 0]

@@ -1,0 +1,114 @@
+"""The multi-level queue against a sorted list: 10^5 operations in `make test-full`, some thousands otherwise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_spac.levels import LevelQueue
+
+BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
+
+
+class Twin:
+    """(score, arrival, key) in a list that is sorted whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, int, int]] = []
+        self.arrivals = 0
+
+    def order(self) -> list[int]:
+        return [key for _, _, key in sorted(self.entries, key=lambda entry: (-entry[0], entry[1]))]
+
+    def score(self, key: int) -> int | None:
+        return next((score for score, _, other in self.entries if other == key), None)
+
+    def put(self, key: int, score: int) -> None:
+        if self.score(key) != score:
+            self.discard(key)
+            self.arrivals += 1
+            self.entries.append((score, self.arrivals, key))
+
+    def discard(self, key: int) -> bool:
+        before = len(self.entries)
+        self.entries = [entry for entry in self.entries if entry[2] != key]
+        return len(self.entries) < before
+
+    def pop(self, threshold: int) -> int | None:
+        first = next(iter(self.order()), None)
+        if first is None or self.score(first) < threshold:
+            return None
+        self.discard(first)
+        return first
+
+    def cancel(self, threshold: int) -> list[int]:
+        stale = [key for key in self.order() if self.score(key) < threshold]
+        for key in stale:
+            self.discard(key)
+        return stale
+
+
+operations = st.one_of(
+    st.tuples(st.just("put"), st.integers(0, 7), st.integers(1, 4)),
+    st.tuples(st.just("put"), st.integers(0, 7), st.integers(1, 4)),
+    st.tuples(st.sampled_from(["pop", "cancel"]), st.integers(1, 5)),
+    st.tuples(st.just("discard"), st.integers(0, 7)),
+)
+
+
+def agree(queue: LevelQueue, twin: Twin, operation: tuple) -> None:
+    name, *arguments = operation
+    assert getattr(queue, name)(*arguments) == getattr(twin, name)(*arguments), operation
+    assert list(queue) == twin.order() and len(queue) == len(twin.entries)
+    assert all((key in queue, queue.score(key)) == (key in list(queue), twin.score(key)) for key in range(8))
+
+
+@given(st.lists(operations, max_size=60))
+@settings(max_examples=150, **BUSY)
+def test_agrees_with_a_sorted_list(operations: list[tuple]) -> None:
+    queue, twin = LevelQueue(), Twin()
+    for operation in operations:
+        agree(queue, twin, operation)
+
+
+@pytest.mark.full
+@given(st.integers(0, 2**32))
+@settings(max_examples=100, **BUSY)
+def test_agrees_over_many_operations(seed: int) -> None:
+    rng, queue, twin = random.Random(seed), LevelQueue(), Twin()
+    for _ in range(1000):
+        name = rng.choices(["put", "pop", "cancel", "discard"], [6, 3, 1, 1])[0]
+        key, score = rng.randrange(8), rng.randint(1, 4)
+        agree(queue, twin, {"put": (name, key, score), "discard": (name, key)}.get(name, (name, score)))
+
+
+def test_highest_level_first_then_first_in_first_out() -> None:
+    queue = LevelQueue()
+    for key, score in ((5, 1), (3, 4), (9, 2), (1, 4), (2, 1)):
+        queue.put(key, score)
+    assert list(queue) == [3, 1, 9, 5, 2]
+    assert [queue.pop(2) for _ in range(4)] == [3, 1, 9, None], "served from K down to tau"
+    assert list(queue) == [5, 2]
+
+
+def test_moving_goes_to_the_end_of_the_new_level_and_staying_keeps_the_place() -> None:
+    queue = LevelQueue()
+    for key, score in ((1, 2), (2, 2), (3, 3), (1, 2), (3, 2), (1, 3)):
+        queue.put(key, score)
+    assert list(queue) == [1, 2, 3] and queue.score(3) == 2
+
+
+def test_clear_and_empty() -> None:
+    queue = LevelQueue()
+    assert queue.pop() is None and queue.cancel(4) == [] and not queue.discard(1) and list(queue) == []
+    queue.put(1, 1)
+    queue.clear()
+    assert len(queue) == 0 and 1 not in queue and queue.pop() is None
+
+
+def test_a_score_below_one_is_refused() -> None:
+    with pytest.raises(AssertionError, match="worth"):
+        LevelQueue().put(1, 0)

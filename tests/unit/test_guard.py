@@ -1,0 +1,260 @@
+"""The speculation guard beside machines that are simulated: what it loses, what it gains, what it ignores."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_spac.guard import ALLOWANCE, Acceptance, Guard
+
+Seconds = Callable[[float, int], float]  # (tokens so far, drafts) -> of a step
+Chance = Callable[[float, int], float]  # (tokens so far, position) -> of acceptance
+
+
+@dataclass
+class Run:
+    """``seconds`` are the expected ones of the lengths that ran: the same noise for everybody."""
+
+    seconds: float = 0.0
+    lengths: list[int] = field(default_factory=list)
+    guard: Guard | None = None
+
+
+def play(
+    most: int,
+    seconds: Seconds,
+    chance: Chance,
+    tokens: int,
+    *,
+    fixed: int | None = None,
+    noise: Callable[[random.Random], float] = lambda rng: 1.0,
+    seed: int = 0,
+    requests: int = 1,
+    **knobs: float,
+) -> Run:
+    rng, run, made = random.Random(seed), Run(guard=None if fixed is not None else Guard(most, **knobs)), 0.0
+    while made < tokens:
+        drafts = fixed if fixed is not None else run.guard.choose(requests)
+        emitted = []
+        for _ in range(requests):
+            accepted = 0
+            while accepted < drafts and rng.random() < chance(made, accepted):
+                accepted += 1
+            emitted.append(accepted + 1)
+        took = seconds(made, drafts)
+        if run.guard:
+            run.guard.observe(drafts, emitted, requests, took * noise(rng))
+        run.seconds += took
+        run.lengths.append(drafts)
+        made += sum(emitted) / requests
+    run.seconds *= tokens / made
+    return run
+
+
+def speeds(most: int, seconds: Seconds, chance: Chance, tokens: int) -> list[float]:
+    """1 / seconds with each length for good."""
+    return [1 / play(most, seconds, chance, tokens, fixed=length).seconds for length in range(most + 1)]
+
+
+def tail(rng: random.Random) -> float:
+    """Log-normal, and three steps in a hundred take ten times as long."""
+    return rng.lognormvariate(0, 0.15) * (10 if rng.random() < 0.03 else 1)
+
+
+@pytest.mark.parametrize("noise", [lambda rng: 1.0, tail], ids=["exact", "heavy tails"])
+@pytest.mark.parametrize("slope", [0.5, 0.7, 2.0])
+def test_drafts_that_never_pay_cost_less_than_two_percent(slope: float, noise) -> None:
+    for seed in range(3):
+        run = play(8, lambda made, d: 1 + slope * d, lambda made, i: 0.2, 4000, noise=noise, seed=seed)
+        assert run.guard.choose() == 0
+        assert run.seconds < 4000 * 1.02
+        assert run.guard.facts()["draft_length"] == 0 and run.guard.facts()["speedup"] == 1.0
+
+
+@pytest.mark.parametrize("noise", [lambda rng: 1.0, tail], ids=["exact", "heavy tails"])
+def test_drafts_that_pay_stay_long(noise) -> None:
+    for seed in range(3):
+        run = play(4, lambda made, d: 1 + 0.02 * d, lambda made, i: 0.9, 6000, noise=noise, seed=seed)
+        assert run.lengths.count(4) > 0.9 * len(run.lengths)
+        assert run.guard.facts()["speedup"] > 2.5
+
+
+def test_the_best_is_in_the_middle() -> None:
+    seconds, chance = (lambda made, d: 1 + 0.17 * d), (lambda made, i: (0.95, 0.9, 0.8, 0.2, 0.1, 0.0, 0.0, 0.0)[i])
+    every = speeds(8, seconds, chance, 6000)
+    assert max(range(9), key=every.__getitem__) == 3
+    for seed in range(3):
+        run = play(8, seconds, chance, 6000, seed=seed)
+        assert run.guard.choose() in (2, 3)
+        assert 1 / run.seconds > 0.97 * max(every)
+        assert 1 / play(8, seconds, chance, 6000, seed=seed, noise=tail).seconds > 0.9 * max(every)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 16, 63])
+def test_any_greatest_length(most: int) -> None:
+    run = play(most, lambda made, d: 1 + 0.1 * d, lambda made, i: 0.8, 4000)
+    every = speeds(most, lambda made, d: 1 + 0.1 * d, lambda made, i: 0.8, 4000)
+    assert 1 / run.seconds > 0.93 * max(every)
+
+
+@pytest.mark.parametrize(("slope", "chance"), [(0.5, 0.5), (0.3, 0.2)], ids=["a tie", "nearly"])
+def test_a_tie_does_not_flap(slope: float, chance: float) -> None:
+    for seed in range(3):
+        run = play(4, lambda made, d: 1 + slope * d, lambda made, i: chance, 6000, noise=tail, seed=seed)
+        assert run.guard.facts()["switches"] < 20
+        assert run.seconds < 6000 * 1.03
+
+
+@pytest.mark.parametrize("noise", [lambda rng: 1.0, tail], ids=["exact", "heavy tails"])
+def test_drafts_become_expensive(noise) -> None:
+    def seconds(made, d):
+        return 1 + (0.02 if made < 5000 else 1.0) * d
+
+    for seed in range(3):
+        run = play(8, seconds, lambda made, i: 0.8, 10000, noise=noise, seed=seed)
+        assert run.guard.choose() == 0
+        assert run.seconds < 5000 * 1.1 + 5000 / 3  # the second half costs what no speculation does, the first a third
+
+
+def test_no_speculation_is_returned_to_without_another_look() -> None:
+    """No looks are left, and the lengths that ran long ago still seem cheap."""
+    for seed in range(3):
+        run = play(
+            8, lambda made, d: 1 + (0.02 if made < 5000 else 1) * d, lambda made, i: 0.8, 9000, share=1e-6, seed=seed
+        )
+        assert run.guard.choose() == 0
+
+
+def test_the_step_after_a_change_is_not_measured() -> None:
+    guard = Guard(2)
+    for drafts, seconds in ((0, 9.0), (0, 1.0), (2, 9.0), (2, 2.0), (0, 9.0), (0, 1.0)):
+        guard.observe(drafts, [1 + drafts], 1, seconds)
+    assert guard._batch.rates() == [1.0, 2 / 1.5, 3 / 2]
+
+
+def test_drafts_become_worthwhile_by_cost_and_by_acceptance() -> None:
+    cheaper = play(8, lambda made, d: 1 + (0.5 if made < 3000 else 0.02) * d, lambda made, i: 0.7, 20000)
+    better = play(8, lambda made, d: 1 + 0.1 * d, lambda made, i: 0.05 if made < 3000 else 0.9, 20000)
+    for run in (cheaper, better):
+        assert run.guard.choose() >= 4
+        assert run.seconds < 0.85 * 20000
+
+
+def test_looks_are_rare_and_get_rarer() -> None:
+    run = play(8, lambda made, d: 1 + 0.3 * d, lambda made, i: 0.1, 20000)
+    looks = [step for step, length in enumerate(run.lengths) if length]
+    assert len(looks) == run.guard.facts()["explored_steps"] <= ALLOWANCE + 0.02 * len(run.lengths)
+    assert sum(step > 10000 for step in looks) < 60
+
+
+def test_sizes_of_batch_are_told_apart() -> None:
+    """Speculation pays for one request, not for sixteen."""
+    guard, rng = Guard(4), random.Random(0)
+    for step in range(3000):
+        requests = 1 if step // 50 % 2 else 16
+        drafts = guard.choose(requests)
+        emitted = [1 + sum(rng.random() < 0.9 for _ in range(drafts)) for _ in range(requests)]
+        guard.observe(drafts, emitted, requests, 1 + (0.02 if requests == 1 else 2.0) * drafts)
+    assert guard.choose(1) == 4 and guard.choose(16) == 0 and guard.choose(13) == 0
+    assert guard.choose(0) == guard.choose() == 0
+
+
+def test_what_is_no_plain_step_is_ignored() -> None:
+    guard = Guard(4)
+    before = guard.facts()
+    guard.observe(4, [5], 2, 1.0)  # a prompt beside
+    guard.observe(0, [], 3, 1.0)  # prompts only
+    guard.observe(2, [1], 1, 0.0)
+    guard.observe(2, [1], 1, math.nan)
+    guard.observe(2, [1], 1, math.inf)
+    assert guard.facts() == before | {"ignored_steps": 5}
+    with pytest.raises(AssertionError, match="5 drafts of at most 4"):
+        guard.observe(5, [1], 1, 1.0)
+
+
+def test_the_clock_is_asked_where_seconds_are_not_given() -> None:
+    now = [0.0]
+    timed, told = Guard(2, clock=lambda: now[0]), Guard(2)
+    for _ in range(200):
+        drafts = timed.choose()
+        assert drafts == told.choose()
+        now[0] += 1 + 0.1 * drafts
+        timed.observe(drafts, [drafts + 1], 1)
+        told.observe(drafts, [drafts + 1], 1, 1 + 0.1 * drafts)
+    assert timed.choose() == 2
+    assert timed.facts()["steps"] == told.facts()["steps"] and timed.facts()["ignored_steps"] == 0
+    now[0] += 1
+    timed.observe(2, [3], 1)
+    timed.observe(2, [3], 1)  # nothing was chosen for it
+    assert timed.facts()["ignored_steps"] == 1
+
+
+def test_a_length_that_never_runs_is_given_up() -> None:
+    guard = Guard(8)
+    chosen = [guard.choose()]
+    for _ in range(500):
+        guard.observe(0, [1], 1, 1.0)
+        chosen.append(guard.choose())
+    assert chosen.count(0) > 300 and chosen[-1] == 0
+
+
+def test_acceptance_follows_for_shorter_lengths_and_from_batches() -> None:
+    acceptance, rng = Acceptance(4, 100), random.Random(1)
+    for _ in range(300):
+        emitted = []
+        for _ in range(4):
+            accepted = 0
+            while accepted < 4 and rng.random() < 0.8:
+                accepted += 1
+            emitted.append(accepted + 1)
+        acceptance.update(4, emitted)
+    expected = [sum(0.8**i for i in range(d + 1)) for d in range(5)]
+    assert acceptance.tokens() == pytest.approx(expected, rel=0.05)
+    for _ in range(600):
+        acceptance.update(1, [1])
+    assert acceptance.tokens()[4] < 1.2
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    increments=st.lists(st.floats(0.0, 2.0), min_size=1, max_size=8),
+    chances=st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8),
+    seed=st.integers(0, 9),
+    requests=st.integers(1, 3),
+)
+def test_never_slower_than_not_speculating(increments, chances, seed, requests) -> None:
+    """Beyond the first looks: they may cost 60 steps in 3000."""
+    most = len(increments)
+    seconds = [1 + sum(increments[:d]) for d in range(most + 1)]
+    run = play(most, lambda made, d: seconds[d], lambda made, i: chances[i], 3000, seed=seed, requests=requests)
+    assert run.seconds < 3000 * 1.02 + 60
+    again = play(most, lambda made, d: seconds[d], lambda made, i: chances[i], 3000, seed=seed, requests=requests)
+    assert again.lengths == run.lengths
+    assert set(run.lengths) <= set(range(most + 1))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    most=st.integers(1, 9),
+    events=st.lists(
+        st.tuples(
+            st.integers(0, 9), st.integers(0, 9), st.integers(0, 3), st.floats(allow_nan=True, allow_infinity=True)
+        ),
+        max_size=150,
+    ),
+)
+def test_any_observations(most: int, events) -> None:
+    """Lengths that were not chosen, impossible seconds, prompts: the answer stays in range, the counts add up."""
+    guard = Guard(most)
+    for drafts, accepted, requests, seconds in events:
+        drafts = min(drafts, most)
+        guard.observe(drafts, [1 + min(accepted, drafts)] * requests, max(1, requests), seconds)
+        assert 0 <= guard.choose(requests) <= most
+    facts = guard.facts()
+    assert sum(facts["steps"].values()) + facts["ignored_steps"] == len(events)

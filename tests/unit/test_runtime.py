@@ -1,0 +1,136 @@
+"""A step from its rows to its tokens: who is told what, and in which order."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_spac.budgeting import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.runtime import Runtime
+
+VERIFY = Step((RequestRows(0, 3, RowKind.VERIFY, 2), RequestRows(3, 6, RowKind.VERIFY, 2)))
+MIXED = Step((RequestRows(0, 3, RowKind.VERIFY, 2), RequestRows(3, 9, RowKind.PREFILL)))
+
+
+class Guard:
+    """Wants two drafts, then none; keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+        self.asked: list[int | None] = []
+        self.answers = itertools.cycle([2, 0])
+
+    def choose(self, requests=None) -> int:
+        self.asked.append(requests)
+        return next(self.answers)
+
+    def observe(self, drafts, emitted, requests, seconds) -> None:
+        self.told.append((drafts, list(emitted), requests, seconds))
+
+
+def runtime(**options) -> Runtime:
+    ticks = itertools.count()
+    budget = BudgetControl([BudgetedLayer("layer", 4, 2, RoutingRule())])
+    return Runtime([], budget, clock=lambda: float(next(ticks)), **options)
+
+
+def test_guard_hears_of_the_length_that_the_step_ran_under() -> None:
+    guard = Guard()
+    run = runtime(guard=guard)
+    for step, tokens in ((VERIFY, [1, 1]), (VERIFY, [3, 1]), (VERIFY, [1, 1])):
+        run.begin_step(step)
+        run.end_forward()
+        run.draft_length()
+        run.end_step(tokens)
+    assert [told[0] for told in guard.told] == [0, 2, 0], "what was chosen meanwhile is for the next step"
+    assert [told[1] for told in guard.told] == [[1, 1], [3, 1], [1, 1]]
+    assert all(told[2:] == (2, 1.0) for told in guard.told)
+    assert guard.asked == [2, 2, 2]
+
+
+def test_prompts_emit_nothing_that_the_guard_counts() -> None:
+    guard = Guard()
+    run = runtime(guard=guard)
+    run.begin_step(MIXED)
+    assert run.in_prompt
+    run.end_forward()
+    run.draft_length()
+    run.end_step([2, 1])
+    assert guard.told[0][1:3] == ([2], 2) and guard.asked == [1]
+    assert not run.in_prompt
+
+
+def test_without_a_guard_or_tokens_nothing_is_decided() -> None:
+    run = runtime()
+    run.begin_step(VERIFY)
+    assert run.draft_length() is None
+    run.end_step([1, 1])
+    guard = Guard()
+    run = runtime(guard=guard)
+    run.begin_step(VERIFY)
+    run.end_forward()
+    run.end_step(None)
+    assert guard.told == []
+
+
+def test_dummy_runs_are_routed_unchanged_and_unheard() -> None:
+    run, heard = runtime(), []
+    run.listeners.append(SimpleNamespace(route=lambda layer, *rest: heard.append(layer)))
+    run.budget.change(BudgetSettings(budget=2, when="all"))
+    logits = torch.tensor([[4.0, 3, 2, 1], [1.0, 2, 3, 4], [1.0, 2, 3, 4]])
+    weights, ids = logits.softmax(-1).topk(2)
+    got = run.route(0, logits, logits, weights, ids)
+    assert got[0] is weights and got[1] is ids and heard == []
+    run.begin_step(Step((RequestRows(0, 3, RowKind.VERIFY, 2),)))
+    _, cut = run.route(0, logits, logits, weights, ids)
+    assert heard == [0] and len(cut.unique()) == 2
+    run.end_forward()
+    assert run.route(0, logits, logits, weights, ids)[1] is ids, "the forward is over"
+
+
+def test_trace_is_saved_now_and_then() -> None:
+    calls: list[str] = []
+    trace = SimpleNamespace(
+        begin_step=lambda step: None,
+        end_step=lambda tokens: None,
+        save=lambda: calls.append("save"),
+        finish=lambda: calls.append("finish"),
+    )
+    now = [0.0]
+    pool = SimpleNamespace(begin_step=lambda step: None, end_step=lambda: None, close=lambda: None)
+    run = Runtime([pool], BudgetControl([]), trace, clock=lambda: now[0])
+    for now[0] in (1.0, 4.0, 6.0, 7.0, 12.0):
+        run.begin_step(VERIFY)
+        run.end_forward()
+        run.end_step([1, 1])
+    assert calls == ["save", "save", "save"], "after 1, 6 and 12 seconds"
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_everything_is_closed_once_when_it_is_called_or_forgotten(failed: bool) -> None:
+    calls: list[str] = []
+    trace = SimpleNamespace(
+        begin_step=lambda step: calls.append("begin"),
+        end_step=lambda tokens: calls.append(f"end {tokens}"),
+        save=lambda: calls.append("save"),
+        finish=lambda: calls.append("finish"),
+    )
+    ticks = itertools.count()
+    pool = SimpleNamespace(begin_step=lambda step: None, end_step=lambda: None, close=lambda: calls.append("close"))
+    run = Runtime([pool], BudgetControl([]), trace, clock=lambda: float(next(ticks)))
+    run.begin_step(VERIFY)
+    run.end_forward()
+    if not failed:
+        run.end_step([2, 1])
+    if failed:
+        del run
+        gc.collect()
+    else:
+        run.close()
+        run.close()
+    assert calls == ["begin", *(["end 3", "save"] if not failed else []), "finish", "close"]

@@ -1,0 +1,209 @@
+"""The order of things in a MoE layer: pin, load, run, unpin. The one file that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.balancers.base import Balancer
+from vllm_spac.core import MoEShape, Step
+from vllm_spac.engine import Engine
+from vllm_spac.knobs import EngineKnobs
+from vllm_spac.metrics import Counters
+from vllm_spac.policies.base import Policy
+from vllm_spac.residency import Residency
+from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.transfers import Transfers
+from vllm_spac.utility import NOT_RUN
+
+_FILL_BATCH = 16
+_COUNT_BATCH = 1024  # forwards of layers whose routing is kept until it is counted
+_WAVE_ROWS = 1024  # rows looked ahead when a forward is split; bounds the splitting to linear time
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Rows ``[start, stop)`` of a forward, whose experts are all resident.
+
+    ``slot_ids`` has the shape and dtype of the routed ids, with slots in place of experts.
+    """
+
+    start: int
+    stop: int
+    slot_ids: Tensor
+
+
+class ExpertPool:
+    """Slots shared by all layers of one shape, and the only door to their weights.
+
+    Args:
+        shape: the layers, experts and tensors.
+        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
+        policy: eviction policy; owned.
+        store: holds every expert; owned.
+        tensors: name -> slots of shape [slots, ...].
+        io_threads: reads in flight at once.
+        path: name of the store in the counters.
+        engine: what is read ahead of need.
+        balancer: says what is worth that, layer by layer; None leaves it to ``engine``.
+    """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        slots: int,
+        policy: Policy,
+        store: ExpertStore,
+        tensors: Mapping[str, Tensor],
+        *,
+        io_threads: int,
+        path: str,
+        engine: EngineKnobs | None = None,
+        balancer: Balancer | None = None,
+    ) -> None:
+        assert shape.top_k <= slots <= shape.total
+        self.shape = shape
+        self.counters = Counters()
+        self.residency = Residency(shape.total, slots, policy)
+        self.tensors = tensors
+        self.store = store
+        self._step: Step | None = None
+        self._routed: list[tuple[int, Tensor]] = []
+        knobs = engine or EngineKnobs()
+        transfers = Transfers(store, tensors, io_threads, path, knobs.background)
+        self._engine = Engine(self.residency, transfers, self.counters, shape.experts, knobs, balancer)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every expert has its slot, so that nothing is ever decided or moved."""
+        return self.residency.slots == self.shape.total
+
+    def begin_step(self, step: Step) -> None:
+        """A forward of the target model starts for real requests."""
+        self._step = step
+        if not self.holds_all:
+            self._routed.clear()  # of a forward that failed
+        self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
+
+    def end_step(self) -> None:
+        """The forward is over; what comes until the next step (profiling, warm-up) is not counted."""
+        step, self._step = self._step, None
+        if self.holds_all:
+            if len(self._routed) >= _COUNT_BATCH:
+                self._count_hits()
+        elif step is not None and self._routed:
+            self._engine.end_step(self._selected(step.generating))
+            self._routed.clear()
+
+    def observe(self, layer: int, ids: Tensor) -> None:
+        """Remember what a layer's rows were routed to (ids [rows, top_k]) until the step ends."""
+        if self._step is not None:
+            self._routed.append((layer, ids))
+
+    def snapshot(self) -> dict:
+        """The counters as plain data, up to the last step."""
+        if self.holds_all:
+            self._count_hits()
+        return self.counters.snapshot()
+
+    def waves(self, layer: int, ids: Tensor) -> Iterator[Wave]:
+        """Make the routed experts of a layer resident, part by part.
+
+        While the caller holds a wave its experts are pinned; asking for the next one unpins them. One wave
+        does unless the rows need more experts than there are slots; every row is in exactly one wave.
+
+        Args:
+            layer: number of the layer in ``shape.layers``.
+            ids: experts of shape [rows, top_k] on the CPU, each in ``[0, shape.experts)``.
+
+        Raises:
+            StoreError: an expert could not be loaded; nothing was computed with it.
+        """
+        routed = ids.numpy()
+        first = layer * self.shape.experts
+        table = self.residency.slot_of[first : first + self.shape.experts]
+        self.residency.policy.enter(range(first, first + self.shape.experts))
+        used: set[int] = set()
+        missed: set[int] = set()
+        for start, stop in self._parts(routed):
+            rows = routed[start:stop]
+            keys = (np.unique(rows) + first).tolist()
+            missed.update(self._engine.hold(keys, self.counters if self._step is not None else None))
+            used.update(keys)
+            try:
+                self.counters.waves += self._step is not None
+                yield Wave(start, stop, torch.from_numpy(table[rows].astype(routed.dtype, copy=False)))
+            finally:
+                self._engine.release(keys)
+        if self._step is not None:
+            self.counters.misses += len(missed)
+            self.counters.hits += len(used) - len(missed)
+
+    def fill(self) -> Iterator[int]:
+        """Load experts into the free slots, an equal share of each layer; yields how many were loaded.
+
+        With a slot for each expert, slot and key are the same number.
+        """
+        layers, slots = len(self.shape.layers), self.residency.slots
+        for layer in range(layers):
+            share = slots // layers + (layer < slots % layers)
+            keys = [self.shape.key(layer, expert) for expert in range(share)]
+            for start in range(0, share, _FILL_BATCH):
+                batch = keys[start : start + _FILL_BATCH]
+                self._engine.hold(batch, None)
+                self._engine.release(batch)
+                yield len(batch)
+        assert not self.holds_all or (self.residency.slot_of == np.arange(slots)).all()
+
+    def close(self) -> None:
+        """Stop the threads and give back the store."""
+        self._engine.close()
+        self.store.close()
+
+    def _keys_of(self, routed: Sequence[tuple[int, Tensor]]) -> np.ndarray:
+        """The keys that the rows of ``routed`` selected, in order, with repetitions."""
+        experts = torch.cat([ids.flatten() for _, ids in routed]).cpu().numpy()
+        first = np.array([layer * self.shape.experts for layer, _ in routed])
+        return experts + np.repeat(first, [ids.numel() for _, ids in routed])
+
+    def _selected(self, rows: Sequence[slice]) -> np.ndarray | None:
+        """How many of ``rows`` selected each expert. Prompts are left out: they say little about the next token."""
+        routed = [(layer, ids[part]) for layer, ids in self._routed for part in rows]
+        if not routed:
+            return None
+        counts = np.full((len(self.shape.layers), self.shape.experts), NOT_RUN)
+        counts[[layer for layer, _ in routed]] = 0
+        counts = counts.reshape(-1)
+        np.add.at(counts, self._keys_of(routed), 1)
+        return counts
+
+    def _count_hits(self) -> None:
+        """Where every expert has its slot nothing is decided, so hits are counted for many steps at once."""
+        if not self._routed:
+            return
+        forwards = [(index, ids) for index, (_, ids) in enumerate(self._routed)]
+        self._routed.clear()
+        self.counters.hits += len(np.unique(self._keys_of(forwards)))
+        self.counters.waves += len(forwards)
+
+    def _parts(self, routed: np.ndarray) -> Iterator[tuple[int, int]]:
+        """Split the rows so that no part needs more experts than there are slots."""
+        rows, slots = len(routed), self.residency.slots
+        if rows == 0:
+            return
+        if slots >= self.shape.experts or len(np.unique(routed)) <= slots:
+            yield 0, rows
+            return
+        uses = np.zeros((rows, self.shape.experts), dtype=bool)
+        np.put_along_axis(uses, routed.astype(np.int64), True, axis=1)
+        start = 0
+        while start < rows:
+            needed = np.logical_or.accumulate(uses[start : start + _WAVE_ROWS], axis=0).sum(axis=1)
+            stop = start + int(np.searchsorted(needed, slots, side="right"))
+            assert stop > start, "one row needs more experts than there are slots"
+            yield start, stop
+            start = stop
