@@ -1,0 +1,398 @@
+"""What a verify step relies on in any ranking, and what those that come with it promise beyond.
+
+A new file in ``budgets/`` is tested without a change here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.budgets import base, coactivation, oracle, resident, router, static
+from vllm_spac.budgets.base import Budget, LayerContext, least_residual, mass_cut, router_mass, validate
+from vllm_spac.calibration import Calibration, CalibrationRecorder
+from vllm_spac.coverage import truncate
+from vllm_spac.errors import ConfigError
+
+BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+LAYERS, EXPERTS, TOP_K, WIDTH = 2, 8, 2, 6
+
+every_budget = pytest.mark.parametrize("name", components.names("budgets"))
+seeds = st.integers(0, 2**32)
+
+
+def scores(rows: int, generator: torch.Generator, experts: int = EXPERTS) -> Tensor:
+    return (2 * torch.randn(rows, experts, generator=generator)).softmax(1)
+
+
+def calibrated(layers: int = LAYERS, experts: int = EXPERTS, top_k: int = TOP_K) -> Calibration:
+    """Layers differ; text from a fixed seed."""
+    generator = torch.Generator().manual_seed(1)
+    recorder = CalibrationRecorder("f" * 32, "toy", [f"layer.{i}" for i in range(layers)], experts, top_k, window=4)
+    for layer in range(layers):
+        probs = (torch.randn(2000, experts, generator=generator) + torch.randn(experts, generator=generator)).softmax(1)
+        recorder.observe(layer, probs, probs.topk(top_k).indices)
+    recorder.end_text()
+    return recorder.result()
+
+
+CALIBRATED = calibrated()
+assert all(len(set(row)) == EXPERTS for row in CALIBRATED.counts.tolist()), "ties would hide what is tested"
+
+
+def built(name: str) -> Budget:
+    return components.find("budgets", name).of(CALIBRATED)
+
+
+def step(seed: int, rows: int = 5, voting: int = 3) -> tuple[Tensor, Tensor, LayerContext]:
+    """(probs, votes, context) of rows of which the first ``voting`` vote."""
+    generator = torch.Generator().manual_seed(seed)
+    probs = scores(rows, generator)
+    outputs = torch.randn(rows, EXPERTS, WIDTH, generator=generator)
+    fast = torch.rand(EXPERTS, generator=generator) < 0.5
+    context = LayerContext(1, resident=fast, mixing=coactivation.natural(probs, TOP_K), outputs=outputs)
+    return probs, torch.arange(rows) < voting, context
+
+
+def moved(context: LayerContext, rows: Tensor) -> LayerContext:
+    return LayerContext(context.layer, context.resident, context.mixing[rows], context.outputs[rows])
+
+
+@every_budget
+@settings(max_examples=30, **BUSY)
+@given(seed=seeds, rows=st.integers(1, 6))
+def test_a_shortlist_is_distinct_experts_and_a_prefix(name: str, seed: int, rows: int) -> None:
+    probs, votes, context = step(seed, rows, voting=max(1, rows // 2))
+    everyone = built(name).rank(probs, votes, EXPERTS, context)
+    assert everyone.dtype == torch.int64 and sorted(everyone.tolist()) == list(range(EXPERTS))
+    for budget in range(1, EXPERTS + 1):
+        assert torch.equal(built(name).rank(probs, votes, budget, context), everyone[:budget])
+
+
+@every_budget
+@settings(max_examples=30, **BUSY)
+@given(seed=seeds)
+def test_only_votes_count(name: str, seed: int) -> None:
+    """Rows that do not vote may be anything: padding is not initialised."""
+    probs, votes, context = step(seed)
+    order = built(name).rank(probs, votes, EXPERTS, context)
+    other = moved(context, torch.arange(5))
+    for tensor in (probs, other.mixing, other.outputs):
+        tensor[3:] = float("nan")
+    assert torch.equal(built(name).rank(probs, votes, EXPERTS, other), order)
+
+
+@every_budget
+@settings(max_examples=30, **BUSY)
+@given(seed=seeds, random=st.randoms(use_true_random=False))
+def test_rows_have_no_order(name: str, seed: int, random) -> None:
+    probs, votes, context = step(seed)
+    rows = torch.tensor(random.sample(range(5), 5))
+    order = built(name).rank(probs, votes, EXPERTS, context)
+    assert torch.equal(built(name).rank(probs[rows], votes[rows], EXPERTS, moved(context, rows)), order)
+
+
+@every_budget
+@settings(max_examples=30, **BUSY)
+@given(seed=seeds, random=st.randoms(use_true_random=False))
+def test_experts_have_no_order(name: str, seed: int, random) -> None:
+    probs, votes, context = step(seed)
+    new = torch.tensor(random.sample(range(EXPERTS), EXPERTS))
+    budget, other = built(name), built(name)
+    for attribute, value in vars(other).items():
+        if isinstance(value, Tensor):
+            value = value[:, new]
+            setattr(other, attribute, value[:, :, new] if value.ndim == 3 else value)
+    there = LayerContext(1, context.resident[new], context.mixing[:, new], context.outputs[:, new])
+    order = budget.rank(probs, votes, EXPERTS, context)
+    assert torch.equal(new[other.rank(probs[:, new], votes, EXPERTS, there)], order)
+
+
+@every_budget
+def test_ties_go_by_the_lowest_id_and_nothing_is_changed(name: str) -> None:
+    probs, votes = torch.full((4, 300), 1 / 300), torch.ones(4, dtype=torch.bool)
+    context = LayerContext(0, torch.ones(300, dtype=torch.bool), torch.zeros(4, 300), torch.ones(4, 300, 2))
+    budget = built(name)
+    for attribute, value in vars(budget).items():
+        if isinstance(value, Tensor):
+            setattr(budget, attribute, torch.ones(1, *[300] * (value.ndim - 1), dtype=value.dtype))
+    for _ in range(2):
+        assert budget.rank(probs, votes, 300, context).tolist() == list(range(300))
+
+
+@every_budget
+def test_the_module_has_a_function_of_the_same_meaning(name: str) -> None:
+    module = importlib.import_module(f"vllm_spac.budgets.{name}")
+    assert list(inspect.signature(module.rank).parameters)[:3] == ["probs", "votes", "budget"]
+    probs, votes, context = step(7)
+    extra = {
+        "counts": CALIBRATED.counts[1],
+        "alike": coactivation.similarity(CALIBRATED.pairs[1], CALIBRATED.tokens),
+        "mixing": context.mixing,
+        "outputs": context.outputs,
+        "resident": context.resident,
+    }
+    given = {key: value for key, value in extra.items() if key in inspect.signature(module.rank).parameters}
+    assert torch.equal(module.rank(probs, votes, 5, **given), built(name).rank(probs, votes, 5, context))
+
+
+@every_budget
+def test_nobody_votes(name: str) -> None:
+    probs, votes, context = step(0)
+    if name == "static":
+        pytest.skip("asks nobody")
+    with pytest.raises(AssertionError, match="no row votes"):
+        built(name).rank(probs, torch.zeros_like(votes), 3, context)
+
+
+@every_budget
+@pytest.mark.parametrize("budget", [0, EXPERTS + 1])
+def test_no_list_of_no_or_more_than_all_experts(name: str, budget: int) -> None:
+    probs, votes, context = step(0)
+    with pytest.raises(AssertionError, match="a budget of"):
+        built(name).rank(probs, votes, budget, context)
+
+
+@every_budget
+def test_what_needs_a_calibration_says_so(name: str) -> None:
+    kind = components.find("budgets", name)
+    if kind.needs_calibration:
+        with pytest.raises(ConfigError, match=f"{name} needs a calibration file.*vllm-spac calibrate"):
+            kind.of(None)
+    else:
+        assert isinstance(kind.of(None), kind)
+    assert built(name).to("cpu").rank(*step(1)[:2], 3, step(1)[2]).shape == (3,)
+
+
+def test_which_are_offline_and_which_are_calibrated() -> None:
+    kinds = {name: components.find("budgets", name) for name in components.names("budgets")}
+    assert {name for name, kind in kinds.items() if kind.offline} == {"oracle"}
+    assert {name for name, kind in kinds.items() if kind.needs_calibration} == {"coactivation", "static"}
+
+
+def test_router_by_hand() -> None:
+    probs = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.0, 0.0, 1.0]])
+    assert router.rank(probs, torch.tensor([True, True, False]), 3).tolist() == [1, 0, 2]
+    assert router.rank(probs, torch.tensor([True, True, True]), 1).tolist() == [2]
+
+
+def test_static_takes_the_counts_of_its_layer() -> None:
+    budget = static.Static(counts=torch.tensor([[5, 1, 3], [0, 9, 9]]))
+    probs, votes = torch.eye(3), torch.ones(3, dtype=torch.bool)
+    assert budget.rank(probs, votes, 3).tolist() == [0, 2, 1]
+    assert budget.rank(probs, votes, 3, LayerContext(layer=1)).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(("bonus", "order"), [(0.0, [0, 1, 2, 3]), (0.5, [0, 1, 3, 2]), (2.0, [3, 0, 1, 2])])
+def test_resident_lifts_what_is_in_fast_memory(bonus: float, order: list[int]) -> None:
+    """Mean mass 0.25, so the last has 0.1 + 0.25 * bonus."""
+    probs, fast = torch.tensor([[0.45, 0.25, 0.2, 0.1]]), torch.tensor([False, False, False, True])
+    assert resident.rank(probs, torch.tensor([True]), 4, fast, bonus).tolist() == order
+    assert resident.rank(torch.cat((probs, probs)), torch.tensor([True, True]), 4, fast, bonus).tolist() == order
+
+
+@pytest.mark.parametrize("bonus", [-1.0, float("nan")])
+def test_resident_refuses_a_wrong_bonus(bonus: float) -> None:
+    with pytest.raises(ConfigError, match="use 0 or more"):
+        resident.Resident(bonus=bonus)
+
+
+@settings(max_examples=40, **BUSY)
+@given(seed=seeds, literal=st.booleans())
+def test_oracle_is_greedy_by_the_definition(seed: int, literal: bool) -> None:
+    """Those that change nothing, because no row's top-k has them, go by the router's mass."""
+    probs, votes, context = step(seed)
+    parts = (context.outputs * (probs if literal else context.mixing)[:, :, None])[:3].double()
+    whole = (context.outputs * context.mixing[:, :, None])[:3].double().sum(1)
+    mass = probs[:3].sum(0).tolist()
+    chosen: list[int] = []
+    for _ in range(EXPERTS):
+        errors = {
+            i: float((whole - parts[:, [*chosen, i]].sum(1)).square().sum()) for i in range(EXPERTS) if i not in chosen
+        }
+        chosen.append(min(errors, key=lambda i: (round(errors[i], 8), -mass[i])))
+    found = oracle.rank(probs, votes, EXPERTS, context.outputs, context.mixing, literal=literal)
+    assert found.tolist() == chosen
+
+
+def test_coactivation_skips_the_partner_of_one_it_has() -> None:
+    """0 and 1 are alike and the heaviest; 2 is alone. All selected by another row, so that squares add up by pairs."""
+    mixing = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.6, 0.0], [0.0, 0.0, 0.0, 0.1]])
+    votes, alike = torch.ones(3, dtype=torch.bool), torch.eye(4)
+    alike[0, 1] = alike[1, 0] = 1.0
+    assert coactivation.rank(mixing, votes, 4, torch.eye(4)).tolist() == [2, 0, 1, 3]
+    assert coactivation.rank(mixing, votes, 4, alike).tolist() == [0, 2, 1, 3]
+
+
+@settings(max_examples=40, **BUSY)
+@given(seed=seeds)
+def test_coactivation_is_greedy_by_its_formula(seed: int) -> None:
+    probs, votes, context = step(seed)
+    rho = coactivation.similarity(CALIBRATED.pairs[1], CALIBRATED.tokens).tolist()
+    rows = context.mixing[:3].double().tolist()
+
+    def loss(kept: list[int]) -> float:
+        out = [i for i in range(EXPERTS) if i not in kept]
+        return sum(rho[i][j] * row[i] * row[j] for row in rows for i in out for j in out)
+
+    chosen: list[int] = []
+    while len(chosen) < EXPERTS and loss(chosen) > 1e-12:
+        chosen.append(min((i for i in range(EXPERTS) if i not in chosen), key=lambda i: loss([*chosen, i])))
+    found = coactivation.rank(probs, votes, EXPERTS, torch.tensor(rho), context.mixing, prior=0.0)
+    assert found.tolist()[: len(chosen)] == chosen
+
+
+def test_coactivation_ranks_those_that_nobody_selected_by_the_router() -> None:
+    probs = torch.tensor([[0.5, 0.1, 0.0, 0.15, 0.25]])
+    budget = coactivation.Coactivation(alike=torch.eye(5)[None], top_k=1)
+    assert budget.rank(probs, torch.tensor([True]), 5).tolist() == [0, 4, 3, 1, 2]
+
+
+def test_coactivation_takes_the_similarity_of_its_layer() -> None:
+    alike = torch.eye(4).repeat(2, 1, 1)
+    alike[1, 0, 1] = alike[1, 1, 0] = 1.0
+    budget = coactivation.Coactivation(alike=alike, top_k=2)
+    probs, votes = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.6, 0.0]]), torch.ones(2, dtype=torch.bool)
+    assert [budget.rank(probs, votes, 1, LayerContext(layer)).tolist() for layer in (0, 1)] == [[2], [0]]
+
+
+def test_similarity_is_the_squared_correlation_of_selections() -> None:
+    chosen = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 1, 0], [0, 1, 1, 0]])
+    found = coactivation.similarity(chosen.T @ chosen, 5)
+    expected = torch.corrcoef(chosen[:, :3].T.double()).clamp(min=0).square()
+    torch.testing.assert_close(found[:3, :3], expected)
+    assert found[3].tolist() == [0, 0, 0, 1], "never selected: like nobody"
+
+
+def test_similarity_does_not_overflow() -> None:
+    """10^10 tokens: products of int64 counts must not be taken in int64."""
+    pairs = torch.tensor([[5, 4], [4, 5]]) * 10**9
+    assert coactivation.similarity(pairs, 10**10)[0, 1] == pytest.approx(0.36)
+
+
+@settings(max_examples=60, **BUSY)
+@given(seed=seeds, size=st.integers(1, 9))
+def test_least_residual_is_the_naive_greedy(seed: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vectors, whole = torch.randn(size, 4, generator=generator).double(), torch.randn(4, generator=generator).double()
+    chosen: list[int] = []
+    for _ in range(size):
+        left = [i for i in range(size) if i not in chosen]
+        chosen.append(min(left, key=lambda i: float((whole - vectors[[*chosen, i]].sum(0)).square().sum())))
+    assert least_residual(vectors @ vectors.T, size, vectors @ whole).tolist() == chosen
+
+
+def world(seed: int, experts: int = 32, width: int = 32, cluster: int = 4):
+    """Random experts; those of a cluster share half of their weights and of their router's direction."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        shared = torch.randn(experts // cluster, *shape, generator=generator).repeat_interleave(cluster, 0)
+        return 0.5**0.5 * (torch.randn(experts, *shape, generator=generator) + shared)
+
+    up, down, gate = draw(width, 16), draw(16, width), draw(width)
+
+    def run(rows: int) -> tuple[Tensor, Tensor]:
+        base = torch.randn(width, generator=generator)
+        hidden = 0.6**0.5 * base + 0.4**0.5 * torch.randn(rows, width, generator=generator)
+        inner = torch.einsum("td,ndf->tnf", hidden, up / width**0.5).relu()
+        return (2 * hidden @ gate.T / width**0.5).softmax(1), torch.einsum("tnf,nfd->tnd", inner, down / 4)
+
+    return run
+
+
+@pytest.mark.parametrize("budget", [6, 8, 12, 16])
+def test_rankings_in_order_of_their_error(budget: int) -> None:
+    """Truncation on random experts: oracle <= coactivation <= router <= static, over 3 models of 8 steps of 16 rows."""
+    top_k, lost = 4, dict.fromkeys(("oracle", "coactivation", "router", "static"), 0.0)
+    for seed in range(3):
+        run = world(seed)
+        recorder = CalibrationRecorder("f", "random", ["0"], 32, top_k, window=16)
+        for _ in range(40):
+            probs, _ = run(16)
+            recorder.observe(0, probs, probs.topk(top_k).indices)
+            recorder.end_text()
+        rankings = {name: components.find("budgets", name).of(recorder.result()) for name in lost}
+        for _ in range(8):
+            probs, outputs = run(16)
+            weights, ids = probs.topk(top_k)
+            mixing = torch.zeros_like(probs).scatter(1, ids, weights)
+            context = LayerContext(0, mixing=mixing, outputs=outputs)
+            for name, ranking in rankings.items():
+                shortlist = ranking.rank(probs, torch.ones(16, dtype=torch.bool), budget, context)
+                kept = torch.zeros_like(probs).scatter_add(1, *truncate(probs, ids, weights, shortlist)[::-1])
+                lost[name] += float(((kept - mixing)[:, :, None] * outputs).sum(1).square().sum())
+    assert lost["oracle"] <= lost["coactivation"] <= lost["router"] <= lost["static"], lost
+
+
+def test_coactivation_is_quick() -> None:
+    """About 1 ms for 64 rows of 128 experts; the bound leaves room for a busy machine."""
+    probs = torch.rand(64, 128).softmax(1)
+    budget = coactivation.Coactivation(alike=torch.eye(128)[None].double(), top_k=8)
+    votes, best = torch.ones(64, dtype=torch.bool), 1.0
+    for _ in range(20):
+        started = time.perf_counter()
+        budget.rank(probs, votes, 32)
+        best = min(best, time.perf_counter() - started)
+    assert best < 0.01
+
+
+@settings(max_examples=60, **BUSY)
+@given(seed=seeds, mass=st.floats(0.01, 0.999))
+def test_mass_cut_is_the_smallest_prefix(seed: int, mass: float) -> None:
+    probs, votes, _ = step(seed)
+    held, order = router_mass(probs, votes), router.rank(probs, votes, EXPERTS)
+    count = mass_cut(order, held, mass)
+    assert held[order[:count]].sum() >= mass * held.sum() * (1 - 1e-12)
+    assert held[order[: count - 1]].sum() < mass * held.sum() * (1 + 1e-12)
+
+
+def test_mass_cut_by_hand() -> None:
+    order, held = torch.tensor([2, 0, 1]), torch.tensor([0.25, 0.25, 0.5])
+    assert [mass_cut(order, held, mass) for mass in (0.1, 0.5, 0.51, 0.75, 0.8)] == [1, 1, 2, 2, 3]
+    assert mass_cut(order, torch.tensor([0.0, 0.0, 1.0]), 1.0) == 3, "1.0 is exact: all, even those without mass"
+    assert mass_cut(order, held, 0.1, least=2) == 2
+
+
+@pytest.mark.parametrize("mass", [0.0, -0.1, 1.001, float("nan")])
+def test_a_share_out_of_range_is_refused(mass: float) -> None:
+    with pytest.raises(ConfigError, match="--spac-budget-mass.*above 0 and at most 1"):
+        mass_cut(torch.tensor([0]), torch.tensor([1.0]), mass)
+
+
+@pytest.mark.parametrize(
+    ("budget", "coverage", "says"),
+    [
+        (1, "substitution", r"every token 2 experts; use 2 to 8, or truncation"),
+        (0, "substitution", r"has 8 experts; use 2 to 8"),
+        (9, "substitution", r"has 8 experts; use 2 to 8"),
+        (0, "truncation", r"has 8 experts; use 1 to 8"),
+        (-3, "truncation", r"has 8 experts; use 1 to 8"),
+        (9, "truncation", r"has 8 experts; use 1 to 8"),
+    ],
+)
+def test_budgets_that_cannot_be_met(budget: int, coverage: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"budget={budget} \(--spac-budget\).*{says}"):
+        validate(budget, 8, 2, coverage)
+
+
+def test_an_unknown_coverage_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use truncation or substitution"):
+        validate(4, 8, 2, "both")
+
+
+@pytest.mark.parametrize(("budget", "coverage"), [(2, "substitution"), (8, "substitution"), (1, "truncation")])
+def test_budgets_that_can_be_met(budget: int, coverage: str) -> None:
+    validate(budget, 8, 2, coverage)
+
+
+def test_the_base_holds_no_component() -> None:
+    assert "base" not in components.names("budgets") and inspect.isabstract(base.Budget)

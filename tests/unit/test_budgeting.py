@@ -1,0 +1,152 @@
+"""Who votes, who is cut, and what is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_spac.budgeting import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.errors import ConfigError, UnsupportedError
+
+EXPERTS, TOP_K = 8, 2
+PROMPT, DECODE = RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 4, RowKind.DECODE)
+VERIFY, OTHER = RequestRows(4, 8, RowKind.VERIFY, 3), RequestRows(8, 10, RowKind.VERIFY, 1)
+MIXED = Step((PROMPT, DECODE, VERIFY, OTHER))
+ROWS = 12  # the last two are padding
+
+
+def control(rule: RoutingRule | None = None, layers: int = 1, resident=None) -> BudgetControl:
+    rule = rule or RoutingRule()
+    return BudgetControl([BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule, resident) for i in range(layers)])
+
+
+def routing(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(seed)) * 2
+    weights, ids = logits.softmax(-1).topk(TOP_K)
+    return logits, weights / weights.sum(1, keepdim=True), ids.to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("when", "cut"),
+    [("verify", range(4, 10)), ("decode", range(3, 10)), ("all", range(10))],
+)
+@pytest.mark.parametrize("coverage", ["truncation", "substitution"])
+def test_only_the_rows_asked_for_are_cut_and_vote(when: str, cut: range, coverage: str) -> None:
+    logits, weights, ids = routing()
+    inside, outside = torch.tensor(cut), torch.tensor([row for row in range(ROWS) if row not in cut])
+    logits[outside] = torch.tensor([50.0, 50, -50, -50, -50, -50, -50, -50])  # they would decide, did they vote
+    budget = control()
+    budget.change(BudgetSettings(budget=3, when=when, coverage=coverage))
+    got_weights, got_ids = budget.apply(0, logits, weights, ids, MIXED)
+    assert torch.equal(got_weights[outside], weights[outside]) and torch.equal(got_ids[outside], ids[outside])
+    shortlist = logits[inside].softmax(-1).sum(0).topk(3).indices
+    assert torch.isin(got_ids[inside], shortlist).all()
+    kept = torch.isin(ids[inside], shortlist)
+    share = (weights[inside] * ~kept).sum(1) / weights[inside].sum(1)
+    counters = budget.counters
+    assert (counters.rows, counters.shortlists, counters.experts) == (len(cut), 1, len(got_ids[inside].unique()))
+    assert counters.dropped_mass == pytest.approx(share.sum().item(), abs=1e-5)
+    if coverage == "truncation":
+        assert torch.equal(got_weights[inside], weights[inside] * kept)
+    else:
+        assert torch.allclose(got_weights[inside].sum(1), torch.ones(len(cut)))
+
+
+def test_windows_rank_by_themselves() -> None:
+    logits, weights, ids = routing(1)
+    budget = control()
+    budget.change(BudgetSettings(budget=2, when="verify", window=2))
+    _, got = budget.apply(0, logits, weights, ids, MIXED)
+    for start in (4, 6, 8):  # two windows of the first request, one of the second
+        rows = slice(start, start + 2)
+        assert set(got[rows].unique().tolist()) == set(logits[rows].softmax(-1).sum(0).topk(2).indices.tolist())
+    assert budget.counters.shortlists == 3
+
+
+def test_nobody_votes() -> None:
+    logits, weights, ids = routing()
+    budget = control()
+    budget.change(BudgetSettings(budget=2))
+    got = budget.apply(0, logits, weights, ids, Step((PROMPT, DECODE)))
+    assert got[0] is weights and got[1] is ids
+    assert budget.counters.rows == 0
+
+
+@pytest.mark.parametrize("settings", [{"budget": EXPERTS}, {"mass": 1.0}])
+@pytest.mark.parametrize("coverage", ["truncation", "substitution"])
+def test_everything_within_the_budget_is_unchanged_to_the_bit(settings: dict, coverage: str) -> None:
+    logits, weights, ids = routing()
+    budget = control()
+    budget.change(BudgetSettings(**settings, coverage=coverage, when="all"))
+    got = budget.apply(0, logits, weights, ids, MIXED)
+    assert torch.equal(got[0], weights) and torch.equal(got[1], ids)
+    assert budget.counters.dropped_mass == 0 and budget.counters.rows == 10
+
+
+def test_mass_is_held() -> None:
+    logits, weights, ids = routing()
+    budget = control()
+    budget.change(BudgetSettings(mass=0.8, coverage="truncation"))
+    got_weights, got_ids = budget.apply(0, logits, weights, ids, MIXED)
+    mass = logits[4:10].softmax(-1).sum(0)
+    used = got_ids[4:10][got_weights[4:10] > 0].unique()
+    order = mass.sort(descending=True).indices
+    needed = 1 + int((mass[order].cumsum(0) < 0.8 * mass.sum()).sum())
+    assert set(used.tolist()) <= set(order[:needed].tolist())
+
+
+def test_layers_have_their_own_budgets() -> None:
+    logits, weights, ids = routing()
+    budget = control(layers=2)
+    budget.change(BudgetSettings(budget={"layer.0": 2, "layer.1": EXPERTS}))
+    assert len(budget.apply(0, logits, weights, ids, MIXED)[1][4:10].unique()) == 2
+    assert torch.equal(budget.apply(1, logits, weights, ids, MIXED)[1], ids)
+
+
+def test_resident_experts_are_preferred() -> None:
+    logits, weights, ids = routing()
+    wanted = logits[4:10].softmax(-1).sum(0).argsort()[:2]  # the least wanted
+    resident = torch.zeros(EXPERTS, dtype=torch.bool)
+    resident[wanted] = True
+    budget = control(resident=lambda: resident)
+    budget.change(BudgetSettings(budget=3, ranking="resident"))
+    chosen = budget.apply(0, logits, weights, ids, MIXED)[1][4:10].unique()
+    budget.change(BudgetSettings(budget=3, ranking="router"))
+    plain = budget.apply(0, logits, weights, ids, MIXED)[1][4:10].unique()
+    assert torch.isin(chosen, wanted).sum() > torch.isin(plain, wanted).sum()
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ({"budget": 9}, "a layer has 8 experts"),
+        ({"budget": 1}, "substitution gives every token 2 experts"),
+        ({"budget": 0}, "use 2 to 8"),
+        ({"mass": 1.5}, "above 0 and at most 1"),
+        ({"mass": 0.0}, "above 0 and at most 1"),
+        ({"budget": 4, "mass": 0.5}, "use one of them"),
+        ({"budget": True}, "use a number"),
+        ({"budgets": 4}, "known: budget, mass"),
+        ({"budget": 4, "ranking": "oracle"}, "evaluation only"),
+        ({"budget": 4, "ranking": "static"}, "needs a calibration file"),
+        ({"budget": 4, "ranking": "best"}, "has no 'best'"),
+        ({"budget": {"layer.1": 4}}, "layer.0"),
+        ({"budget": 4, "when": "never"}, "verify"),
+        ("16", "is a mapping"),
+    ],
+    ids=str,
+)
+def test_errors_change_nothing(raw, text: str) -> None:
+    budget = control()
+    budget.change(BudgetSettings(budget=5))
+    with pytest.raises(ConfigError, match=text):
+        budget.change(BudgetSettings.parse(raw))
+    assert budget.settings == BudgetSettings(budget=5)
+
+
+def test_a_routing_function_of_the_models_own_cannot_be_substituted() -> None:
+    budget = control(RoutingRule(custom=True))
+    with pytest.raises(UnsupportedError, match="--spac-budget-coverage truncation"):
+        budget.change(BudgetSettings(budget=4))
+    budget.change(BudgetSettings(budget=4, coverage="truncation"))

@@ -1,0 +1,395 @@
+"""Calibration: what is counted, what is read back, what is refused, and budgets from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vllm_spac import calibration as module
+from vllm_spac.calibration import Calibration, CalibrationRecorder, read_budgets, tune, write_budgets
+from vllm_spac.errors import ConfigError
+
+LAYERS, EXPERTS, TOP_K, WINDOW = ("model.layers.0.mlp", "model.layers.1.mlp"), 6, 2, 4
+FINGERPRINT = "0123456789abcdef" * 2
+AGAIN = "vllm-spac calibrate"
+
+
+def recorder(**others) -> CalibrationRecorder:
+    facts = {"fingerprint": FINGERPRINT, "model": "toy", "layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K}
+    return CalibrationRecorder(**facts | {"window": WINDOW, "source": "prompts"} | others)
+
+
+def text(seed: int, tokens: int = 11) -> list[Tensor]:
+    """Router scores [tokens, N] of each layer."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(2 * torch.randn(tokens, EXPERTS, generator=generator)).softmax(1) for _ in LAYERS]
+
+
+def observe(recorder: CalibrationRecorder, scores: list[Tensor], chunks: tuple[int, ...] = ()) -> None:
+    """One text, in forwards that end at ``chunks``."""
+    bounds = [0, *chunks, len(scores[0])]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        for layer, probs in enumerate(scores):
+            rows = probs[start:stop]
+            recorder.observe(layer, rows, rows.topk(TOP_K).indices.int())
+    recorder.end_text()
+
+
+def recorded(texts: int = 3) -> Calibration:
+    made = recorder()
+    for seed in range(texts):
+        observe(made, text(seed))
+    return made.result()
+
+
+def same(a: Calibration, b: Calibration) -> bool:
+    facts = ("fingerprint", "model", "layers", "top_k", "window", "tokens")
+    return all(getattr(a, name) == getattr(b, name) for name in facts) and all(
+        torch.equal(getattr(a, name), getattr(b, name)) for name in ("pairs", "counts", "curves")
+    )
+
+
+def test_by_hand() -> None:
+    """Two windows of two tokens and a remainder, in a layer of three experts."""
+    probs = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.1, 0.8], [0.1, 0.3, 0.6], [1.0, 0.0, 0.0]])
+    made = CalibrationRecorder("f", "toy", ["only"], 3, 1, window=2)
+    made.observe(0, probs, probs.argmax(1, keepdim=True))
+    made.end_text()
+    found = made.result()
+    assert found.tokens == 5 and found.counts.tolist() == [[3, 0, 2]]
+    assert found.pairs.tolist() == [[[3, 0, 0], [0, 0, 0], [0, 0, 2]]]
+    first, second = [1.2 / 2, 1.8 / 2, 1], [1.4 / 2, 1.8 / 2, 1]
+    torch.testing.assert_close(found.curves, (torch.tensor([first]) + torch.tensor([second])) / 2)
+
+
+def test_counts_against_loops() -> None:
+    found, expected = recorded(), torch.zeros(2, EXPERTS, EXPERTS, dtype=torch.int64)
+    for seed in range(3):
+        for layer, probs in enumerate(text(seed)):
+            for row in probs.topk(TOP_K).indices.tolist():
+                for i in row:
+                    for j in row:
+                        expected[layer, i, j] += 1
+    assert torch.equal(found.pairs, expected)
+    assert torch.equal(found.counts, expected.diagonal(dim1=1, dim2=2))
+    assert found.tokens == 33 and found.pairs.dtype == found.counts.dtype == torch.int64
+
+
+@pytest.mark.parametrize("chunks", [(5,), (1, 2, 3), (4, 8), tuple(range(1, 11))])
+def test_forwards_do_not_cut_windows(chunks: tuple[int, ...]) -> None:
+    made = recorder()
+    for seed in range(3):
+        observe(made, text(seed), chunks)
+    assert same(made.result(), recorded())
+
+
+def test_a_window_does_not_reach_into_the_next_text() -> None:
+    """11 tokens: two windows; 3 are left over and dropped."""
+    made, again = recorder(), recorder()
+    for seed in range(3):
+        observe(made, text(seed))
+        observe(again, [probs[:8] for probs in text(seed)])
+    assert torch.equal(made.result().curves, again.result().curves)
+
+
+def test_curves_are_shares() -> None:
+    curves = recorded().curves
+    assert (curves[:, 1:] >= curves[:, :-1]).all() and torch.allclose(curves[:, -1], torch.ones(2))
+    assert (curves[:, 0] >= 1 / EXPERTS).all()
+
+
+def test_nothing_observed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="saw no token; use prompts"):
+        recorder().result()
+
+
+def test_layers_must_see_the_same_tokens() -> None:
+    made = recorder()
+    observe(made, text(0))
+    made.observe(0, text(1)[0], text(1)[0].topk(TOP_K).indices)
+    with pytest.raises(AssertionError, match="different numbers"):
+        made.result()
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    recorded().save(tmp_path / "a")
+    assert same(Calibration.load(tmp_path / "a", FINGERPRINT, LAYERS, EXPERTS), recorded())
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_file_is_as_documented(tmp_path: Path) -> None:
+    recorded().save(tmp_path / "a")
+    with safe_open(tmp_path / "a", framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "spac-calibration-1" and json.loads(metadata["layers"]) == list(LAYERS)
+    assert (metadata["tokens"], metadata["window"], metadata["top_k"], metadata["experts"]) == ("33", "4", "2", "6")
+    tensors = {name: (str(t.dtype), tuple(t.shape)) for name, t in load_file(tmp_path / "a").items()}
+    assert tensors == {
+        "pairs": ("torch.int64", (2, 6, 6)),
+        "counts": ("torch.int64", (2, 6)),
+        "curves": ("torch.float32", (2, 6)),
+    }
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [("f" * 32, LAYERS, EXPERTS), (FINGERPRINT, LAYERS[:1], EXPERTS), (FINGERPRINT, LAYERS[::-1], EXPERTS),
+     (FINGERPRINT, LAYERS, 7)],
+)  # fmt: skip
+def test_of_another_model_is_refused(tmp_path: Path, wanted: tuple) -> None:
+    recorded().save(tmp_path / "a")
+    with pytest.raises(ConfigError, match=f"made for toy .*not for this model or revision.*{AGAIN}"):
+        Calibration.load(tmp_path / "a", *wanted)
+
+
+def damaged(path: Path, metadata: dict[str, str | None], **tensors: Tensor | None) -> None:
+    """The file at ``path`` with other metadata and tensors; None takes one out."""
+    with safe_open(path, framework="pt") as file:
+        texts = file.metadata() | metadata
+    content = load_file(path) | tensors
+    save_file(
+        {k: v for k, v in content.items() if v is not None}, path, {k: v for k, v in texts.items() if v is not None}
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": {"format": "spac-calibration-2"}},
+        {"metadata": {"format": None}},
+        {"metadata": {"tokens": None}},
+        {"metadata": {"tokens": "34"}},
+        {"metadata": {"tokens": "many"}},
+        {"metadata": {"layers": "7"}},
+        {"metadata": {"layers": "["}},
+        {"metadata": {"top_k": "3"}},
+        {"metadata": {"window": "0"}},
+        {"metadata": {"experts": "5"}},
+        {"pairs": None},
+        {"pairs": torch.zeros(2, 6, 6)},
+        {"pairs": torch.zeros(2, 6, 6, dtype=torch.int64)},
+        {"counts": torch.zeros(2, 6, dtype=torch.int64)},
+        {"curves": torch.zeros(2, 5)},
+        {"curves": torch.full((2, 6), float("nan"))},
+    ],
+    ids=str,
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, change: dict) -> None:
+    recorded().save(tmp_path / "a")
+    damaged(tmp_path / "a", **{"metadata": {}} | change)
+    with pytest.raises(ConfigError, match=AGAIN):
+        Calibration.load(tmp_path / "a", FINGERPRINT, LAYERS, EXPERTS)
+
+
+@pytest.mark.parametrize("content", [b"", b"no safetensors", None], ids=str)
+def test_an_unreadable_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"cannot be read.*{AGAIN}"):
+        Calibration.load(tmp_path / "a", FINGERPRINT, LAYERS, EXPERTS)
+    with pytest.raises(ConfigError, match="cannot be read.*delete it"):
+        recorder().resume(tmp_path / "a")
+
+
+@pytest.mark.parametrize("size", [100, 1000])
+def test_a_truncated_file_is_refused(tmp_path: Path, size: int) -> None:
+    recorded().save(tmp_path / "a")
+    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:size])
+    with pytest.raises(ConfigError, match=f"cannot be read.*{AGAIN}"):
+        Calibration.load(tmp_path / "a", FINGERPRINT, LAYERS, EXPERTS)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded().save(tmp_path / "a")
+    before = (tmp_path / "a").read_bytes()
+
+    def half(tensors, path, metadata) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_file", half)
+    with pytest.raises(ConfigError, match="cannot be written.*No space.*name another file"):
+        recorded(1).save(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_file_appears_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded().save(tmp_path / "a")
+    before = (tmp_path / "a").read_bytes()
+
+    def killed(source, target) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(module.os, "replace", killed)
+    with pytest.raises(ConfigError, match="cannot be written.*Input/output"):
+        recorded(1).save(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    for write in (recorded().save, lambda path: write_budgets(path, FINGERPRINT, {"a": 1})):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            write(tmp_path / "no" / "a")
+
+
+def test_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    first, second = recorder(), recorder()
+    observe(first, text(0))
+    observe(first, text(1))
+    first.save_progress(tmp_path / "p")
+    second.resume(tmp_path / "p")
+    assert (second.texts, second.tokens) == (2, 22)
+    observe(second, text(2))
+    assert same(second.result(), recorded())
+
+
+def test_progress_is_saved_between_texts() -> None:
+    made = recorder()
+    made.observe(0, text(0)[0], text(0)[0].topk(TOP_K).indices)
+    with pytest.raises(AssertionError, match="not over"):
+        made.save_progress("never")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"source": "others"}, {"window": 5}, {"fingerprint": "f"}, {"top_k": 1}, {"layers": ("a", "b")}, {"experts": 7}],
+    ids=str,
+)
+def test_progress_of_another_run_is_refused(tmp_path: Path, other: dict) -> None:
+    made = recorder()
+    observe(made, text(0))
+    made.save_progress(tmp_path / "p")
+    with pytest.raises(ConfigError, match="another model, window or set of texts; delete it"):
+        recorder(**other).resume(tmp_path / "p")
+
+
+def test_a_calibration_is_no_progress_nor_the_other_way_round(tmp_path: Path) -> None:
+    made = recorder()
+    observe(made, text(0))
+    made.save_progress(tmp_path / "p")
+    made.result().save(tmp_path / "a")
+    with pytest.raises(ConfigError, match="is not the progress"):
+        recorder().resume(tmp_path / "a")
+    with pytest.raises(ConfigError, match=f"is not a calibration.*{AGAIN}"):
+        Calibration.load(tmp_path / "p", FINGERPRINT, LAYERS, EXPERTS)
+
+
+def test_parts_add_up() -> None:
+    parts = recorder(), recorder(source="others")
+    observe(parts[0], text(0))
+    observe(parts[1], text(1))
+    observe(parts[1], text(2))
+    parts[0].merge(parts[1])
+    assert parts[0].texts == 3 and same(parts[0].result(), recorded())
+
+
+def test_parts_of_different_models_do_not() -> None:
+    with pytest.raises(ConfigError, match="cannot be added"):
+        recorder().merge(recorder(window=5))
+
+
+def test_a_result_does_not_change_afterwards() -> None:
+    made = recorder()
+    observe(made, text(0))
+    result = made.result()
+    before = result.pairs.clone()
+    observe(made, text(1))
+    assert torch.equal(result.pairs, before)
+
+
+def with_curves(*curves: list[float]) -> Calibration:
+    return Calibration(
+        FINGERPRINT, "toy", LAYERS, TOP_K, WINDOW, 8, torch.zeros(2, EXPERTS, EXPERTS, dtype=torch.int64),
+        torch.tensor(curves)
+    )  # fmt: skip
+
+
+CURVES = [0.5, 0.75, 0.9, 0.95, 1.0, 1.0], [0.97, 0.98, 0.99, 0.995, 0.999, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("mass", "coverage", "budgets"),
+    [
+        (0.9, "substitution", [3, 2]),
+        (0.9, "truncation", [3, 1]),
+        (0.75, "truncation", [2, 1]),
+        (0.98, "truncation", [5, 2]),
+        (1.0, "truncation", [6, 6]),
+        (0.01, "substitution", [2, 2]),
+    ],
+)
+def test_tuned_to_a_share(mass: float, coverage: str, budgets: list[int]) -> None:
+    assert tune(with_curves(*CURVES), mass, coverage) == dict(zip(LAYERS, budgets, strict=True))
+
+
+def test_a_share_is_met_by_the_curve_that_says_so() -> None:
+    """0.9 as float32 is below 0.9: a budget that the curve says reaches it is not passed over."""
+    assert tune(with_curves(*CURVES), 0.9, "truncation")[LAYERS[0]] == 3
+
+
+@pytest.mark.parametrize("mass", [0.0, 1.5])
+def test_tuning_to_no_share_is_refused(mass: float) -> None:
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        tune(recorded(), mass)
+
+
+def test_tuning_without_a_window_is_refused() -> None:
+    made = recorder(window=100)
+    observe(made, text(0))
+    with pytest.raises(ConfigError, match="saw 11 tokens and no window of 100; calibrate with more text"):
+        tune(made.result(), 0.9)
+
+
+def test_tuning_for_an_unknown_coverage_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use truncation or substitution"):
+        tune(recorded(), 0.9, "both")
+
+
+def test_budgets_are_read_back(tmp_path: Path) -> None:
+    budgets = {LAYERS[1]: 5, LAYERS[0]: 2}
+    write_budgets(tmp_path / "b.json", FINGERPRINT, budgets)
+    assert list(read_budgets(tmp_path / "b.json", FINGERPRINT, LAYERS, EXPERTS).items()) == [
+        (LAYERS[0], 2),
+        (LAYERS[1], 5),
+    ]
+    assert json.loads((tmp_path / "b.json").read_text()) == {
+        "format": "spac-budgets-1",
+        "fingerprint": FINGERPRINT,
+        "budgets": budgets,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read.*vllm-spac tune"),
+        ("{", "cannot be read.*vllm-spac tune"),
+        ("\udcff", "cannot be read.*vllm-spac tune"),
+        ("[]", "no budget file.*vllm-spac tune"),
+        ({"format": "other"}, "no budget file.*vllm-spac tune"),
+        ({"fingerprint": "f" * 32}, "another model or revision.*vllm-spac tune"),
+        ({"budgets": [1, 2]}, "layers differ"),
+        ({"budgets": {LAYERS[0]: 2}}, "layers differ"),
+        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 2, "more": 1}}, "layers differ"),
+        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 0}}, "is 0; use 1 to 6"),
+        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 7}}, "is 7; use 1 to 6"),
+        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 2.0}}, r"is 2\.0; use 1 to 6"),
+        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: True}}, "is True; use 1 to 6"),
+    ],
+    ids=str,
+)
+def test_budgets_that_are_refused(tmp_path: Path, content: dict | str | None, says: str) -> None:
+    path = tmp_path / "b.json"
+    if isinstance(content, dict):
+        write_budgets(path, FINGERPRINT, {LAYERS[0]: 2, LAYERS[1]: 5})
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    elif content is not None:
+        path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=f"--spac-budget-file.*{says}"):
+        read_budgets(path, FINGERPRINT, LAYERS, EXPERTS)

@@ -1,0 +1,85 @@
+"""``vllm-spac calibrate`` and ``tune`` without an engine: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_spac.calibration import CalibrationRecorder, read_budgets
+from vllm_spac.cli.main import app
+
+LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+
+
+def run(*arguments, code: int = 0) -> str:
+    """Output of the command on a wide terminal, with lines of text joined."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Path:
+    recorder = CalibrationRecorder("f" * 32, "tiny", LAYERS, experts=8, top_k=2, window=3)
+    generator = torch.Generator().manual_seed(0)
+    for layer, sharpness in enumerate((1.0, 6.0)):
+        probs = (sharpness * torch.randn(30, 8, generator=generator)).softmax(1)
+        recorder.observe(layer, probs, probs.topk(2).indices)
+    recorder.end_text()
+    recorder.result().save(tmp_path / "c.safetensors")
+    return tmp_path / "c.safetensors"
+
+
+def test_help_has_examples() -> None:
+    for name in ("calibrate", "tune"):
+        assert f"Examples vllm-spac {name}" in run(name, "--help") and name in run("--help")
+
+
+def test_tune_prints_and_writes(calibration: Path, tmp_path: Path) -> None:
+    output = tmp_path / "budgets.json"
+    text = run("tune", calibration, "--mass", "0.9", "--output", output)
+    budgets = read_budgets(output, "f" * 32, LAYERS, 8)
+    assert budgets[LAYERS[0]] > budgets[LAYERS[1]] >= 2, "a layer of sharp routers needs fewer"
+    for part in ("tiny: budgets for 90% of the router mass", *LAYERS, "calibrated on 30 tokens", f"written: {output}"):
+        assert part in text
+
+
+def test_truncation_may_go_below_top_k(calibration: Path, tmp_path: Path) -> None:
+    for coverage, least in (("substitution", 2), ("truncation", 1)):
+        run("tune", calibration, "--mass", "0.01", "--coverage", coverage, "--output", tmp_path / "b.json")
+        assert set(json.loads((tmp_path / "b.json").read_text())["budgets"].values()) == {least}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--mass", "1.5"), "at most 1"),
+        (("--coverage", "none"), "truncation or substitution"),
+        (("--output", "/none/b.json"), "name another file"),
+    ],
+)
+def test_tune_refuses(calibration: Path, options: tuple, says: str) -> None:
+    assert says in run("tune", calibration, *options, code=1)
+
+
+def test_tune_refuses_what_is_no_calibration(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("nothing")
+    assert "vllm-spac calibrate" in run("tune", tmp_path / "x", code=1)
+
+
+def test_calibrate_refuses_before_an_engine_starts(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    assert "cannot be read" in run("calibrate", "model", "--prompts", texts, code=1)
+    texts.write_text("hello\n")
+    for options, says in (
+        (("--output", tmp_path / "none" / "c"), "is no folder"),
+        (("--output", tmp_path), "is a folder"),
+        (("--engine", "[1]"), "use a JSON object"),
+        (("--engine", "{"), "use a JSON object"),
+        (("--slots", "many"), "25%"),
+    ):
+        assert says in run("calibrate", "model", "--prompts", texts, *options, code=1), options

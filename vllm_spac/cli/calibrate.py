@@ -1,0 +1,147 @@
+"""``vllm-spac calibrate`` and ``tune``: what a model's routers do on a sample of text, and budgets from it."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vllm_spac.errors import ConfigError
+
+EXAMPLES = """[bold]Examples[/]
+
+vllm-spac calibrate allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --window 9 --slots 25%
+
+vllm-spac calibrate ./model --prompts book.txt --limit-tokens 100000 --output model.calibration.safetensors
+
+[dim]Interrupted with Ctrl-C, the same command continues.[/]
+"""
+TUNE_EXAMPLES = """[bold]Examples[/]
+
+vllm-spac tune model.calibration.safetensors --mass 0.98 --output budgets.json
+
+vllm serve ./model --plugin spac --spac-budget-file budgets.json   [dim]# serve with them[/]
+"""
+
+Model = Annotated[str, typer.Argument(help="A folder or a name on the hub, as for vllm serve.")]
+Prompts = Annotated[
+    Path,
+    typer.Option(help='JSON lines with "text" or "prompt", or plain text separated by blank lines or NUL.'),
+]
+Slots = Annotated[str, typer.Option(help="Experts in fast memory, as --spac-slots.")]
+DiskDir = Annotated[Path | None, typer.Option(help="Folder of the packed experts, as --spac-disk-dir.")]
+TextTokens = Annotated[int, typer.Option(help="Longer texts are cut into pieces of so many tokens.", min=2)]
+LimitTokens = Annotated[int | None, typer.Option(help="Stop after so many tokens.", min=2)]
+Window = Annotated[int, typer.Option(help="Tokens of a verify step: 1 + its draft tokens.", min=1)]
+Engine = Annotated[str | None, typer.Option(metavar="JSON", help="More arguments of vllm.LLM.")]
+
+_SAVE_SECONDS = 10
+
+
+def calibrate(
+    model: Model,
+    prompts: Prompts,
+    window: Window = 9,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write.", show_default="MODEL.calibration.safetensors")
+    ] = None,
+    slots: Slots = "auto",
+    disk_dir: DiskDir = None,
+    text_tokens: TextTokens = 512,
+    limit_tokens: LimitTokens = None,
+    engine: Engine = None,
+) -> None:
+    """Let the model read texts, and write how its routers select experts: for tune, and the rankings that need it."""
+    from vllm_spac.integration import offline
+    from vllm_spac.prompts import checksum, read
+
+    output = output or Path(f"{re.split('[/]', model.rstrip('/'))[-1]}.calibration.safetensors")
+    _check_target(output)
+    texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
+    tokenizer = any(isinstance(text, str) for text in texts)
+    with offline.engine(model, spac, text_tokens + 1, tokenizer, **options) as llm:
+        pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
+        _run(llm, pieces, window, checksum(pieces), output)
+
+
+def _run(llm, pieces: list[list[int]], window: int, source: str, output: Path) -> None:
+    from vllm_spac.integration.offline import Interruptible, ask, read
+
+    progress_file, console = output.with_name(f"{output.name}.progress"), Console(stderr=True)
+    done = ask(llm, "calibrate", window, source, str(progress_file))
+    if done:
+        console.print(f"going on after {done} of {len(pieces)} texts", highlight=False)
+    tokens, saved = sum(map(len, pieces[:done])), time.monotonic()
+    with Interruptible() as interruption, bar(console) as progress:
+        task = progress.add_task("calibrating", total=sum(map(len, pieces)), completed=tokens)
+        for number, ids in enumerate(pieces[done:], done + 1):
+            read(llm, ids)
+            progress.update(task, completed=ask(llm, "calibrated_text"))
+            if interruption.asked or time.monotonic() - saved > _SAVE_SECONDS:
+                ask(llm, "save_progress", str(progress_file))
+                saved = time.monotonic()
+            if interruption.asked and number < len(pieces):
+                progress.stop()
+                console.print(f"stopped after {number} of {len(pieces)} texts; the same command continues")
+                raise typer.Exit(130)
+    count = ask(llm, "save_calibration", str(output.absolute()))
+    progress_file.unlink(missing_ok=True)
+    Console().print(f"{escape(str(output))}: {count:,} tokens of {len(pieces)} texts", highlight=False, soft_wrap=True)
+
+
+def tune(
+    calibration: Annotated[Path, typer.Argument(help="File of vllm-spac calibrate.")],
+    mass: Annotated[float, typer.Option(help="Share of the router mass that each layer keeps.")] = 0.98,
+    coverage: Annotated[
+        str, typer.Option(help="What a token does without an expert: substitution or truncation.")
+    ] = "substitution",
+    output: Annotated[Path | None, typer.Option(help="Write the budgets to this file, e.g. budgets.json.")] = None,
+) -> None:
+    """Choose a budget for each layer, for --spac-budget-file."""
+    from vllm_spac.calibration import Calibration, write_budgets
+    from vllm_spac.calibration import tune as smallest
+
+    found = Calibration.read(calibration)
+    budgets, console = smallest(found, mass, coverage), Console()
+    console.print(_table(found, budgets, mass, coverage))
+    if output is not None:
+        _check_target(output)
+        write_budgets(output, found.fingerprint, budgets)
+        console.print(f"written: {escape(str(output))}", highlight=False, soft_wrap=True)
+
+
+def _table(calibration, budgets: dict[str, int], mass: float, coverage: str) -> Table:
+    experts, uses = calibration.experts, calibration.counts
+    title = (
+        f"{escape(calibration.model)}: budgets for {100 * mass:g}% of the router mass in steps of "
+        f"{calibration.window} tokens, {coverage}"
+    )
+    mean = sum(budgets.values()) / len(budgets)
+    caption = f"{mean:.1f} of {experts} experts in the mean; calibrated on {calibration.tokens:,} tokens"
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for name in ("layer", "budget", "of", "mass kept", "experts used"):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for number, (name, budget) in enumerate(budgets.items()):
+        held = float(calibration.curves[number, budget - 1])
+        table.add_row(name, str(budget), str(experts), f"{100 * held:.2f}%", str(int((uses[number] > 0).sum())))
+    return table
+
+
+def bar(console: Console) -> Progress:
+    """A progress bar that counts what its total counts."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def _check_target(path: Path) -> None:
+    """Before minutes of work: is there a folder to write to?"""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = "is a folder" if path.is_dir() else f"cannot be written: {path.absolute().parent} is no folder"
+        raise ConfigError(f"{path} {problem}; name another file with --output")

@@ -1,0 +1,119 @@
+"""``vllm-spac quality``: what budgets cost in quality and gain in bytes and speed, for one model and its texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_spac.cli.calibrate import DiskDir, Engine, LimitTokens, Model, Prompts, Slots, TextTokens, Window, bar
+from vllm_spac.errors import ConfigError
+
+EXAMPLES = """[bold]Examples[/]
+
+vllm-spac quality ./model --prompts texts.jsonl --budgets 8,12,16,24,32 --calibration model.calibration.safetensors
+
+vllm-spac quality ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 --rankings router --slots 25%
+--speculative-config '{"method": "eagle3", "model": "./eagle", "num_speculative_tokens": 8}'
+
+[dim]Results are written point by point: the same command goes on with what is missing, other budgets add to it.[/]
+"""
+
+
+def quality(
+    model: Model,
+    prompts: Prompts,
+    budgets: Annotated[str, typer.Option(help="Experts a layer (B), with commas.")] = "",
+    mass: Annotated[str, typer.Option(help="Shares of the router mass, with commas.")] = "",
+    rankings: Annotated[
+        str | None, typer.Option(help="router, static, coactivation, resident, oracle.", show_default="all")
+    ] = None,
+    coverages: Annotated[str, typer.Option(help="substitution, truncation.")] = "substitution,truncation",
+    window: Window = 9,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File of vllm-spac calibrate, for static and coactivation.")
+    ] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Generate as well, with these drafts, as for vllm serve.")
+    ] = None,
+    generate: Annotated[int, typer.Option(help="Texts to generate after.", min=1)] = 4,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate after each.", min=2)] = 64,
+    output: Annotated[Path, typer.Option(help="Folder for quality.json and the pictures.")] = Path("quality"),
+    title: Annotated[str | None, typer.Option(help="Of the pictures.", show_default="MODEL")] = None,
+    slots: Slots = "auto",
+    disk_dir: DiskDir = None,
+    text_tokens: TextTokens = 512,
+    limit_tokens: LimitTokens = None,
+    engine: Engine = None,
+) -> None:
+    """Sweep rankings, coverages and budgets: perplexity, agreement and bytes and, with drafts, speed."""
+    from vllm_spac import quality as sweeps
+    from vllm_spac.integration import offline
+    from vllm_spac.prompts import read
+
+    asked = {
+        "rankings": sweeps.rankings(rankings, calibration is not None),
+        "coverages": sweeps.coverages(coverages),
+        "budgets": sweeps.bounds(budgets, "--budgets", int),
+        "masses": sweeps.bounds(mass, "--mass", float),
+    }
+    if not asked["budgets"] and not asked["masses"]:
+        raise ConfigError("nothing to evaluate; name budgets (--budgets 8,16,32) or masses (--mass 0.9,0.98)")
+    options = offline.options_of(engine, "--engine")
+    drafts = offline.options_of(speculative_config, "--speculative-config")
+    if drafts:
+        options["speculative_config"] = drafts
+    texts, spac = read(prompts), offline.spac_of(slots, disk_dir, calibration)
+    length, digest = text_tokens + new_tokens + 16, _digest(calibration)
+    with offline.engine(model, spac, length, any(isinstance(t, str) for t in texts), **options) as llm:
+        pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
+        run = {"window": window, "slots": slots, "drafts": _portable(drafts), "calibration": digest}
+        run |= {"generate": generate, "new_tokens": new_tokens} if drafts else {}
+        _run(llm, pieces, run, asked, output, title)
+
+
+def _run(llm, pieces: list[list[int]], run: dict, asked: dict, output: Path, title: str | None) -> None:
+    from vllm_spac.integration.quality_run import QualityRun
+
+    console = Console(stderr=True)
+    with bar(console) as progress:
+        running = QualityRun(llm, pieces, run, asked, output / "quality.json", progress)
+        results = running.all(title)
+    _show(results, output)
+
+
+def _show(results: dict, output: Path) -> None:
+    from vllm_spac import quality_pictures, quality_report
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 140)  # a table in a log is not to be folded
+    console.print(quality_report.table(results))
+    for skipped in results["skipped"]:
+        console.print(f"left out: {escape(skipped)}", highlight=False, soft_wrap=True)
+    for sentence in quality_report.sentences(results):
+        console.print(escape(sentence), highlight=False, soft_wrap=True)
+    quality_pictures.pareto(results, output / "pareto.png")
+    quality_pictures.figures(results, output / "figures.png")
+    names = ", ".join(str(output / name) for name in ("quality.json", "pareto.png", "figures.png"))
+    console.print(f"written: {escape(names)}", highlight=False, soft_wrap=True)
+
+
+def _portable(drafts: dict) -> dict:
+    """Without the folders of this machine."""
+    return drafts | ({"model": Path(drafts["model"]).name} if "model" in drafts else {})
+
+
+def _digest(path: Path | None) -> str | None:
+    """Names the content of a file."""
+    if path is None:
+        return None
+    import xxhash
+
+    try:
+        return xxhash.xxh3_64_hexdigest(path.expanduser().read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--calibration: {path} cannot be read: {error.strerror}") from error
