@@ -7,12 +7,15 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_spac.budgeting import BudgetSettings
 
 _SLOTS_HELP = "use a number of experts a layer (32), a percentage of all experts (25%), or auto"
 
@@ -60,10 +63,25 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _policies() -> list[str]:
+    """The policies that can serve; one that must know the future is for the simulator."""
+    return [name for name in components.names("policies") if not components.find("policies", name).offline]
+
+
 def _check_policy(value: str) -> str:
-    if ":" not in value and value not in components.names("policies"):
-        known = ", ".join(components.names("policies"))
+    if ":" not in value and value not in _policies():
+        known = ", ".join(_policies())
         raise ValueError(f"no policy is called {value!r}; use one of {known}, or package.module:Class")
+    return value
+
+
+def _check_ranking(value: str) -> str:
+    if ":" in value:
+        return value
+    serving = [name for name in components.names("budgets") if not components.find("budgets", name).offline]
+    if value not in serving:
+        hint = " (it runs every expert: only vllm-spac quality has it)" if value == "oracle" else ""
+        raise ValueError(f"no ranking for serving is called {value!r}{hint}; use one of {', '.join(serving)}")
     return value
 
 
@@ -82,11 +100,66 @@ class SpacConfig(BaseModel):
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
     )
     policy: Annotated[str, AfterValidator(_check_policy)] = Field(
-        "lru", description="Which expert makes room: lru, lfu, or package.module:Class."
+        "reuse", description="Which expert makes room: reuse, lru, lfu, utility, or package.module:Class."
+    )
+    prefetch: Literal["off", "utility"] = Field(
+        "off", description="Read experts ahead of need in the background: by their utility over steps, or not at all."
+    )
+    guard: Literal["on", "off"] = Field(
+        "off", description="Shorten or skip drafts when the experts they need cost more than the tokens they bring."
     )
     io_threads: Annotated[int, BeforeValidator(_no_bool)] = Field(
         4, ge=1, le=64, description="Threads that read missed experts."
     )
+
+    trace: Path | None = Field(
+        None, description="Record what the routers choose in this file, for vllm-spac trace and simulate."
+    )
+
+    budget: Annotated[int | None, BeforeValidator(_no_bool)] = Field(
+        None, ge=1, description="LOSSY: experts a layer may touch in one verify step (B), ranked over all draft tokens."
+    )
+    budget_mass: Annotated[float | None, BeforeValidator(_no_bool)] = Field(
+        None, gt=0, le=1, description="LOSSY: instead of B, the share of the router mass to keep, e.g. 0.98."
+    )
+    budget_file: Path | None = Field(None, description="LOSSY: a budget for each layer, from vllm-spac tune.")
+    budget_ranking: Annotated[str, AfterValidator(_check_ranking)] = Field(
+        "router", description="Which experts stay: router, static, coactivation or resident."
+    )
+    budget_coverage: Literal["substitution", "truncation"] = Field(
+        "substitution", description="What a token does without an expert: take another, or leave it out."
+    )
+    budget_when: Literal["verify", "decode", "all"] = Field(
+        "verify", description="Rows that vote and are cut: of verify steps, of decode steps too, or all."
+    )
+    calibration: Path | None = Field(
+        None, description="File of vllm-spac calibrate; the rankings static and coactivation need it."
+    )
+    control: bool = Field(False, description="Open POST /spac/budget: change the budget while the server runs.")
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> SpacConfig:
+        given = [name for name in ("budget", "budget_mass", "budget_file") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} bound the same thing; use one of them")
+        if given and self.calibration is None and components.find("budgets", self.budget_ranking).needs_calibration:
+            raise ValueError(
+                f"budget_ranking={self.budget_ranking} (--spac-budget-ranking) needs calibration (--spac-calibration "
+                "FILE); write the file with `vllm-spac calibrate`"
+            )
+        return self
+
+    def budget_settings(self, budget: int | dict[str, int] | None) -> BudgetSettings:
+        """The settings of the budget at the start; ``budget`` is B, or B for each layer from the budget file."""
+        from vllm_spac.budgeting import BudgetSettings
+
+        return BudgetSettings(
+            budget=budget,
+            mass=self.budget_mass,
+            ranking=self.budget_ranking,
+            coverage=self.budget_coverage,
+            when=self.budget_when,
+        )
 
     @classmethod
     def parse(cls, raw: Any) -> SpacConfig:
@@ -124,10 +197,12 @@ def check_knob(name: str, text: str) -> str:
 
 
 def _explain(item: dict[str, Any]) -> str:
+    message = item["msg"].removeprefix("Value error, ")
+    if not item["loc"]:  # of several knobs together
+        return message
     name = str(item["loc"][0])
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, SpacConfig.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known knobs: {', '.join(SpacConfig.model_fields)}"
         return f"unknown knob {name!r}; {hint}"
-    message = item["msg"].removeprefix("Value error, ")
     return f"{name}={item['input']!r} ({flag(name)}): {message}"

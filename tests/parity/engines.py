@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +27,11 @@ class Run:
     stats: dict = field(default_factory=dict)
 
 
-def generate(model: str, spac: dict | None = None, prompts=None, max_tokens: int = 16, **options: Any) -> Run:
-    """Greedy tokens for ``prompts``, in one engine that is gone afterwards."""
-    from vllm import LLM, SamplingParams
+@contextlib.contextmanager
+def engine(model: str, spac: dict | None = None, **options: Any) -> Iterator[Any]:
+    """A ``vllm.LLM`` that is gone when the block ends."""
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
-
-    import vllm_spac
 
     settings = {
         "skip_tokenizer_init": True,
@@ -45,12 +46,27 @@ def generate(model: str, spac: dict | None = None, prompts=None, max_tokens: int
     llm = None
     try:
         llm = LLM(model=str(model), additional_config={} if spac is None else {"spac": spac}, **settings)
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        requests = [{"prompt_token_ids": prompt} for prompt in (prompts or PROMPTS)]
-        outputs = llm.generate(requests, sampling, use_tqdm=False)
-        stats = vllm_spac.stats(llm)["workers"][0] if spac is not None else {}
-        return Run([list(output.outputs[0].token_ids) for output in outputs], stats)
+        yield llm
     finally:
         del llm
+        gc.unfreeze()  # vLLM freezes what it has built, and with it the engine
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def say(llm: Any, prompts=None, max_tokens: int = 16) -> list[list[int]]:
+    """Greedy tokens for ``prompts``."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    requests = [{"prompt_token_ids": prompt} for prompt in (prompts or PROMPTS)]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(requests, sampling, use_tqdm=False)]
+
+
+def generate(model: str, spac: dict | None = None, prompts=None, max_tokens: int = 16, **options: Any) -> Run:
+    """Greedy tokens for ``prompts``, in one engine that is gone afterwards."""
+    import vllm_spac
+
+    with engine(model, spac, **options) as llm:
+        tokens = say(llm, prompts, max_tokens)
+        return Run(tokens, vllm_spac.stats(llm)["workers"][0] if spac is not None else {})

@@ -21,5 +21,5 @@ def test_same_tokens_as_stock(family, spac, checkpoint, stock, tmp_path):
     if spac["slots"] == "100%":
         assert run.stats["misses"] == 0 and run.stats["hits"] > 0
     else:
-        assert run.stats["loads"] == run.stats["misses"] > 0
+        assert run.stats["loads"] >= run.stats["misses"] > 0
         assert run.stats["bytes"] == {"disk": run.stats["loads"] * run.stats["expert_bytes"]}

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_spac import __version__
-from vllm_spac.cli import inspect, packed, stats
+from vllm_spac.cli import calibrate, inspect, packed, profile, quality, simulate, stats, trace
 from vllm_spac.errors import SpacError
 
 app = typer.Typer(
@@ -52,8 +52,21 @@ def _reported(command: Callable) -> Callable:
     return run
 
 
-for _module, _command in ((inspect, inspect.inspect), (stats, stats.stats), (packed, packed.packed)):
-    app.command(epilog=_module.EXAMPLES)(_reported(_command))
+for _examples, _command in (
+    (inspect.EXAMPLES, inspect.inspect),
+    (stats.EXAMPLES, stats.stats),
+    (packed.EXAMPLES, packed.packed),
+    (simulate.EXAMPLES, simulate.simulate),
+    (profile.EXAMPLES, profile.profile),
+    (calibrate.EXAMPLES, calibrate.calibrate),
+    (calibrate.TUNE_EXAMPLES, calibrate.tune),
+    (quality.EXAMPLES, quality.quality),
+):
+    app.command(epilog=_examples)(_reported(_command))
+
+_trace = typer.Typer(help="Look into a recording of the routers' choices.", no_args_is_help=True)
+_trace.command(epilog=trace.EXAMPLES)(_reported(trace.show))
+app.add_typer(_trace, name="trace")
 
 
 if __name__ == "__main__":

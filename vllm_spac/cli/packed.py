@@ -173,7 +173,7 @@ def remove(folder: Path) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise StoreError(f"{folder} is in use by a process that packs; nothing was deleted") from error
+            raise StoreError(f"{folder} is in use by a server or a packing process; nothing was deleted") from error
         files, folders = _everything(folder)
         for path in files:
             path.unlink()

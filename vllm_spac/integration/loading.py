@@ -8,18 +8,22 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from tqdm import tqdm
 
 from vllm_spac import components, slots
+from vllm_spac.budgeting import BudgetControl
 from vllm_spac.config import SpacConfig
-from vllm_spac.core import MoEShape, Step
+from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration import fast_memory, runners
+from vllm_spac.integration import assembly, fast_memory, routing, runners
 from vllm_spac.integration.fingerprint import fingerprint
-from vllm_spac.memory import gib, release_file_pages
-from vllm_spac.runtime import ExpertPool
+from vllm_spac.knobs import EngineKnobs
+from vllm_spac.memory import release_file_pages, release_freed_memory
+from vllm_spac.pool import ExpertPool
+from vllm_spac.runtime import Runtime
 from vllm_spac.tiers.base import ExpertStore
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
@@ -84,18 +88,21 @@ class ModelExperts:
         self.vllm_config = vllm_config
         self.device = torch.device(vllm_config.device_config.device)
         self.store_name = config.store or ("disk" if self.device.type == "cpu" else "host")
-        self.pools: list[ExpertPool] = []
+        self.runtime: Runtime | None = None
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share one
         self._shapes: list[MoEShape] = []
         self._plan: list[int] = []
         self._bar: tqdm | None = None
+        self._budget: BudgetControl | None = None
         self._file_bytes = 0
-        self._lock = contextlib.ExitStack()
+        self._open_files = contextlib.ExitStack()
+        self._lock: TextIO | None = None
 
     # -- called by the layers ------------------------------------------------------------------------------
 
     def add(self, layer) -> None:
+        layer.spac_number = len(self._layers)
         self._layers.append(layer)
 
     def prepare(self, model: torch.nn.Module) -> None:
@@ -107,6 +114,8 @@ class ModelExperts:
             groups.setdefault(tuple(sorted((n, s.shape, s.dtype) for n, s in layer.probe().items())), []).append(layer)
         for layers in groups.values():
             self._shapes.append(self._shape_of(layers))
+        routing.install(model, self._layers)
+        self._budget = assembly.budget(self.config, self.vllm_config, self._layers)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         free = fast_memory.budget(self.vllm_config, self.device, others)
         for shape in self._shapes:
@@ -140,55 +149,41 @@ class ModelExperts:
                         store.put(key, {name: tensor[offset] for name, tensor in part.items()})
                         self._bar.update()
         layer.forget()
+        release_freed_memory()
 
     # -- called by the loader and the runner ---------------------------------------------------------------
 
     def finish(self) -> None:
         """The weights are loaded: fill the slots and hand them to the layers."""
         self._bar.close()
-        self._lock.close()
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        pools = []
         for shape, count in zip(self._shapes, self._plan, strict=True):
             pool = self._fill(shape, count)
-            self.pools.append(pool)
+            pools.append(pool)
             for layer in self._layers:
                 if self._store(layer) is pool.store:
                     layer.attach(pool)
-            logger.info("spac: %s", self._describe(pool))
+        trace, guard = (
+            assembly.trace(self.config, self.vllm_config, pools),
+            assembly.guard(self.config, self.vllm_config),
+        )
+        self.runtime = Runtime(pools, self._budget, trace, guard)
+        for pool in pools:
+            mode = self._budget.settings.describe()
+            logger.info("spac: mode=%s, %s, policy=%s", mode, assembly.describe(pool), self.config.policy)
         runners.install(self.vllm_config)
-
-    def begin_step(self, step: Step) -> None:
-        """A forward of the target model starts."""
-        for pool in self.pools:
-            pool.begin_step(step)
-
-    def end_step(self) -> None:
-        """The forward is over."""
-        for pool in self.pools:
-            pool.end_step()
 
     def stats(self) -> dict:
         """Choices and counters of this worker, summed over pools, as plain data."""
-        outside = any(not pool.holds_all for pool in self.pools)
-        total = {"mode": "exact", "store": self.store_name if outside else "resident", "policy": self.config.policy}
-        for pool in self.pools:
-            shape = pool.shape
-            facts = {
-                "layers": len(shape.layers),
-                "experts": shape.total,
-                "slots": pool.residency.slots,
-                "resident": pool.residency.resident,
-                "slot_bytes": pool.residency.slots * shape.expert_bytes,
-                "expert_bytes": shape.expert_bytes,
-                **pool.counters.snapshot(),
-            }
-            total = _add(total, facts)
-        return total
+        return assembly.stats(self.runtime, self.config, self.store_name)
 
     def close(self) -> None:
         """Stop threads and give back stores."""
-        self._lock.close()
-        for pool in self.pools:
-            pool.close()
+        self._open_files.close()
+        if self.runtime is not None:
+            self.runtime.close()
 
     # -- parts ---------------------------------------------------------------------------------------------
 
@@ -209,18 +204,29 @@ class ModelExperts:
             if self.store_name == "disk":
                 self._lock_folder(folder, name)
             store = components.build("tiers", self.store_name, shape=shape, fingerprint=name, folder=folder)
-        store.reserve(sum(not store.holds(key) for key in range(shape.total)))
+        missing = sum(not store.holds(key) for key in range(shape.total))
+        self._claim(missing)
+        store.reserve(missing)
         self._stores.update(dict.fromkeys(shape.layers, store))
 
     def _lock_folder(self, folder: Path, name: str) -> None:
-        """Two servers of one model may start at once: the second waits until the first has packed."""
+        """Packing is for one process at a time, the others wait; then all share the files, and nobody deletes them."""
         folder.mkdir(parents=True, exist_ok=True)
-        file = self._lock.enter_context(open(folder / f"{name}.lock", "w"))  # noqa: SIM115 (the stack closes it)
+        self._lock = file = self._open_files.enter_context(open(folder / f"{name}.lock", "w"))  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("spac: another process packs these experts in %s; waiting for it", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            logger.info("spac: another process packs or uses these experts in %s; sharing them with it", folder)
+            fcntl.flock(file, fcntl.LOCK_SH)
+
+    def _claim(self, missing: int) -> None:
+        """Pack alone if that is possible; beside servers that use the rest otherwise: a file is replaced as a whole."""
+        if missing and self._lock is not None:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.warning("spac: %d packed experts are missing or damaged; packing them beside a server", missing)
+                fcntl.flock(self._lock, fcntl.LOCK_SH)  # the failed attempt gave it up
 
     def _fill(self, shape: MoEShape, count: int) -> ExpertPool:
         store = self._stores[shape.layers[0]]
@@ -229,21 +235,22 @@ class ModelExperts:
             for name, spec in shape.tensors.items()
         }
         policy = components.build("policies", self.config.policy)
-        pool = ExpertPool(shape, count, policy, store, tensors, io_threads=self.config.io_threads, path=self.store_name)
+        knobs = EngineKnobs(prefetch=self.config.prefetch)
+        pool = ExpertPool(
+            shape,
+            count,
+            policy,
+            store,
+            tensors,
+            io_threads=self.config.io_threads,
+            path=self.store_name,
+            engine=knobs,
+        )
         with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr, disable=pool.holds_all) as bar:
             for loaded in pool.fill():
                 bar.update(loaded)
         pool.counters.reset()
         return pool
-
-    def _describe(self, pool: ExpertPool) -> str:
-        shape, count = pool.shape, pool.residency.slots
-        share, size, total = 100 * count / shape.total, count * shape.expert_bytes, shape.total * shape.expert_bytes
-        return (
-            f"mode=exact, slots={count} of {shape.total} experts ({share:.1f}%, {gib(size)} of {gib(total)}; "
-            f"{len(shape.layers)} layers x {shape.experts} experts of {gib(shape.expert_bytes)}, top-{shape.top_k}), "
-            f"store={pool.store.describe()}, policy={self.config.policy}"
-        )
 
     def _store(self, layer) -> ExpertStore:
         return self._stores[layer.layer_name]
@@ -251,14 +258,3 @@ class ModelExperts:
     def _keys(self, layer) -> range:
         experts = self._store(layer).shape.experts
         return range(layer.spac_index * experts, (layer.spac_index + 1) * experts)
-
-
-def _add(total: dict, facts: dict) -> dict:
-    """Sum numbers, and dictionaries of numbers, key by key."""
-    merged = dict(total)
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            merged[name] = _add(merged.get(name, {}), value)
-        else:
-            merged[name] = merged.get(name, 0) + value
-    return merged

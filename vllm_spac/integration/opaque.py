@@ -9,7 +9,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.utils.torch_utils import direct_register_custom_op
 
-_LayerName = moe_runner._layer_name_type
+LAYER_NAME = moe_runner._layer_name_type
 
 
 def _run(
@@ -17,7 +17,7 @@ def _run(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     out: torch.Tensor,
-    layer_name: _LayerName,
+    layer_name: LAYER_NAME,
 ) -> None:
     runner = moe_runner.get_layer_from_name(moe_runner._resolve_layer_name(layer_name))
     out.copy_(runner.routed_experts.spac_forward(hidden_states, topk_weights, topk_ids))
@@ -28,7 +28,7 @@ def _fake(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     out: torch.Tensor,
-    layer_name: _LayerName,
+    layer_name: LAYER_NAME,
 ) -> None:
     return None
 
@@ -38,7 +38,7 @@ if not hasattr(torch.ops.vllm, "spac_experts"):
     for function in (_run, _fake):
         function.__annotations__ = {
             **{name: torch.Tensor for name in ("hidden_states", "topk_weights", "topk_ids", "out")},
-            "layer_name": _LayerName,
+            "layer_name": LAYER_NAME,
             "return": None,
         }
     direct_register_custom_op(op_name="spac_experts", op_func=_run, mutates_args=["out"], fake_impl=_fake)
@@ -46,5 +46,9 @@ if not hasattr(torch.ops.vllm, "spac_experts"):
 
 def run_experts(hidden_states, topk_weights, topk_ids, out, layer_name: str) -> None:
     """``out[:] = experts(hidden_states)``, opaque to the compiler; shapes as in ``spac_forward``."""
-    name = moe_runner.LayerName(layer_name) if moe_runner._USE_LAYERNAME else layer_name
-    torch.ops.vllm.spac_experts(hidden_states, topk_weights, topk_ids, out, name)
+    torch.ops.vllm.spac_experts(hidden_states, topk_weights, topk_ids, out, layer_argument(layer_name))
+
+
+def layer_argument(layer_name: str):
+    """A layer's name as vLLM passes it to its own MoE op."""
+    return moe_runner.LayerName(layer_name) if moe_runner._USE_LAYERNAME else layer_name

@@ -59,8 +59,10 @@ def _managed(load_model):
         config = config_of(vllm_config.additional_config)
         if config is None or model_config.runner_type == "draft":
             return load_model(self, vllm_config, model_config, *args, **kwargs)
+        from vllm_spac.integration import compat
         from vllm_spac.integration.loading import managed_load
 
+        compat.request_amx()
         load_weights = self.load_weights
 
         def prepared(model, *rest):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_spac import slots
+from vllm_spac.budgets.base import validate
 from vllm_spac.config import SpacConfig
+from vllm_spac.config import flag as knob_flag
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.plugin import WORKER_EXTENSION
 
@@ -45,10 +47,16 @@ def check(config: SpacConfig, vllm_config) -> None:
         )
     if top_k := model.get_num_experts_per_tok():
         slots.check(config.parsed_slots, model.get_num_experts(), top_k)
+        if config.budget is not None:
+            validate(config.budget, model.get_num_experts(), top_k, config.budget_coverage)
     for refused, flag, instead in _refusals(vllm_config):
         if refused:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
     _check_folder(config)
+    for name in ("calibration", "budget_file"):
+        path = getattr(config, name)
+        if path is not None and not path.expanduser().is_file():
+            raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file")
 
 
 def _refusals(vllm_config):

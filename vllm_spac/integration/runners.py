@@ -17,19 +17,27 @@ def install(vllm_config) -> None:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         _hook(GPUModelRunner, "_prepare_inputs", lambda runner, scheduled, prepared: _step_v1(runner, scheduled))
+        _hook_drafts(GPUModelRunner)
+    _hook_shutdown()
+
+
+def can_guard(vllm_config) -> bool:
+    """Whether draft lengths can be changed between steps: not where vLLM plans a step before the last one is over."""
+    return not getattr(vllm_config, "use_v2_model_runner", False) and not vllm_config.scheduler_config.async_scheduling
 
 
 def _hook(runner_class: type, prepare_name: str, step_of) -> None:
-    """Begin a step when the inputs of a real batch are prepared, end it when ``execute_model`` returns."""
+    """Begin a step when the inputs of a real batch are prepared, end it when its tokens are sampled."""
     if getattr(runner_class.execute_model, "_spac", False):
         return
     prepare, execute_model = getattr(runner_class, prepare_name), runner_class.execute_model
+    sample_tokens = runner_class.sample_tokens
 
     @functools.wraps(prepare)
     def prepared(self, scheduler_output, *args, **kwargs):
         result = prepare(self, scheduler_output, *args, **kwargs)
         if (experts := _experts(self)) is not None:
-            experts.begin_step(step_of(self, scheduler_output, result))
+            experts.runtime.begin_step(step_of(self, scheduler_output, result))
         return result
 
     @functools.wraps(execute_model)
@@ -38,11 +46,70 @@ def _hook(runner_class: type, prepare_name: str, step_of) -> None:
             return execute_model(self, *args, **kwargs)
         finally:
             if (experts := _experts(self)) is not None:
-                experts.end_step()
+                experts.runtime.end_forward()
+
+    @functools.wraps(sample_tokens)
+    def sampled(self, *args, **kwargs):
+        output = sample_tokens(self, *args, **kwargs)
+        if (experts := _experts(self)) is not None:
+            experts.runtime.end_step(_tokens(output))
+        return output
 
     executed._spac = True
     setattr(runner_class, prepare_name, prepared)
     runner_class.execute_model = executed
+    runner_class.sample_tokens = sampled
+
+
+def _hook_shutdown() -> None:
+    """Finish what is being recorded when vLLM stops a worker; processes that it kills do not run their exit hooks."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if getattr(Worker.shutdown, "_spac", False):
+        return
+    shutdown = Worker.shutdown
+
+    @functools.wraps(shutdown)
+    def closed(self):
+        runner = getattr(self, "model_runner", None)
+        experts = _experts(runner) if runner is not None else None
+        try:
+            if experts is not None:
+                experts.close()
+        finally:
+            shutdown(self)
+
+    closed._spac = True
+    Worker.shutdown = closed
+
+
+def _hook_drafts(runner_class: type) -> None:
+    """Let the guard say how many tokens are drafted. Without drafts the drafter does not run, but for prompts."""
+    if getattr(runner_class.propose_draft_token_ids, "_spac", False):
+        return
+    propose = runner_class.propose_draft_token_ids
+
+    @functools.wraps(propose)
+    def proposed(self, scheduler_output, *args, **kwargs):
+        experts = _experts(self)
+        length = experts.runtime.draft_length() if experts is not None else None
+        if length is None:
+            return propose(self, scheduler_output, *args, **kwargs)
+        if length == 0 and not experts.runtime.in_prompt:
+            return [[] for _ in self.input_batch.req_ids]
+        planned = scheduler_output.num_spec_tokens_to_schedule
+        scheduler_output.num_spec_tokens_to_schedule = min(length, planned) or 1
+        drafts = propose(self, scheduler_output, *args, **kwargs)
+        return [ids[:length] for ids in (drafts if isinstance(drafts, list) else drafts.tolist())]
+
+    proposed._spac = True
+    runner_class.propose_draft_token_ids = proposed
+
+
+def _tokens(output) -> list[int] | None:
+    """How many tokens each request of a step emitted; None where they are still on the device."""
+    sampled = getattr(output, "sampled_token_ids", None)
+    return list(map(len, sampled)) if isinstance(sampled, list) else None
 
 
 def _experts(runner):

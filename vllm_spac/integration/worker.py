@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
+from vllm_spac.budgeting import BudgetSettings
 from vllm_spac.integration.loading import experts_of
+
+logger = logging.getLogger("vllm.spac")
 
 
 class SpacWorker:
@@ -10,7 +15,25 @@ class SpacWorker:
 
     def spac_stats(self) -> dict:
         """Counters and choices of this worker, as plain data (see ``ModelExperts.stats``)."""
+        return self._spac_experts().stats()
+
+    def spac_budget(self, settings: dict) -> dict:
+        """Change the budget (see ``BudgetSettings``) from the next step on; returns what is in force now."""
+        control = self._spac_experts().runtime.budget
+        control.change(BudgetSettings.parse(settings))
+        logger.info("spac: mode=%s", control.settings.describe())
+        return control.settings.model_dump()
+
+    def spac_evaluate(self, action: str, *arguments):
+        """One action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""
+        from vllm_spac.integration.evaluation import Evaluation
+
+        if not hasattr(self, "_spac_evaluation"):
+            self._spac_evaluation = Evaluation(self._spac_experts(), self.model_runner.get_model())
+        return self._spac_evaluation.call(action, *arguments)
+
+    def _spac_experts(self):
         experts = experts_of(self.model_runner)
         if experts is None:
             raise RuntimeError("spac: this worker has no managed experts")
-        return experts.stats()
+        return experts

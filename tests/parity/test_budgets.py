@@ -1,0 +1,84 @@
+"""Budgets on real models: exact where nothing is cut, within the bound where something is."""
+
+from __future__ import annotations
+
+import engines
+import pytest
+import torch
+import zoo
+
+import vllm_spac
+from vllm_spac.coverage import substitute
+
+EXPERTS = {"mixtral": 8, "gpt_oss": 8, "phimoe": 8}
+CUSTOM = {"phimoe"}  # routes by a function of its own: truncation only
+
+
+class Routing:
+    """Listens to the routers: does the rule that was read off vLLM's router give what the router gives?"""
+
+    def __init__(self, layers) -> None:
+        self.layers = layers
+        self.seen = 0
+
+    def route(self, layer, hidden, logits, weights, ids) -> None:
+        known = self.layers[layer]
+        if known.rule.custom:
+            return
+        probs = known.rule.probs(logits)
+        selection = None if known.rule.bias is None else probs + known.rule.bias
+        every = torch.arange(known.experts)
+        groups = {"groups": known.rule.groups, "top_groups": known.rule.top_groups}
+        ours = substitute(
+            probs, known.top_k, every, known.rule.renormalize, selection=selection, scale=known.rule.scale, **groups
+        )
+        # Logits of 8 bits are often equal, and torch.topk breaks ties as it likes: weights are compared, not ids.
+        ranked = [each.float().sort(dim=1, descending=True).values for each in (weights, ours[0])]
+        # vLLM's CPU routers work in the dtype of the logits: exp(a - b) is off by what a - b is, here below 8, so that
+        # half a unit of bfloat16 is 8 * eps / 2.
+        bits = torch.finfo(logits.dtype).eps
+        torch.testing.assert_close(*ranked, rtol=4 * bits, atol=1e-6)
+        self.seen += len(ids)
+
+
+def _listen(worker) -> None:
+    runtime = worker._spac_experts().runtime
+    runtime.listeners.append(Routing(runtime.budget.layers))
+
+
+def _rows_seen(worker) -> int:
+    return worker._spac_experts().runtime.listeners.pop().seen
+
+
+# One family for each kind of router; the others add none, and an engine each.
+KINDS = ("qwen3_moe", "deepseek_v2", "glm4_moe", "phimoe")  # softmax, groups, sigmoid with a bias, its own function
+ALL = [f if f in KINDS else pytest.param(f, marks=pytest.mark.full) for f in zoo.FAMILIES]
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_budget(family, checkpoint, stock, tmp_path):
+    exact, experts = stock(family).tokens, EXPERTS.get(family, 16)
+    coverages = ["truncation"] if family in CUSTOM else ["truncation", "substitution"]
+    spac = {"slots": "60%", "disk_dir": str(tmp_path)}
+    # A prefix that was computed before is attended to by another kernel, which rounds differently.
+    with engines.engine(checkpoint(family), spac, enable_prefix_caching=False) as llm:
+
+        def change(**settings):
+            return llm.collective_rpc("spac_budget", args=(settings,))[0]
+
+        llm.collective_rpc(_listen)
+        assert engines.say(llm) == exact
+        assert (llm.collective_rpc(_rows_seen)[0] > 0) == (family not in CUSTOM)
+        for coverage in coverages:
+            for bound in ({"budget": experts}, {"mass": 1.0}):
+                change(**bound, coverage=coverage, when="all")
+                assert engines.say(llm) == exact, (coverage, bound)
+        change(budget=experts // 2, coverage=coverages[-1], when="all")
+        assert engines.say(llm) != exact
+        stats = vllm_spac.stats(llm)["workers"][0]
+        assert stats["mode"] == "lossy" and 0 < stats["budget"]["dropped_share"] < 1
+        with pytest.raises(Exception, match="a layer has"):
+            change(budget=experts + 1, coverage="truncation")
+        change()
+        assert vllm_spac.stats(llm)["workers"][0]["mode"] == "exact"
+        assert engines.say(llm) == exact, "no trace of a budget is left"
