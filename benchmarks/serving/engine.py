@@ -65,14 +65,16 @@ def choices(llm, job: dict) -> dict:
     """What the plugin decided, without its counters; empty for stock."""
     if job["spac"] is None:
         return {}
-    return {name: value for name, value in _worker(llm).items() if name not in _COUNTERS}
+    return {name: value for name, value in _worker(llm).items() if name not in (*_COUNTERS, "budget")}
 
 
 def counters(llm, job: dict) -> dict:
     """The plugin's counters, and vLLM's own of speculation."""
-    found = (
-        {name: value for name, value in _worker(llm).items() if name in _COUNTERS} if job["spac"] is not None else {}
-    )
+    found = {}
+    if job["spac"] is not None:
+        worker = _worker(llm)
+        found = {name: value for name, value in worker.items() if name in _COUNTERS}
+        found["budget"] = {name: worker["budget"][name] for name in ("rows", "dropped_mass", "shortlists", "experts")}
     if job["speculative"] is not None:
         prefix = "vllm:spec_decode_num_"
         values = {

@@ -17,11 +17,12 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Configuration:
-    """One engine. ``slots`` is None for stock vLLM, which also has no ``policy``."""
+    """One engine. ``slots`` is None for stock vLLM, which also has no ``policy``; a ``budget`` makes it lossy."""
 
     slots: str | None
     policy: str | None
     speculation: str
+    budget: int | None = None
 
     @property
     def is_stock(self) -> bool:
@@ -29,7 +30,10 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        return "stock" if self.is_stock else f"spac {self.slots}" + (f" {self.policy}" if self.slots != FULL else "")
+        if self.is_stock:
+            return "stock"
+        policy = f" {self.policy}" if self.slots != FULL else ""
+        return f"spac {self.slots}{policy}" + (f" budget {self.budget}" if self.budget else "")
 
     @property
     def label(self) -> str:
@@ -37,7 +41,7 @@ class Configuration:
 
     def series(self) -> tuple[str | None, str]:
         """What it shares with the configurations that differ from it in their slots alone."""
-        return self.policy, self.speculation
+        return f"{self.policy} budget {self.budget}" if self.budget else self.policy, self.speculation
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def split(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def sizes(text: str) -> tuple[int, ...]:
+def sizes(text: str, option: str = "--batch") -> tuple[int, ...]:
     """``"1,8"`` -> ``(1, 8)``.
 
     Raises:
@@ -79,12 +83,16 @@ def sizes(text: str) -> tuple[int, ...]:
     """
     found = split(text)
     if not found or not all(part.isdigit() and int(part) > 0 for part in found):
-        raise PlanError(f"--batch {text}: name one or more positive numbers, e.g. 1,8")
+        raise PlanError(f"{option} {text}: name one or more positive numbers, e.g. 1,8")
     return tuple(map(int, found))
 
 
-def configurations(slots: list[str], policies: list[str], speculations: list[str]) -> list[Configuration]:
+def configurations(
+    slots: list[str], policies: list[str], speculations: list[str], budgets: tuple[int, ...] = ()
+) -> list[Configuration]:
     """For each speculation: stock, all experts resident, and each number of slots under each policy.
+
+    Where there are drafts, each of these also under each budget.
 
     Raises:
         PlanError: a speculation is unknown, or a list is empty.
@@ -94,12 +102,21 @@ def configurations(slots: list[str], policies: list[str], speculations: list[str
         Slots.parse(count)
     if unknown := set(speculations) - set(SPECULATIONS):
         raise PlanError(f"no speculation is called {', '.join(sorted(unknown))}; use {', '.join(SPECULATIONS)}")
+    if budgets and set(speculations) == {"none"}:
+        raise PlanError("--budget bounds verify steps: add --speculation, e.g. eagle3")
     if not policies or not speculations:
         raise PlanError("--policy and --speculation must each name at least one")
     plan = []
     for speculation in speculations:
         plan += [Configuration(None, None, speculation), Configuration(FULL, policies[0], speculation)]
-        plan += [Configuration(count, policy, speculation) for count in slots if count != FULL for policy in policies]
+        bounds = (None, *budgets) if speculation != "none" else (None,)
+        plan += [
+            Configuration(count, policy, speculation, budget)
+            for count in slots
+            if count != FULL
+            for policy in policies
+            for budget in bounds
+        ]
     return plan
 
 

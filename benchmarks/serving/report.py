@@ -18,6 +18,7 @@ _COLUMNS = (
     "tokens",
     "tokens/s",
     "x stock",
+    "dropped",
     "TTFT ms",
     "TPOT ms",
     "hits",
@@ -30,13 +31,14 @@ _COLUMNS = (
 
 
 def table(rows: list[Row], batch: int, title: str) -> Table:
-    """One batch size; a configuration whose tokens differ from stock's is red and has no speeds."""
+    """One batch size; a configuration whose tokens differ from stock's though it is exact is red and has no speeds."""
     view = Table(title=f"{title}, batch {batch}", title_justify="left", box=box.SIMPLE_HEAD)
     for name in _COLUMNS:
         view.add_column(name, justify="left" if name in ("configuration", "tokens") else "right", no_wrap=True)
     for row in (row for row in rows if row.batch == batch):
-        if row.verdict == "same":
-            view.add_row(row.configuration.label, "[green]same[/]", *_speeds(row))
+        if row.is_measured:
+            colour = "green" if row.verdict == "same" else "yellow"
+            view.add_row(row.configuration.label, f"[{colour}]{row.verdict}[/]", *_speeds(row))
         else:
             view.add_row(row.configuration.label, row.verdict, style="red")
     return view
@@ -44,12 +46,13 @@ def table(rows: list[Row], batch: int, title: str) -> Table:
 
 def reasons(rows: list[Row]) -> list[str]:
     """Why each red row has no speeds."""
-    return [f"{row.configuration.label}, batch {row.batch}: {row.why}" for row in rows if row.verdict != "same"]
+    return [f"{row.configuration.label}, batch {row.batch}: {row.why}" for row in rows if not row.is_measured]
 
 
 def _speeds(row: Row) -> list[str]:
     rate, counters = row.tokens_per_second, row.counters
     cells = [f"{rate.median:.1f} [{rate.low:.1f}-{rate.high:.1f}]", _number(row.ratio_to_stock, ".2f")]
+    cells += [f"{100 * row.dropped_share:.1f}%" if row.dropped_share is not None else ""]
     cells += [_milliseconds(row.ttft), _milliseconds(row.tpot)]
     if row.configuration.is_stock:
         return cells
@@ -74,7 +77,7 @@ def picture(rows: list[Row], batches: list[int], title: str, path: Path) -> None
     """Speed above, hit rate below, over the share of experts in fast memory; a column a batch size."""
     figure, axes = plt.subplots(2, len(batches), figsize=(5.5 * len(batches), 7), sharex=True, squeeze=False)
     for column, batch in enumerate(batches):
-        here = [row for row in rows if row.batch == batch and row.verdict == "same"]
+        here = [row for row in rows if row.batch == batch and row.is_measured]
         _speed_panel(axes[0][column], here, batch)
         _hit_panel(axes[1][column], here)
     axes[0][0].set_ylabel("tokens/s (median, low to high)")

@@ -34,7 +34,9 @@ class Row:
     """One configuration at one batch size. Speeds are None until its tokens have been found to be stock's.
 
     Attributes:
-        verdict: ``same``, ``differs``, ``failed`` or ``pending`` (stock has not answered yet).
+        verdict: ``same``, ``lossy`` (a budget: its tokens are its own), ``differs``, ``failed`` or ``pending`` (stock
+            has not answered yet).
+        dropped_share: routing weight that a budget dropped, of its rows' whole.
         ratio_to_bound: measured seconds over the bound's; 1 is as fast as this machine can be.
     """
 
@@ -48,9 +50,14 @@ class Row:
     ratio_to_stock: float | None = None
     cache_ratio: float | None = None
     hit_rate: float | None = None
+    dropped_share: float | None = None
     counters: dict = field(default_factory=dict)
     bound_tokens_per_second: float | None = None
     ratio_to_bound: float | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        return self.verdict in ("same", "lossy")
 
     def plain(self) -> dict:
         return asdict(self) | {"name": self.configuration.name}
@@ -63,7 +70,7 @@ def rows(plan: list[Configuration], runs: list[Run], batches: list[int], rates: 
         table = {c: _row(c, batch, _of(c, runs), _reference(c, batch, runs)) for c in plan if _of(c, runs)}
         for configuration, row in table.items():
             stock = table.get(Configuration(None, None, configuration.speculation))
-            if row.verdict == "same" and stock is not None and stock.verdict == "same":
+            if row.is_measured and stock is not None and stock.is_measured:
                 row.ratio_to_stock = row.tokens_per_second.median / stock.tokens_per_second.median
         if rates is not None:
             _add_bounds(list(table.values()), runs, batch, rates)
@@ -76,7 +83,7 @@ def reported(run: Run, rows_: list[Row]) -> dict:
     plain = {"configuration": run.configuration.label, "repeat": run.repeat, "error": run.error}
     if run.result is None:
         return plain
-    same = {str(r.batch) for r in rows_ if r.configuration == run.configuration and r.verdict == "same"}
+    same = {str(r.batch) for r in rows_ if r.configuration == run.configuration and r.is_measured}
     timed = ("seconds", "ttft", "tpot", "counters")
     batches = {
         batch: {name: measured[name] for name in timed} if batch in same else "not reported: tokens are not stock's"
@@ -102,10 +109,11 @@ def _row(configuration: Configuration, batch: int, runs: list[Run], reference: l
     if reference is None:
         return Row(configuration, batch, "pending", "stock has not answered yet")
     measured = [run.result["batches"][str(batch)] for run in runs]
-    if different := list(_differences(measured, reference)):
+    lossy = configuration.budget is not None
+    if not lossy and (different := list(_differences(measured, reference))):
         return Row(configuration, batch, "differs", "; ".join(different))
-    count = sum(map(len, reference))
-    row = Row(configuration, batch, "same")
+    count = sum(map(len, reference))  # a budget changes which tokens are said, not how many
+    row = Row(configuration, batch, "lossy" if lossy else "same")
     row.tokens_per_second = Spread.of([count / m["seconds"] for m in measured])
     row.ttft = Spread.of([value for m in measured for value in m["ttft"]])
     row.tpot = _spread_of([value for m in measured for value in m["tpot"] if value is not None])
@@ -134,6 +142,9 @@ def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
     row.counters = {name: statistics.median(m["counters"][name] for m in measured) for name in names}
     row.counters["bytes"] = statistics.median(sum(m["counters"]["bytes"].values()) for m in measured)
     row.counters["steps"] = last["steps"]
+    budget = last.get("budget", {})
+    if budget.get("rows"):
+        row.dropped_share = budget["dropped_mass"] / budget["rows"]
     if "speculation" in last:
         row.counters["speculation"] = last["speculation"]
     asked = row.counters["hits"] + row.counters["misses"]
@@ -144,7 +155,7 @@ def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
 
 def _add_bounds(table: list[Row], runs: list[Run], batch: int, rates: Rates) -> None:
     """Bounds of the rows, from the fastest run of the same speculation that had all experts resident."""
-    rows_ = [row for row in table if row.verdict == "same" and not row.configuration.is_stock]
+    rows_ = [row for row in table if row.is_measured and not row.configuration.is_stock]
     resident = {row.configuration.speculation: row for row in rows_ if row.configuration.slots == FULL}
     for row in rows_:
         full = resident.get(row.configuration.speculation)

@@ -1,0 +1,230 @@
+"""Every eviction policy on recorded routing beside Belady's ceiling, and how well predictors know the next step.
+
+Counts hits and moves no bytes; an expert is counted once a layer and step, prompts included. Predictions are about
+decode and verify only. Where a layer needs more experts than there are slots it runs in parts; Belady's rule is then
+best in loads, not in hits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import RESULTS, ROOT, is_toy, provenance, write_result
+
+from vllm_spac import components
+from vllm_spac.costs import Costs
+from vllm_spac.policies.reuse import Reuse
+from vllm_spac.simulate import simulate
+from vllm_spac.trace import Trace
+from vllm_spac.trace_stats import accuracy
+
+POLICIES = (
+    "lru",
+    "lfu",
+    "utility",
+    "utility@variant=literal",
+    "utility@variant=released",
+    "utility@upper=1",
+    "utility@recycle=True",
+    "reuse",
+    "reuse@half_lives=(6,)",
+    "belady",
+)
+TIMED = ("lru", "lfu", "utility", "reuse")
+LAYERS, EXPERTS, SLOTS, SELECTED = 48, 128, 1500, 40  # where calls are timed: Qwen3-30B-A3B, experts of a verify step
+TIMED_STEPS = 12
+EXAMPLES = """[bold]Examples[/]
+
+policies.py decode.trace eagle.trace
+
+policies.py decode.trace --policy "lru reuse reuse@half_lives=(8,)" --shares "10 25" --output /tmp/half_lives.json
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@app.command(help=__doc__, epilog=EXAMPLES)
+def main(
+    traces: Annotated[list[Path], typer.Argument(help="Files of --spac-trace.", exists=True, dir_okay=False)],
+    policy: Annotated[str, typer.Option(help="Policies, with knobs if need be: name@knob=value.")] = " ".join(POLICIES),
+    shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "5 10 17 25 35 50",
+    output: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] = RESULTS / "toy_policies.json",
+) -> None:
+    recorded = {path.stem: Trace.load(path) for path in traces}
+    result = {
+        "provenance": provenance(),
+        "toy_model": any(is_toy(ROOT / trace.facts.model) for trace in recorded.values()),
+        "shares_percent": [float(share) for share in shares.split()],
+        "traces": {path.stem: facts(path, recorded[path.stem]) for path in traces},
+        "hit_rates": {},
+        "prediction_accuracy": {name: accuracies(trace) for name, trace in recorded.items()},
+        "microseconds_a_call": {
+            "layers": LAYERS,
+            "experts": EXPERTS,
+            "slots": SLOTS,
+            "selected": SELECTED,
+            **{name: microseconds(name) for name in TIMED},
+        },
+    }
+    cases = [(name, spec, share) for name in recorded for spec in policy.split() for share in result["shares_percent"]]
+    costs = Costs.read("rtx4090")  # hits do not depend on it
+    for name, spec, share in track(cases, "replaying", console=Console(stderr=True), transient=True):
+        slots = math.ceil(share / 100 * recorded[name].facts.total)
+        rate = simulate(recorded[name], slots, costs, policy=spec, expert_bytes=1).hit_rate
+        result["hit_rates"].setdefault(name, {}).setdefault(spec, []).append(round(rate, 4))
+    write_result(output, result)
+    draw(result, output.with_suffix(".png"))
+    show(result)
+
+
+def facts(path: Path, trace: Trace) -> dict:
+    distinct = [int((counts > 0).sum()) for counts in trace.step_counts() if counts is not None]
+    return {
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "model": trace.facts.model,
+        "layers": trace.facts.layers,
+        "experts": trace.facts.experts,
+        "top_k": trace.facts.top_k,
+        "steps": trace.steps,
+        "rows_a_step": round(float(trace.step_rows.mean()), 2),
+        "drafts": int(np.count_nonzero(trace.row_kind == 3)),
+        "distinct_experts_a_step": round(float(np.mean(distinct)), 1),
+    }
+
+
+def accuracies(trace: Trace) -> dict:
+    """Predictor -> share of experts and steps predicted rightly, layer by layer.
+
+    Scores count as hot from tau = 1, probabilities from 1/2. ``last step`` says that nothing changes, ``none`` that
+    no expert is selected: what a predictor must beat.
+    """
+    found = {variant: accuracy(trace, variant=variant) for variant in ("paper", "literal", "released")}
+    found["K=1"] = accuracy(trace, upper=1)
+    policy, last = Reuse(), np.zeros(trace.facts.total, dtype=np.int64)
+
+    def reuse(counts: np.ndarray) -> np.ndarray:
+        policy.observe(counts)
+        return policy.probabilities >= 0.5
+
+    def repeat(counts: np.ndarray) -> np.ndarray:
+        last[counts >= 0] = counts[counts >= 0]
+        return last > 0
+
+    others = {"reuse": reuse, "last step": repeat, "none": lambda counts: np.zeros(len(counts), dtype=bool)}
+    found |= {name: _right(trace, predictor) for name, predictor in others.items()}
+    return {
+        name: {"mean": round(float(layers.mean()), 4), "layers": [round(x, 4) for x in layers.tolist()]}
+        for name, layers in found.items()
+    }
+
+
+def _right(trace: Trace, predictor: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """float64 [layers]; ``predictor`` takes in the counts of a step and says who is selected in the next."""
+    right, seen = np.zeros(trace.facts.total), np.zeros(trace.facts.total)
+    hot = np.zeros(trace.facts.total, dtype=bool)
+    for counts in trace.step_counts():
+        if counts is not None:
+            right += (counts >= 0) & (hot == (counts > 0))
+            seen += counts >= 0
+            hot = predictor(counts)
+    shape = trace.facts.layers, -1
+    return right.reshape(shape).sum(axis=1) / seen.reshape(shape).sum(axis=1)
+
+
+def microseconds(name: str) -> dict:
+    """Medians of what the calls of a policy take."""
+    rng = np.random.default_rng(0)
+    policy = components.build("policies", name)
+    popularity = 1 / np.arange(1, EXPERTS + 1)
+    times: dict[str, list[float]] = {"evict": [], "use": [], "observe": []}
+    for key in rng.permutation(LAYERS * EXPERTS)[:SLOTS].tolist():
+        policy.insert(key)
+    for _ in range(TIMED_STEPS):
+        counts = np.zeros(LAYERS * EXPERTS, dtype=np.int64)
+        for layer in range(LAYERS):
+            first = layer * EXPERTS
+            keys = (first + rng.choice(EXPERTS, SELECTED, False, popularity / popularity.sum())).tolist()
+            counts[keys] += 1
+            policy.enter(range(first, first + EXPERTS))
+            missing = [key for key in keys if key not in policy]
+            times["evict"].append(_timed(lambda n=len(missing), pins=set(keys): policy.evict(n, pins)))
+            times["use"].append(_timed(lambda keys=keys: _use(policy, keys)) / SELECTED)
+        times["observe"].append(_timed(lambda counts=counts: policy.observe(counts)))
+    return {call: round(1e6 * float(np.median(taken)), 2) for call, taken in times.items()}
+
+
+def _use(policy, keys: list[int]) -> None:
+    for key in keys:
+        (policy.touch if key in policy else policy.insert)(key)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def draw(result: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rates = result["hit_rates"]
+    columns = min(3, len(rates))
+    rows = -(-len(rates) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(5 * columns, 3.6 * rows), layout="constrained", squeeze=False
+    )
+    for spot, (name, policies) in zip(axes.flat, rates.items(), strict=False):
+        for spec, values in policies.items():
+            base = spec.partition("@")[0]
+            width = 2.5 if spec in ("reuse", "belady") else 1
+            style = {"belady": "k--"}.get(spec, "-" if base == spec else ":")
+            spot.plot(
+                result["shares_percent"], [100 * v for v in values], style, label=spec, linewidth=width, marker="."
+            )
+        distinct = result["traces"][name]["distinct_experts_a_step"]
+        spot.set(
+            title=f"{name}: {distinct:.0f} experts a step", xlabel="experts in fast memory, %", ylabel="hit rate, %"
+        )
+        spot.set_ylim(0, 100)
+    for spot in axes.flat[len(rates) :]:
+        spot.set_axis_off()
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center")
+    kind = "toy model, says nothing about a real one" if result["toy_model"] else "recorded routing"
+    figure.suptitle(f"Hit rate of eviction policies ({kind})")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def show(result: dict) -> None:
+    console = Console(width=140)
+    for name, policies in result["hit_rates"].items():
+        table = Table("policy", *(f"{share:g} %" for share in result["shares_percent"]), title=name)
+        for spec, values in policies.items():
+            table.add_row(spec, *(f"{100 * value:.1f}" for value in values))
+        console.print(table)
+    predictors = list(next(iter(result["prediction_accuracy"].values())))
+    table = Table("trace", *predictors, title="hot or cold in the next step, mean of layers")
+    for name, found in result["prediction_accuracy"].items():
+        table.add_row(name, *(f"{found[predictor]['mean']:.3f}" for predictor in predictors))
+    console.print(table)
+    console.print(result["microseconds_a_call"])
+
+
+if __name__ == "__main__":
+    app()
