@@ -6,6 +6,7 @@ A measurement is the median of its repeats.
 
 from __future__ import annotations
 
+import importlib
 import math
 import platform
 import statistics
@@ -36,10 +37,25 @@ from vllm_spac.transfers import Transfers
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 _POOL_BYTES = 256 << 20  # of experts that take turns: more than caches hold
 _MOST_EXPERTS = 128
-_TINY = 16  # hidden and intermediate size of an expert whose bytes take no time
+_WIDTH = 32  # sizes are multiples of it: kernels work in tiles
+_TINY = _WIDTH  # hidden and intermediate size of an expert whose bytes take no time
 _REPEATS = 5  # at least
 
 Tell = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What computes on the CPU.
+
+    Attributes:
+        name: for the provenance.
+        prepare: w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate] -> what runs rows:
+            x [rows, hidden], weights [rows, 1] float32, ids [rows, 1] int32.
+    """
+
+    name: str
+    prepare: Callable[[Tensor, Tensor], Callable[[Tensor, Tensor, Tensor], object]]
 
 
 @dataclass(frozen=True)
@@ -51,12 +67,13 @@ class ExpertSize:
 
     @classmethod
     def of(cls, nbytes: int) -> ExpertSize:
-        """The nearest of multiples of 16, hidden one to four times intermediate; ``ConfigError`` below 1536 bytes."""
-        if nbytes < 6 * 16 * 16:
-            raise ConfigError(f"an expert of {nbytes} bytes is too small to be measured; use at least {6 * 16 * 16}")
-        least, most = (max(1, math.floor(math.sqrt(nbytes / 6 / ratio) / 16)) for ratio in (4, 1))
-        widths = (16 * count for count in range(least, most + 1))
-        sizes = [cls(max(16, round(nbytes / 6 / width / 16) * 16), width) for width in widths]
+        """The nearest of multiples of 32, hidden one to four times intermediate; ``ConfigError`` below 6144 bytes."""
+        smallest = 6 * _WIDTH**2
+        if nbytes < smallest:
+            raise ConfigError(f"an expert of {nbytes} bytes is too small to be measured; use at least {smallest}")
+        least, most = (max(1, math.floor(math.sqrt(nbytes / 6 / ratio) / _WIDTH)) for ratio in (4, 1))
+        widths = (_WIDTH * count for count in range(least, most + 1))
+        sizes = [cls(max(_WIDTH, round(nbytes / 6 / width / _WIDTH) * _WIDTH), width) for width in widths]
         return min(sizes, key=lambda size: abs(size.nbytes - nbytes))
 
     @property
@@ -81,6 +98,7 @@ def measure(
     seconds: float = 0.5,
     draft: float = 0.0,
     other: float = 0.0,
+    kernel: Kernel | None = None,
     source: str = "vllm_spac.profile.measure",
     tell: Tell = lambda text: None,
 ) -> Costs:
@@ -92,13 +110,14 @@ def measure(
         io_threads: reads in flight at once, beside the caller's own.
         seconds: of each of the ``measurements(io_threads)`` measurements, about.
         draft, other: seconds of a draft token, and of a step outside of experts: the model's, hence not measured here.
+        kernel: computes on the CPU; the torch reference unless given.
         tell: called with the name of each measurement before it starts.
 
     Raises:
         ConfigError: the experts are too small to be measured.
         StoreError: there is no room for them.
     """
-    size, gpu = ExpertSize.of(nbytes), torch.cuda.is_available()
+    size, gpu, kernel = ExpertSize.of(nbytes), torch.cuda.is_available(), kernel or _REFERENCE
     device = torch.device("cuda" if gpu else "cpu")
     kinds = _kinds(store)
     points = {
@@ -107,10 +126,10 @@ def measure(
     }
     tell("memory to memory")
     points["memory copy of bytes"] = {size.nbytes: _copy(size.nbytes, seconds)}
-    points["CPU expert by rows"], fixed = _computes(size, torch.device("cpu"), seconds, tell)
+    points["CPU expert by rows"], fixed = _computes(size, torch.device("cpu"), kernel, seconds, tell)
     cpu = fast = fit_compute(points["CPU expert by rows"], size.nbytes, fixed)
     if gpu:
-        points["GPU expert by rows"], fixed = _computes(size, device, seconds, tell)
+        points["GPU expert by rows"], fixed = _computes(size, device, _TRITON, seconds, tell)
         fast = fit_compute(points["GPU expert by rows"], size.nbytes, fixed)
     store = store or ("host" if gpu else "disk")
     load = fit_load(points[f"{store} reads at once"], size.nbytes)
@@ -119,7 +138,7 @@ def measure(
         source=source,
         assumes=(
             f"experts of {size.nbytes} bytes (bfloat16); other sizes are calculated from them",
-            f"loads come from {store}; {torch.get_num_threads()} threads compute on the CPU, with the torch reference",
+            f"loads come from {store}; {torch.get_num_threads()} threads compute on the CPU, with {kernel.name}",
             "draft and other were given, not measured" if draft or other else "draft and other are left out",
         ),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -242,32 +261,29 @@ def _copy(nbytes: int, seconds: float) -> float:
     return _median(lambda: np.copyto(target[(at := next(turn) % count)], source[at]), seconds)
 
 
-def _computes(size: ExpertSize, device: torch.device, seconds: float, tell: Tell) -> tuple[dict[int, float], float]:
+def _computes(
+    size: ExpertSize, device: torch.device, kernel: Kernel, seconds: float, tell: Tell
+) -> tuple[dict[int, float], float]:
     """Seconds of an expert by rows, its weights not in any cache; and of one that has hardly any."""
     tell(f"{device.type}: an empty expert")
-    fixed = _compute(ExpertSize(_TINY, _TINY), device, 1, 1, seconds)
+    fixed = _compute(ExpertSize(_TINY, _TINY), device, kernel, 1, 1, seconds)
     found = {}
     for rows in ROWS:
         tell(f"{device.type}: {rows} rows")
-        found[rows] = _compute(size, device, rows, _turns(size.nbytes), seconds)
+        found[rows] = _compute(size, device, kernel, rows, _turns(size.nbytes), seconds)
     return found, fixed
 
 
-def _compute(size: ExpertSize, device: torch.device, rows: int, count: int, seconds: float) -> float:
-    if device.type == "cuda":
-        from vllm_spac.kernels.grouped_gemm import grouped_gemm
-    else:
-        from vllm_spac.kernels.reference import grouped_gemm
+def _compute(size: ExpertSize, device: torch.device, kernel: Kernel, rows: int, count: int, seconds: float) -> float:
     one = _expert(size, torch.Generator().manual_seed(0))
-    experts = {name: tensor.to(device).repeat(count, 1, 1) for name, tensor in one.items()}
-    tables = {name: _addresses(tensor) for name, tensor in experts.items()}
+    run_rows = kernel.prepare(*(one[name].to(device).repeat(count, 1, 1) for name in ("w13", "w2")))
     x = torch.randn(rows, size.hidden).bfloat16().to(device)
     weights = torch.ones(rows, 1, device=device)
     ids = [torch.full((rows, 1), index, dtype=torch.int32, device=device) for index in range(count)]
     turn = iter(range(1 << 62))
 
     def run() -> None:
-        grouped_gemm(x, tables["w13"], tables["w2"], weights, ids[next(turn) % count], size.intermediate)
+        run_rows(x, weights, ids[next(turn) % count])
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -275,9 +291,25 @@ def _compute(size: ExpertSize, device: torch.device, rows: int, count: int, seco
     return _median(run, seconds)
 
 
-def _addresses(experts: Tensor) -> Tensor:
-    step = experts.stride(0) * experts.element_size()
-    return torch.tensor([experts.data_ptr() + index * step for index in range(len(experts))], device=experts.device)
+def _by_address(module: str) -> Callable[[Tensor, Tensor], Callable[[Tensor, Tensor, Tensor], object]]:
+    """Our grouped GEMM of ``module`` over tables of addresses."""
+
+    def prepare(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], object]:
+        grouped_gemm = importlib.import_module(f"vllm_spac.kernels.{module}").grouped_gemm
+        tables = [
+            torch.tensor([expert.data_ptr() for expert in experts], device=experts.device) for experts in (w13, w2)
+        ]
+
+        def run(x: Tensor, weights: Tensor, ids: Tensor, keep: tuple = (w13, w2)) -> Tensor:  # addresses do not keep
+            return grouped_gemm(x, *tables, weights, ids, w2.shape[2])
+
+        return run
+
+    return prepare
+
+
+_REFERENCE = Kernel("the torch reference", _by_address("reference"))
+_TRITON = Kernel("Triton", _by_address("grouped_gemm"))
 
 
 def _turns(nbytes: int) -> int:

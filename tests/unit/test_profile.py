@@ -30,17 +30,17 @@ def run(*arguments, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("nbytes", [1536, 49152, 1_000_000, 9_437_184, 3 * 4096 * 14336 * 2])
+@pytest.mark.parametrize("nbytes", [6144, 49152, 1_000_000, 9_437_184, 3 * 4096 * 14336 * 2])
 def test_sizes_are_near(nbytes: int) -> None:
     size = ExpertSize.of(nbytes)
-    assert size.hidden % 16 == size.intermediate % 16 == 0
+    assert size.hidden % 32 == size.intermediate % 32 == 0
     assert size.nbytes == size.shape(2).expert_bytes == pytest.approx(nbytes, rel=0.05)
     assert size.intermediate <= size.hidden <= 8 * size.intermediate
 
 
 def test_too_small_an_expert() -> None:
-    with pytest.raises(ConfigError, match="at least 1536"):
-        ExpertSize.of(1535)
+    with pytest.raises(ConfigError, match="at least 6144"):
+        ExpertSize.of(6143)
 
 
 def test_loads_are_fitted() -> None:
@@ -139,7 +139,7 @@ def test_machine_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
         ((), "either --model MODEL_DIR or --expert-bytes N"),
         (("--model", "m", "--expert-bytes", 1), "either --model"),
         (("--model", "/nowhere"), "not a folder"),
-        (("--expert-bytes", 9), "at least 1536"),
+        (("--expert-bytes", 9), "at least 6144"),
         (("--expert-bytes", NBYTES, "--store", "tape"), "use host or disk"),
         (("--expert-bytes", NBYTES, "--output", "/proc/p.json"), "cannot be written"),
         (("--expert-bytes", NBYTES, "--disk-dir", "/proc/d", "--output", "/tmp/profile-p.json"), "--disk-dir"),

@@ -1,0 +1,170 @@
+"""Simulated beside measured time a token.
+
+One engine with every expert in fast memory gives the routing and what a step takes besides its experts; a profile of
+this machine gives what loading and computing an expert takes. From these the simulator says what fewer slots will
+take, and engines with so many slots say what they do take. Nothing is fitted to the latter.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import plan
+import prompts
+from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
+from run import Settings, run_engine
+
+from vllm_spac.costs import Costs
+from vllm_spac.integration.kernel import cpu_kernel
+from vllm_spac.profile import measure
+from vllm_spac.simulate import simulate
+from vllm_spac.trace import Trace
+
+_EPILOG = """[bold]Examples[/]
+
+python benchmarks/serving/simulated.py .cache/toy/mid --eagle3 .cache/toy/mid-eagle3
+
+python benchmarks/serving/simulated.py .cache/toy/mid --slots 10%,25% --policy reuse --speculation none
+"""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@app.command(help=__doc__, epilog=_EPILOG)
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
+    slots: Annotated[str, typer.Option(help="Values of --spac-slots.")] = "5%,10%,25%,50%",
+    policy: Annotated[str, typer.Option(help="Eviction policies.")] = "reuse,lru",
+    speculation: Annotated[str, typer.Option(help=f"Of {', '.join(plan.SPECULATIONS)}.")] = "none,eagle3",
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a speculative step.")] = 4,
+    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts, one after the other.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for a prompt.")] = 64,
+    disk_dir: Annotated[Path, typer.Option(help="Folder of the packed experts.")] = ROOT / ".cache" / "serving",
+    repeats: Annotated[int, typer.Option(min=1, help="Engines of each configuration; the median counts.")] = 2,
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "simulated_toy.json",
+) -> None:
+    exit_on_sigterm()
+    origin = provenance()
+    drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
+    settings = Settings(model, (1,), prompt_tokens, output_tokens, 0, True, "disk", disk_dir, drafts, 1800.0)
+    ids = prompts.load(model, count, prompt_tokens, 0).ids
+    speculations, policies, sizes = plan.split(speculation), plan.split(policy), plan.split(slots)
+    rows, outside, costs = [], {}, None
+    with Progress(console=Console(stderr=True)) as progress, tempfile.TemporaryDirectory() as scratch:
+        task = progress.add_task("", total=1 + repeats * len(speculations) * (1 + len(sizes) * len(policies)))
+        for drafting in sorted(speculations, key=lambda name: name != "none"):  # what no drafts take comes first
+            progress.update(task, description=f"{drafting}: all experts resident")
+            path = Path(scratch, f"{drafting}.trace")
+            whole = _engines(settings, plan.Configuration(plan.FULL, policies[0], drafting), ids, repeats, path)
+            progress.advance(task, repeats)
+            trace = Trace.load(path)
+            if costs is None:
+                progress.update(task, description="profile")
+                costs = measure(trace.facts.expert_bytes, disk_dir, store="disk", seconds=1.0, kernel=cpu_kernel())
+                progress.advance(task)
+            known = costs.model_copy(update={"other": outside.get("none", 0.0)})
+            outside[drafting] = _outside(trace, known, whole, drafting != "none")
+            told = {"draft": outside[drafting]} if drafting != "none" else {"other": outside[drafting]}
+            known = known.model_copy(update=told)
+            for size in sizes:
+                for name in policies:
+                    progress.update(task, description=f"{drafting}: {size} {name}")
+                    measured = _engines(settings, plan.Configuration(size, name, drafting), ids, repeats)
+                    progress.advance(task, repeats)
+                    count_of = math.ceil(plan.Slots.parse(size).share * trace.facts.total)
+                    said = simulate(trace, count_of, known, policy=name)
+                    rows.append(_row(drafting, size, name, measured, said))
+    result = {
+        "label": "toy model" if is_toy(model) or "toy" in model.parts else None,
+        "model": model.name,
+        "prompts": [len(ids), prompt_tokens],
+        "output_tokens": output_tokens,
+        "draft_tokens": draft_tokens,
+        "repeats": repeats,
+        "seconds_outside_experts": {"step": outside.get("none"), "draft token": outside.get("eagle3")},
+        "profile": costs.model_dump(mode="json"),
+        "rows": rows,
+        "provenance": origin,
+    }
+    write_result(output, result)
+    _show(rows, output)
+
+
+def _engines(settings: Settings, configuration, ids, repeats: int, trace: Path | None = None) -> dict:
+    """Medians over engines of the time a token and of the hit rate; the last one records its routing."""
+    times, rates = [], []
+    for repeat in range(repeats):
+        job = settings.job(configuration, ids)
+        if trace is not None and repeat == repeats - 1:
+            job["spac"]["trace"] = str(trace)
+        result, error = run_engine(job, False, settings.timeout)
+        if error:
+            raise typer.BadParameter(f"{configuration.label}: {error}")
+        batch = result["batches"]["1"]
+        times += batch["tpot"]
+        counters = batch["counters"]
+        rates.append(counters["hits"] / (counters["hits"] + counters["misses"]))
+    return {"tpot": statistics.fmean(times), "low": min(times), "high": max(times), "hit_rate": statistics.fmean(rates)}
+
+
+def _outside(trace: Trace, known: Costs, whole: dict, drafts: bool) -> float:
+    """Seconds of a step, or of a draft token, that the experts do not explain when all are resident."""
+    said = simulate(trace, trace.facts.total, known)
+    generating = trace.step_kind != 0
+    tokens = int(trace.step_tokens[generating].sum())
+    left = (whole["tpot"] - said.tpot) * tokens
+    units = int((trace.row_kind == 3).sum()) if drafts else int(generating.sum())
+    return max(0.0, left / units)
+
+
+def _row(drafting: str, size: str, policy: str, measured: dict, said) -> dict:
+    return {
+        "speculation": drafting,
+        "slots": size,
+        "policy": policy,
+        "measured_tpot": measured["tpot"],
+        "measured_low": measured["low"],
+        "measured_high": measured["high"],
+        "simulated_tpot": said.tpot,
+        "error": said.tpot / measured["tpot"] - 1,
+        "measured_hit_rate": measured["hit_rate"],
+        "simulated_hit_rate": said.hit_rate,
+        "bound_tpot": said.bound_tpot,
+    }
+
+
+def _show(rows: list[dict], output: Path) -> None:
+    table = Table(title="time a token, ms", title_justify="left")
+    for name in ("speculation", "slots", "policy", "measured", "simulated", "error", "hit rate", "simulated"):
+        table.add_column(name, justify="left" if name in ("speculation", "policy") else "right")
+    for row in rows:
+        table.add_row(
+            row["speculation"],
+            row["slots"],
+            row["policy"],
+            f"{1e3 * row['measured_tpot']:.2f}",
+            f"{1e3 * row['simulated_tpot']:.2f}",
+            f"{100 * row['error']:+.1f}%",
+            f"{100 * row['measured_hit_rate']:.1f}%",
+            f"{100 * row['simulated_hit_rate']:.1f}%",
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"wrote {output}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    app()
