@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
+from vllm_spac.cli.simulate import swept
 from vllm_spac.costs import Costs
 from vllm_spac.simulate import simulate
 from vllm_spac.synthetic import synthetic_trace
@@ -55,6 +56,16 @@ def test_simulate_prints_and_writes_what_the_library_says(recorded: Path, tmp_pa
     same = simulate(Trace.load(recorded), 10, Costs.read("h200"), policy="lru")
     assert (content["outcomes"][0]["hits"], content["outcomes"][0]["tpot"]) == (same.hits, same.tpot)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
+    both = swept(["lru", "utility@forget=0.2"], ["gamma=2,4", "upper=1,8"])
+    assert both == ["lru", *(f"utility@forget=0.2@gamma={g}@upper={k}" for g in (2, 4) for k in (1, 8))]
+    options = ("--profile", "h200", "--slots", "25%", "--policy", "lru,utility")
+    text = run("simulate", recorded, *options, "--sweep", "boundaries=(3,1),(2,2)")
+    assert "utility@boundaries=(3,1)" in text and "utility@boundaries=(2,2)" in text
+    assert "none of lru, utility has a knob size" in run("simulate", recorded, *options, "--sweep", "size=1", code=1)
+    assert "use KNOB=VALUE" in run("simulate", recorded, *options, "--sweep", "gamma", code=1)
 
 
 @pytest.mark.parametrize(

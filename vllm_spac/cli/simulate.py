@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +16,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from vllm_spac import components
 from vllm_spac.errors import ConfigError
 from vllm_spac.memory import gib
 
@@ -24,6 +27,8 @@ vllm-spac simulate run.trace --profile rtx4090
 vllm-spac simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy lru,utility,belady --picture tpot.png
 
 vllm-spac simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@boundaries=(3,1)   [dim]# ablations[/]
+
+vllm-spac simulate run.trace --profile here.json --policy lru,utility --sweep gamma=2,4,8 --sweep upper=1,2,4,8
 """
 
 
@@ -34,6 +39,9 @@ def simulate(
         str, typer.Option(help="Policies, each with knobs if need be: name@knob=value.")
     ] = "lru,lfu,utility,belady",
     slots: Annotated[str, typer.Option(help="Sizes of fast memory, as --spac-slots.")] = "5%,10%,25%,50%",
+    sweep: Annotated[
+        list[str] | None, typer.Option(help="KNOB=VALUE,VALUE,…: run each policy that has this knob with each value.")
+    ] = None,
     balancer: Annotated[str, typer.Option(help="Who else computes: none, threshold or waterfill.")] = "none",
     overlap: Annotated[bool, typer.Option("--overlap", help="Loads run beside the computing of hits.")] = False,
     expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=1)] = None,
@@ -46,7 +54,8 @@ def simulate(
     from vllm_spac.trace import Trace
 
     costs, recorded = Costs.read(profile), Trace.load(trace)
-    cases = [(count, name) for count in _slots(slots, recorded.facts) for name in _list(policy)]
+    policies = swept(_list(policy), sweep or [])
+    cases = [(count, name) for count in _slots(slots, recorded.facts) for name in policies]
     outcomes = [
         replay(recorded, count, costs, policy=name, balancer=balancer, overlap=overlap, expert_bytes=expert_bytes)
         for count, name in track(cases, "simulating", console=Console(stderr=True), transient=True)
@@ -58,6 +67,31 @@ def simulate(
         _write(output, facts | {"overlap": overlap, "outcomes": [asdict(outcome) for outcome in outcomes]})
     if picture is not None:
         _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
+
+
+def swept(policies: list[str], sweeps: list[str]) -> list[str]:
+    """Each policy with all combinations of the knobs that it has; one that has none of them stays as it is.
+
+    Raises:
+        ConfigError: a sweep is not KNOB=VALUE,…, or no policy has its knob.
+    """
+    for sweep in sweeps:
+        knob, _, values = sweep.partition("=")
+        if not knob or not _list(values):
+            raise ConfigError(f"--sweep {sweep}: use KNOB=VALUE,VALUE,… as in upper=1,2,4")
+        having = [spec for spec in policies if knob in _knobs(spec)]
+        if not having:
+            raise ConfigError(f"--sweep {sweep}: none of {', '.join(policies)} has a knob {knob}")
+        policies = [
+            variant
+            for spec in policies
+            for variant in ([f"{spec}@{knob}={value}" for value in _list(values)] if spec in having else [spec])
+        ]
+    return policies
+
+
+def _knobs(spec: str) -> Collection[str]:
+    return inspect.signature(components.find("policies", spec.partition("@")[0])).parameters
 
 
 def _list(text: str) -> list[str]:
