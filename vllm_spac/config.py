@@ -106,7 +106,7 @@ class SpacConfig(BaseModel):
         "off", description="Read experts ahead of need in the background: by their utility over steps, or not at all."
     )
     guard: Literal["on", "off"] = Field(
-        "off", description="Shorten or skip drafts when the experts they need cost more than the tokens they bring."
+        "on", description="Shorten or skip drafts when the experts they need cost more than the tokens they bring."
     )
     io_threads: Annotated[int, BeforeValidator(_no_bool)] = Field(
         4, ge=1, le=64, description="Threads that read missed experts."

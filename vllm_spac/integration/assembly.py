@@ -52,9 +52,11 @@ def guard(config: SpacConfig, vllm_config) -> Guard | None:
     if speculation is None or config.guard == "off":
         return None
     if not runners.can_guard(vllm_config):
-        logger.warning(
+        asked = "guard" in config.model_fields_set
+        logger.log(
+            logging.WARNING if asked else logging.INFO,
             "spac: guard=on has no effect here: vLLM plans the drafts of a step before the last one is over; "
-            "add --no-async-scheduling, or --spac-guard off to say so"
+            "add --no-async-scheduling, or --spac-guard off to say so",
         )
         return None
     return Guard(speculation.num_speculative_tokens)
