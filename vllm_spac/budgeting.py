@@ -161,16 +161,22 @@ class BudgetControl:
         layers: in the order of execution.
         calibration: for the rankings that need one.
         offline: allow rankings that run all experts.
+        device: where the routers' scores are.
     """
 
     def __init__(
-        self, layers: Sequence[BudgetedLayer], calibration: Calibration | None = None, offline: bool = False
+        self,
+        layers: Sequence[BudgetedLayer],
+        calibration: Calibration | None = None,
+        offline: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.layers = list(layers)
         self.counters = BudgetCounters()
         self.settings = BudgetSettings()
         self._calibration = calibration
         self._offline = offline
+        self._device = device
         self._ranking: Budget | None = None
         self._mixes = False  # whether the ranking looks at the natural weights
         self._parts: tuple[Step | None, list[slice | Tensor]] = (None, [])
@@ -188,7 +194,7 @@ class BudgetControl:
         """
         ranking = None
         if settings.active:
-            ranking = _ranking(settings.ranking, self._calibration, self._offline)
+            ranking = _ranking(settings.ranking, self._calibration, self._offline).to(self._device)
             if settings.mass is not None:
                 check_mass(settings.mass)
             for layer in self.layers:

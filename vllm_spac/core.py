@@ -37,6 +37,11 @@ class Step:
     requests: tuple[RequestRows, ...] = ()
 
     @property
+    def rows(self) -> int:
+        """Rows that belong to a request; what a forward has beyond them is padding."""
+        return max((request.stop for request in self.requests), default=0)
+
+    @property
     def generating(self) -> list[slice]:
         """The rows of requests that decode or verify, as few slices as they need; prompts are left out."""
         parts: list[slice] = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -23,7 +24,7 @@ class Listener(Protocol):
     """Sees a layer's routing before a budget does; for calibration and evaluation."""
 
     def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
-        """Hidden states [rows, d], router logits [rows, N], natural weights and ids [rows, k] of one step."""
+        """Hidden states [rows, d], router logits [rows, N], natural weights and ids [rows, k] of one step, unpadded."""
 
 
 class Runtime:
@@ -55,14 +56,26 @@ class Runtime:
         self._trace = trace
         self._clock = clock
         self._step: Step | None = None  # while its layers run
+        self._warming = False
         self._timed: tuple[Step, int, float] | None = None  # step, draft length it runs under, start
         self._drafts = 0
         self._save_at = -math.inf
         # Finishes the trace, stops threads and gives back stores: once, when called, forgotten or at exit.
         self.close = weakref.finalize(self, _close, trace, tuple(pools))
 
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Inside, no step begins: vLLM warms its kernels with batches that it makes up and that look like real ones."""
+        self._warming = True
+        try:
+            yield
+        finally:
+            self._warming = False
+
     def begin_step(self, step: Step) -> None:
         """A forward for real requests starts."""
+        if self._warming:
+            return
         self._step = step
         self._timed = step, self._drafts, self._clock()
         for pool in self.pools:
@@ -77,14 +90,19 @@ class Runtime:
         """
         if self._step is None:
             return weights, ids
+        rows = self._step.rows
         for listener in self.listeners:
-            listener.route(layer, hidden, logits, weights, ids)
+            listener.route(layer, hidden[:rows], logits[:rows], weights[:rows], ids[:rows])
         return self.budget.apply(layer, logits, weights, ids, self._step) if self.budget.active else (weights, ids)
 
+    def rows(self, forward: int) -> int:
+        """How many of a forward's rows belong to requests, the first ones; all of them in a dummy run."""
+        return forward if self._step is None else self._step.rows
+
     def routed(self, pool: ExpertPool, layer: int, ids: Tensor, weights: Tensor) -> None:
-        """A layer is about to run its rows with these experts, [rows, top_k]."""
+        """A layer is about to run its rows with these experts, [rows, top_k] without padding."""
         pool.observe(layer, ids)
-        if self._trace is not None:
+        if self._trace is not None and self._step is not None:
             self._trace.observe(layer, ids.cpu().numpy(), weights.float().cpu().numpy())
 
     def end_forward(self) -> None:
@@ -105,6 +123,11 @@ class Runtime:
         generating = sum(r.kind != RowKind.PREFILL for r in self._timed[0].requests) if self._timed else 0
         self._drafts = self.guard.choose(generating or None)
         return self._drafts
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether ``end_step`` has a use for the tokens, so that waiting for them pays."""
+        return self._timed is not None and (self._trace is not None or self.guard is not None)
 
     def end_step(self, tokens: Sequence[int] | None) -> None:
         """Each request of the step emitted so many tokens; None when they are not known on the host."""

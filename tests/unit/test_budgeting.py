@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -51,6 +53,14 @@ def test_only_the_rows_asked_for_are_cut_and_vote(when: str, cut: range, coverag
         assert torch.equal(got_weights[inside], weights[inside] * kept)
     else:
         assert torch.allclose(got_weights[inside].sum(1), torch.ones(len(cut)))
+
+
+def test_a_ranking_lies_where_the_scores_are() -> None:
+    counts = torch.ones(1, EXPERTS, dtype=torch.int64)
+    layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())]
+    budget = BudgetControl(layers, SimpleNamespace(counts=counts), device="meta")
+    budget.change(BudgetSettings(budget=3, ranking="static"))
+    assert budget._ranking.counts.device.type == "meta" and counts.device.type == "cpu"
 
 
 def test_windows_rank_by_themselves() -> None:

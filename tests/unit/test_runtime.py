@@ -93,6 +93,35 @@ def test_dummy_runs_are_routed_unchanged_and_unheard() -> None:
     assert run.route(0, logits, logits, weights, ids)[1] is ids, "the forward is over"
 
 
+def test_batches_that_warm_up_are_nobodys() -> None:
+    calls: list[str] = []
+    trace = SimpleNamespace(
+        begin_step=lambda step: calls.append("begin"),
+        end_step=lambda tokens: calls.append("end"),
+        save=lambda: None,
+        finish=lambda: None,
+    )
+    pool = SimpleNamespace(begin_step=lambda step: calls.append("pool"), end_step=lambda: None, close=lambda: None)
+    run = Runtime([pool], BudgetControl([]), trace)
+    with pytest.raises(KeyError), run.warming_up():
+        run.begin_step(VERIFY)
+        assert run.rows(8) == 8 and not run.counts_tokens
+        run.end_forward()
+        raise KeyError
+    assert calls == []
+    run.begin_step(VERIFY)
+    assert run.rows(8) == 6 and run.counts_tokens
+    assert calls == ["pool", "begin"]
+
+
+def test_listeners_hear_no_padding() -> None:
+    run, heard = runtime(), []
+    run.listeners.append(SimpleNamespace(route=lambda layer, *tensors: heard.append([len(t) for t in tensors])))
+    run.begin_step(VERIFY)
+    run.route(0, *(torch.zeros(8, 2) for _ in range(4)))
+    assert heard == [[6, 6, 6, 6]]
+
+
 def test_trace_is_saved_now_and_then() -> None:
     calls: list[str] = []
     trace = SimpleNamespace(

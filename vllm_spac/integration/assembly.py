@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from vllm_spac.budgeting import BudgetControl
 from vllm_spac.calibration import Calibration, read_budgets
 from vllm_spac.config import SpacConfig
@@ -21,7 +23,7 @@ from vllm_spac.trace_writer import TraceWriter
 logger = logging.getLogger("vllm.spac")
 
 
-def budget(config: SpacConfig, vllm_config, layers) -> BudgetControl:
+def budget(config: SpacConfig, vllm_config, layers, device: torch.device) -> BudgetControl:
     """The budget's control, set to what the user asked for; possible before any weight is loaded.
 
     Raises:
@@ -36,7 +38,7 @@ def budget(config: SpacConfig, vllm_config, layers) -> BudgetControl:
             calibration = Calibration.load(config.calibration.expanduser(), model, names, experts)
         if config.budget_file is not None:
             bound = read_budgets(config.budget_file.expanduser(), model, names, experts)
-    control = BudgetControl(known, calibration)
+    control = BudgetControl(known, calibration, device=device)
     control.change(config.budget_settings(bound))
     if control.active and config.budget_when == "verify" and vllm_config.speculative_config is None:
         logger.warning(

@@ -127,7 +127,7 @@ class ManagedExperts:
     def _resident_experts(self) -> Tensor:
         experts = self.spac_pool.shape.experts
         keys = slice(self.spac_index * experts, (self.spac_index + 1) * experts)
-        return torch.from_numpy(self.spac_pool.residency.slot_of[keys] >= 0)
+        return torch.from_numpy(self.spac_pool.residency.slot_of[keys] >= 0).to(self.spac.device)
 
     def _convert(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run vLLM's own conversion on some of the experts; leaves the kernel built on ``_kernel_params``."""
@@ -168,13 +168,25 @@ class ManagedExperts:
 
         Rows are independent in the kernel, so a row's result does not depend on its wave.
         """
-        pool, run = self.spac_pool, super().forward_modular
-        topk_weights, topk_ids = without_padding(topk_weights, topk_ids)
-        self.spac.runtime.routed(pool, self.spac_index, topk_ids, topk_weights)
-        if pool.holds_all:
+        pool, run, runtime = self.spac_pool, super().forward_modular, self.spac.runtime
+        rows = runtime.rows(len(x))
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise SpacError(
+                f"spac: {self.layer_name} is being captured into a CUDA graph, where nothing can be loaded or counted; "
+                "add --enforce-eager"
+            )
+        if pool.holds_all and not self.spac.on_cpu:  # vLLM's own routing and kernels: nothing to wait for
+            runtime.routed(pool, self.spac_index, topk_ids[:rows], topk_weights[:rows])
             return run(x, topk_weights, topk_ids)
+        ids = topk_ids.cpu()  # waits for the router
+        if bool((ids < 0).any()):
+            topk_weights = topk_weights.masked_fill(topk_ids < 0, 0)
+        ids = runnable(ids, rows)
+        runtime.routed(pool, self.spac_index, ids[:rows], topk_weights[:rows])
+        if pool.holds_all:
+            return run(x, topk_weights, ids)
         out = torch.empty_like(x)
-        for wave in pool.waves(self.spac_index, topk_ids.cpu()):
+        for wave in pool.waves(self.spac_index, ids):
             rows, slot_ids = slice(wave.start, wave.stop), wave.slot_ids.to(topk_ids.device)
             part = run(x[rows], topk_weights[rows], slot_ids)
             if len(part) == len(x):
@@ -184,12 +196,18 @@ class ManagedExperts:
         return out
 
 
-def without_padding(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Padded rows carry the id -1, which corrupts the heap in a CPU kernel: give them weight 0 on expert 0."""
-    if ids.numel() == 0 or int(ids.min()) >= 0:
-        return weights, ids
-    padded = ids < 0
-    return weights.masked_fill(padded, 0), ids.masked_fill(padded, 0)
+def runnable(ids: Tensor, rows: int) -> Tensor:
+    """Experts [tokens, top_k] on the CPU that can all be run: padding needs no expert that the first row does not need.
+
+    A padded row carries -1, which corrupts the heap in a CPU kernel, or what was routed before; what it gives is
+    nobody's. A -1 in a row that counts becomes expert 0, to be run with weight 0.
+
+    Args:
+        rows: from here on it is padding.
+    """
+    if rows < len(ids):
+        ids = torch.cat([ids[:rows], ids[:1].expand(len(ids) - rows, -1)])
+    return ids.clamp(min=0)
 
 
 def _emptied(param: torch.nn.Parameter) -> torch.nn.Parameter:

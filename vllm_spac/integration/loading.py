@@ -12,6 +12,7 @@ from typing import TextIO
 
 import torch
 from tqdm import tqdm
+from vllm.platforms import current_platform
 
 from vllm_spac import components, slots
 from vllm_spac.budgeting import BudgetControl
@@ -87,7 +88,8 @@ class ModelExperts:
         self.config = config
         self.vllm_config = vllm_config
         self.device = torch.device(vllm_config.device_config.device)
-        self.store_name = config.store or ("disk" if self.device.type == "cpu" else "host")
+        self.on_cpu = current_platform.is_cpu()
+        self.store_name = config.store or ("disk" if self.on_cpu else "host")
         self.runtime: Runtime | None = None
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share one
@@ -115,7 +117,7 @@ class ModelExperts:
         for layers in groups.values():
             self._shapes.append(self._shape_of(layers))
         routing.install(model, self._layers)
-        self._budget = assembly.budget(self.config, self.vllm_config, self._layers)
+        self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         free = fast_memory.budget(self.vllm_config, self.device, others)
         for shape in self._shapes:

@@ -1,6 +1,10 @@
-"""Our experts as one custom op that writes into a caller-allocated output.
+"""Our layers as custom ops that write into caller-allocated outputs.
 
-torch.compile does not look inside, and a graph that is split at the op keeps its addresses.
+torch.compile does not look inside, and a graph that is split at such an op keeps its addresses: what follows it is
+replayed on the inputs that it was captured with, so an op that returned memory of its own would not be seen.
+
+vLLM compiles the routing on a CPU, where ``spac_experts`` is the experts alone; elsewhere its whole MoE layer is one
+op, and so is ours, ``spac_moe_layer``.
 """
 
 from __future__ import annotations
@@ -8,6 +12,8 @@ from __future__ import annotations
 import torch
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_spac.integration.graphs import MOE_LAYER
 
 LAYER_NAME = moe_runner._layer_name_type
 
@@ -52,3 +58,67 @@ def run_experts(hidden_states, topk_weights, topk_ids, out, layer_name: str) -> 
 def layer_argument(layer_name: str):
     """A layer's name as vLLM passes it to its own MoE op."""
     return moe_runner.LayerName(layer_name) if moe_runner._USE_LAYERNAME else layer_name
+
+
+def _run_layer(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    shared_experts_input: torch.Tensor | None,
+    input_ids: torch.Tensor | None,
+    out: torch.Tensor,
+    shared_out: torch.Tensor | None,
+    layer_name: LAYER_NAME,
+) -> None:
+    runner = moe_runner.get_layer_from_name(moe_runner._resolve_layer_name(layer_name))
+    result = runner._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
+    if shared_out is not None:
+        shared, result = result
+        shared_out.copy_(shared)
+    out.copy_(result)
+
+
+def _fake_layer(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    shared_experts_input: torch.Tensor | None,
+    input_ids: torch.Tensor | None,
+    out: torch.Tensor,
+    shared_out: torch.Tensor | None,
+    layer_name: LAYER_NAME,
+) -> None:
+    return None
+
+
+if not hasattr(torch.ops.vllm, MOE_LAYER.removeprefix("vllm::")):
+    for function in (_run_layer, _fake_layer):  # resolved here, as above
+        optional = ("shared_experts_input", "input_ids", "shared_out")
+        function.__annotations__ = {
+            name: torch.Tensor | None if name in optional else torch.Tensor for name in function.__annotations__
+        } | {"layer_name": LAYER_NAME, "return": None}
+    direct_register_custom_op(
+        op_name=MOE_LAYER.removeprefix("vllm::"),
+        op_func=_run_layer,
+        mutates_args=["hidden_states", "out", "shared_out"],
+        fake_impl=_fake_layer,
+    )
+
+
+def moe_layer(shared: bool):
+    """What to put in place of ``MoERunner._forward_entry``, with its arguments and results; may be compiled.
+
+    Args:
+        shared: whether the layer has shared experts.
+    """
+
+    def forward(hidden_states, router_logits, shared_experts_input, input_ids, layer_name, hidden_dim_unpadded):
+        width = hidden_dim_unpadded or hidden_states.shape[-1]
+        out = hidden_states.new_empty((*hidden_states.shape[:-1], width))
+        shared_out = None
+        if shared:
+            shared_out = torch.empty_like(hidden_states if shared_experts_input is None else shared_experts_input)
+        torch.ops.vllm.spac_moe_layer(
+            hidden_states, router_logits, shared_experts_input, input_ids, out, shared_out, layer_name
+        )
+        return (shared_out, out) if shared else out
+
+    return forward

@@ -39,11 +39,13 @@ def _checked(create_engine_config):
         config = config_of(self.additional_config)
         if config is None:
             return create_engine_config(self, *args, **kwargs)
-        from vllm_spac.integration import compat, preflight
+        from vllm_spac.integration import compat, graphs, preflight
 
         compat.require_supported_vllm()
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
+        graphs.request(self)
         vllm_config = create_engine_config(self, *args, **kwargs)
+        graphs.split(vllm_config)
         preflight.check(config, vllm_config)
         return vllm_config
 

@@ -9,6 +9,7 @@ from vllm_spac.budgets.base import validate
 from vllm_spac.config import SpacConfig
 from vllm_spac.config import flag as knob_flag
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.integration import device
 from vllm_spac.integration.plugin import WORKER_EXTENSION
 
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
@@ -52,6 +53,9 @@ def check(config: SpacConfig, vllm_config) -> None:
     for refused, flag, instead in _refusals(vllm_config):
         if refused:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
+    _check_guard(config, vllm_config)
+    if (facts := device.query()) is not None:
+        device.check(facts, pinned=_keeps_on_the_host(config, model.get_num_experts()))
     _check_folder(config)
     for name in ("calibration", "budget_file"):
         path = getattr(config, name)
@@ -60,10 +64,7 @@ def check(config: SpacConfig, vllm_config) -> None:
 
 
 def _refusals(vllm_config):
-    from vllm.platforms import current_platform
-
     model, parallel, load = vllm_config.model_config, vllm_config.parallel_config, vllm_config.load_config
-    eager = model.enforce_eager
     yield parallel.tensor_parallel_size > 1, "--tensor-parallel-size above 1", "use 1: experts are not sharded yet"
     yield parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size above 1", "use 1"
     yield parallel.data_parallel_size > 1, "--data-parallel-size above 1", "use 1, or one server a replica"
@@ -78,13 +79,26 @@ def _refusals(vllm_config):
         "vLLM's own weight offloading (--cpu-offload-gb, --offload-*)",
         "drop it: spac keeps the experts outside",
     )
-    yield not eager and not current_platform.is_cpu(), "running with CUDA graphs", "add --enforce-eager"
 
 
 def _offloads(vllm_config) -> bool:
     offload = getattr(vllm_config, "offload_config", None)
     uva, prefetch = getattr(offload, "uva", None), getattr(offload, "prefetch", None)
     return getattr(uva, "cpu_offload_gb", 0) > 0 or getattr(prefetch, "offload_group_size", 0) > 0
+
+
+def _check_guard(config: SpacConfig, vllm_config) -> None:
+    if config.guard == "on" and vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner:
+        raise UnsupportedError(
+            "spac: guard=on (--spac-guard) is not supported with vLLM's V2 model runner, whose drafts never leave the "
+            "device; use --spac-guard off, or VLLM_USE_V2_MODEL_RUNNER=0 with --no-async-scheduling"
+        )
+
+
+def _keeps_on_the_host(config: SpacConfig, experts: int) -> bool:
+    """Whether experts may lie in host memory on a machine with a GPU."""
+    slots = config.parsed_slots
+    return config.store != "disk" and slots.share != 1 and slots.per_layer != experts
 
 
 def _check_folder(config: SpacConfig) -> None:

@@ -1,4 +1,4 @@
-"""Between vLLM's routers and the experts: where budgets cut and evaluations listen."""
+"""Between vLLM's MoE layers, their routers and our experts: where budgets cut, evaluations listen, graphs split."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_spac.budgeting import RoutingRule
-from vllm_spac.integration.opaque import LAYER_NAME, layer_argument
+from vllm_spac.integration.opaque import LAYER_NAME, layer_argument, moe_layer
 
 _SCORINGS = ("softmax", "sigmoid")
 
 
 def install(model: torch.nn.Module, layers) -> None:
-    """Let every router of a managed layer hand its choice to ``layer.spac_route`` before anything runs."""
+    """Let every router of a managed layer hand its choice to ``layer.spac_route`` before anything runs.
+
+    Where there can be CUDA graphs, also run the layer as an op that they can be split at. On a CPU vLLM runs no op but
+    compiles the layer with the rest of the model, and its numbers with it.
+    """
     managed = {id(layer): layer for layer in layers}
     for runner in model.modules():
         layer = managed.get(id(getattr(runner, "routed_experts", None)))
         if layer is not None:
             layer.spac_rule = rule_of(runner.router)
             runner.router._compute_routing = _budgeted(runner.router._compute_routing, layer)
+            if not current_platform.is_cpu():
+                assert callable(runner._forward_entry)  # a vLLM without it would go on calling its own op
+                runner._forward_entry = moe_layer(shared=runner.shared_experts is not None)
 
 
 def _budgeted(compute, layer):

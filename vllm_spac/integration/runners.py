@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 from vllm_spac.core import RequestRows, RowKind, Step
@@ -12,13 +13,13 @@ def install(vllm_config) -> None:
     if getattr(vllm_config, "use_v2_model_runner", False):
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-        _hook(GPUModelRunner, "prepare_inputs", lambda runner, scheduled, prepared: _step_v2(prepared))
+        _hook(GPUModelRunner, "prepare_inputs", lambda runner, scheduled, prepared: step_v2(prepared))
     else:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         _hook(GPUModelRunner, "_prepare_inputs", lambda runner, scheduled, prepared: _step_v1(runner, scheduled))
         _hook_drafts(GPUModelRunner)
-    _hook_shutdown()
+    _hook_worker()
 
 
 def can_guard(vllm_config) -> bool:
@@ -52,7 +53,7 @@ def _hook(runner_class: type, prepare_name: str, step_of) -> None:
     def sampled(self, *args, **kwargs):
         output = sample_tokens(self, *args, **kwargs)
         if (experts := _experts(self)) is not None:
-            experts.runtime.end_step(_tokens(output))
+            experts.runtime.end_step(tokens_of(output) if experts.runtime.counts_tokens else None)
         return output
 
     executed._spac = True
@@ -61,13 +62,22 @@ def _hook(runner_class: type, prepare_name: str, step_of) -> None:
     runner_class.sample_tokens = sampled
 
 
-def _hook_shutdown() -> None:
-    """Finish what is being recorded when vLLM stops a worker; processes that it kills do not run their exit hooks."""
+def _hook_worker() -> None:
+    """Count nothing while vLLM warms up: V2 does it with batches that look real. Finish what is recorded at the end.
+
+    A worker's exit hooks are no place for the latter: vLLM kills processes.
+    """
     from vllm.v1.worker.gpu_worker import Worker
 
     if getattr(Worker.shutdown, "_spac", False):
         return
-    shutdown = Worker.shutdown
+    shutdown, warm_up = Worker.shutdown, Worker.compile_or_warm_up_model
+
+    @functools.wraps(warm_up)
+    def warmed(self):
+        experts = _experts(self.model_runner)
+        with experts.runtime.warming_up() if experts is not None else contextlib.nullcontext():
+            return warm_up(self)
 
     @functools.wraps(shutdown)
     def closed(self):
@@ -81,6 +91,7 @@ def _hook_shutdown() -> None:
 
     closed._spac = True
     Worker.shutdown = closed
+    Worker.compile_or_warm_up_model = warmed
 
 
 def _hook_drafts(runner_class: type) -> None:
@@ -106,8 +117,14 @@ def _hook_drafts(runner_class: type) -> None:
     runner_class.propose_draft_token_ids = proposed
 
 
-def _tokens(output) -> list[int] | None:
-    """How many tokens each request of a step emitted; None where they are still on the device."""
+def tokens_of(output) -> list[int] | None:
+    """How many tokens each request of a step emitted; None where V1 keeps them on the device (async scheduling).
+
+    V2 copies them to the host behind the forward: waits for that copy.
+    """
+    if (counts := getattr(output, "num_sampled_tokens_np", None)) is not None:
+        output.copy_event.synchronize()
+        return counts.tolist()
     sampled = getattr(output, "sampled_token_ids", None)
     return list(map(len, sampled)) if isinstance(sampled, list) else None
 
@@ -132,7 +149,8 @@ def _step_v1(runner, scheduled) -> Step:
     return Step(tuple(requests))
 
 
-def _step_v2(batch) -> Step:
+def step_v2(batch) -> Step:
+    """The requests of V2's ``InputBatch``; rows from ``num_tokens`` on, which pad a CUDA graph, are nobody's."""
     starts, drafts = batch.query_start_loc_np, batch.num_draft_tokens_per_req
     return Step(
         tuple(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_spac.core import MoEShape
+from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.memory import available_host_bytes, gib
 from vllm_spac.tiers.base import ExpertStore
@@ -40,10 +40,7 @@ class HostStore(ExpertStore):
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         layer, expert = self.shape.split(key)
         if layer not in self._layers:
-            self._layers[layer] = {
-                name: torch.empty((self.shape.experts, *spec.shape), dtype=spec.dtype, pin_memory=self._pin)
-                for name, spec in self.shape.tensors.items()
-            }
+            self._layers[layer] = {name: self._block(spec) for name, spec in self.shape.tensors.items()}
         for name, block in self._layers[layer].items():
             block[expert].copy_(tensors[name])
         self._packed.add(key)
@@ -55,6 +52,16 @@ class HostStore(ExpertStore):
         for name, block in self._layers[layer].items():
             into[name].copy_(block[expert])  # complete when it returns: the kernel may run on another stream
         return self.shape.expert_bytes
+
+    def _block(self, spec: TensorSpec) -> Tensor:
+        try:
+            return torch.empty((self.shape.experts, *spec.shape), dtype=spec.dtype, device="cpu", pin_memory=self._pin)
+        except RuntimeError as error:  # the driver refuses; torch says so in CUDA's words
+            kind, reason = "pinned host memory" if self._pin else "host memory", str(error).splitlines()[0]
+            raise StoreError(
+                f"spac: the system gives no {kind} for store=host ({reason}); "
+                "use --spac-store disk --spac-disk-dir DIR, or raise the limit of locked memory (ulimit -l)"
+            ) from error
 
     def describe(self) -> str:
         kind = "pinned host memory" if self._pin else "host memory"

@@ -1,0 +1,152 @@
+"""The managed layer between vLLM's parts, which are stand-ins here: padding, and the op that graphs are split at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_spac import components
+from vllm_spac.budgeting import BudgetControl
+from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.integration import opaque
+from vllm_spac.integration.experts_layer import ManagedExperts, runnable
+from vllm_spac.integration.graphs import with_moe_layer
+from vllm_spac.pool import ExpertPool
+from vllm_spac.runtime import Runtime
+from vllm_spac.tiers.memory import MemoryStore
+
+EXPERTS, TOP_K, WIDTH = 8, 2, 3
+SHAPE = MoEShape(("layer",), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.float32)})
+IDS = torch.tensor([[0, 1], [1, 2], [0, 2]], dtype=torch.int32)  # of the rows that count: experts 0, 1, 2
+
+
+class Kernel:
+    """An expert multiplies by its number, which its slot holds: a wrong slot shows."""
+
+    def forward_modular(self, x, topk_weights, topk_ids):
+        assert topk_ids.min() >= 0, "a CPU kernel writes past its heap"
+        self.ran.append(len(x))
+        scale = self.spac_pool.tensors["w"][topk_ids.long()].squeeze(-1)
+        return x * (topk_weights * scale).sum(1, keepdim=True)
+
+
+class Layer(ManagedExperts, Kernel):
+    def __init__(self, slots: int, on_cpu: bool = True) -> None:
+        store = MemoryStore(SHAPE, "")
+        for key in range(EXPERTS):
+            store.put(key, {"w": torch.tensor([key + 1.0])})
+        policy = components.build("policies", "lru")
+        pool = ExpertPool(SHAPE, slots, policy, store, {"w": torch.empty(slots, 1)}, io_threads=1, path="memory")
+        list(pool.fill())
+        self.spac = SimpleNamespace(runtime=Runtime([pool], BudgetControl([])), on_cpu=on_cpu)
+        self.spac_pool, self.spac_index, self.layer_name, self.ran = pool, 0, "layer", []
+
+
+def padded(rows: int, junk: list[int]) -> torch.Tensor:
+    return torch.cat([IDS, torch.tensor([junk] * rows, dtype=torch.int32).reshape(rows, TOP_K)])
+
+
+@pytest.mark.parametrize("junk", [[-1, -1], [6, 7], [123456, -9]], ids=["skipped", "of an earlier step", "garbage"])
+@pytest.mark.parametrize("slots", [3, EXPERTS], ids=["some", "all"])
+def test_padding_needs_no_experts(junk: list[int], slots: int) -> None:
+    layer = Layer(slots)
+    ids, x = padded(5, junk), torch.rand(8, WIDTH)
+    weights = torch.rand(8, TOP_K)
+    layer.spac.runtime.begin_step(Step((RequestRows(0, 1, RowKind.DECODE), RequestRows(1, 3, RowKind.VERIFY, 1))))
+    out = layer.spac_forward(x, weights, ids)
+    layer.spac.runtime.end_forward()
+    expected = x[:3] * (weights[:3] * (IDS + 1)).sum(1, keepdim=True)
+    assert torch.allclose(out[:3], expected)
+    assert layer.ran == [8], "as many rows as without the plugin: a GPU's kernel rounds by the size of its batch"
+    counted = layer.spac_pool.snapshot()
+    assert (counted["hits"], counted["misses"], counted["loads"]) == (3, 0, 0)
+
+
+def test_a_dummy_run_may_be_padding_alone() -> None:
+    layer = Layer(3)
+    out = layer.spac_forward(torch.ones(4, WIDTH), torch.ones(4, TOP_K), torch.full((4, TOP_K), -1))
+    assert out.shape == (4, WIDTH) and layer.spac_pool.snapshot()["waves"] == 0
+
+
+def test_an_expert_that_is_skipped_in_a_row_that_counts_adds_nothing() -> None:
+    layer = Layer(EXPERTS)
+    ids = torch.tensor([[2, -1]])
+    out = layer.spac_forward(torch.ones(1, WIDTH), torch.tensor([[0.5, 0.5]]), ids)
+    assert torch.equal(out, torch.full((1, WIDTH), 1.5))
+
+
+def test_off_the_cpu_vllms_own_ids_reach_its_kernel_untouched() -> None:
+    layer = Layer(EXPERTS, on_cpu=False)
+    seen = []
+    layer.spac_pool.observe = lambda index, ids: seen.append(ids)
+    ids = padded(2, [7, 7])
+    layer.spac.runtime.begin_step(Step((RequestRows(0, 3, RowKind.PREFILL),)))
+    layer.spac_forward(torch.ones(5, WIDTH), torch.ones(5, TOP_K), ids)
+    assert torch.equal(seen[0], IDS) and layer.ran == [5]
+
+
+def test_runnable_keeps_what_counts() -> None:
+    ids = padded(3, [7, 7])
+    assert torch.equal(runnable(ids, 6), ids)
+    assert torch.equal(runnable(ids, 3), padded(3, [0, 1])), "padding takes the experts of the first row"
+    assert runnable(ids, 3).dtype == torch.int32
+
+
+# -- the op ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """A ``MoERunner`` that returns memory of its own, as vLLM's kernels do."""
+    found = SimpleNamespace(
+        _forward_impl=lambda hidden, logits, shared, input_ids: (
+            hidden * 2 if shared is None else (shared + 1, hidden * 2 + logits.sum())
+        )
+    )
+    monkeypatch.setattr(opaque.moe_runner, "get_layer_from_name", lambda name: found)
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_op_gives_what_the_layer_gives(runner, shared: bool) -> None:
+    hidden, logits = torch.rand(4, 6), torch.rand(4, EXPERTS)
+    given = hidden if shared else None
+    name = opaque.layer_argument("layer")
+    got = opaque.moe_layer(shared)(hidden, logits, given, None, name, 0)
+    want = runner._forward_impl(hidden, logits, given, None)
+    assert all(map(torch.equal, got, want)) if shared else torch.equal(got, want)
+
+
+def test_an_output_may_be_narrower(runner) -> None:
+    runner._forward_impl = lambda hidden, *rest: hidden[:, :4]
+    hidden = torch.rand(2, 6)
+    got = opaque.moe_layer(False)(hidden, hidden, None, None, opaque.layer_argument("layer"), 4)
+    assert torch.equal(got, hidden[:, :4])
+
+
+def test_a_graph_is_split_at_the_op_and_its_output_comes_from_before(runner) -> None:
+    """What follows is replayed on the addresses that it was captured with."""
+    from vllm.compilation.partition_rules import should_split
+
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph.graph)
+        return graph.forward
+
+    forward, name = opaque.moe_layer(shared=False), opaque.layer_argument("layer")
+
+    def model(hidden):
+        return forward(hidden.sin(), hidden, None, None, name, 0).cos()
+
+    hidden = torch.rand(4, 6)
+    got = torch.compile(model, backend=backend, fullgraph=True)(hidden)
+    assert torch.allclose(got, (hidden.sin() * 2).cos())
+    (graph,) = graphs
+    ours = [node for node in graph.nodes if should_split(node, with_moe_layer([]))]
+    assert [str(node.target) for node in ours] == ["vllm.spac_moe_layer"]
+    (last,) = [node for node in graph.nodes if "cos" in str(node.target)]
+    made = last.args[0] if last.args else last.all_input_nodes[0]
+    assert made is not ours[0] and list(graph.nodes).index(made) < list(graph.nodes).index(ours[0])

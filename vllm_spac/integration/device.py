@@ -1,0 +1,76 @@
+"""What the plugin needs of a GPU: asked in one place, decided on plain facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_spac.errors import UnsupportedError
+
+_OLDEST = (8, 0)  # bfloat16, and what vLLM's Triton MoE kernels are tuned for
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One accelerator as vLLM's platform describes it.
+
+    Attributes:
+        name: e.g. ``NVIDIA H200``.
+        cuda: whether it is a CUDA device.
+        capability: major and minor compute capability.
+        pinned: whether host memory can be page-locked for it.
+        unified: whether it can read such memory at the host's addresses (unified virtual addressing).
+    """
+
+    name: str
+    cuda: bool
+    capability: tuple[int, int]
+    pinned: bool
+    unified: bool
+
+
+def query() -> DeviceFacts | None:
+    """The first device, without starting CUDA in this process; None on a CPU."""
+    from vllm.platforms import current_platform
+    from vllm.utils.platform_utils import is_pin_memory_available, is_uva_available
+
+    if current_platform.is_cpu():
+        return None
+    if not current_platform.is_cuda():
+        return DeviceFacts(current_platform.device_name, False, (0, 0), False, False)
+    capability = current_platform.get_device_capability()
+    return DeviceFacts(
+        name=current_platform.get_device_name(),
+        cuda=True,
+        capability=(capability.major, capability.minor),
+        pinned=is_pin_memory_available(),
+        unified=is_uva_available(),
+    )
+
+
+def check(facts: DeviceFacts, *, pinned: bool, unified: bool = False) -> None:
+    """Refuse a device that lacks what is needed.
+
+    Args:
+        pinned: experts may lie in pinned host memory.
+        unified: kernels read them there, in place.
+
+    Raises:
+        UnsupportedError: says what is missing and what to do.
+    """
+    if not facts.cuda:
+        raise UnsupportedError(f"spac: {facts.name} is not supported; use an NVIDIA GPU, or vLLM's CPU build")
+    if facts.capability < _OLDEST:
+        raise UnsupportedError(
+            f"spac: {facts.name} (sm_{facts.capability[0]}{facts.capability[1]}) is not supported; use a GPU of "
+            "sm_80 or newer (A100, RTX 30 and later), or vLLM's CPU build"
+        )
+    if pinned and not facts.pinned:
+        raise UnsupportedError(
+            "spac: this system has no pinned host memory, which store=host needs; use --spac-store disk or "
+            "--spac-slots 100%, or on WSL `wsl --update` and VLLM_WSL2_ENABLE_PIN_MEMORY=1"
+        )
+    if unified and not facts.unified:
+        raise UnsupportedError(
+            f"spac: {facts.name} cannot read host memory at the host's addresses (no unified addressing) here; "
+            "use --spac-store disk, or --spac-slots 100%"
+        )
