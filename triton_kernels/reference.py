@@ -190,9 +190,7 @@ def _choose(p: Tensor, choice: Tensor, k: int, renormalize: bool, scale: float) 
     return weights * scale, torch.where(some, ids, first).int()
 
 
-def align(
-    topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int, counts: Tensor | None = None
-) -> Blocks:
+def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int, counts: Tensor | None = None) -> Blocks:
     """Twin of ``route.align``."""
     ids, n_pairs = topk_ids.flatten().tolist(), topk_ids.numel()
     weights = topk_weights.flatten().tolist()

@@ -163,9 +163,7 @@ def _align_kernel(
         tl.store(pairs + start + lane, n_pairs, mask=start + lane < end)
 
 
-def align(
-    topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int, counts: Tensor | None = None
-) -> Blocks:
+def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int, counts: Tensor | None = None) -> Blocks:
     """Sort the pairs by expert.
 
     Args:

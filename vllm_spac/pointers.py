@@ -66,7 +66,9 @@ class Pointers:
 
     def __init__(self, keys: int, slots: int, policy: Policy) -> None:
         self.residency = Residency(keys, slots, policy)
-        self.at = np.full(keys, NOWHERE, dtype=np.int32)  # the slot that an expert's pointer is at; NOWHERE: its host copy
+        self.at = np.full(
+            keys, NOWHERE, dtype=np.int32
+        )  # the slot that an expert's pointer is at; NOWHERE: its host copy
         self.moving = 0
 
     def observe(self, counts: np.ndarray) -> None:

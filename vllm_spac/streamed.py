@@ -63,8 +63,8 @@ def check(shape: MoEShape) -> None:
         reason = "experts of 2**31 weights and more"
     if reason is not None:
         raise UnsupportedError(
-            f"spac: execution=pointers cannot run {reason}; use --spac-execution slots, which loads missing experts into "
-            "slots and runs vLLM's own kernel"
+            f"spac: execution=pointers cannot run {reason}; use --spac-execution slots, which loads missing experts "
+            "into slots and runs vLLM's own kernel"
         )
 
 
@@ -72,8 +72,8 @@ class StreamedPool:
     """Slots shared by all layers of one shape, the table of their experts, and the launches that read it.
 
     Args:
-        shape: the layers, experts and tensors: ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or none,
-            as in the checkpoint.
+        shape: the layers, experts and tensors: ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or
+            none, as in the checkpoint.
         slots: number of slots, from ``shape.top_k`` to ``shape.total``.
         policy: says who makes room; owned.
         store: holds every expert in memory that the device can address; owned.
