@@ -99,11 +99,6 @@ class SpacConfig(BaseModel):
     disk_dir: Path | None = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
     )
-    execution: Literal["slots", "pointers"] = Field(
-        "slots",
-        description="How layers reach experts: slots loads missing ones and runs vLLM's kernel; pointers runs our own, "
-        "which reads each expert where it lies, in its slot or in host memory.",
-    )
     policy: Annotated[str, AfterValidator(_check_policy)] = Field(
         "reuse", description="Which expert makes room: reuse, lru, lfu, utility, or package.module:Class."
     )
@@ -115,6 +110,11 @@ class SpacConfig(BaseModel):
     )
     io_threads: Annotated[int, BeforeValidator(_no_bool)] = Field(
         4, ge=1, le=64, description="Threads that read missed experts."
+    )
+    execution: Literal["slots", "pointers"] = Field(
+        "slots",
+        description="How layers reach experts: slots loads missing ones and runs vLLM's kernel; pointers runs our own, "
+        "which reads each expert where it lies, in its slot or in host memory.",
     )
 
     trace: Path | None = Field(

@@ -135,6 +135,7 @@ class Residency:
             victims = self.policy.evict(1, self._pinned | self._loading)
             if victims == [key]:
                 return None
+            assert victims[0] not in self._pinned | self._loading, "the policy gives a frozen expert away"
             self._vacate(victims[0])
         return Placement(0, ((key, self._seat(key)),), victims=tuple(victims))
 
