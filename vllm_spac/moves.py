@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -10,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spac.errors import UnsupportedError
 from vllm_spac.pointers import Move, Pointers
 from vllm_spac.residency import NOWHERE
 from vllm_spac.streams import Event, Stream
 from vllm_spac.tiers.base import ExpertStore
 
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 ALIGNMENT = 16  # bytes; what the kernels of the table promise to the compiler
 
 
@@ -48,7 +51,7 @@ class ExpertMemory:
         assert all(first[name].nbytes % ALIGNMENT == 0 for name in slots), "experts must keep the alignment"
         self._slot_addresses = np.array([[slot.data_ptr() for slot in slots[name]] for name in slots])
         views = [store.view(key) for key in range(keys)]
-        self._host_addresses = np.array([[view[name].data_ptr() for view in views] for name in slots])
+        self._host_addresses = np.array([[_address(view[name], self._device) for view in views] for name in slots])
         assert not (self._host_addresses % ALIGNMENT).any() and not (self._slot_addresses % ALIGNMENT).any()
         self._table = torch.from_numpy(self._host_addresses).to(self._device, copy=True)
         self.table = dict(zip(slots, self._table, strict=True))
@@ -68,6 +71,25 @@ class ExpertMemory:
                 tensor[slot].view(-1).view(torch.uint8).fill_(0xFF)
         for name, tensor in self._store.view(key).items():
             self._slots[name][slot].copy_(tensor, non_blocking=True)
+
+
+def _address(tensor: Tensor, device: torch.device) -> int:
+    """Where kernels on ``device`` find a tensor, which may lie in pinned host memory.
+
+    Raises:
+        UnsupportedError: the device cannot read it.
+    """
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.data_ptr()
+    address = ctypes.c_uint64()
+    ask = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    status = ask(ctypes.byref(address), _DEVICE_POINTER, ctypes.c_uint64(tensor.data_ptr()))
+    if status or not address.value:
+        raise UnsupportedError(
+            f"spac: execution=pointers needs host memory that the GPU can read, which this one cannot (error {status}: "
+            "no pinned memory or no unified addressing); use --spac-execution slots"
+        )
+    return address.value
 
 
 class Mover:
