@@ -219,6 +219,7 @@ def grouped_gemm(
     activation: str = "silu",
     out: Tensor | None = None,
     tile: Tile | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -233,6 +234,7 @@ def grouped_gemm(
         activation: one of ``ACTIVATIONS``.
         out: [M, d] like x, is overwritten; default: a new tensor.
         tile: default ``tile_for(M)``.
+        counts: [experts] int32, is overwritten with the pairs of each expert.
 
     All addresses are multiples of 16 and valid as long as the launches run: nothing here can check it. Only addresses
     of experts that a pair names are followed.
@@ -245,11 +247,13 @@ def grouped_gemm(
     out = torch.empty_like(x) if out is None else out
     assert out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous(), "out must be like x"
     if rows == 0:
+        if counts is not None:
+            counts.zero_()
         return out
     tile = tile_for(rows) if tile is None else tile
     block_k = tile.k_bytes // x.element_size()
     blocks = block_bound(topk_ids.numel(), experts, tile.block_m)
-    order = align(topk_ids, topk_weights, experts, tile.block_m)
+    order = align(topk_ids, topk_weights, experts, tile.block_m, counts)
     h, y = x.new_empty(rows * top_k, ff), x.new_empty(rows * top_k, d)
     shared = {
         "BIAS": b13 is not None, "UPCAST": _INTERPRETED, "BLOCK_K": block_k, "BLOCK_M": tile.block_m,

@@ -118,11 +118,14 @@ def grouped_gemm(
     activation: Activation = "silu",
     out: Tensor | None = None,
     tile: object = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Twin of ``grouped_gemm.grouped_gemm``: the addresses are the CPU's, ``tile`` is ignored."""
     (rows, d), k, dtype = x.shape, topk_ids.shape[1], x.dtype
     ids, weights = topk_ids.flatten().long(), topk_weights.flatten()
     ids = torch.where((ids >= 0) & (ids < len(w13)) & (weights != 0), ids, -1)
+    if counts is not None:
+        counts.copy_(torch.bincount(ids + 1, minlength=len(w13) + 1)[1:])
     y = torch.zeros(rows * k, d)
     for expert in ids.unique().tolist():
         if expert < 0:
@@ -187,21 +190,22 @@ def _choose(p: Tensor, choice: Tensor, k: int, renormalize: bool, scale: float) 
     return weights * scale, torch.where(some, ids, first).int()
 
 
-def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int) -> Blocks:
+def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int, counts: Tensor | None = None) -> Blocks:
     """Twin of ``route.align``."""
     ids, n_pairs = topk_ids.flatten().tolist(), topk_ids.numel()
     weights = topk_weights.flatten().tolist()
-    pairs, blocks, counts = [], [], []
+    pairs, blocks, sizes = [], [], []
     for expert in range(experts):
         mine = [pair for pair in range(n_pairs) if ids[pair] == expert and weights[pair] != 0]
         needed = -(-len(mine) // block_m)
-        counts.append(len(mine))
+        sizes.append(len(mine))
         blocks += [expert] * needed
         pairs += mine + [n_pairs] * (needed * block_m - len(mine))
     most = block_bound(n_pairs, experts, block_m)
     pairs += [n_pairs] * (most * block_m - len(pairs))
     blocks += [-1] * (most - len(blocks))
-    return Blocks(*(torch.tensor(values, dtype=torch.int32) for values in (pairs, blocks, counts)))
+    made = Blocks(*(torch.tensor(values, dtype=torch.int32) for values in (pairs, blocks, sizes)))
+    return made if counts is None else made._replace(counts=counts.copy_(made.counts))
 
 
 # --- the shortlist -------------------------------------------------------------------------------------------------

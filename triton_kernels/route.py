@@ -163,7 +163,7 @@ def _align_kernel(
         tl.store(pairs + start + lane, n_pairs, mask=start + lane < end)
 
 
-def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int) -> Blocks:
+def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int, counts: Tensor | None = None) -> Blocks:
     """Sort the pairs by expert.
 
     Args:
@@ -171,6 +171,7 @@ def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int) ->
         topk_weights: [M, k] float32; pairs with weight 0 are left out, so that their experts are not read.
         experts: N <= 1024.
         block_m: rows of a block.
+        counts: [experts] int32, is overwritten with those of the work list; default: a new tensor.
 
     Returns:
         A work list of ``block_bound(M * k, experts, block_m)`` blocks, whatever the routing: no synchronisation.
@@ -182,7 +183,8 @@ def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int) ->
     assert topk_ids.numel() < 2**31 - 1024, "pairs are numbered in 32 bit"
     n_blocks = block_bound(topk_ids.numel(), experts, block_m)
     made = [torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (n_blocks * block_m, n_blocks)]
-    counts = torch.empty(experts, dtype=torch.int32, device=topk_ids.device)
+    counts = made[0].new_empty(experts) if counts is None else counts
+    assert counts.shape == (experts,) and counts.dtype == torch.int32 and counts.is_contiguous()
     chunk = min(1024, max(32, triton.next_power_of_2(topk_ids.numel())))
     _align_kernel[(experts + 1,)](
         topk_ids, topk_weights, *made, counts, topk_ids.numel(), experts, n_blocks,

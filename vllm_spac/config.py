@@ -111,6 +111,11 @@ class SpacConfig(BaseModel):
     io_threads: Annotated[int, BeforeValidator(_no_bool)] = Field(
         4, ge=1, le=64, description="Threads that read missed experts."
     )
+    execution: Literal["slots", "pointers"] = Field(
+        "slots",
+        description="How layers reach experts: slots loads missing ones and runs vLLM's kernel; pointers runs our own, "
+        "which reads each expert where it lies, in its slot or in host memory.",
+    )
 
     trace: Path | None = Field(
         None, description="Record what the routers choose in this file, for vllm-spac trace and simulate."
@@ -148,6 +153,24 @@ class SpacConfig(BaseModel):
                 "FILE); write the file with `vllm-spac calibrate`"
             )
         return self
+
+    @model_validator(mode="after")
+    def _pointers_reach_memory(self) -> SpacConfig:
+        if self.execution == "pointers":
+            if self.store == "disk" or self.disk_dir is not None:
+                raise ValueError(
+                    "execution=pointers (--spac-execution) reads missing experts where they lie, and a disk has no "
+                    "addresses; use --spac-store host without --spac-disk-dir, or --spac-execution slots"
+                )
+            if self.prefetch != "off":
+                raise ValueError(
+                    "execution=pointers (--spac-execution) moves experts ahead of need itself; drop --spac-prefetch"
+                )
+        return self
+
+    def store_on(self, device: str) -> Literal["host", "disk"]:
+        """The store for a ``device`` of that type: what was asked for, or what suits it."""
+        return self.store or ("disk" if device == "cpu" and self.execution == "slots" else "host")
 
     def budget_settings(self, budget: int | dict[str, int] | None) -> BudgetSettings:
         """The settings of the budget at the start; ``budget`` is B, or B for each layer from the budget file."""

@@ -14,7 +14,8 @@ class Counters:
         misses: those that were not, also those that were on their way.
         loads: experts moved into a slot on demand: misses that were not on their way, and an expert again that lost
             its slot between two waves of a forward. Reads that fill the slots at the start do not count.
-        bytes: bytes moved, by the store they came from; what was read ahead of need under ``<store> ahead``.
+        bytes: bytes moved, by the store they came from; what was read ahead of need under ``<store> ahead``, what
+            kernels read where it lay under ``<store> streamed``.
         stall_seconds: time that layers waited for experts, read on demand or ahead.
         waves: parts in which layers ran; one a layer and forward unless more experts are needed than there are slots.
         steps: forwards of the target model by kind: prefill, decode, verify, mixed.

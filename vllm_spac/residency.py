@@ -122,6 +122,23 @@ class Residency:
             self._vacate(victims[0])
         return Placement(0, ((key, self._occupy(key)),), victims=tuple(victims))
 
+    def exchange(self, key: int) -> Placement | None:
+        """Find a slot for ``key``, which is nowhere and was just used, to be loaded beside what runs; it is not pinned.
+
+        The slot is a free one, or else that of the policy's first victim, ``key`` being one of those that it chooses
+        from: where it would give ``key`` away first, nothing changes and the answer is None.
+        """
+        assert self.slot_of[key] == NOWHERE, f"expert {key} has a slot"
+        self.policy.insert(key)
+        victims: list[int] = []
+        if not self._free:
+            victims = self.policy.evict(1, self._pinned | self._loading)
+            if victims == [key]:
+                return None
+            assert victims[0] not in self._pinned | self._loading, "the policy gives a frozen expert away"
+            self._vacate(victims[0])
+        return Placement(0, ((key, self._seat(key)),), victims=tuple(victims))
+
     def is_loading(self, key: int) -> bool:
         """Whether ``key`` has a slot that may not be read yet."""
         return key in self._loading
@@ -157,10 +174,13 @@ class Residency:
         assert all(self.slot_of[key] != NOWHERE for key in self._pinned), "a pinned key is not resident"
 
     def _occupy(self, key: int) -> int:
+        self.policy.insert(key)
+        return self._seat(key)
+
+    def _seat(self, key: int) -> int:
         slot = self._free.pop()
         self.owner[slot], self.slot_of[key], self.state[slot] = key, slot, SlotState.LOADING
         self._loading.add(key)
-        self.policy.insert(key)
         return slot
 
     def _vacate(self, key: int) -> None:

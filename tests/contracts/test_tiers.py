@@ -106,6 +106,31 @@ def test_round_trip_bit_for_bit(name: str, layout: str, tmp_path: Path) -> None:
     store.close()
 
 
+@every_layout
+@every_store
+def test_a_view_is_the_expert_where_it_lies(name: str, layout: str, tmp_path: Path) -> None:
+    """Kernels read it by its address: whole, in one piece and always at the same place. A disk has none."""
+    store, specs = open_store(name, tmp_path, layout), SPECS[layout]
+    for key in range(store.shape.total):
+        store.put(key, expert(specs, key))
+    if name == "disk":
+        with pytest.raises(StoreError, match="have no address"):
+            store.view(0)
+        return
+    for key in range(store.shape.total):
+        view = store.view(key)
+        assert_same(dict(view), expert(specs, key))
+        assert all(tensor.is_contiguous() for tensor in view.values())
+        assert [t.data_ptr() for t in view.values()] == [t.data_ptr() for t in store.view(key).values()]
+    store.close()
+
+
+@every_store
+def test_viewing_what_was_never_put(name: str, store: ExpertStore) -> None:
+    with pytest.raises(StoreError):
+        store.view(0)
+
+
 @every_store
 def test_holds_what_was_put(name: str, store: ExpertStore) -> None:
     assert not any(map(store.holds, range(store.shape.total)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,8 @@ def engine_config(model: Path, spac, **options):
         ({"budget": 3}, ["budget=3", "every token 4 experts", "truncation"]),
         ({"budget": 0, "budget_coverage": "truncation"}, ["budget=0", "--spac-budget"]),
         ({"budget_mass": 1.5}, ["budget_mass=1.5", "--spac-budget-mass"]),
+        ({"execution": "magic"}, ["execution='magic'", "slots", "pointers"]),
+        ({"execution": "pointers", "store": "disk"}, ["--spac-execution", "--spac-store host"]),
         ({"budget_mass": 0}, ["budget_mass=0", "--spac-budget-mass"]),
         ({"budget": 8, "budget_mass": 0.9}, ["budget and budget_mass", "use one of them"]),
         ({"budget": 8, "budget_ranking": "oracle"}, ["'oracle'", "vllm-spac quality", "router"]),
@@ -135,6 +138,26 @@ def test_without_asking_nothing_changes(moe):
     config = engine_config(moe, None)
     assert config.parallel_config.worker_extension_cls == ""
     assert config.additional_config == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"activation": SimpleNamespace(value="relu2")}, "the activation relu2"),
+        ({"activation": SimpleNamespace(value="swigluoai"), "swiglu_limit": 5.0}, "swigluoai with limit 5.0"),
+        ({"swiglu_limit": 7.0}, "silu with limit 7.0"),
+        ({"apply_router_weight_on_input": True}, "router weights on the input"),
+    ],
+    ids=str,
+)
+def test_layers_that_our_kernels_do_not_compute(facts, named):
+    from vllm_spac.integration.experts_layer import ManagedExperts
+
+    plain = {"activation": SimpleNamespace(value="silu"), "swiglu_limit": None, "swiglu_alpha": None}
+    plain |= {"apply_router_weight_on_input": False, "layer_name": "layers.3"}
+    ManagedExperts._check_kernels(SimpleNamespace(**plain))
+    with pytest.raises(ValueError, match=f"{named}.* of layers.3; use --spac-execution slots"):
+        ManagedExperts._check_kernels(SimpleNamespace(**plain | facts))
 
 
 def test_a_worker_extension_built_on_ours_is_kept(moe):

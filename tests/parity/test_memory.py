@@ -98,3 +98,13 @@ def test_loading_holds_the_slots_and_about_one_layer(big, checkpoint, tmp_path):
     # A layer as it came, 16 MiB of it converted, 32 MiB of the mapped file, attention and embeddings.
     assert first - tiny < slots + 1.75 * LAYER_BYTES
     assert second - tiny < slots + LAYER_BYTES
+
+
+@pytest.mark.full
+def test_loading_for_pointers_holds_the_store_the_slots_and_about_one_layer(big, checkpoint):
+    """Host memory has every expert, and here fast memory is host memory too."""
+    kept = 1.25 * LAYERS * LAYER_BYTES
+    spac = {"spac": {"slots": "25%", "execution": "pointers"}}
+    tiny, grown = growth(checkpoint("qwen3_moe"), spac), growth(big, spac)
+    print("grew by", {name: f"{count / 2**20:.0f} MiB" for name, count in {"tiny": tiny, "big": grown}.items()})
+    assert grown - tiny < kept + 1.75 * LAYER_BYTES

@@ -47,18 +47,21 @@ class Machine(RuleBasedStateMachine):
         keys = [key for key in keys if key not in self.pinned]
         missing = [key for key in keys if key not in self.slot]
         evictions = max(0, len(missing) - (SLOTS - len(self.slot)))
-        may_go = self.slot.keys() - self.pinned - set(keys)
+        frozen = self.pinned | self.loading | set(keys)
+        may_go = self.slot.keys() - frozen
         before = snapshot(self.residency)
         if evictions > len(may_go):
             with pytest.raises(LookupError):
                 self.residency.prepare(keys)
             assert snapshot(self.residency) == before, "not all or nothing"
             return
-        victims = self.twin.evict(evictions, self.pinned | set(keys))
+        victims = self.twin.evict(evictions, frozen)
         assert set(victims) <= may_go
 
         placement = self.residency.prepare(keys)
-        assert placement.hits == len(keys) - len(missing)
+        waited = [key for key in keys if key in self.loading]
+        assert placement.hits == len(keys) - len(missing) - len(waited)
+        assert placement.waits == tuple((key, self.slot[key]) for key in waited)
         assert [key for key, _ in placement.loads] == missing
         for key in victims:
             del self.slot[key]
@@ -71,6 +74,23 @@ class Machine(RuleBasedStateMachine):
             self.twin.insert(key)
         self.loading |= set(missing)
         self.pinned |= set(keys)
+
+    @rule(key=st.integers(0, KEYS - 1))
+    def exchange(self, key: int) -> None:
+        if key in self.slot:
+            return
+        self.twin.insert(key)
+        victims = [] if len(self.slot) < SLOTS else self.twin.evict(1, self.pinned | self.loading)
+        placement = self.residency.exchange(key)
+        if victims == [key]:
+            assert placement is None
+            return
+        for victim in victims:
+            del self.slot[victim]
+        ((loaded, slot),) = placement.loads
+        assert loaded == key and placement.victims == tuple(victims) and slot not in self.slot.values()
+        self.slot[key] = slot
+        self.loading.add(key)
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data())
@@ -87,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         self.twin.remove(key)
         del self.slot[key]
         self.loading.remove(key)
-        self.pinned.remove(key)
+        self.pinned.discard(key)
 
     @rule(keys=some_keys)
     def release(self, keys: list[int]) -> None:
@@ -258,7 +278,20 @@ def test_admitting_what_has_a_slot() -> None:
         residency.admit(1, SCORES)
 
 
-@pytest.mark.parametrize("call", ["prepare", "admit"])
+def test_exchanging_for_what_the_policy_would_rather_keep() -> None:
+    """LFU gives the newcomer away first, LRU the one that was used longest ago."""
+    for policy, victims in ((LFU(), None), (LRU(), (0,))):
+        residency = Residency(6, 2, policy)
+        for key in (0, 1, 0, 1):
+            ready(residency, key)
+        before = residency.slot_of.copy()
+        placement = residency.exchange(2)
+        assert (placement and placement.victims) == victims
+        assert victims is not None or (residency.slot_of == before).all()
+        residency.check_integrity()
+
+
+@pytest.mark.parametrize("call", ["prepare", "admit", "exchange"])
 def test_a_policy_that_gives_a_frozen_expert_away_is_stopped(call: str) -> None:
     class Careless(LRU):
         def evict(self, count, pinned):
@@ -267,7 +300,7 @@ def test_a_policy_that_gives_a_frozen_expert_away_is_stopped(call: str) -> None:
     residency = Residency(6, 1, Careless())
     residency.admit(0, SCORES)
     with pytest.raises(AssertionError, match="frozen"):
-        residency.prepare([3]) if call == "prepare" else residency.admit(3, SCORES)
+        getattr(residency, call)(*{"prepare": ([3],), "admit": (3, SCORES), "exchange": (3,)}[call])
 
 
 @pytest.mark.parametrize(

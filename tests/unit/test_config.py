@@ -124,6 +124,33 @@ def test_malformed_outside_policy_is_a_configuration_error(policy: str) -> None:
         components.find("policies", SpacConfig.parse({"policy": policy}).policy)
 
 
+@pytest.mark.parametrize(
+    ("raw", "device", "store"),
+    [
+        ({}, "cpu", "disk"),
+        ({}, "cuda", "host"),
+        ({"store": "disk"}, "cuda", "disk"),
+        ({"execution": "pointers"}, "cpu", "host"),
+        ({"execution": "pointers", "store": "host"}, "cuda", "host"),
+    ],
+)
+def test_the_store_follows_from_the_device_and_the_execution(raw: dict, device: str, store: str) -> None:
+    assert SpacConfig.parse(raw).store_on(device) == store
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"store": "disk"}, r"a disk has no addresses; use --spac-store host"),
+        ({"disk_dir": "/x"}, r"a disk has no addresses; .*without --spac-disk-dir"),
+        ({"prefetch": "utility"}, r"drop --spac-prefetch"),
+    ],
+)
+def test_pointers_need_memory_and_move_experts_themselves(others: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpacConfig.parse({"execution": "pointers", **others})
+
+
 def test_the_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         SpacConfig.parse({}).slots = "3"

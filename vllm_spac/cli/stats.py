@@ -26,7 +26,18 @@ vllm-spac stats localhost:8000 --watch --interval 1
 """
 
 _TIMEOUT_SECONDS = 10
-_ORDER = ("mode", "store", "policy", "layers", "experts", "slots", "resident", "slot_bytes", "expert_bytes")
+_ORDER = (
+    "mode",
+    "execution",
+    "store",
+    "policy",
+    "layers",
+    "experts",
+    "slots",
+    "resident",
+    "slot_bytes",
+    "expert_bytes",
+)
 
 
 def stats(

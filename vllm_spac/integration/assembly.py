@@ -93,6 +93,7 @@ def stats(runtime: Runtime, config: SpacConfig, store: str) -> dict:
     total = {
         "mode": "lossy" if settings.active else "exact",
         "store": store if any(not pool.holds_all for pool in runtime.pools) else "resident",
+        "execution": config.execution,
         "policy": config.policy,
     }
     for pool in runtime.pools:

@@ -12,6 +12,7 @@ from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.integration.opaque import run_experts
 from vllm_spac.pool import ExpertPool
+from vllm_spac.streamed import ACTIVATIONS, StreamedPool
 
 if TYPE_CHECKING:
     from vllm_spac.integration.loading import ModelExperts
@@ -38,7 +39,10 @@ class ManagedExperts:
         self.spac_index = 0  # among the layers of its shape
         self.spac_number = 0  # among all
         self.spac_rule = RoutingRule()
-        self.spac_pool: ExpertPool | None = None
+        self.spac_pool: ExpertPool | StreamedPool | None = None
+        self._pointers = self.spac.config.execution == "pointers"
+        if self._pointers:
+            self._check_kernels()
         self._staged = {name: p for name, p in self.named_parameters() if name in _EXPERT_TENSORS}
         self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
         self._arrived = dict.fromkeys(self._staged, 0)
@@ -63,6 +67,23 @@ class ManagedExperts:
         if method.experts_cls is None or getattr(method.experts_cls, "requires_interleaved_w13", False):
             raise UnsupportedError(
                 f"spac: {self.layer_name}: {method.experts_cls} keeps no slots; add --moe-backend triton"
+            )
+
+    def _check_kernels(self) -> None:
+        """Of what our kernels compute; the shapes are ``streamed.check``'s."""
+        activation = self.activation.value
+        limit, alpha = self.swiglu_limit, self.swiglu_alpha
+        reason = None
+        if activation not in ACTIVATIONS:
+            reason = f"the activation {activation}"
+        elif (activation != "swigluoai" and limit) or limit not in (None, 7.0) or alpha not in (None, 1.702):
+            reason = f"{activation} with limit {limit} and alpha {alpha}"
+        elif self.apply_router_weight_on_input:
+            reason = "router weights on the input"
+        if reason is not None:
+            raise UnsupportedError(
+                f"spac: execution=pointers cannot run {reason} of {self.layer_name}; use --spac-execution slots, which "
+                "loads missing experts into slots and runs vLLM's own kernel"
             )
 
     # -- loading -------------------------------------------------------------------------------------------
@@ -93,11 +114,16 @@ class ManagedExperts:
         blank = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
         packed = self._convert(blank)
         self._restore()
+        if self._pointers:  # our kernels read the checkpoint's layout
+            packed = self._staged
         return {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in packed.items()}
 
     def convert(self, start: int, stop: int) -> dict[str, Tensor]:
         """Experts ``[start, stop)`` in the kernel's layout: name -> tensor of shape [stop - start, ...]."""
-        packed = self._convert({name: p.data[start:stop] for name, p in self._staged.items()})
+        raw = {name: p.data[start:stop] for name, p in self._staged.items()}
+        if self._pointers:
+            return raw
+        packed = self._convert(raw)
         self._restore()
         return packed
 
@@ -107,8 +133,11 @@ class ManagedExperts:
             param.data = param.data.new_empty(0)
         self._packed = True
 
-    def attach(self, pool: ExpertPool) -> None:
+    def attach(self, pool: ExpertPool | StreamedPool) -> None:
         """Let the kernel read the slots of ``pool``: its own experts' if all have one, else any."""
+        self.spac_pool = pool
+        if self._pointers:
+            return
         experts, index = pool.shape.experts, self.spac_index
         own = slice(index * experts, (index + 1) * experts) if pool.holds_all else slice(None)
         for name, param in self._kernel_params.items():
@@ -116,7 +145,6 @@ class ManagedExperts:
             self._parameters[name] = param
         if not pool.holds_all:
             self.local_num_experts = self.global_num_experts = pool.residency.slots
-        self.spac_pool = pool
 
     def budgeted(self) -> BudgetedLayer:
         """The layer as the budget's control sees it; possible before it is packed."""
@@ -175,6 +203,9 @@ class ManagedExperts:
                 f"spac: {self.layer_name} is being captured into a CUDA graph, where nothing can be loaded or counted; "
                 "add --enforce-eager"
             )
+        if self._pointers:
+            runtime.routed(pool, self.spac_index, topk_ids[:rows], topk_weights[:rows])
+            return pool.run(self.spac_index, x, topk_weights, topk_ids, self.activation.value, torch.empty_like(x))
         if pool.holds_all and not self.spac.on_cpu:  # vLLM's own routing and kernels: nothing to wait for
             runtime.routed(pool, self.spac_index, topk_ids[:rows], topk_weights[:rows])
             return run(x, topk_weights, topk_ids)

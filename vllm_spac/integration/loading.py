@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from vllm.platforms import current_platform
 
-from vllm_spac import components, slots
+from vllm_spac import components, slots, streamed
 from vllm_spac.budgeting import BudgetControl
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
@@ -89,7 +89,7 @@ class ModelExperts:
         self.vllm_config = vllm_config
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
-        self.store_name = config.store or ("disk" if self.on_cpu else "host")
+        self.store_name = config.store_on("cpu" if self.on_cpu else "cuda")
         self.runtime: Runtime | None = None
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share one
@@ -116,6 +116,8 @@ class ModelExperts:
             groups.setdefault(tuple(sorted((n, s.shape, s.dtype) for n, s in layer.probe().items())), []).append(layer)
         for layers in groups.values():
             self._shapes.append(self._shape_of(layers))
+            if self.config.execution == "pointers":
+                streamed.check(self._shapes[-1])
         routing.install(model, self._layers)
         self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
@@ -174,7 +176,13 @@ class ModelExperts:
         self.runtime = Runtime(pools, self._budget, trace, guard)
         for pool in pools:
             mode = self._budget.settings.describe()
-            logger.info("spac: mode=%s, %s, policy=%s", mode, assembly.describe(pool), self.config.policy)
+            choices = f"execution={self.config.execution}, policy={self.config.policy}"
+            logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(pool), choices)
+        if self.config.execution == "pointers" and self.device.type == "cpu":
+            logger.warning(
+                "spac: execution=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and "
+                "slow; to serve, use --spac-execution slots"
+            )
         runners.install(self.vllm_config)
 
     def stats(self) -> dict:
@@ -230,24 +238,19 @@ class ModelExperts:
                 logger.warning("spac: %d packed experts are missing or damaged; packing them beside a server", missing)
                 fcntl.flock(self._lock, fcntl.LOCK_SH)  # the failed attempt gave it up
 
-    def _fill(self, shape: MoEShape, count: int) -> ExpertPool:
+    def _fill(self, shape: MoEShape, count: int) -> ExpertPool | streamed.StreamedPool:
         store = self._stores[shape.layers[0]]
         tensors = getattr(store, "tensors", None) or {
             name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=self.device)
             for name, spec in shape.tensors.items()
         }
         policy = components.build("policies", self.config.policy)
-        knobs = EngineKnobs(prefetch=self.config.prefetch)
-        pool = ExpertPool(
-            shape,
-            count,
-            policy,
-            store,
-            tensors,
-            io_threads=self.config.io_threads,
-            path=self.store_name,
-            engine=knobs,
-        )
+        parts = shape, count, policy, store, tensors
+        if self.config.execution == "pointers":
+            pool = streamed.StreamedPool(*parts, path=self.store_name)
+        else:
+            knobs = EngineKnobs(prefetch=self.config.prefetch)
+            pool = ExpertPool(*parts, io_threads=self.config.io_threads, path=self.store_name, engine=knobs)
         with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr, disable=pool.holds_all) as bar:
             for loaded in pool.fill():
                 bar.update(loaded)

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
+from vllm_spac.errors import StoreError
 
 
 class ExpertStore(ABC):
@@ -54,6 +55,14 @@ class ExpertStore(ABC):
         Raises:
             StoreError: the expert is missing or is not what was packed. ``into`` is then undefined.
         """
+
+    def view(self, key: int) -> Mapping[str, Tensor]:
+        """The tensors of expert ``key`` where they lie, contiguous, not to be written; only of stores in memory.
+
+        Raises:
+            StoreError: this store has none, or the expert was never packed.
+        """
+        raise StoreError(f"spac: experts in {self.describe()} have no address")
 
     @abstractmethod
     def describe(self) -> str:

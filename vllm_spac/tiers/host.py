@@ -46,12 +46,15 @@ class HostStore(ExpertStore):
         self._packed.add(key)
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        for name, tensor in self.view(key).items():
+            into[name].copy_(tensor)  # complete when it returns: the kernel may run on another stream
+        return self.shape.expert_bytes
+
+    def view(self, key: int) -> dict[str, Tensor]:
         if key not in self._packed:
             raise StoreError(f"expert {self.shape.split(key)} was never packed")
         layer, expert = self.shape.split(key)
-        for name, block in self._layers[layer].items():
-            into[name].copy_(block[expert])  # complete when it returns: the kernel may run on another stream
-        return self.shape.expert_bytes
+        return {name: block[expert] for name, block in self._layers[layer].items()}
 
     def _block(self, spec: TensorSpec) -> Tensor:
         try:

@@ -29,11 +29,14 @@ class MemoryStore(ExpertStore):
         self._experts[key] = {name: tensors[name].clone() for name in self.shape.tensors}
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
-        if key not in self._experts:
-            raise StoreError(f"expert {self.shape.split(key)} was never packed")
-        for name, tensor in self._experts[key].items():
+        for name, tensor in self.view(key).items():
             into[name].copy_(tensor)
         return self.shape.expert_bytes
+
+    def view(self, key: int) -> dict[str, Tensor]:
+        if key not in self._experts:
+            raise StoreError(f"expert {self.shape.split(key)} was never packed")
+        return self._experts[key]
 
     def describe(self) -> str:
         return "memory"

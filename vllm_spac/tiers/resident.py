@@ -38,12 +38,15 @@ class ResidentStore(ExpertStore):
         self._packed.add(key)
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        for name, slot in self.view(key).items():
+            if into[name].data_ptr() != slot.data_ptr():
+                into[name].copy_(slot)
+        return self.shape.expert_bytes
+
+    def view(self, key: int) -> dict[str, Tensor]:
         if key not in self._packed:
             raise StoreError(f"expert {self.shape.split(key)} was never packed")
-        for name, slots in self.tensors.items():
-            if into[name].data_ptr() != slots[key].data_ptr():
-                into[name].copy_(slots[key])
-        return self.shape.expert_bytes
+        return {name: slots[key] for name, slots in self.tensors.items()}
 
     def describe(self) -> str:
         return "resident (every expert has a slot, nothing lies outside)"

@@ -90,6 +90,21 @@ def test_padding_and_weightless_pairs_read_no_expert(device):
     assert (answer[2] == 0).all() and (answer[5] != 0).any()
 
 
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_counts_of_pairs_that_are_computed(device, rows):
+    """Padding and weightless pairs are left out of them too; what was there is overwritten."""
+    layer = make(max(rows, 1), 40, 24)
+    layer = replace(layer, **{name: getattr(layer, name)[:rows] for name in ("x", "ids", "weights")})
+    if rows > 1:
+        layer.ids[2], layer.ids[5, 0], layer.weights[4, 0] = -1, 6, 0.0
+    live = (layer.ids >= 0) & (layer.ids < 6) & (layer.weights != 0)
+    expected = torch.bincount(layer.ids[live].long(), minlength=6).int()
+    for function, where in ((grouped_gemm, device), (reference.grouped_gemm, "cpu")):
+        counts = torch.full((2, 6), -7, dtype=torch.int32, device=where)
+        layer.to(where).call(function, counts=counts[1])
+        assert torch.equal(counts[1].cpu(), expected) and (counts[0] == -7).all()
+
+
 def test_nothing_to_do(device):
     layer = make(4, 40, 24)
     layer.ids.fill_(-1)

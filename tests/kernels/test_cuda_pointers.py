@@ -1,0 +1,92 @@
+"""Experts that move while kernels read them, on a GPU; for ``make test-gpu``."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from vllm_spac import components
+from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.streamed import StreamedPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+LAYERS, EXPERTS, TOP_K, D, FF, ROWS = 4, 16, 4, 1024, 512, 8
+STEP = Step((RequestRows(0, ROWS, RowKind.DECODE),))
+
+
+def pool(slots: int) -> StreamedPool:
+    dtype = torch.bfloat16
+    specs = {"w13_weight": TensorSpec((2 * FF, D), dtype), "w2_weight": TensorSpec((D, FF), dtype)}
+    shape = MoEShape(tuple(map(str, range(LAYERS))), EXPERTS, TOP_K, specs)
+    store = components.build("tiers", "host" if slots < shape.total else "resident", shape=shape, fingerprint="")
+    if slots == shape.total:
+        store = type(store)(shape, "", device="cuda")
+    rng = torch.Generator().manual_seed(0)
+    for key in range(shape.total):
+        tensors = {name: torch.randn(spec.shape, generator=rng) / spec.shape[1] ** 0.5 for name, spec in specs.items()}
+        store.put(key, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    tensors = getattr(store, "tensors", None) or {
+        name: torch.empty((slots, *spec.shape), dtype=dtype, device="cuda") for name, spec in specs.items()
+    }
+    made = StreamedPool(shape, slots, components.build("policies", "lru"), store, tensors, path="host", poison=True)
+    for _ in made.fill():
+        pass
+    return made
+
+
+class Model:
+    """Layers one behind the other, on buffers that stay where they are."""
+
+    def __init__(self, pool: StreamedPool) -> None:
+        self.pool = pool
+        self.x = torch.zeros(ROWS, D, dtype=torch.bfloat16, device="cuda")
+        self.ids = torch.zeros(LAYERS, ROWS, TOP_K, dtype=torch.int32, device="cuda")
+        self.weights = torch.full((ROWS, TOP_K), 0.25, device="cuda")
+        self.out = torch.zeros(LAYERS, ROWS, D, dtype=torch.bfloat16, device="cuda")
+
+    def load(self, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.x.copy_(torch.randn(ROWS, D, generator=rng))
+        few = torch.stack([torch.randperm(EXPERTS // 2, generator=rng)[:TOP_K] for _ in range(LAYERS * ROWS)])
+        self.ids.copy_((few.view(LAYERS, ROWS, TOP_K) + seed // 5 * 4) % EXPERTS)  # what is hot changes now and then
+
+    def forward(self) -> None:
+        for layer in range(LAYERS):
+            self.pool.run(layer, self.x, self.weights, self.ids[layer], "silu", self.out[layer])
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_same_bits_as_in_hbm_while_experts_move(graph):
+    """Slots are NaN before each copy. In a graph the launches are fixed, and the table is what changes."""
+    whole, moving = Model(pool(LAYERS * EXPERTS)), Model(pool(LAYERS * EXPERTS // 3))
+    for model in (whole, moving):
+        model.forward()  # compiles
+    torch.cuda.synchronize()
+    run = moving.forward
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            moving.forward()
+        run = captured.replay
+    for step in range(40):
+        for model in (whole, moving):
+            model.load(step)
+        whole.forward()
+        torch.cuda.synchronize()
+        moving.pool.begin_step(STEP)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        moving.pool.end_step()
+        moving.pool._mover.pointers.check_integrity()
+        assert torch.equal(moving.out, whole.out), step
+    stats = moving.pool.snapshot()
+    assert stats["prefetch_hits"] > 0 and stats["misses"] > 0
+    for model in (whole, moving):
+        model.pool.close()

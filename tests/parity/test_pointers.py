@@ -1,0 +1,73 @@
+"""Experts read through a table of pointers, on a real engine: the same greedy tokens as stock vLLM in float32.
+
+On a CPU the kernels are their torch twins, which sum in another order than vLLM's kernel. In float32, logits then
+differ by 1e-6 of their size, and the two best of these models are further apart (the seeds are fixed, so that this is
+so every time). In bfloat16, where a sum is rounded at 4e-3, a near-tie may turn: the comparison is made in float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engines
+import pytest
+import zoo
+from compare import compare
+
+import vllm_spac
+from vllm_spac.trace import Trace
+
+FLOAT32 = {"dtype": "float32"}
+TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# Slots from the minimum to all; with biases, and gate and up in turns, the minimum; the others when there is time.
+SLOTS = {"qwen3_moe": ("4", "50%", "100%"), "gpt_oss": ("2",)}
+ALL = [f if f in SLOTS else pytest.param(f, marks=pytest.mark.full) for f in zoo.FAMILIES]
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_same_tokens_as_stock(family, checkpoint):
+    stock = engines.generate(checkpoint(family), **FLOAT32)
+    assert len({tuple(tokens) for tokens in stock.tokens}) > 4, "this model says the same to everything"
+    for slots in SLOTS.get(family, ("50%",)):
+        run = engines.generate(checkpoint(family), {"slots": slots, "execution": "pointers"}, **FLOAT32)
+        assert run.tokens == stock.tokens, slots
+        stats = run.stats
+        assert stats["hits"] > 0 and stats["bytes"]["host streamed"] == stats["misses"] * stats["expert_bytes"]
+        assert (stats["misses"] > 0 and stats["prefetches"] > 0) == (slots != "100%")
+
+
+def test_same_tokens_as_stock_with_ngram():
+    """The trained toy model: 8 of 384 experts, the minimum, and half of them."""
+    runs = [{"slots": slots, "execution": "pointers"} for slots in ("2.1%", "50%")]
+    stock, *spac = compare(TOY, [None, *runs], max_tokens=24, speculative_config=NGRAM, **FLOAT32)
+    for run in spac:
+        assert run.tokens == stock.tokens
+        assert run.stats["steps"]["verify"] > 0 and run.stats["prefetch_hits"] > 0
+
+
+def test_budgets_and_traces(checkpoint, tmp_path):
+    """A budget of all experts changes nothing, half of them does; the trace has every row of every layer."""
+    spac = {"slots": "50%", "execution": "pointers", "trace": str(tmp_path / "run.trace")}
+    options = {**FLOAT32, "enable_prefix_caching": False}
+    with engines.engine(checkpoint("qwen3_moe"), spac, **options) as llm:
+
+        def change(**settings):
+            return llm.collective_rpc("spac_budget", args=(settings,))[0]
+
+        exact = engines.say(llm)
+        change(budget=16, coverage="substitution", when="all")
+        assert engines.say(llm) == exact
+        change(budget=8, coverage="substitution", when="all")
+        assert engines.say(llm) != exact
+        stats = vllm_spac.stats(llm)["workers"][0]
+        assert stats["mode"] == "lossy" and stats["budget"]["dropped_share"] > 0
+    assert Trace.load(tmp_path / "run.trace").steps == sum(stats["steps"].values())
+
+
+@pytest.mark.full
+def test_compiled(checkpoint):
+    options = {**FLOAT32, "enforce_eager": False}
+    stock = engines.generate(checkpoint("qwen3_moe"), **options)
+    run = engines.generate(checkpoint("qwen3_moe"), {"slots": "50%", "execution": "pointers"}, **options)
+    assert run.tokens == stock.tokens and run.stats["misses"] > 0

@@ -1,0 +1,174 @@
+"""The pool over pointers: a layer's result has the same bits wherever its experts lie and whatever moves meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from vllm_spac.kernels import reference
+
+from vllm_spac import components, streamed
+from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.streamed import StreamedPool
+
+LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
+DECODE = Step((RequestRows(0, 3, RowKind.DECODE),))
+PROMPT = Step((RequestRows(0, 2, RowKind.DECODE), RequestRows(2, 9, RowKind.PREFILL)))
+
+
+def shape(dtype: torch.dtype = torch.float32, bias: bool = True, **others) -> MoEShape:
+    specs = {"w13_weight": TensorSpec((2 * FF, D), dtype), "w2_weight": TensorSpec((D, FF), dtype)}
+    if bias:
+        specs |= {"w13_bias": TensorSpec((2 * FF,), dtype), "w2_bias": TensorSpec((D,), dtype)}
+    return MoEShape(tuple("abc"), **{"experts": EXPERTS, "top_k": TOP_K, "tensors": specs, **others})
+
+
+class Pool(StreamedPool):
+    """With a filled store and slots that are NaN before each copy; ``check`` does what the layers of a step do."""
+
+    def __init__(self, slots: int, layout: MoEShape | None = None, policy: str = "lru", store: str = "host", **options):
+        layout = layout or shape()
+        store = components.build("tiers", store, shape=layout, fingerprint="")
+        rng = torch.Generator().manual_seed(1)
+        self.experts = [
+            {name: torch.randn(spec.shape, generator=rng).to(spec.dtype) for name, spec in layout.tensors.items()}
+            for _ in range(layout.total)
+        ]
+        for key, expert in enumerate(self.experts):
+            store.put(key, expert)
+        tensors = getattr(store, "tensors", None) or {
+            name: torch.full((slots, *spec.shape), float("nan"), dtype=spec.dtype)
+            for name, spec in layout.tensors.items()
+        }
+        policy = components.build("policies", policy)
+        super().__init__(layout, slots, policy, store, tensors, path="host", poison=True, **options)
+        for _ in self.fill():
+            pass
+
+    def expected(self, layer: int, x, weights, ids, activation: str) -> torch.Tensor:
+        mine = self.experts[layer * EXPERTS : (layer + 1) * EXPERTS]
+        tables = {name: torch.tensor([expert[name].data_ptr() for expert in mine]) for name in mine[0]}
+        biases = tables.get("w13_bias"), tables.get("w2_bias")
+        return reference.grouped_gemm(
+            x, tables["w13_weight"], tables["w2_weight"], weights, ids, FF, *biases, activation
+        )
+
+    def check(self, step: Step, rng: torch.Generator, activation: str = "silu", ids=None) -> int:
+        """Run a step over as many rows as it has; returns the distinct experts that it used."""
+        rows, used = max(request.stop for request in step.requests), 0
+        self.begin_step(step)
+        self._mover.pointers.check_integrity()
+        assert self._mover.pointers.moving <= self._most
+        for layer in range(LAYERS):
+            x = torch.randn(rows, D, generator=rng).to(self.shape.tensors["w2_weight"].dtype)
+            weights = torch.rand(rows, TOP_K, generator=rng)
+            routed = torch.randint(-1, EXPERTS, (rows, TOP_K), generator=rng) if ids is None else ids
+            out = torch.full_like(x, float("nan"))
+            assert self.run(layer, x, weights, routed, activation, out) is out
+            assert torch.equal(out, self.expected(layer, x, weights, routed, activation))
+            used += len(set(routed.flatten().tolist()) - {-1})
+        self.end_step()
+        return used
+
+    def settle(self) -> None:
+        """What is being copied is there at the next step."""
+        self._mover._copy.record().wait()
+
+
+@pytest.fixture
+def made():
+    pools: list[Pool] = []
+    yield lambda *args, **options: pools.append(Pool(*args, **options)) or pools[-1]
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize("policy", [name for name in components.names("policies") if name != "belady"])
+@pytest.mark.parametrize(
+    ("slots", "layout", "activation"),
+    [
+        (TOP_K, shape(), "silu"),
+        (7, shape(torch.bfloat16), "swigluoai"),
+        (23, shape(torch.float16, bias=False), "gelu"),
+    ],
+    ids=["minimum", "some", "all but one"],
+)
+def test_same_bits_whatever_moves(made, policy, slots, layout, activation):
+    pool = made(slots, layout, policy)
+    rng, choice, used = torch.Generator().manual_seed(0), random.Random(0), 0
+    for _ in range(40):
+        used += pool.check(DECODE if choice.random() < 0.8 else PROMPT, rng, activation)
+        if choice.random() < 0.5:
+            pool.settle()
+    stats = pool.snapshot()
+    assert stats["hits"] + stats["misses"] == used and stats["waves"] == 40 * LAYERS
+    assert stats["bytes"]["host streamed"] == stats["misses"] * layout.expert_bytes
+    assert stats["bytes"]["host ahead"] == stats["prefetches"] * layout.expert_bytes > 0
+    assert stats["hits"] > 0 and stats["prefetch_hits"] + stats["prefetch_wasted"] <= stats["prefetches"]
+
+
+def test_what_is_asked_for_again_and_again_moves_in(made):
+    """A layer's worth of slots, filled with others: after a few steps every expert that is used is a hit."""
+    pool = made(2 * LAYERS)
+    rng, ids = torch.Generator().manual_seed(0), torch.tensor([[6, 7]])
+    step = Step((RequestRows(0, 1, RowKind.DECODE),))
+    for _ in range(4):
+        pool.check(step, rng, ids=ids)
+        pool.settle()
+    before = pool.snapshot()
+    assert pool.check(step, rng, ids=ids) == 2 * LAYERS
+    after = pool.snapshot()
+    assert after["hits"] - before["hits"] == 2 * LAYERS and after["misses"] == before["misses"] > 0
+
+
+def test_at_most_so_many_bytes_are_on_their_way(made):
+    pool = made(6, step_bytes=2 * shape().expert_bytes + 1)
+    assert pool._most == 2
+    for seed in range(5):
+        pool.check(DECODE, torch.Generator().manual_seed(seed))
+    assert made(6, step_bytes=1)._most == 1, "at least one, or nothing would ever move"
+
+
+def test_prompts_decide_nothing(made):
+    pool, rng = made(6), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        pool.check(PROMPT, rng)
+        pool.settle()
+    stats = pool.snapshot()
+    assert stats["prefetches"] == 0 and stats["misses"] > 0
+
+
+def test_with_a_slot_for_each_nothing_moves(made):
+    pool, rng = made(LAYERS * EXPERTS, store="resident"), torch.Generator().manual_seed(0)
+    assert pool.holds_all
+    used = sum(pool.check(DECODE, rng) for _ in range(3))
+    stats = pool.snapshot()
+    assert (stats["hits"], stats["misses"], stats["prefetches"]) == (used, 0, 0)
+
+
+def test_dummy_runs_are_not_counted(made):
+    pool = made(6)
+    pool.end_step()
+    assert pool.snapshot()["waves"] == 0
+
+
+def plain(*sizes: tuple[int, int]) -> dict[str, TensorSpec]:
+    names = ("w13_weight", "w2_weight")
+    return {name: TensorSpec(size, torch.float32) for name, size in zip(names, sizes, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        (shape(tensors=plain((8, 16), (16, 8))), "no gate"),
+        (shape(tensors=plain((6, 3), (3, 3))), "no multiple of 16"),
+        (shape(tensors={**shape().tensors, "w2_scale": TensorSpec((4,), torch.float32)}), "w2_scale"),
+        (shape(experts=1025), "1024 experts"),
+    ],
+    ids=["no gate", "odd sizes", "scales", "many experts"],
+)
+def test_what_the_kernels_cannot_read_is_refused(layout, named):
+    with pytest.raises(UnsupportedError, match=f"{named}.*--spac-execution slots"):
+        streamed.check(layout)

@@ -1,0 +1,235 @@
+"""The layers of a shape over a table of pointers: a hit is read in its slot, a miss where it lies, in one launch.
+
+No layer waits for the host and none decides anything there. Between steps the host reads the counts of a step that is
+over, moves experts by them (``pointers`` has the protocol), and goes on. On a CPU the launches are the torch twins of
+the kernels: the same addresses and the same rounding, made to be compared with and not to be fast.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape, RowKind, Step
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.metrics import Counters
+from vllm_spac.moves import ALIGNMENT, ExpertMemory, Mover
+from vllm_spac.pointers import Pointers
+from vllm_spac.policies.base import Policy
+from vllm_spac.residency import NOWHERE, Residency
+from vllm_spac.streams import Event, streams
+from vllm_spac.tiers.base import ExpertStore
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
+MAX_EXPERTS = 1024  # of a layer; what the kernels' routing takes
+STEP_BYTES = 64 << 20  # moved ahead in a step at most, at least one expert: 2.5 ms of PCIe 4
+_TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+_FILL_BATCH = 16
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The counts of a step on their way to the host, int32 [layers, experts], and who had a slot meanwhile."""
+
+    step: Step
+    counts: Tensor
+    resident: np.ndarray
+    there: Event
+
+
+def check(shape: MoEShape) -> None:
+    """Refuse experts that the kernels cannot read; possible before anything is loaded.
+
+    Raises:
+        UnsupportedError: names what does not fit and the execution that takes it.
+    """
+    d, ff = shape.tensors["w2_weight"].shape
+    odd = [name for name, spec in shape.tensors.items() if spec.nbytes % ALIGNMENT]
+    reason = None
+    if set(shape.tensors) not in ({*_TENSORS[:2]}, {*_TENSORS}):
+        reason = f"experts of {', '.join(sorted(shape.tensors))}"
+    elif shape.tensors["w13_weight"].shape != (2 * ff, d):
+        reason = f"experts whose activation has no gate (w13 is {list(shape.tensors['w13_weight'].shape)})"
+    elif odd:
+        reason = f"experts whose {odd[0]} is no multiple of {ALIGNMENT} bytes"
+    elif shape.experts > MAX_EXPERTS:
+        reason = f"layers of more than {MAX_EXPERTS} experts"
+    elif 2 * ff * d >= 2**31:
+        reason = "experts of 2**31 weights and more"
+    if reason is not None:
+        raise UnsupportedError(
+            f"spac: execution=pointers cannot run {reason}; use --spac-execution slots, which loads missing experts "
+            "into slots and runs vLLM's own kernel"
+        )
+
+
+class StreamedPool:
+    """Slots shared by all layers of one shape, the table of their experts, and the launches that read it.
+
+    Args:
+        shape: the layers, experts and tensors: ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or
+            none, as in the checkpoint.
+        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
+        policy: says who makes room; owned.
+        store: holds every expert in memory that the device can address; owned.
+        tensors: name -> slots of shape [slots, ...], on the device that computes.
+        path: name of the store in the counters.
+        step_bytes: bytes that are on their way into slots at once, at most.
+        poison: fill slots with NaN before they are written; for tests.
+    """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        slots: int,
+        policy: Policy,
+        store: ExpertStore,
+        tensors: Mapping[str, Tensor],
+        *,
+        path: str,
+        step_bytes: int = STEP_BYTES,
+        poison: bool = False,
+    ) -> None:
+        assert shape.top_k <= slots <= shape.total
+        check(shape)
+        self.shape = shape
+        self.counters = Counters()
+        self.tensors = tensors
+        self.store = store
+        self._path = path
+        self._most = max(1, step_bytes // shape.expert_bytes)
+        device = next(iter(tensors.values())).device
+        self._compute, copy = streams(device)
+        self._memory = ExpertMemory(store, tensors, shape.total, poison)
+        self._mover = Mover(Pointers(shape.total, slots, policy), self._memory, self._compute, copy)
+        self._launch = _kernel(device)
+        self._tables = {name: table.view(-1, shape.experts) for name, table in self._memory.table.items()}
+        self._counts = torch.zeros(len(shape.layers), shape.experts, dtype=torch.int32, device=device)
+        self._counted: deque[_Counted] = deque()
+        self._last: np.ndarray | None = None  # counts of the last step that says something about the next
+        self._unused: set[int] = set()  # moved in and not needed yet
+        self._step: Step | None = None
+
+    @property
+    def residency(self) -> Residency:
+        return self._mover.pointers.residency
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every expert has its slot, so that nothing is ever decided or moved."""
+        return self.residency.slots == self.shape.total
+
+    # -- between steps -------------------------------------------------------------------------------------
+
+    def begin_step(self, step: Step) -> None:
+        """A forward of the target model starts for real requests: point at what has arrived, and move what pays."""
+        self._step = step
+        self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
+        for move in self._mover.arrive():
+            self._unused.add(move.key)
+            self.counters.prefetches += 1
+            self.counters.moved(f"{self._path} ahead", self.shape.expert_bytes)
+        self._take_counts()
+        if self._last is not None:
+            moves = self._mover.pointers.choose(self._last, self._most)
+            self._last = None
+            wasted = self._unused.intersection(move.victim for move in moves)
+            self._unused -= wasted
+            self.counters.prefetch_wasted += len(wasted)
+            self._mover.begin(moves)
+
+    def end_step(self) -> None:
+        """The layers were launched; what comes until the next step (profiling, warm-up) is not counted."""
+        step, self._step = self._step, None
+        if step is not None:
+            counts = torch.empty(self._counts.shape, dtype=torch.int32, pin_memory=self._counts.is_cuda)
+            self._compute.submit(counts.copy_, self._counts, True)
+            resident = self._mover.pointers.at != NOWHERE
+            self._counted.append(_Counted(step, counts, resident, self._compute.record()))
+
+    def observe(self, layer: int, ids: Tensor) -> None:
+        """The launches count what is routed; nothing is to be remembered."""
+
+    def snapshot(self) -> dict:
+        """The counters as plain data, up to the last step whose counts have come."""
+        self._take_counts()
+        return self.counters.snapshot()
+
+    def _take_counts(self) -> None:
+        """Learn what steps selected, as far as the host has been told; does not wait."""
+        while self._counted and self._counted[0].there.done():
+            counted = self._counted.popleft()
+            counts = counted.counts.numpy().reshape(-1)
+            used = counts > 0
+            hits = np.flatnonzero(used & counted.resident)
+            misses = int(used.sum()) - len(hits)
+            self.counters.hits += len(hits)
+            self.counters.misses += misses
+            self.counters.moved(f"{self._path} streamed", misses * self.shape.expert_bytes)
+            self.counters.waves += len(self.shape.layers)
+            first = self._unused.intersection(hits.tolist())
+            self._unused -= first
+            self.counters.prefetch_hits += len(first)
+            # Rows of prompts say little about the next step, and here they are counted with the others.
+            if all(request.kind != RowKind.PREFILL for request in counted.step.requests):
+                self._mover.pointers.observe(counts)
+                self._last = counts
+
+    # -- a layer -------------------------------------------------------------------------------------------
+
+    def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: str, out: Tensor) -> Tensor:
+        """Routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
+
+        Args:
+            layer: number of the layer in ``shape.layers``.
+            x: [T, d] of the experts' dtype.
+            weights: [T, k] float32; a pair with weight 0 is left out.
+            ids: [T, k] int32 or int64; ids outside 0 ... experts - 1 are padding and left out.
+            activation: one of ``ACTIVATIONS``.
+            out: [T, d] like x, is overwritten.
+        """
+        tables = (self._tables[name][layer] if name in self._tables else None for name in _TENSORS)
+        w13, w2, b13, b2 = tables
+        ff = self.shape.tensors["w2_weight"].shape[1]
+        return self._launch(
+            x.contiguous(), w13, w2, weights.float().contiguous(), ids.contiguous(), ff, b13, b2, activation,
+            out=out, counts=self._counts[layer],
+        )  # fmt: skip
+
+    # -- start and end -------------------------------------------------------------------------------------
+
+    def fill(self) -> Iterator[int]:
+        """Copy experts into the free slots, an equal share of each layer, before anything runs; yields how many.
+
+        With a slot for each expert, slot and key are the same number.
+        """
+        layers, slots = len(self.shape.layers), self.residency.slots
+        pointers = self._mover.pointers
+        for layer in range(layers):
+            share = slots // layers + (layer < slots % layers)
+            for start in range(0, share, _FILL_BATCH):
+                batch = range(start, min(start + _FILL_BATCH, share))
+                moves = [pointers.placed(self.shape.key(layer, expert)) for expert in batch]
+                for move in moves:
+                    self.store.read(move.key, {name: slots[move.slot] for name, slots in self.tensors.items()})
+                pointers.arrived(moves)
+                self._compute.submit(self._memory.point, [m.key for m in moves], [m.slot for m in moves])
+                yield len(moves)
+
+    def close(self) -> None:
+        """Finish the copies in flight and give back the store."""
+        self._mover.close()
+        self.store.close()
+
+
+def _kernel(device: torch.device):
+    if device.type == "cpu":
+        from vllm_spac.kernels.reference import grouped_gemm
+    else:
+        from vllm_spac.kernels.grouped_gemm import grouped_gemm
+    return grouped_gemm

@@ -1,0 +1,184 @@
+"""Queues of work that run in order, each on its own, and the events that order one behind another.
+
+A ``Stream`` means the same everywhere: ``submit`` does not wait, work runs in the order of submission, ``wait`` holds
+back what is submitted after it until an event of another stream is reached, and the host may ask whether an event is
+``done``. On a GPU these are CUDA's streams and events; on a CPU the caller itself, or a thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream, made by ``Stream.record``."""
+
+    def done(self) -> bool:
+        """Whether all work before it is over, and seen by whoever is told so. Does not wait."""
+
+
+class Stream(ABC):
+    """Runs what it is given, in that order. Called by one thread."""
+
+    @abstractmethod
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Run ``work(*arguments)`` behind what was submitted before."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """The end of what was submitted so far."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """What is submitted from now on begins after ``event``, of any stream of the same kind. Does not wait."""
+
+    def close(self) -> None:
+        """Finish what was submitted; nothing is submitted afterwards."""
+
+
+class ThreadEvent:
+    """Reached by the thread of its stream; raises what the stream failed with to whoever asks."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._error: BaseException | None = None
+
+    def reach(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._reached.set()
+
+    def wait(self) -> None:
+        self._reached.wait()
+        self._check()
+
+    def done(self) -> bool:
+        reached = self._reached.is_set()
+        self._check()
+        return reached
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class CallerStream(Stream):
+    """The calling thread: what is submitted is over when ``submit`` returns."""
+
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        work(*arguments)
+
+    def record(self) -> ThreadEvent:
+        event = ThreadEvent()
+        event.reach()
+        return event
+
+    def wait(self, event: ThreadEvent) -> None:
+        event.wait()
+
+
+class ThreadStream(Stream):
+    """A thread with a queue. After work that raised nothing more is run, and its events raise the same."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        self._queue.put((work, arguments))
+
+    def record(self) -> ThreadEvent:
+        event = ThreadEvent()
+        self._queue.put((event.reach, None))
+        return event
+
+    def wait(self, event: ThreadEvent) -> None:
+        self.submit(event.wait)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, arguments = item
+            if arguments is None:
+                work(self._error)
+            elif self._error is None:
+                try:
+                    work(*arguments)
+                except BaseException as error:  # told to whoever asks for an event
+                    self._error = error
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return self.event.query()
+
+
+class CudaStream(Stream):
+    """A CUDA stream. ``work`` launches and returns; it must not synchronise."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        with torch.cuda.stream(self.stream):
+            work(*arguments)
+
+    def record(self) -> _CudaEvent:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return _CudaEvent(event)
+
+    def wait(self, event: _CudaEvent) -> None:
+        self.stream.wait_event(event.event)
+
+    def close(self) -> None:
+        self.stream.synchronize()
+
+
+class CurrentCudaStream(CudaStream):
+    """Whatever stream the calling thread launches on: the one that runs the model.
+
+    Should that change, the new one goes on where the old one ends.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.cuda.current_stream(device))
+        self._device = device
+
+    def record(self) -> _CudaEvent:
+        self._follow()
+        return super().record()
+
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        self._follow()
+        super().submit(work, *arguments)
+
+    def wait(self, event: _CudaEvent) -> None:
+        self._follow()
+        super().wait(event)
+
+    def _follow(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if current != self.stream:
+            current.wait_stream(self.stream)
+            self.stream = current
+
+
+def streams(device: torch.device) -> tuple[Stream, Stream]:
+    """The stream that runs the model on ``device``, and a new one for copies beside it."""
+    if device.type == "cuda":
+        return CurrentCudaStream(device), CudaStream(torch.cuda.Stream(device))
+    return CallerStream(), ThreadStream("spac-copy")
