@@ -192,6 +192,7 @@ class World:
             residency.owner.tobytes(),
             residency.state.tobytes(),
             tuple(residency.policy._order),
+            self.mover.pointers._next,
             tuple((tuple(moves), event.name) for moves, event in self.mover._copying),
         )
 
