@@ -70,6 +70,7 @@ class Pointers:
             keys, NOWHERE, dtype=np.int32
         )  # the slot that an expert's pointer is at; NOWHERE: its host copy
         self.moving = 0
+        self._next = 0  # the key after the last one that was considered for a move
 
     def observe(self, counts: np.ndarray) -> None:
         """A step selected experts: int [keys], as ``Policy.observe`` has it."""
@@ -81,21 +82,25 @@ class Pointers:
     def choose(self, counts: np.ndarray, most: int) -> list[Move]:
         """Steps 1 of the moves that the policy wants after a step with ``counts``; at most ``most`` are on their way.
 
-        Experts that were missed come in the order of their counts. One moves in if the policy would rather keep it
-        than some other that is not moving; what is on its way is left alone.
+        Of the experts that were missed, twice as many as may move are considered: those with the highest counts, among
+        equals in turn from where the last call stopped, so that no layer has to wait for those before it. One moves in
+        if the policy would rather keep it than some other that is not moving; what is on its way is left alone.
         """
+        room = most - self.moving
         missed = np.flatnonzero((counts > 0) & (self.residency.slot_of == NOWHERE))
+        turn = (missed - self._next) % len(self.at)
         moves: list[Move] = []
-        for key in missed[np.argsort(-counts[missed], kind="stable")].tolist():
-            if self.moving >= most:
+        for key in missed[np.lexsort((turn, -counts[missed]))][: 2 * room].tolist():
+            if len(moves) == room:
                 break
+            self._next = key + 1
             placement = self.residency.exchange(key)
             if placement is not None:
                 victim = next(iter(placement.victims), NOWHERE)
                 if victim != NOWHERE:
                     self.at[victim] = NOWHERE
                 moves.append(Move(key, placement.loads[0][1], victim))
-                self.moving += 1
+        self.moving += len(moves)
         return moves
 
     def arrived(self, moves: Iterable[Move]) -> None:

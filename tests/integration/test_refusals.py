@@ -125,6 +125,39 @@ def test_a_quantised_model(tmp_path):
         engine_config(write_config(tmp_path / "fp8", quantised), {})
 
 
+@pytest.mark.parametrize(("v2", "speculative"), [(True, object()), (True, None), (False, object())], ids=str)
+def test_the_guard_where_vllm_fixes_the_drafts(v2, speculative):
+    from vllm_spac.config import SpacConfig
+    from vllm_spac.integration import preflight
+
+    config = SimpleNamespace(use_v2_model_runner=v2, speculative_config=speculative)
+    preflight.check_guard(SpacConfig(guard="off"), config)
+    if v2 and speculative:
+        with pytest.raises(ValueError, match="--spac-guard off, or VLLM_USE_V2_MODEL_RUNNER=0"):
+            preflight.check_guard(SpacConfig(guard="on"), config)
+    else:
+        preflight.check_guard(SpacConfig(guard="on"), config)
+
+
+@pytest.mark.parametrize(
+    ("spac", "needed"),
+    [
+        ({}, True),
+        ({"store": "host"}, True),
+        ({"slots": "15"}, True),
+        ({"store": "disk"}, False),
+        ({"slots": "100%"}, False),
+        ({"slots": "16"}, False),
+    ],
+    ids=str,
+)
+def test_pinned_memory_is_asked_for_only_where_experts_lie_in_it(spac, needed):
+    from vllm_spac.config import SpacConfig
+    from vllm_spac.integration import preflight
+
+    assert preflight.keeps_on_the_host(SpacConfig(**spac), experts=16) == needed
+
+
 def test_an_unsupported_vllm(moe, monkeypatch):
     import vllm
 

@@ -131,6 +131,17 @@ def test_at_most_so_many_bytes_are_on_their_way(made):
     assert made(6, step_bytes=1)._most == 1, "at least one, or nothing would ever move"
 
 
+def test_no_layer_waits_for_those_before_it(made):
+    """One move a step, and every step misses experts of every layer: all layers get their turn."""
+    pool = made(6, step_bytes=1)
+    rng, moved = torch.Generator().manual_seed(0), []
+    for step in range(20):
+        pool.check(DECODE, rng, ids=torch.tensor([[2, 3], [4, 5], [6, 7]]).roll(step, 1))
+        pool.settle()
+        moved += [key // EXPERTS for moves, _ in pool._mover._copying for key in [move.key for move in moves]]
+    assert set(moved) == set(range(LAYERS)), moved
+
+
 def test_prompts_decide_nothing(made):
     pool, rng = made(6), torch.Generator().manual_seed(0)
     for _ in range(3):

@@ -197,7 +197,7 @@ class ManagedExperts:
         Rows are independent in the kernel, so a row's result does not depend on its wave.
         """
         pool, run, runtime = self.spac_pool, super().forward_modular, self.spac.runtime
-        rows = runtime.rows(len(x))
+        real = runtime.rows(len(x))
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise SpacError(
                 f"spac: {self.layer_name} is being captured into a CUDA graph, where nothing can be loaded or counted; "
@@ -207,13 +207,13 @@ class ManagedExperts:
             runtime.routed(pool, self.spac_index, topk_ids[:rows], topk_weights[:rows])
             return pool.run(self.spac_index, x, topk_weights, topk_ids, self.activation.value, torch.empty_like(x))
         if pool.holds_all and not self.spac.on_cpu:  # vLLM's own routing and kernels: nothing to wait for
-            runtime.routed(pool, self.spac_index, topk_ids[:rows], topk_weights[:rows])
+            runtime.routed(pool, self.spac_index, topk_ids[:real], topk_weights[:real])
             return run(x, topk_weights, topk_ids)
         ids = topk_ids.cpu()  # waits for the router
         if bool((ids < 0).any()):
             topk_weights = topk_weights.masked_fill(topk_ids < 0, 0)
-        ids = runnable(ids, rows)
-        runtime.routed(pool, self.spac_index, ids[:rows], topk_weights[:rows])
+        ids = runnable(ids, real)
+        runtime.routed(pool, self.spac_index, ids[:real], topk_weights[:real])
         if pool.holds_all:
             return run(x, topk_weights, ids)
         out = torch.empty_like(x)
@@ -227,17 +227,17 @@ class ManagedExperts:
         return out
 
 
-def runnable(ids: Tensor, rows: int) -> Tensor:
+def runnable(ids: Tensor, real: int) -> Tensor:
     """Experts [tokens, top_k] on the CPU that can all be run: padding needs no expert that the first row does not need.
 
     A padded row carries -1, which corrupts the heap in a CPU kernel, or what was routed before; what it gives is
     nobody's. A -1 in a row that counts becomes expert 0, to be run with weight 0.
 
     Args:
-        rows: from here on it is padding.
+        real: rows that count, the first ones.
     """
-    if rows < len(ids):
-        ids = torch.cat([ids[:rows], ids[:1].expand(len(ids) - rows, -1)])
+    if real < len(ids):
+        ids = torch.cat([ids[:real], ids[:1].expand(len(ids) - real, -1)])
     return ids.clamp(min=0)
 
 

@@ -53,9 +53,9 @@ def check(config: SpacConfig, vllm_config) -> None:
     for refused, flag, instead in _refusals(vllm_config):
         if refused:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
-    _check_guard(config, vllm_config)
+    check_guard(config, vllm_config)
     if (facts := device.query()) is not None:
-        device.check(facts, pinned=_keeps_on_the_host(config, model.get_num_experts()))
+        device.check(facts, pinned=keeps_on_the_host(config, model.get_num_experts()))
     _check_folder(config)
     for name in ("calibration", "budget_file"):
         path = getattr(config, name)
@@ -87,7 +87,8 @@ def _offloads(vllm_config) -> bool:
     return getattr(uva, "cpu_offload_gb", 0) > 0 or getattr(prefetch, "offload_group_size", 0) > 0
 
 
-def _check_guard(config: SpacConfig, vllm_config) -> None:
+def check_guard(config: SpacConfig, vllm_config) -> None:
+    """``UnsupportedError`` where the guard cannot change draft lengths whatever else is set."""
     if config.guard == "on" and vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner:
         raise UnsupportedError(
             "spac: guard=on (--spac-guard) is not supported with vLLM's V2 model runner, whose drafts never leave the "
@@ -95,7 +96,7 @@ def _check_guard(config: SpacConfig, vllm_config) -> None:
         )
 
 
-def _keeps_on_the_host(config: SpacConfig, experts: int) -> bool:
+def keeps_on_the_host(config: SpacConfig, experts: int) -> bool:
     """Whether experts may lie in host memory on a machine with a GPU."""
     slots = config.parsed_slots
     return config.store != "disk" and slots.share != 1 and slots.per_layer != experts
