@@ -104,6 +104,8 @@ def configurations(
         raise PlanError(f"no speculation is called {', '.join(sorted(unknown))}; use {', '.join(SPECULATIONS)}")
     if budgets and set(speculations) == {"none"}:
         raise PlanError("--budget bounds verify steps: add --speculation, e.g. eagle3")
+    if odd := [name for name in policies if "+" in name and not name.endswith("+prefetch")]:
+        raise PlanError(f"--policy {odd[0]}: only +prefetch can follow a policy's name")
     if not policies or not speculations:
         raise PlanError("--policy and --speculation must each name at least one")
     plan = []
