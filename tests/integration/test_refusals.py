@@ -131,7 +131,8 @@ def test_the_guard_where_vllm_fixes_the_drafts(v2, speculative):
     from vllm_spac.integration import preflight
 
     config = SimpleNamespace(use_v2_model_runner=v2, speculative_config=speculative)
-    preflight.check_guard(SpacConfig(guard="off"), config)
+    for config_of in (SpacConfig(), SpacConfig(guard="off")):  # on by itself, it is left out with a line in the log
+        preflight.check_guard(config_of, config)
     if v2 and speculative:
         with pytest.raises(ValueError, match="--spac-guard off, or VLLM_USE_V2_MODEL_RUNNER=0"):
             preflight.check_guard(SpacConfig(guard="on"), config)

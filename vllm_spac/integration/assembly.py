@@ -57,8 +57,8 @@ def guard(config: SpacConfig, vllm_config) -> Guard | None:
         asked = "guard" in config.model_fields_set
         logger.log(
             logging.WARNING if asked else logging.INFO,
-            "spac: guard=on has no effect here: vLLM plans the drafts of a step before the last one is over; "
-            "add --no-async-scheduling, or --spac-guard off to say so",
+            "spac: guard=on has no effect here: vLLM plans the drafts of a step before the last one is over; add "
+            "--no-async-scheduling (and on a GPU VLLM_USE_V2_MODEL_RUNNER=0), or --spac-guard off to say so",
         )
         return None
     return Guard(speculation.num_speculative_tokens)

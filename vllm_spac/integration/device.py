@@ -72,5 +72,5 @@ def check(facts: DeviceFacts, *, pinned: bool, unified: bool = False) -> None:
     if unified and not facts.unified:
         raise UnsupportedError(
             f"spac: {facts.name} cannot read host memory at the host's addresses (no unified addressing) here; "
-            "use --spac-store disk, or --spac-slots 100%"
+            "use --spac-execution slots"
         )

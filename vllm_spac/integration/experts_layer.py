@@ -204,8 +204,9 @@ class ManagedExperts:
                 "add --enforce-eager"
             )
         if self._pointers:
-            runtime.routed(pool, self.spac_index, topk_ids[:rows], topk_weights[:rows])
-            return pool.run(self.spac_index, x, topk_weights, topk_ids, self.activation.value, torch.empty_like(x))
+            runtime.routed(pool, self.spac_index, topk_ids[:real], topk_weights[:real])
+            ids = torch.nn.functional.pad(topk_ids[:real], (0, 0, 0, len(x) - real), value=-1)  # padding runs nothing
+            return pool.run(self.spac_index, x, topk_weights, ids, self.activation.value, torch.empty_like(x))
         if pool.holds_all and not self.spac.on_cpu:  # vLLM's own routing and kernels: nothing to wait for
             runtime.routed(pool, self.spac_index, topk_ids[:real], topk_weights[:real])
             return run(x, topk_weights, topk_ids)

@@ -55,7 +55,11 @@ def check(config: SpacConfig, vllm_config) -> None:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
     check_guard(config, vllm_config)
     if (facts := device.query()) is not None:
-        device.check(facts, pinned=keeps_on_the_host(config, model.get_num_experts()))
+        device.check(
+            facts,
+            pinned=keeps_on_the_host(config, model.get_num_experts()),
+            unified=config.execution == "pointers",
+        )
     _check_folder(config)
     for name in ("calibration", "budget_file"):
         path = getattr(config, name)
@@ -88,8 +92,9 @@ def _offloads(vllm_config) -> bool:
 
 
 def check_guard(config: SpacConfig, vllm_config) -> None:
-    """``UnsupportedError`` where the guard cannot change draft lengths whatever else is set."""
-    if config.guard == "on" and vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner:
+    """``UnsupportedError`` where the guard was asked for and cannot change draft lengths whatever else is set."""
+    asked = config.guard == "on" and "guard" in config.model_fields_set
+    if asked and vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner:
         raise UnsupportedError(
             "spac: guard=on (--spac-guard) is not supported with vLLM's V2 model runner, whose drafts never leave the "
             "device; use --spac-guard off, or VLLM_USE_V2_MODEL_RUNNER=0 with --no-async-scheduling"
