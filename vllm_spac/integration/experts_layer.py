@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.integration.opaque import run_experts
 from vllm_spac.pool import ExpertPool
+from vllm_spac.split import Share, combine
 
 if TYPE_CHECKING:
     from vllm_spac.integration.loading import ModelExperts
@@ -164,18 +166,33 @@ class ManagedExperts:
         return out
 
     def spac_forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """The layer's output [tokens, hidden], computed wave by wave if it must be.
-
-        Rows are independent in the kernel, so a row's result does not depend on its wave.
-        """
-        pool, run = self.spac_pool, super().forward_modular
+        """The layer's output [tokens, hidden]: in fast memory, or divided between fast memory and the CPU."""
+        pool = self.spac_pool
         topk_weights, topk_ids = without_padding(topk_weights, topk_ids)
         self.spac.runtime.routed(pool, self.spac_index, topk_ids, topk_weights)
         if pool.holds_all:
-            return run(x, topk_weights, topk_ids)
-        out = torch.empty_like(x)
-        for wave in pool.waves(self.spac_index, topk_ids.cpu()):
-            rows, slot_ids = slice(wave.start, wave.stop), wave.slot_ids.to(topk_ids.device)
+            return super().forward_modular(x, topk_weights, topk_ids)
+        ids = topk_ids.cpu()
+        if (cold := pool.cold(self.spac_index, ids)) is None:
+            return self.spac_in_slots(x, topk_weights, ids)
+        beside, hot = Share.of(ids, cold), Share.of(ids, ~cold)
+        with pool.computing(self.spac_index, beside, x, topk_weights) as computation:
+            parts = [(hot, self.spac_in_slots(*hot.pick(x, topk_weights), hot.ids, computation.give_way))]
+            return combine(x, [*parts, (beside, computation.result())])
+
+    def spac_in_slots(
+        self, x: Tensor, topk_weights: Tensor, ids: Tensor, loaded: Callable[[], None] | None = None
+    ) -> Tensor:
+        """What the experts ``ids`` [rows, top_k] (on the CPU) give, computed wave by wave if it must be.
+
+        Rows are independent in the kernel, so a row's result does not depend on its wave. ``loaded`` is called when a
+        wave's experts are there and its kernel is to run.
+        """
+        run, out = super().forward_modular, torch.empty_like(x)
+        for wave in self.spac_pool.waves(self.spac_index, ids):
+            rows, slot_ids = slice(wave.start, wave.stop), wave.slot_ids.to(x.device)
+            if loaded is not None:
+                loaded()
             part = run(x[rows], topk_weights[rows], slot_ids)
             if len(part) == len(x):
                 out = part

@@ -171,7 +171,9 @@ class ModelExperts:
         )
         self.runtime = Runtime(pools, self._budget, trace, guard)
         for pool in pools:
-            mode = self._budget.settings.describe()
+            first = next(layer for layer in self._layers if layer.spac_pool is pool)
+            assembly.balance(self.config, self.vllm_config, pool, first)
+            mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, pools)
             logger.info("spac: mode=%s, %s, policy=%s", mode, assembly.describe(pool), self.config.policy)
         runners.install(self.vllm_config)
 

@@ -53,6 +53,7 @@ def check(config: SpacConfig, vllm_config) -> None:
         if refused:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
     _check_folder(config)
+    _check_cpu_experts(config)
     for name in ("calibration", "budget_file"):
         path = getattr(config, name)
         if path is not None and not path.expanduser().is_file():
@@ -85,6 +86,17 @@ def _offloads(vllm_config) -> bool:
     offload = getattr(vllm_config, "offload_config", None)
     uva, prefetch = getattr(offload, "uva", None), getattr(offload, "prefetch", None)
     return getattr(uva, "cpu_offload_gb", 0) > 0 or getattr(prefetch, "offload_group_size", 0) > 0
+
+
+def _check_cpu_experts(config: SpacConfig) -> None:
+    from vllm.platforms import current_platform
+
+    store = config.store or ("disk" if current_platform.is_cpu() else "host")
+    if config.cpu_experts != "off" and store == "disk":
+        raise ConfigError(
+            f"spac: cpu_experts={config.cpu_experts} (--spac-cpu-experts) computes experts where they lie, and with "
+            "store=disk that is no memory; add --spac-store host"
+        )
 
 
 def _check_folder(config: SpacConfig) -> None:

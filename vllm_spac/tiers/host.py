@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
 from vllm_spac.memory import available_host_bytes, gib
-from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.tiers.base import ExpertStore, copy_bytes
 
 _RESERVE = 1 << 30  # left to the rest of the machine
 
@@ -53,8 +53,11 @@ class HostStore(ExpertStore):
             raise StoreError(f"expert {self.shape.split(key)} was never packed")
         layer, expert = self.shape.split(key)
         for name, block in self._layers[layer].items():
-            into[name].copy_(block[expert])  # complete when it returns: the kernel may run on another stream
+            copy_bytes(into[name], block[expert].reshape(-1).view(torch.uint8))
         return self.shape.expert_bytes
+
+    def layer(self, number: int) -> Mapping[str, Tensor]:
+        return self._layers[number]
 
     def describe(self) -> str:
         kind = "pinned host memory" if self._pin else "host memory"
