@@ -75,6 +75,12 @@ def _check_policy(value: str) -> str:
     return value
 
 
+def _check_cpu_experts(value: str) -> str:
+    if value not in ("off", "auto") and not re.fullmatch(r"[1-9]\d*", value):
+        raise ValueError("use off, auto, or a number of experts of a layer, 1 or more")
+    return value
+
+
 def _check_ranking(value: str) -> str:
     if ":" in value:
         return value
@@ -107,6 +113,22 @@ class SpacConfig(BaseModel):
     )
     guard: Literal["on", "off"] = Field(
         "on", description="Shorten or skip drafts when the experts they need cost more than the tokens they bring."
+    )
+    cpu_experts: Annotated[
+        str, BeforeValidator(lambda value: str(_no_bool(value))), AfterValidator(_check_cpu_experts)
+    ] = Field(
+        "off",
+        description="Compute missing experts on the CPU, from where they lie, exact up to rounding: off; auto, those "
+        "that the balancer takes; or N, in each forward of a layer the N missing ones with the fewest rows.",
+    )
+    balancer: Literal["none", "threshold", "waterfill"] | None = Field(
+        None, description="Decides with cpu_experts=auto: waterfill (the default then) or threshold (MoE-SpAc's)."
+    )
+    profile: Path | None = Field(
+        None, description="What the balancer weighs, from vllm-spac profile. Default: measured at the start."
+    )
+    cpu_kernel: Literal["native", "torch", "kt"] | None = Field(
+        None, description="Computes CPU experts: vLLM's kernel (default on a CPU machine), torch, or kt-kernel."
     )
     io_threads: Annotated[int, BeforeValidator(_no_bool)] = Field(
         4, ge=1, le=64, description="Threads that read missed experts."
@@ -162,10 +184,31 @@ class SpacConfig(BaseModel):
                     "execution=pointers (--spac-execution) reads missing experts where they lie, and a disk has no "
                     "addresses; use --spac-store host without --spac-disk-dir, or --spac-execution slots"
                 )
+            if self.cpu_experts != "off":
+                raise ValueError(
+                    "execution=pointers (--spac-execution) computes missing experts itself; drop --spac-cpu-experts"
+                )
             if self.prefetch != "off":
                 raise ValueError(
                     "execution=pointers (--spac-execution) moves experts ahead of need itself; drop --spac-prefetch"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _one_who_decides(self) -> SpacConfig:
+        if self.cpu_experts == "auto" and self.balancer == "none":
+            raise ValueError(
+                "cpu_experts=auto (--spac-cpu-experts) leaves it to the balancer, and balancer=none (--spac-balancer) "
+                "computes none; use --spac-balancer waterfill, or --spac-cpu-experts off"
+            )
+        for name in ("balancer", "profile"):
+            if self.cpu_experts != "auto" and getattr(self, name) not in (None, "none"):
+                raise ValueError(
+                    f"{name} ({flag(name)}) decides nothing with cpu_experts={self.cpu_experts}; "
+                    "add --spac-cpu-experts auto"
+                )
+        if self.cpu_kernel is not None and self.cpu_experts == "off":
+            raise ValueError("cpu_kernel (--spac-cpu-kernel) computes nothing without --spac-cpu-experts auto or N")
         return self
 
     def store_on(self, device: str) -> Literal["host", "disk"]:

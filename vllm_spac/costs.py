@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_spac.balancers.base import Rates
 from vllm_spac.errors import ConfigError
 from vllm_spac.machine import Machine
 
@@ -47,6 +48,7 @@ class Provenance(_Frozen):
     """Where the numbers come from: ``measured`` by ``source`` (a command), or ``calculated`` from it (data sheets).
 
     ``points``: what was measured, seconds (medians) by a quantity that its name tells; the rates are fitted to them.
+    ``expert_bytes``: size of the experts that were measured. ``store``: what loads read.
     """
 
     how: Literal["measured", "calculated"]
@@ -56,6 +58,8 @@ class Provenance(_Frozen):
     machine: Machine | None = None
     versions: dict[str, str] = {}
     points: dict[str, dict[int, float]] = {}
+    expert_bytes: int | None = None
+    store: str = ""
 
 
 class Costs(_Frozen):
@@ -114,6 +118,26 @@ class Costs(_Frozen):
         else:
             problem = f"was {origin.how}, not measured on this machine"
         raise ConfigError(f"the profile {profile} {problem}; run vllm-spac profile here")
+
+    def check_experts(self, profile: str | Path, nbytes: int, store: str) -> None:
+        """Raises ``ConfigError`` unless experts of ``nbytes``, loaded from ``store``, were measured."""
+        origin = self.provenance
+        if origin.expert_bytes != nbytes or origin.store != store:
+            measured = f"{origin.expert_bytes or 'unknown'} bytes from {origin.store or 'an unknown store'}"
+            raise ConfigError(
+                f"the profile {profile} is of experts of {measured}, not of {nbytes} bytes from {store}; "
+                f"run vllm-spac profile --expert-bytes {nbytes} --store {store}"
+            )
+
+    def rates(self, nbytes: int) -> Rates:
+        """What a balancer weighs, for experts of ``nbytes``."""
+        return Rates(
+            fast=float(self.fast.seconds(nbytes)),
+            stream=float(self.load.seconds(nbytes)),
+            cpu=float(self.cpu.seconds(nbytes)),
+            cpu_row=nbytes / self.cpu.flops_per_second if self.cpu.flops_per_second else 0.0,
+            draft=self.draft,
+        )
 
     def loading(self, count: int, nbytes: int) -> float:
         """Seconds until ``count`` loads that start together are done."""

@@ -68,13 +68,27 @@ class Engine:
         """Unpin ``keys``."""
         self.residency.release(keys)
 
+    @property
+    def balancer(self) -> Balancer | None:
+        """Says what is worth a read ahead, and gives some of the missing experts to the CPU."""
+        return self._prefetcher.balancer
+
+    @balancer.setter
+    def balancer(self, balancer: Balancer) -> None:
+        self._prefetcher.balancer = balancer
+
+    @property
+    def scores(self) -> np.ndarray:
+        """int [keys], utility after the last step; zeros where neither prefetcher nor balancer reads it."""
+        return self._prefetcher.scores
+
     def end_step(self, counts: np.ndarray | None) -> None:
         """A forward is over; it selected ``counts`` (see ``Policy.observe``), if that says anything."""
         if counts is not None:
             self.residency.policy.observe(counts)
-        if self._fetches:
-            if counts is not None:
+            if self._fetches or (self.balancer is not None and self.balancer.needs_scores):
                 self._prefetcher.observe(counts)
+        if self._fetches:
             self._prefetcher.plan()
 
     def close(self) -> None:

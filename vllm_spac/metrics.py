@@ -11,7 +11,7 @@ class Counters:
 
     Attributes:
         hits: distinct experts of a layer and forward that were in fast memory when they were needed.
-        misses: those that were not, also those that were on their way.
+        misses: those that were not and had to be brought there, also those that were on their way.
         loads: experts moved into a slot on demand: misses that were not on their way, and an expert again that lost
             its slot between two waves of a forward. Reads that fill the slots at the start do not count.
         bytes: bytes moved, by the store they came from; what was read ahead of need under ``<store> ahead``, what
@@ -24,6 +24,9 @@ class Counters:
         prefetch_late: of the hits, those that a layer had to wait for; they count as misses.
         prefetch_wasted: of the prefetches, those that lost their slot unused.
         prefetch_failed: reads ahead that failed; the expert is read again when it is needed.
+        cpu_experts: distinct experts of a layer and forward that were computed on the CPU, from where they lie.
+        cpu_rows: (row, expert) pairs that they computed.
+        cpu_wait_seconds: time that layers waited for them when their part in fast memory was done.
     """
 
     hits: int = 0
@@ -38,6 +41,9 @@ class Counters:
     prefetch_late: int = 0
     prefetch_wasted: int = 0
     prefetch_failed: int = 0
+    cpu_experts: int = 0
+    cpu_rows: int = 0
+    cpu_wait_seconds: float = 0.0
 
     def moved(self, path: str, count: int) -> None:
         """``count`` bytes came from ``path``."""

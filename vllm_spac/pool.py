@@ -1,7 +1,8 @@
-"""The order of things in a MoE layer: pin, load, run, unpin. The one file that knows it."""
+"""The order of things in a MoE layer: divide, pin, load, run, unpin. The one file that knows it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.balancers.base import Balancer
+from vllm_spac.balancers.base import Balancer, LayerState
 from vllm_spac.core import MoEShape, Step
+from vllm_spac.cpu_group import Computation, CpuGroup
 from vllm_spac.engine import Engine
 from vllm_spac.knobs import EngineKnobs
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
-from vllm_spac.residency import Residency
+from vllm_spac.residency import NOWHERE, Residency
+from vllm_spac.split import Share
 from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.transfers import Transfers
 from vllm_spac.utility import NOT_RUN
@@ -72,6 +75,7 @@ class ExpertPool:
         self.tensors = tensors
         self.store = store
         self._step: Step | None = None
+        self._cpu: CpuGroup | None = None
         self._routed: list[tuple[int, Tensor]] = []
         knobs = engine or EngineKnobs()
         transfers = Transfers(store, tensors, io_threads, path, knobs.background)
@@ -109,6 +113,53 @@ class ExpertPool:
         if self.holds_all:
             self._count_hits()
         return self.counters.snapshot()
+
+    @property
+    def computes_on_cpu(self) -> bool:
+        """Whether missing experts may run on the CPU, so that results are exact up to rounding."""
+        return self._cpu is not None
+
+    def balance(self, balancer: Balancer, cpu: CpuGroup) -> None:
+        """From now on ``balancer`` gives some of the missing experts to ``cpu``, which this pool owns then.
+
+        The store must be one whose experts lie in memory.
+        """
+        self._engine.balancer, self._cpu = balancer, cpu
+
+    def cold(self, layer: int, ids: Tensor) -> Tensor | None:
+        """Which (row, expert) pairs run on the CPU: bool [rows, top_k], or None when none does; ``ids`` as ``waves``.
+
+        Their experts are not loaded. The policy hears of them when the step ends, as of all others.
+        """
+        if self._cpu is None:
+            return None
+        routed, experts = ids.numpy(), self.shape.experts
+        here = slice(layer * experts, (layer + 1) * experts)
+        rows, resident = np.bincount(routed.ravel(), minlength=experts), self.residency.slot_of[here] != NOWHERE
+        free = self.residency.slots - int(resident[rows > 0].sum())
+        plan = self._engine.balancer.plan(LayerState(layer, rows, resident, self._engine.scores[here], free))
+        if not plan.cpu:
+            return None
+        on_cpu = np.zeros(experts, dtype=bool)
+        on_cpu[list(plan.cpu)] = True
+        pairs = on_cpu[routed]
+        if self._step is not None:
+            self.counters.cpu_experts += len(plan.cpu)
+            self.counters.cpu_rows += int(pairs.sum())
+        return torch.from_numpy(pairs)
+
+    @contextlib.contextmanager
+    def computing(self, layer: int, share: Share, x: Tensor, weights: Tensor) -> Iterator[Computation]:
+        """While inside, the CPU computes ``share`` of a layer's rows ``x`` [rows, hidden], ``weights`` [rows, top_k].
+
+        Raises:
+            SpacError: the pool is closed.
+        """
+        experts = self.store.layer(layer)
+        with self._cpu.computing(*share.pick(x, weights), share.ids, experts) as computation:
+            yield computation
+        if self._step is not None:
+            self.counters.cpu_wait_seconds += computation.waited
 
     def waves(self, layer: int, ids: Tensor) -> Iterator[Wave]:
         """Make the routed experts of a layer resident, part by part.
@@ -162,6 +213,8 @@ class ExpertPool:
     def close(self) -> None:
         """Stop the threads and give back the store."""
         self._engine.close()
+        if self._cpu is not None:
+            self._cpu.close()
         self.store.close()
 
     def _keys_of(self, routed: Sequence[tuple[int, Tensor]]) -> np.ndarray:

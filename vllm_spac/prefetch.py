@@ -26,7 +26,9 @@ class Prefetcher:
         counters: told of everything, also between steps: it is the work of a step.
         layer_experts: experts of a layer; the keys of a layer are consecutive, layers run in the order of their keys.
         knobs: see there.
-        balancer: says the threshold of each layer instead of ``knobs.threshold``.
+
+    Attributes:
+        balancer: says the threshold of each layer instead of ``knobs.threshold``, if there is one.
     """
 
     def __init__(
@@ -38,28 +40,29 @@ class Prefetcher:
         knobs: EngineKnobs,
         balancer: Balancer | None = None,
     ) -> None:
+        self.balancer = balancer
         self.queue = LevelQueue()
         self.unused: set[int] = set()  # read ahead, READY and not needed yet
         self._residency, self._ahead, self._path = residency, transfers.ahead, f"{transfers.path} ahead"
         self._poison = transfers.poison if knobs.poison else None
-        self._counters, self._layer_experts, self._knobs, self._balancer = counters, layer_experts, knobs, balancer
+        self._counters, self._layer_experts, self._knobs = counters, layer_experts, knobs
         experts = len(residency.slot_of)
         self._estimator = None if hasattr(residency.policy, "scores") else knobs.estimator(experts)
-        self._scores = np.zeros(experts, dtype=np.int64)
+        self.scores = np.zeros(experts, dtype=np.int64)
         self._damaged: set[int] = set()  # not read ahead again before a forward has had them
 
     def observe(self, counts: np.ndarray) -> None:
         """The policy was told ``counts`` (see ``Policy.observe``): scores follow, its own where it has some."""
         policy = self._residency.policy
-        self._scores = policy.scores if self._estimator is None else self._estimator.update(counts)
+        self.scores = policy.scores if self._estimator is None else self._estimator.update(counts)
 
     def plan(self) -> None:
         """A step is over: forget what was not begun, and fetch by the newest scores, from layer 0 on."""
         self.reap()
         self.cancel(self._ahead.keys)
         self.queue.clear()
-        wanted = np.flatnonzero((self._scores >= self._thresholds()) & (self._residency.slot_of == NOWHERE))
-        for key, score in zip(wanted.tolist(), self._scores[wanted].tolist(), strict=True):
+        wanted = np.flatnonzero((self.scores >= self._thresholds()) & (self._residency.slot_of == NOWHERE))
+        for key, score in zip(wanted.tolist(), self.scores[wanted].tolist(), strict=True):
             if key not in self._damaged:
                 self.queue.put(key, score)
         self.top_up(0)
@@ -72,7 +75,7 @@ class Prefetcher:
             key = self.queue.pop()
             if key < passed or self._residency.slot_of[key] != NOWHERE:
                 continue
-            placement = self._residency.admit(key, self._scores)
+            placement = self._residency.admit(key, self.scores)
             if placement is None:  # what is left scores no more
                 self.queue.clear()
                 break
@@ -121,10 +124,10 @@ class Prefetcher:
             self.top_up((max(keys) // self._layer_experts + 1) * self._layer_experts)
 
     def _thresholds(self) -> int | np.ndarray:
-        if self._balancer is None:
+        if self.balancer is None:
             return self._knobs.threshold
-        layers = len(self._scores) // self._layer_experts
-        return np.repeat([max(1, self._balancer.threshold(layer)) for layer in range(layers)], self._layer_experts)
+        layers = len(self.scores) // self._layer_experts
+        return np.repeat([max(1, self.balancer.threshold(layer)) for layer in range(layers)], self._layer_experts)
 
     def _arrive(self, results: dict[int, int | BaseException]) -> list[int]:
         failed = [key for key, result in results.items() if isinstance(result, BaseException)]

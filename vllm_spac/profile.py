@@ -24,8 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spac.balancers.base import Rates
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.costs import FORMAT, Costs, Provenance, Rate
+from vllm_spac.cpu_group import CpuGroup
 from vllm_spac.errors import ConfigError
 from vllm_spac.machine import Machine
 from vllm_spac.memory import available_host_bytes, gib
@@ -145,6 +147,8 @@ def measure(
         machine=Machine.here(folder),
         versions={"python": platform.python_version(), "torch": torch.__version__, "vllm-spac": version("vllm-spac")},
         points=points,
+        expert_bytes=size.nbytes,
+        store=store,
     )
     rates = {"fast": fast, "load": load, "cpu": cpu, "load_at_once": io_threads + 1}
     return Costs(format=FORMAT, name="here", provenance=origin, **rates, draft=draft, other=other)
@@ -154,6 +158,65 @@ def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) 
     """How often ``measure`` calls ``tell``."""
     processors = 1 + torch.cuda.is_available()
     return len(_kinds(store)) * (1 + len(_in_flight(io_threads))) + 1 + processors * (1 + len(ROWS))
+
+
+def serving_rates(
+    store: ExpertStore,
+    group: CpuGroup,
+    fast: Callable[[], object],
+    *,
+    hidden: int,
+    device: torch.device,
+    io_threads: int,
+    seconds: float = 0.1,
+) -> Rates:
+    """What a balancer weighs, measured in the engine that will serve: its experts, kernels and threads.
+
+    Args:
+        store: holds every expert, in memory.
+        group: computes on the CPU; what it takes is measured while nothing else runs.
+        fast: runs one row through ``shape.top_k`` experts in fast memory.
+        hidden: size of a row.
+        device: of fast memory; room for ``shape.top_k`` experts is needed there meanwhile.
+        io_threads: as in serving.
+        seconds: of each of the four measurements, about.
+    """
+    shape, count = store.shape, store.shape.top_k
+    slots = {
+        name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=device) for name, spec in shape.tensors.items()
+    }
+    turn = iter(range(1 << 62))
+    transfers = Transfers(store, slots, io_threads, "profile")
+
+    def load() -> None:
+        for error in transfers.load([(next(turn) % shape.total, slot) for slot in range(count)], None).values():
+            raise error
+
+    spec = shape.tensors["w13_weight"]
+    x = torch.randn(ROWS[-1], hidden, generator=torch.Generator().manual_seed(0)).to(spec.dtype)
+
+    def compute(rows: int) -> None:
+        layer, expert = shape.split(next(turn) % shape.total)
+        ids = torch.full((rows, 1), expert, dtype=torch.int32)
+        with group.computing(x[:rows], torch.ones(rows, 1), ids, store.layer(layer)) as computation:
+            computation.result()
+
+    def synchronized() -> None:
+        fast()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    try:
+        stream = _median(load, seconds) / count
+    finally:
+        transfers.close()
+    cpu = fit_compute({rows: _median(lambda rows=rows: compute(rows), seconds) for rows in (1, ROWS[-1])}, 1, fixed=0.0)
+    return Rates(
+        fast=_median(synchronized, seconds) / count,
+        stream=stream,
+        cpu=float(cpu.seconds(1)),
+        cpu_row=1 / cpu.flops_per_second if cpu.flops_per_second else 0.0,
+    )
 
 
 def _kinds(store: str | None) -> dict[str, type[ExpertStore]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_spac import components
-from vllm_spac.balancers.base import Balancer, LayerState, Rates
+from vllm_spac.balancers.base import Balancer, LayerState
 from vllm_spac.costs import Costs
 from vllm_spac.errors import ConfigError
 from vllm_spac.policies.base import Policy
@@ -268,15 +268,8 @@ def _balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | 
         return None
     name, knobs = _parse(spec)
     drafts = np.count_nonzero(trace.row_kind == 3) / max(1, np.count_nonzero(trace.row_kind == 2))
-    rates = Rates(
-        fast=float(costs.fast.seconds(nbytes)),
-        stream=float(costs.load.seconds(nbytes)),
-        cpu=float(costs.cpu.seconds(nbytes)),
-        cpu_row=nbytes / costs.cpu.flops_per_second if costs.cpu.flops_per_second else 0.0,
-        draft=costs.draft,
-    )
     shape = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
-    return _build("balancers", name, {"rates": rates, "gamma": max(1, round(drafts)), **shape} | knobs)
+    return _build("balancers", name, {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts)), **shape} | knobs)
 
 
 def _parse(spec: str) -> tuple[str, dict]:

@@ -119,6 +119,8 @@ class StreamedPool:
     def residency(self) -> Residency:
         return self._mover.pointers.residency
 
+    computes_on_cpu = False
+
     @property
     def holds_all(self) -> bool:
         """Whether every expert has its slot, so that nothing is ever decided or moved."""

@@ -26,7 +26,7 @@ from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_res
 from run import Settings, run_engine
 
 from vllm_spac.costs import Costs
-from vllm_spac.integration.kernel import cpu_kernel
+from vllm_spac.integration import cpu_kernel
 from vllm_spac.profile import measure
 from vllm_spac.simulate import simulate
 from vllm_spac.trace import Trace
@@ -73,7 +73,9 @@ def main(
             trace = Trace.load(path)
             if costs is None:
                 progress.update(task, description="profile")
-                costs = measure(trace.facts.expert_bytes, disk_dir, store="disk", seconds=1.0, kernel=cpu_kernel())
+                costs = measure(
+                    trace.facts.expert_bytes, disk_dir, store="disk", seconds=1.0, kernel=cpu_kernel.to_profile()
+                )
                 progress.advance(task)
             known = costs.model_copy(update={"other": outside.get("none", 0.0)})
             outside[drafting] = _outside(trace, known, whole, drafting != "none")

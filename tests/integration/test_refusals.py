@@ -87,6 +87,8 @@ def engine_config(model: Path, spac, **options):
         ({"budget": 8, "budget_coverage": "none"}, ["budget_coverage='none'", "substitution"]),
         ({"budget_file": "/not/there"}, ["budget_file=/not/there", "no such file"]),
         ({"calibration": "/not/there"}, ["calibration=/not/there", "no such file"]),
+        ({"cpu_experts": "auto"}, ["cpu_experts=auto", "--spac-cpu-experts", "add --spac-store host"]),
+        ({"cpu_experts": 2, "store": "disk"}, ["cpu_experts=2", "add --spac-store host"]),
     ],
     ids=str,
 )

@@ -98,7 +98,7 @@ class Pool(ExpertPool):
         """A step has ended after which these experts have the highest score and all others none."""
         scores = np.zeros(SHAPE.total, dtype=np.int64)
         scores[list(keys)] = 4
-        self._engine._prefetcher._scores = scores
+        self._engine._prefetcher.scores = scores
         self._engine.end_step(None)
 
 
@@ -208,7 +208,7 @@ def test_scores_come_from_what_steps_select(policy: str, make) -> None:
     pool.until_read()
     pool._engine.end_step(None)
     assert np.flatnonzero(pool.residency.slot_of >= 0).tolist() == [SHAPE.key(1, 2)]
-    scores = pool._engine._prefetcher._scores
+    scores = pool._engine._prefetcher.scores
     assert scores[SHAPE.key(1, 2)] > 0 == scores[SHAPE.key(1, 5)]
 
 
@@ -224,7 +224,7 @@ def test_the_best_come_first_and_then_the_first_layers(make) -> None:
     pool.until_read()
     scores = np.zeros(SHAPE.total, dtype=np.int64)
     scores[[1, 9, 17]] = 1, 3, 3
-    pool._engine._prefetcher._scores = scores
+    pool._engine._prefetcher.scores = scores
     pool._engine.end_step(None)
     assert list(pool.ahead.keys) == [9, 17, 1]
 
@@ -255,7 +255,7 @@ def test_a_balancer_says_the_threshold(make) -> None:
             return 9 if layer == 0 else 1
 
     pool = make(12)
-    pool._engine._prefetcher._balancer = Second()
+    pool._engine._prefetcher.balancer = Second()
     pool.want(2, 10, 18)
     assert set(pool.ahead.keys) | set(np.flatnonzero(pool.residency.slot_of >= 0).tolist()) == {10, 18}
 

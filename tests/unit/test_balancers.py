@@ -216,6 +216,25 @@ def test_threshold_learns_each_layer_apart():
     assert means[2, 1] == (hot & ~before.resident).sum()
 
 
+def test_fixed_takes_those_with_the_fewest_rows():
+    resident = np.arange(EXPERTS) == 0
+    rows = np.zeros(EXPERTS, dtype=int)
+    rows[:6] = [9, 3, 1, 2, 1, 5]
+    known = state(np.random.default_rng(0), rows=rows, resident=resident)
+    for count, cpu in ((1, (2,)), (2, (2, 4)), (3, (2, 3, 4)), (9, (1, 2, 3, 4, 5))):
+        plan = components.build("balancers", "fixed", count=count, layers=4, top_k=2).plan(known)
+        assert plan.cpu == cpu and plan.hit == (0,)
+
+
+def test_who_weighs_costs_needs_them():
+    for name in components.names("balancers"):
+        if components.find("balancers", name).needs_rates:
+            with pytest.raises(AssertionError, match="weighs costs"):
+                components.build("balancers", name, layers=4, top_k=2)
+        else:
+            components.build("balancers", name, layers=4, top_k=2)
+
+
 def test_none_streams_all_misses():
     known = state(np.random.default_rng(1))
     plan = build("none").plan(known)

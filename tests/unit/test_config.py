@@ -65,6 +65,12 @@ def test_values_are_kept() -> None:
     assert (config.store, config.disk_dir, config.policy, config.io_threads) == ("disk", Path("/x/y"), "lfu", 8)
 
 
+@pytest.mark.parametrize("asked", ["off", "auto", 3, "3"])
+def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
+    assert SpacConfig.parse({"cpu_experts": asked}).cpu_experts == str(asked)
+    assert SpacConfig.parse({}).cpu_experts == "off"
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -88,6 +94,14 @@ def test_values_are_kept() -> None:
         ({"io_threads": -2}, r"io_threads=-2 \(--spac-io-threads\)"),
         ({"io_threads": 2.5}, r"io_threads=2.5 \(--spac-io-threads\)"),
         ({"io_threads": "many"}, r"io_threads='many' \(--spac-io-threads\)"),
+        ({"cpu_experts": 0}, r"cpu_experts=0 \(--spac-cpu-experts\): use off, auto, or a number"),
+        ({"cpu_experts": "two"}, r"cpu_experts='two' \(--spac-cpu-experts\): use off, auto"),
+        ({"cpu_experts": True}, r"cpu_experts=True \(--spac-cpu-experts\): use a number"),
+        ({"balancer": "scales"}, r"balancer='scales' \(--spac-balancer\).*'threshold' or 'waterfill'"),
+        ({"cpu_experts": "auto", "balancer": "none"}, r"--spac-balancer waterfill, or --spac-cpu-experts off"),
+        ({"balancer": "threshold"}, r"balancer \(--spac-balancer\).*cpu_experts=off; add --spac-cpu-experts auto"),
+        ({"cpu_experts": 2, "profile": "x"}, r"profile \(--spac-profile\).*cpu_experts=2; add --spac-cpu-experts auto"),
+        ({"cpu_kernel": "torch"}, r"--spac-cpu-kernel\) computes nothing without"),
         ({1: 2}, "knobs must be named by strings"),
         ("25%", "must be a mapping of knobs"),
         (None, "must be a mapping of knobs"),

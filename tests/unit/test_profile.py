@@ -11,10 +11,14 @@ from typer.testing import CliRunner
 
 from vllm_spac import profile
 from vllm_spac.cli.main import app
+from vllm_spac.core import MoEShape
 from vllm_spac.costs import Costs
+from vllm_spac.cpu_experts.torch import Torch
+from vllm_spac.cpu_group import CpuGroup
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.machine import Machine
 from vllm_spac.profile import ExpertSize, fit_compute, fit_load, measure, measurements
+from vllm_spac.tiers.host import HostStore
 
 NBYTES = 6 * 64 * 32
 
@@ -126,6 +130,37 @@ def test_foreign_profiles_are_refused(tmp_path: Path) -> None:
     for name in (tmp_path / "p.json", "h200"):
         with pytest.raises(ConfigError, match="not measured on this machine; run vllm-spac profile"):
             Costs.read(name, here=True)
+
+
+def test_profiles_of_other_experts_are_refused(tmp_path: Path) -> None:
+    costs = measure(NBYTES, tmp_path, io_threads=1, seconds=0.001, store="host")
+    costs.check_experts("p", NBYTES, "host")
+    for nbytes, store in ((2 * NBYTES, "host"), (NBYTES, "disk")):
+        with pytest.raises(ConfigError, match=f"{NBYTES} bytes from host, not of {nbytes} bytes from {store}"):
+            costs.check_experts("p", nbytes, store)
+    older = costs.model_copy(
+        update={"provenance": costs.provenance.model_copy(update={"expert_bytes": None, "store": ""})}
+    )
+    with pytest.raises(ConfigError, match="unknown bytes from an unknown store"):
+        older.check_experts("p", NBYTES, "host")
+
+
+def test_rates_are_measured_in_the_engine_that_serves() -> None:
+    """The parts that are not measured are zero, the others are seconds of this store, group and kernel."""
+    size = ExpertSize.of(NBYTES)
+    tensors = {f"{name}_weight": spec for name, spec in size.shape(1).tensors.items()}
+    shape = MoEShape(("a", "b"), 4, 2, tensors)
+    store, calls = HostStore(shape, ""), []
+    for key in range(shape.total):
+        store.put(key, {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in tensors.items()})
+    group = CpuGroup(Torch(shape, 1, "silu"))
+    try:
+        options = {"hidden": size.hidden, "device": torch.device("cpu"), "io_threads": 2, "seconds": 0.001}
+        rates = profile.serving_rates(store, group, lambda: calls.append(1), **options)
+    finally:
+        group.close()
+    assert min(rates.fast, rates.stream, rates.cpu) > 0 and rates.cpu_row >= 0 and rates.draft == 0
+    assert calls
 
 
 def test_machine_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:

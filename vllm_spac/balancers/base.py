@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -64,6 +65,10 @@ class Rates:
 class Balancer(ABC):
     """Decides, and moves nothing. Deterministic: the same calls give the same plans.
 
+    Attributes:
+        needs_rates: it weighs costs; the others may be built without.
+        needs_scores: it reads ``LayerState.scores``; the others may be given zeros.
+
     Args:
         rates: measured seconds.
         layers: MoE layers of the model (L).
@@ -73,9 +78,20 @@ class Balancer(ABC):
         expert_bytes: bytes of one expert (W_e).
     """
 
+    needs_rates: ClassVar[bool] = True
+    needs_scores: ClassVar[bool] = False
+
     def __init__(
-        self, *, rates: Rates, layers: int, top_k: int, gamma: int = 8, upper: int = 4, expert_bytes: int = 1
+        self,
+        *,
+        rates: Rates | None = None,
+        layers: int,
+        top_k: int,
+        gamma: int = 8,
+        upper: int = 4,
+        expert_bytes: int = 1,
     ) -> None:
+        assert rates is not None or not self.needs_rates, f"{type(self).__name__} weighs costs"
         self.rates = rates
         self.layers = layers
         self.top_k = top_k

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
 
 
 class StreamAll(Balancer):
     """The baseline, and the only choice where one processor does everything."""
+
+    needs_rates: ClassVar[bool] = False
 
     def plan(self, state: LayerState) -> Plan:
         hit, missing = split(state)

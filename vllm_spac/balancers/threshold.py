@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 
@@ -91,6 +92,8 @@ class Threshold(Balancer):
     A layer's r_c, r_g, n and b are means over its forwards so far, the newest counting for at least
     ``1 / horizon``; its first forward decides with its own. ``fixed`` is a tau that stays (ablation "w/o HetWB": 2).
     """
+
+    needs_scores: ClassVar[bool] = True
 
     def __init__(self, *, horizon: int = 64, fixed: int | None = None, **shape) -> None:
         super().__init__(**shape)

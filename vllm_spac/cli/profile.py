@@ -51,7 +51,7 @@ def profile(
     path = (output or folder / "profile.json").expanduser()
     _write(path, None)  # before any work is done
 
-    from vllm_spac.integration.kernel import cpu_kernel
+    from vllm_spac.integration import cpu_kernel
     from vllm_spac.profile import measure, measurements
 
     options = {"store": store, "io_threads": io_threads, "seconds": seconds, "draft": draft, "other": other}
@@ -62,7 +62,9 @@ def profile(
             progress.update(task, advance=1, description=text)
 
         try:
-            costs = measure(nbytes, folder, **options, kernel=cpu_kernel(), source=_command(nbytes, options), tell=tell)
+            costs = measure(
+                nbytes, folder, **options, kernel=cpu_kernel.to_profile(), source=_command(nbytes, options), tell=tell
+            )
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}; name a writable folder with --disk-dir DIR") from error
     _write(path, costs)

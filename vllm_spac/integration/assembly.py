@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
+from vllm_spac import components
+from vllm_spac.balancers.base import Balancer, Rates
 from vllm_spac.budgeting import BudgetControl
 from vllm_spac.calibration import Calibration, read_budgets
 from vllm_spac.config import SpacConfig
-from vllm_spac.errors import ConfigError
+from vllm_spac.costs import Costs
+from vllm_spac.cpu_experts.base import check_same
+from vllm_spac.cpu_group import CpuGroup, binding, threads_of
+from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.guard import Guard
-from vllm_spac.integration import runners
+from vllm_spac.integration import cpu_kernel, runners
 from vllm_spac.integration.fingerprint import model_fingerprint
 from vllm_spac.memory import gib
 from vllm_spac.pool import ExpertPool
+from vllm_spac.profile import ExpertSize, serving_rates
 from vllm_spac.runtime import Runtime
 from vllm_spac.trace import TraceFacts
 from vllm_spac.trace_writer import TraceWriter
@@ -76,6 +83,98 @@ def trace(config: SpacConfig, vllm_config, pools: Sequence[ExpertPool]) -> Trace
     return TraceWriter(path, TraceFacts(len(shape.layers), shape.experts, shape.top_k, shape.expert_bytes, model))
 
 
+def balance(config: SpacConfig, vllm_config, pool: ExpertPool, layer) -> None:
+    """Let missing experts of ``pool`` run on the CPU, if asked for; ``layer`` is the first of its layers, attached.
+
+    Raises:
+        ConfigError, UnsupportedError: they cannot be computed here as the layer does.
+    """
+    if config.cpu_experts == "off" or pool.holds_all:
+        return
+    group = _cpu_group(config, pool, layer)
+    try:
+        pool.balance(_balancer(config, vllm_config, pool, layer, group), group)
+    except BaseException:
+        group.close()
+        raise
+
+
+def _cpu_group(config: SpacConfig, pool: ExpertPool, layer) -> CpuGroup:
+    if layer.apply_router_weight_on_input:
+        raise UnsupportedError(
+            f"spac: {layer.layer_name} weighs what goes into an expert, so its parts cannot be added; "
+            "use --spac-cpu-experts off"
+        )
+    kernel = cpu_kernel.of(layer)
+    kind = components.find("cpu_experts", config.cpu_kernel or ("torch" if kernel is None else "native"))
+    if kind.layout == "plain" and kernel is not None:
+        raise ConfigError(
+            f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read the layout that experts have on a "
+            "CPU machine; use native"
+        )
+    layers = [pool.store.layer(number) for number in range(len(pool.shape.layers))]
+    if kernel is not None and (name := binding()) is not None:
+        logger.warning(
+            "spac: %s binds the threads that compute CPU experts to the cores of those that stream the others; "
+            "set VLLM_CPU_OMP_THREADS_BIND=nobind",
+            name,
+        )
+    executor = kind(pool.shape, threads_of(layer.spac.device), layer.activation.value, kernel)
+    return CpuGroup(executor, layers)
+
+
+def _balancer(config: SpacConfig, vllm_config, pool: ExpertPool, layer, group: CpuGroup) -> Balancer:
+    """Checks the group on the way: what it computes must be what the layer does."""
+    shape, hidden = pool.shape, layer.moe_config.hidden_dim
+    x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
+    ids, weights = torch.arange(shape.top_k, dtype=torch.int32)[None], torch.full((1, shape.top_k), 1 / shape.top_k)
+    on_device = x.to(layer.spac.device), weights.to(layer.spac.device)
+
+    def in_slots() -> torch.Tensor:
+        return layer.spac_in_slots(*on_device, ids)
+
+    with group.computing(x, weights, ids, pool.store.layer(0)) as computation:
+        check_same(computation.result(), in_slots().cpu(), x.dtype, hidden, "CPU experts beside vLLM's kernel")
+    speculation = vllm_config.speculative_config
+    knobs = {
+        "layers": len(shape.layers),
+        "top_k": shape.top_k,
+        "gamma": 1 if speculation is None else speculation.num_speculative_tokens,
+        "expert_bytes": shape.expert_bytes,
+    }
+    if config.cpu_experts != "auto":
+        logger.info(
+            "spac: up to %s missing experts of a layer run on the CPU: %s", config.cpu_experts, group.describe()
+        )
+        return components.build("balancers", "fixed", count=int(config.cpu_experts), **knobs)
+    rates, origin = _rates(config, pool, layer, group, hidden, in_slots)
+    name = config.balancer or "waterfill"
+    seconds = ", ".join(f"{what} {1e3 * value:.3f} ms" for what, value in asdict(rates).items())
+    logger.info("spac: CPU experts by %s (%s): %s; %s", name, group.describe(), seconds, origin)
+    return components.build("balancers", name, rates=rates, **knobs)
+
+
+def _rates(config: SpacConfig, pool: ExpertPool, layer, group: CpuGroup, hidden: int, in_slots) -> tuple[Rates, str]:
+    """(what the balancer weighs, where it comes from): the profile's if it is of this machine and these experts."""
+    nbytes, missing = pool.shape.expert_bytes, ""
+    if config.profile is not None:
+        try:
+            costs = Costs.read(config.profile.expanduser(), here=True)
+            costs.check_experts(config.profile, ExpertSize.of(nbytes).nbytes, "host")
+            return costs.rates(nbytes), f"from {config.profile}"
+        except ConfigError as error:
+            missing = f", because {error}"
+    options = {"hidden": hidden, "device": layer.spac.device, "io_threads": config.io_threads}
+    return serving_rates(pool.store, group, in_slots, **options), f"measured now{missing}"
+
+
+def mode(budget: BudgetControl, pools: Sequence[ExpertPool]) -> str:
+    """``exact``, ``exact up to rounding`` (CPU experts) or ``lossy`` (a budget)."""
+    if budget.settings.active:
+        return "lossy"
+    return "exact up to rounding" if any(pool.computes_on_cpu for pool in pools) else "exact"
+
+
 def describe(pool: ExpertPool) -> str:
     """Slots, bytes and store of a pool, for the start-up line."""
     shape, count = pool.shape, pool.residency.slots
@@ -91,7 +190,7 @@ def stats(runtime: Runtime, config: SpacConfig, store: str) -> dict:
     """Choices and counters of one worker, summed over pools, as plain data."""
     settings = runtime.budget.settings
     total = {
-        "mode": "lossy" if settings.active else "exact",
+        "mode": mode(runtime.budget, runtime.pools),
         "store": store if any(not pool.holds_all for pool in runtime.pools) else "resident",
         "execution": config.execution,
         "policy": config.policy,

@@ -23,6 +23,9 @@ _COUNTERS = {
     "prefetches": "Experts moved into fast memory ahead of need.",
     "prefetch_hits": "Of them, those that were used before they lost their slot.",
     "prefetch_wasted": "Of them, those that lost their slot unused.",
+    "cpu_experts": "Experts that were computed on the CPU, from where they lie.",
+    "cpu_rows": "Rows that they computed.",
+    "cpu_wait_seconds": "Seconds that layers waited for them.",
 }
 _BUDGET = {
     "rows": "Rows whose experts were bounded by a budget, once a layer.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.integration.opaque import run_experts
 from vllm_spac.pool import ExpertPool
+from vllm_spac.split import Share, combine
 from vllm_spac.streamed import ACTIVATIONS, StreamedPool
 
 if TYPE_CHECKING:
@@ -192,11 +194,8 @@ class ManagedExperts:
         return out
 
     def spac_forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """The layer's output [tokens, hidden], computed wave by wave if it must be.
-
-        Rows are independent in the kernel, so a row's result does not depend on its wave.
-        """
-        pool, run, runtime = self.spac_pool, super().forward_modular, self.spac.runtime
+        """The layer's output [tokens, hidden]: over the table of pointers, in slots, or in slots and on the CPU."""
+        pool, runtime = self.spac_pool, self.spac.runtime
         real = runtime.rows(len(x))
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise SpacError(
@@ -209,17 +208,34 @@ class ManagedExperts:
             return pool.run(self.spac_index, x, topk_weights, ids, self.activation.value, torch.empty_like(x))
         if pool.holds_all and not self.spac.on_cpu:  # vLLM's own routing and kernels: nothing to wait for
             runtime.routed(pool, self.spac_index, topk_ids[:real], topk_weights[:real])
-            return run(x, topk_weights, topk_ids)
+            return super().forward_modular(x, topk_weights, topk_ids)
         ids = topk_ids.cpu()  # waits for the router
         if bool((ids < 0).any()):
             topk_weights = topk_weights.masked_fill(topk_ids < 0, 0)
         ids = runnable(ids, real)
         runtime.routed(pool, self.spac_index, ids[:real], topk_weights[:real])
         if pool.holds_all:
-            return run(x, topk_weights, ids)
-        out = torch.empty_like(x)
-        for wave in pool.waves(self.spac_index, ids):
-            rows, slot_ids = slice(wave.start, wave.stop), wave.slot_ids.to(topk_ids.device)
+            return super().forward_modular(x, topk_weights, ids)
+        if (cold := pool.cold(self.spac_index, ids)) is None:
+            return self.spac_in_slots(x, topk_weights, ids)
+        beside, hot = Share.of(ids, cold), Share.of(ids, ~cold)
+        with pool.computing(self.spac_index, beside, x, topk_weights) as computation:
+            parts = [(hot, self.spac_in_slots(*hot.pick(x, topk_weights), hot.ids, computation.give_way))]
+            return combine(x, [*parts, (beside, computation.result())])
+
+    def spac_in_slots(
+        self, x: Tensor, topk_weights: Tensor, ids: Tensor, loaded: Callable[[], None] | None = None
+    ) -> Tensor:
+        """What the experts ``ids`` [rows, top_k] (on the CPU) give, computed wave by wave if it must be.
+
+        Rows are independent in the kernel, so a row's result does not depend on its wave. ``loaded`` is called when a
+        wave's experts are there and its kernel is to run.
+        """
+        run, out = super().forward_modular, torch.empty_like(x)
+        for wave in self.spac_pool.waves(self.spac_index, ids):
+            rows, slot_ids = slice(wave.start, wave.stop), wave.slot_ids.to(x.device)
+            if loaded is not None:
+                loaded()
             part = run(x[rows], topk_weights[rows], slot_ids)
             if len(part) == len(x):
                 out = part

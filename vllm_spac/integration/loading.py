@@ -175,7 +175,10 @@ class ModelExperts:
         )
         self.runtime = Runtime(pools, self._budget, trace, guard)
         for pool in pools:
-            mode = self._budget.settings.describe()
+            if isinstance(pool, ExpertPool):
+                first = next(layer for layer in self._layers if layer.spac_pool is pool)
+                assembly.balance(self.config, self.vllm_config, pool, first)
+            mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, pools)
             choices = f"execution={self.config.execution}, policy={self.config.policy}"
             logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(pool), choices)
         if self.config.execution == "pointers" and self.device.type == "cpu":

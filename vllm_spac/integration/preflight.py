@@ -61,6 +61,7 @@ def check(config: SpacConfig, vllm_config) -> None:
             unified=config.execution == "pointers",
         )
     _check_folder(config)
+    _check_cpu_experts(config)
     for name in ("calibration", "budget_file"):
         path = getattr(config, name)
         if path is not None and not path.expanduser().is_file():
@@ -105,6 +106,17 @@ def keeps_on_the_host(config: SpacConfig, experts: int) -> bool:
     """Whether experts may lie in host memory on a machine with a GPU."""
     slots = config.parsed_slots
     return config.store != "disk" and slots.share != 1 and slots.per_layer != experts
+
+
+def _check_cpu_experts(config: SpacConfig) -> None:
+    from vllm.platforms import current_platform
+
+    store = config.store_on("cpu" if current_platform.is_cpu() else "cuda")
+    if config.cpu_experts != "off" and store == "disk":
+        raise ConfigError(
+            f"spac: cpu_experts={config.cpu_experts} (--spac-cpu-experts) computes experts where they lie, and with "
+            "store=disk that is no memory; add --spac-store host"
+        )
 
 
 def _check_folder(config: SpacConfig) -> None:

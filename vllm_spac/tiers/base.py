@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
@@ -64,9 +66,24 @@ class ExpertStore(ABC):
         """
         raise StoreError(f"spac: experts in {self.describe()} have no address")
 
+    def layer(self, number: int) -> Mapping[str, Tensor] | None:
+        """All experts of a layer where they lie: name -> CPU tensor [experts, ...], always the same object.
+
+        None where they do not lie in memory.
+        """
+        return None
+
     @abstractmethod
     def describe(self) -> str:
         """A few words for the start-up line."""
 
     def close(self) -> None:
         """Give back memory and handles; the store is not used afterwards."""
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """Fill one tensor of a slot with ``source`` (uint8 on the CPU, as long); complete when it returns."""
+    if target.device.type == "cpu":  # numpy's copy takes no OpenMP threads away from the kernels
+        np.copyto(target.reshape(-1).view(torch.uint8).numpy(), source.numpy())
+    else:
+        target.view(-1).view(torch.uint8).copy_(source)

@@ -26,7 +26,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
 from vllm_spac.memory import gib
-from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.tiers.base import ExpertStore, copy_bytes
 
 PAGE = 4096  # alignment that O_DIRECT asks for on every common file system
 HEADER = PAGE
@@ -99,7 +99,7 @@ class DiskStore(ExpertStore):
             self._set_aside(path)
             raise StoreError(f"spac: {path} is not what was packed (checksum or header differ); {self._remedy(key)}")
         for name, source in views.items():
-            _copy_bytes(into[name], source)
+            copy_bytes(into[name], torch.from_numpy(source))
         return self.shape.expert_bytes
 
     def describe(self) -> str:
@@ -176,13 +176,6 @@ class DiskStore(ExpertStore):
 
 def _data_of(serialized: bytes) -> memoryview:
     return memoryview(serialized)[8 + int.from_bytes(serialized[:8], "little") :]
-
-
-def _copy_bytes(target: Tensor, source: np.ndarray) -> None:
-    if target.device.type == "cpu":  # numpy's copy takes no OpenMP threads away from the kernels
-        np.copyto(target.reshape(-1).view(torch.uint8).numpy(), source)
-    else:
-        target.view(-1).view(torch.uint8).copy_(torch.from_numpy(source))
 
 
 def _make_writable(folder: Path) -> None:

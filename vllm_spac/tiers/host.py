@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.memory import available_host_bytes, gib
-from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.tiers.base import ExpertStore, copy_bytes
 
 _RESERVE = 1 << 30  # left to the rest of the machine
 
@@ -47,7 +47,7 @@ class HostStore(ExpertStore):
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
         for name, tensor in self.view(key).items():
-            into[name].copy_(tensor)  # complete when it returns: the kernel may run on another stream
+            copy_bytes(into[name], tensor.reshape(-1).view(torch.uint8))
         return self.shape.expert_bytes
 
     def view(self, key: int) -> dict[str, Tensor]:
@@ -65,6 +65,9 @@ class HostStore(ExpertStore):
                 f"spac: the system gives no {kind} for store=host ({reason}); "
                 "use --spac-store disk --spac-disk-dir DIR, or raise the limit of locked memory (ulimit -l)"
             ) from error
+
+    def layer(self, number: int) -> Mapping[str, Tensor]:
+        return self._layers[number]
 
     def describe(self) -> str:
         kind = "pinned host memory" if self._pin else "host memory"

@@ -1,0 +1,285 @@
+"""A layer that is divided between slots and the CPU gives what it gives in slots alone, up to rounding, whatever is
+resident; and neither a slot that is being written nor a failure on either side ever shows as a number.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.balancers.base import Rates
+from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.cpu_experts.base import CpuExperts
+from vllm_spac.cpu_experts.torch import Torch
+from vllm_spac.cpu_group import CpuGroup
+from vllm_spac.errors import SpacError, StoreError
+from vllm_spac.knobs import EngineKnobs
+from vllm_spac.pool import ExpertPool
+from vllm_spac.split import Share, combine
+from vllm_spac.tiers.host import HostStore
+
+HIDDEN, EXPERTS, TOP_K, LAYERS = 4, 6, 2, 2
+SPECS = {"w13_weight": TensorSpec((6, HIDDEN), torch.float32), "w2_weight": TensorSpec((HIDDEN, 3), torch.float32)}
+SHAPE = MoEShape(("a", "b"), EXPERTS, TOP_K, SPECS)
+TOTAL = SHAPE.total
+RATES = Rates(fast=1e-4, stream=2e-4, cpu=1e-4, cpu_row=5e-5)
+DECODE = Step((RequestRows(0, 1, RowKind.DECODE),))
+BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+
+class Slow(HostStore):
+    """Spoils a slot before it fills it; fails on demand."""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        super().__init__(SHAPE, "")
+        self.delay, self.failing = delay, False
+        rng = torch.Generator().manual_seed(0)
+        for key in range(TOTAL):
+            self.put(key, {name: torch.randn(spec.shape, generator=rng) for name, spec in SPECS.items()})
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        for tensor in into.values():
+            tensor.fill_(float("nan"))
+        time.sleep(self.delay)
+        if self.failing:
+            raise StoreError("the store is gone")
+        return super().read(key, into)
+
+
+class Watched(Torch):
+    """Fails on demand, waits on demand, and knows whether a kernel of the layer ran meanwhile."""
+
+    exclusive = True
+
+    def __init__(self) -> None:
+        super().__init__(SHAPE, 1, "silu")
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.inside = threading.Event()
+        self.closed = False
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        self.inside.set()
+        try:
+            assert self.gate.wait(30)
+            if self.error is not None:
+                raise self.error
+            return super().run(x, weights, ids, experts)
+        finally:
+            self.inside.clear()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Layers:
+    """What the layers of a model do: ``ManagedExperts.spac_forward`` with torch for a kernel."""
+
+    def __init__(self, slots: int, balancer: str = "fixed", delay: float = 0.0, policy: str = "lru", **knobs) -> None:
+        tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in SPECS.items()}
+        self.store, self.executor = Slow(delay), Watched()
+        built = components.build("policies", policy)
+        options = {"io_threads": 2, "path": "double", "engine": EngineKnobs(poison=True)}
+        self.pool = ExpertPool(SHAPE, slots, built, self.store, tensors, **options)
+        chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
+        self.pool.balance(chosen, CpuGroup(self.executor))
+        self.kernel = Torch(SHAPE, 1, "silu")
+
+    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        self.pool.observe(layer, ids)
+        cold = self.pool.cold(layer, ids)
+        if cold is None:
+            return self.in_slots(layer, x, weights, ids)
+        beside, hot = Share.of(ids, cold), Share.of(ids, ~cold)
+        with self.pool.computing(layer, beside, x, weights) as computation:
+            parts = [(hot, self.in_slots(layer, *hot.pick(x, weights), hot.ids, computation.give_way))]
+            return combine(x, [*parts, (beside, computation.result())])
+
+    def in_slots(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, loaded=lambda: None) -> Tensor:
+        out = torch.empty_like(x)
+        for wave in self.pool.waves(layer, ids):
+            rows = slice(wave.start, wave.stop)
+            loaded()
+            assert not self.executor.inside.is_set(), "a kernel runs beside one that must be alone"
+            out[rows] = self.kernel.run(x[rows], weights[rows], wave.slot_ids, self.pool.tensors)
+        return out
+
+    def all_hot(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return self.kernel.run(x, weights, ids, self.store.layer(layer))
+
+
+@pytest.fixture
+def make() -> Iterator[type[Layers]]:
+    made: list[Layers] = []
+
+    def build(*args, **knobs) -> Layers:
+        made.append(Layers(*args, **knobs))
+        return made[-1]
+
+    yield build
+    for layers in made:
+        layers.executor.gate.set()
+        layers.pool.close()
+
+
+def routed(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    ids = [torch.randperm(EXPERTS, generator=rng)[:TOP_K] for _ in range(rows)]
+    weights = torch.rand(rows, TOP_K, generator=rng)
+    return torch.randn(rows, HIDDEN, generator=rng), weights, torch.stack(ids).int()
+
+
+forwards = st.lists(
+    st.tuples(st.integers(0, LAYERS - 1), st.integers(1, 7), st.integers(0, 99)), min_size=1, max_size=6
+)
+balancers = st.sampled_from(
+    [("fixed", {"count": 1}), ("fixed", {"count": EXPERTS}), ("waterfill", {}), ("threshold", {}), ("none", {})]
+)
+
+
+@given(forwards, st.integers(TOP_K, TOTAL - 1), balancers, st.sampled_from(["lru", "utility"]))
+@settings(max_examples=80, **BUSY)
+def test_hot_and_cold_are_all_hot(forwards, slots: int, balancer, policy: str) -> None:
+    """In float32; of the few terms of an element each sum is rounded at most 16 times, by half an eps of what it adds,
+    which is below 100 here."""
+    layers = Layers(slots, balancer[0], policy=policy, **balancer[1])
+    try:
+        for layer, rows, seed in forwards:
+            x, weights, ids = routed(rows, seed)
+            before = layers.pool.residency.slot_of.copy()
+            layers.pool.begin_step(DECODE)
+            out = layers.forward(layer, x, weights, ids)
+            layers.pool.end_step()
+            expected = layers.all_hot(layer, x, weights, ids)
+            torch.testing.assert_close(out, expected, rtol=0, atol=16 * 100 * torch.finfo(torch.float32).eps / 2)
+            layers.pool.residency.check_integrity()
+            if balancer == ("fixed", {"count": EXPERTS}):
+                assert (layers.pool.residency.slot_of == before).all(), "what runs on the CPU disturbs no slot"
+        counters = layers.pool.counters
+        used = sum(len(np.unique(routed(rows, seed)[2])) for _, rows, seed in forwards)
+        assert counters.hits + counters.misses + counters.cpu_experts == used
+        assert counters.cpu_rows >= counters.cpu_experts and (counters.cpu_experts == 0 or balancer[0] != "none")
+    finally:
+        layers.pool.close()
+
+
+def test_all_hot_all_cold_and_some(make) -> None:
+    layers = make(TOTAL - 1, count=2)
+    x, weights, _ = routed(2, 0)
+    ids = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
+    cold = layers.pool.cold(0, ids)
+    assert cold.tolist() == [[True, False], [False, True]], "the two with the fewest rows, of three that are missing"
+    layers.in_slots(0, x, weights, ids)
+    assert layers.pool.cold(0, ids) is None, "nothing is missing"
+    assert layers.pool.cold(1, ids[:1]).all() and layers.pool.residency.resident == 3
+
+
+def test_fewer_waves(make) -> None:
+    """Four experts in two slots are two parts, unless two of them need no slot."""
+    ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    x, weights, _ = routed(2, 0)
+    for count, waves in ((1, 2), (2, 1), (4, 0)):
+        layers = make(2, count=count)
+        layers.pool.begin_step(DECODE)
+        layers.forward(0, x, weights, ids)
+        assert layers.pool.counters.waves == waves
+
+
+def test_policy_hears_of_what_ran_on_the_cpu(make) -> None:
+    layers = make(4, count=EXPERTS, policy="utility")
+    for _ in range(3):
+        layers.pool.begin_step(DECODE)
+        layers.forward(0, *routed(1, 0)[:2], torch.tensor([[0, 1]], dtype=torch.int32))
+        layers.pool.end_step()
+    assert layers.pool.residency.resident == 0 and layers.pool.counters.cpu_experts == 6
+    assert layers.pool.residency.policy._estimator is not None
+
+
+def test_threshold_has_scores_where_neither_policy_nor_prefetcher_keeps_them(make) -> None:
+    layers = make(4, "threshold", policy="lru")
+    x, weights, _ = routed(7, 0)
+    for first in (0, 2, 0):
+        layers.pool.begin_step(Step((RequestRows(0, 7, RowKind.VERIFY, 6),)))
+        layers.forward(0, x, weights, torch.tensor([[first, first + 1]] * 7, dtype=torch.int32))
+        layers.pool.end_step()
+    assert layers.pool._engine.scores[:2].all() and not layers.pool._engine.scores[EXPERTS:].any()
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_on_the_cpu_is_the_forward_s(make) -> None:
+    layers, arguments = make(4, count=1), routed(3, 1)
+    layers.executor.error = RuntimeError("no such instruction")
+    with pytest.raises(SpacError, match="no such instruction") as raised:
+        layers.forward(0, *arguments)
+    assert raised.value.__cause__ is layers.executor.error
+    layers.pool.residency.check_integrity()
+    layers.executor.error = None
+    torch.testing.assert_close(layers.forward(0, *arguments), layers.all_hot(0, *arguments))
+
+
+def test_errors_on_both_sides_are_both_told(make) -> None:
+    layers, arguments = make(4, count=1), routed(3, 1)
+    layers.executor.error, layers.store.failing = RuntimeError("no such instruction"), True
+    with pytest.raises(StoreError, match="the store is gone") as raised:
+        layers.forward(0, *arguments)
+    assert any("no such instruction" in note for note in raised.value.__notes__)
+    layers.executor.error, layers.store.failing = None, False
+    torch.testing.assert_close(layers.forward(0, *arguments), layers.all_hot(0, *arguments))
+
+
+def test_loads_go_on_beside_and_kernels_wait(make) -> None:
+    layers = make(4, count=1)
+    layers.executor.gate.clear()
+    with ThreadPoolExecutor(1) as thread:
+        forward = thread.submit(layers.forward, 0, *routed(2, 3))
+        deadline = time.monotonic() + 30
+        while layers.pool.residency.resident == 0 and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        assert layers.executor.inside.is_set() and layers.pool.residency.resident > 0, "nothing was loaded meanwhile"
+        assert not forward.done()
+        layers.executor.gate.set()
+        torch.testing.assert_close(forward.result(30), layers.all_hot(0, *routed(2, 3)))
+
+
+def test_shutdown_in_mid_computation_waits_for_it_and_leaves_no_thread(make) -> None:
+    layers, before = make(4, count=1), threading.active_count()
+    layers.executor.gate.clear()
+    with ThreadPoolExecutor(2) as threads:
+        forward = threads.submit(layers.forward, 0, *routed(2, 3))
+        assert layers.executor.inside.wait(30)
+        closing = threads.submit(layers.pool.close)
+        time.sleep(0.01)
+        assert not closing.done() and not layers.executor.closed, "what is being computed is waited for"
+        layers.executor.gate.set()
+        closing.result(30)
+        error = forward.exception(30)
+        assert error is None or isinstance(error, SpacError)
+    assert layers.executor.closed and threading.active_count() < before
+    assert not any(thread.name.startswith("spac-cpu") for thread in threading.enumerate())
+    with pytest.raises(SpacError, match="shutting down"), layers.pool._cpu.computing(*routed(1, 0), {}):
+        pass
+
+
+def test_an_executor_that_refuses_a_layer_leaves_no_thread() -> None:
+    class Refuses(Watched):
+        def prepare(self, experts) -> None:
+            raise ValueError("not this layer")
+
+    executor: CpuExperts = Refuses()
+    with pytest.raises(ValueError, match="not this layer"):
+        CpuGroup(executor, [{}])
+    assert executor.closed
+    assert not any(thread.name.startswith("spac-cpu") for thread in threading.enumerate())

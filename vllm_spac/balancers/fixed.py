@@ -1,0 +1,25 @@
+"""A fixed number of experts on the CPU, whatever it costs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
+
+
+class Fixed(Balancer):
+    """At most ``count`` of the missing experts run on the CPU: those with the fewest rows, among equals the first."""
+
+    needs_rates: ClassVar[bool] = False
+
+    def __init__(self, *, count: int = 1, **shape) -> None:
+        super().__init__(**shape)
+        self._count = count
+
+    def plan(self, state: LayerState) -> Plan:
+        hit, missing = split(state)
+        order = np.argsort(state.rows[missing], kind="stable")
+        cpu, streamed = missing[order[: self._count]], missing[order[self._count :]]
+        return Plan(hit=hit, stream=tuple(sorted(streamed.tolist())), cpu=tuple(sorted(cpu.tolist())))

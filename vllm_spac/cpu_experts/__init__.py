@@ -1,0 +1,1 @@
+"""What computes the experts that are not brought into fast memory, from where they lie."""
