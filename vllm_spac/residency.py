@@ -1,9 +1,9 @@
 """Which expert lies in which slot: the state machine of fast memory. No tensors, no threads, no I/O.
 
 A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and says what must be loaded; ``admit`` finds
-a slot for what may be needed later; ``loaded`` or ``failed`` answer for each load; ``release`` unpins. LOADING and
-pinned slots are frozen: never a victim. Weights are read-only, so eviction only forgets: nothing is ever copied back.
-Only the forward thread calls, so that no state changes between two lines.
+a slot for what may be needed later, ``exchange`` for what was used without one; ``loaded`` or ``failed`` answer for
+each load; ``release`` unpins. LOADING and pinned slots are frozen: never a victim. Weights are read-only, so eviction
+only forgets: nothing is ever copied back. Only the forward thread calls, so that no state changes between two lines.
 """
 
 from __future__ import annotations
