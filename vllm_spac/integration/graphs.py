@@ -13,7 +13,7 @@ from vllm_spac.errors import UnsupportedError
 
 logger = logging.getLogger("vllm.spac")
 
-MOE_LAYER = "vllm::spac_moe_layer"  # registered in ``opaque``, which needs a platform with vLLM's MoE ops to import
+MOE_LAYER = "vllm::spac_moe_layer"  # registered in ``opaque``, whose import brings vLLM's MoE layers along
 _USE_PIECEWISE = """use --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
 
 
