@@ -22,7 +22,7 @@ def exact(checkpoint) -> engines.Run:
     [
         {"slots": 4, "cpu_experts": 2},
         {"slots": "25%", "cpu_experts": "auto", "policy": "utility", "balancer": "threshold"},
-        {"slots": "60%", "cpu_experts": "auto"},
+        pytest.param({"slots": "60%", "cpu_experts": "auto"}, marks=pytest.mark.full),
         {"slots": "60%", "cpu_experts": 64, "prefetch": "utility"},
     ],
     ids=str,
