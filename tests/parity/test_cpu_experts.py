@@ -61,7 +61,7 @@ def test_verify_steps(tmp_path):
     from test_speculation import METHODS, TOY
 
     spac = {"slots": "25%", "store": "host", "cpu_experts": 4, "trace": str(tmp_path / "trace")}
-    options = {"speculative_config": METHODS["ngram"], "max_tokens": 24, "dtype": "float32"}
+    options = {"speculative_config": METHODS["eagle3"], "max_tokens": 16, "dtype": "float32"}
     stock, run = compare(TOY / "target", [None, spac], **options)
     assert run.tokens == stock.tokens
     assert run.stats["steps"]["verify"] > 0 and run.stats["cpu_experts"] > 0
