@@ -22,7 +22,7 @@ def exact(checkpoint) -> engines.Run:
     [
         {"slots": 4, "cpu_experts": 2},
         {"slots": "25%", "cpu_experts": "auto", "policy": "utility", "balancer": "threshold"},
-        {"slots": "60%", "cpu_experts": "auto"},
+        pytest.param({"slots": "60%", "cpu_experts": "auto"}, marks=pytest.mark.full),
         {"slots": "60%", "cpu_experts": 64, "prefetch": "utility"},
     ],
     ids=str,
@@ -61,7 +61,7 @@ def test_verify_steps(tmp_path):
     from test_speculation import METHODS, TOY
 
     spac = {"slots": "25%", "store": "host", "cpu_experts": 4, "trace": str(tmp_path / "trace")}
-    options = {"speculative_config": METHODS["ngram"], "max_tokens": 24, "dtype": "float32"}
+    options = {"speculative_config": METHODS["eagle3"], "max_tokens": 16, "dtype": "float32"}
     stock, run = compare(TOY / "target", [None, spac], **options)
     assert run.tokens == stock.tokens
     assert run.stats["steps"]["verify"] > 0 and run.stats["cpu_experts"] > 0

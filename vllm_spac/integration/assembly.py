@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
@@ -93,10 +94,11 @@ def balance(config: SpacConfig, vllm_config, pool: ExpertPool, layer) -> None:
         return
     group = _cpu_group(config, pool, layer)
     try:
-        pool.balance(_balancer(config, vllm_config, pool, layer, group), group)
+        balancer = _balancer(config, vllm_config, pool, layer, group, _compared(pool, layer, group))
     except BaseException:
         group.close()
         raise
+    pool.balance(balancer, group)
 
 
 def _cpu_group(config: SpacConfig, pool: ExpertPool, layer) -> CpuGroup:
@@ -123,18 +125,20 @@ def _cpu_group(config: SpacConfig, pool: ExpertPool, layer) -> CpuGroup:
     return CpuGroup(executor, layers)
 
 
-def _balancer(config: SpacConfig, vllm_config, pool: ExpertPool, layer, group: CpuGroup) -> Balancer:
-    """Checks the group on the way: what it computes must be what the layer does."""
-    shape, hidden = pool.shape, layer.moe_config.hidden_dim
+def _compared(pool: ExpertPool, layer, group: CpuGroup) -> Callable[[], torch.Tensor]:
+    """What runs a row of ``layer`` in fast memory, after ``group`` has given the same for it; else ``ConfigError``."""
+    top_k, hidden = pool.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
-    ids, weights = torch.arange(shape.top_k, dtype=torch.int32)[None], torch.full((1, shape.top_k), 1 / shape.top_k)
-    on_device = x.to(layer.spac.device), weights.to(layer.spac.device)
-
-    def in_slots() -> torch.Tensor:
-        return layer.spac_in_slots(*on_device, ids)
-
+    ids, weights = torch.arange(top_k, dtype=torch.int32)[None], torch.full((1, top_k), 1 / top_k)
+    in_slots = partial(layer.spac_in_slots, x.to(layer.spac.device), weights.to(layer.spac.device), ids)
     with group.computing(x, weights, ids, pool.store.layer(0)) as computation:
-        check_same(computation.result(), in_slots().cpu(), x.dtype, hidden, "CPU experts beside vLLM's kernel")
+        found = computation.result()
+    check_same(found, in_slots().cpu(), x.dtype, hidden, "CPU experts beside vLLM's kernel")
+    return in_slots
+
+
+def _balancer(config: SpacConfig, vllm_config, pool: ExpertPool, layer, group: CpuGroup, in_slots) -> Balancer:
+    shape = pool.shape
     speculation = vllm_config.speculative_config
     knobs = {
         "layers": len(shape.layers),
@@ -147,14 +151,14 @@ def _balancer(config: SpacConfig, vllm_config, pool: ExpertPool, layer, group: C
             "spac: up to %s missing experts of a layer run on the CPU: %s", config.cpu_experts, group.describe()
         )
         return components.build("balancers", "fixed", count=int(config.cpu_experts), **knobs)
-    rates, origin = _rates(config, pool, layer, group, hidden, in_slots)
+    rates, origin = _rates(config, pool, layer, group, in_slots)
     name = config.balancer or "waterfill"
     seconds = ", ".join(f"{what} {1e3 * value:.3f} ms" for what, value in asdict(rates).items())
     logger.info("spac: CPU experts by %s (%s): %s; %s", name, group.describe(), seconds, origin)
     return components.build("balancers", name, rates=rates, **knobs)
 
 
-def _rates(config: SpacConfig, pool: ExpertPool, layer, group: CpuGroup, hidden: int, in_slots) -> tuple[Rates, str]:
+def _rates(config: SpacConfig, pool: ExpertPool, layer, group: CpuGroup, in_slots) -> tuple[Rates, str]:
     """(what the balancer weighs, where it comes from): the profile's if it is of this machine and these experts."""
     nbytes, missing = pool.shape.expert_bytes, ""
     if config.profile is not None:
@@ -164,7 +168,7 @@ def _rates(config: SpacConfig, pool: ExpertPool, layer, group: CpuGroup, hidden:
             return costs.rates(nbytes), f"from {config.profile}"
         except ConfigError as error:
             missing = f", because {error}"
-    options = {"hidden": hidden, "device": layer.spac.device, "io_threads": config.io_threads}
+    options = {"device": layer.spac.device, "io_threads": config.io_threads, "hidden": layer.moe_config.hidden_dim}
     return serving_rates(pool.store, group, in_slots, **options), f"measured now{missing}"
 
 
