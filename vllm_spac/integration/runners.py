@@ -23,11 +23,9 @@ def install(vllm_config) -> None:
 
 
 def can_guard(vllm_config) -> bool:
-    """Whether V1's draft lengths can be changed between steps: not where it plans a step before the last one is over.
-
-    With V2 ``preflight`` refuses the guard.
-    """
-    return not vllm_config.scheduler_config.async_scheduling
+    """Whether draft lengths can be changed between steps: not on V2, whose drafts never leave the device, nor where V1
+    plans a step before the last one is over."""
+    return not getattr(vllm_config, "use_v2_model_runner", False) and not vllm_config.scheduler_config.async_scheduling
 
 
 def _hook(runner_class: type, prepare_name: str, step_of) -> None:
