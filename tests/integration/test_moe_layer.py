@@ -42,6 +42,7 @@ class Layer(ManagedExperts, Kernel):
         list(pool.fill())
         self.spac = SimpleNamespace(runtime=Runtime([pool], BudgetControl([])), on_cpu=on_cpu)
         self.spac_pool, self.spac_index, self.layer_name, self.ran = pool, 0, "layer", []
+        self._pointers = False
 
 
 def padded(rows: int, junk: list[int]) -> torch.Tensor:
