@@ -25,6 +25,7 @@ from vllm_spac.utility import NOT_RUN
 
 _FILL_BATCH = 16
 _COUNT_BATCH = 1024  # forwards of layers whose routing is kept until it is counted
+_COUNT_PAIRS = 4 << 20  # (row, expert) pairs of them: 16 MiB of ids, which may lie in a GPU's memory
 _WAVE_ROWS = 1024  # rows looked ahead when a forward is split; bounds the splitting to linear time
 
 
@@ -97,7 +98,7 @@ class ExpertPool:
         """The forward is over; what comes until the next step (profiling, warm-up) is not counted."""
         step, self._step = self._step, None
         if self.holds_all:
-            if len(self._routed) >= _COUNT_BATCH:
+            if len(self._routed) >= _COUNT_BATCH or sum(ids.numel() for _, ids in self._routed) >= _COUNT_PAIRS:
                 self._count_hits()
         elif step is not None and self._routed:
             self._engine.end_step(self._selected(step.generating))
@@ -115,9 +116,9 @@ class ExpertPool:
         return self.counters.snapshot()
 
     @property
-    def computes_on_cpu(self) -> bool:
-        """Whether missing experts may run on the CPU, so that results are exact up to rounding."""
-        return self._cpu is not None
+    def keeps_bits(self) -> bool:
+        """Whether vLLM's own kernel computes every expert; results are exact up to rounding if the CPU shares them."""
+        return self._cpu is None
 
     def balance(self, balancer: Balancer, cpu: CpuGroup) -> None:
         """From now on ``balancer`` gives some of the missing experts to ``cpu``, which this pool owns then.

@@ -115,11 +115,11 @@ class StreamedPool:
         self._unused: set[int] = set()  # moved in and not needed yet
         self._step: Step | None = None
 
+    keeps_bits = False  # the kernels sum in another order than vLLM's
+
     @property
     def residency(self) -> Residency:
         return self._mover.pointers.residency
-
-    computes_on_cpu = False
 
     @property
     def holds_all(self) -> bool:

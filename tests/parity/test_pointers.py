@@ -35,6 +35,7 @@ def test_same_tokens_as_stock(family, sizes, checkpoint):
         run = engines.generate(checkpoint(family), {"slots": slots, "execution": "pointers"}, **FLOAT32)
         assert run.tokens == stock.tokens, slots
         stats = run.stats
+        assert stats["mode"] == "exact up to rounding", "named so: in bfloat16 a near-tie may turn"
         assert stats["hits"] > 0 and stats["bytes"]["host streamed"] == stats["misses"] * stats["expert_bytes"]
         assert (stats["misses"] > 0 and stats["prefetches"] > 0) == (slots != "100%")
 

@@ -363,6 +363,19 @@ def test_fill_tells_a_failure(pools: list[Pool]) -> None:
         list(pool.fill())
 
 
+def test_routing_of_long_prompts_is_not_kept(pools: list[Pool], monkeypatch) -> None:
+    """Where all fit, ids wait to be counted, in a GPU's memory: few forwards of many rows must not fill it."""
+    monkeypatch.setattr("vllm_spac.pool._COUNT_PAIRS", 12)
+    pools.append(pool := Pool(SHAPE.total))
+    list(pool.fill())
+    for kept in (1, 2, 0):
+        pool.begin_step(DECODE)
+        pool.observe(0, torch.tensor([[0, 1], [2, 1]]))
+        pool.end_step()
+        assert len(pool._routed) == kept
+    assert pool.counters.hits == 3 * 3
+
+
 def test_counting_where_all_fit(pools: list[Pool]) -> None:
     pools.append(pool := Pool(SHAPE.total))
     list(pool.fill())

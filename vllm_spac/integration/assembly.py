@@ -173,10 +173,10 @@ def _rates(config: SpacConfig, pool: ExpertPool, layer, group: CpuGroup, in_slot
 
 
 def mode(budget: BudgetControl, pools: Sequence[ExpertPool]) -> str:
-    """``exact``, ``exact up to rounding`` (CPU experts) or ``lossy`` (a budget)."""
+    """``exact``, ``exact up to rounding`` (CPU experts, pointers: not vLLM's kernel) or ``lossy`` (a budget)."""
     if budget.settings.active:
         return "lossy"
-    return "exact up to rounding" if any(pool.computes_on_cpu for pool in pools) else "exact"
+    return "exact" if all(pool.keeps_bits for pool in pools) else "exact up to rounding"
 
 
 def describe(pool: ExpertPool) -> str:
