@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-_COUNTERS = ("hits", "misses", "loads", "bytes", "stall_seconds", "waves", "steps")
+_COUNTERS = ("hits", "misses", "loads", "cpu_experts", "bytes", "stall_seconds", "waves", "steps")
 _WARM_TOKENS = 4
 
 

@@ -8,6 +8,13 @@ from pathlib import Path
 from vllm_spac.config import Slots
 
 FULL = "100%"
+# What may follow a policy's name, and the knobs that it stands for.
+EXTRAS = {
+    "prefetch": {"prefetch": "utility"},
+    "cpu": {"cpu_experts": "auto"},
+    "pointers": {"execution": "pointers"},
+}
+ROUNDING = {"cpu", "pointers"}  # sums of another order than stock's
 SPECULATIONS = ("none", "ngram", "eagle3", "draft")
 
 
@@ -38,6 +45,22 @@ class Configuration:
     @property
     def label(self) -> str:
         return self.name if self.speculation == "none" else f"{self.name}, {self.speculation}"
+
+    @property
+    def extras(self) -> list[str]:
+        return [] if self.is_stock else self.policy.split("+")[1:]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether its tokens are stock's up to rounding only."""
+        return not ROUNDING.isdisjoint(self.extras)
+
+    def knobs(self) -> dict:
+        """The plugin's knobs that this configuration is about."""
+        found = {"slots": self.slots, "policy": self.policy.split("+")[0]}
+        for name in self.extras:
+            found |= EXTRAS[name]
+        return found | ({"budget": self.budget} if self.budget else {})
 
     def series(self) -> tuple[str | None, str]:
         """What it shares with the configurations that differ from it in their slots alone."""
@@ -104,8 +127,8 @@ def configurations(
         raise PlanError(f"no speculation is called {', '.join(sorted(unknown))}; use {', '.join(SPECULATIONS)}")
     if budgets and set(speculations) == {"none"}:
         raise PlanError("--budget bounds verify steps: add --speculation, e.g. eagle3")
-    if odd := [name for name in policies if "+" in name and not name.endswith("+prefetch")]:
-        raise PlanError(f"--policy {odd[0]}: only +prefetch can follow a policy's name")
+    if odd := [name for name in policies if not set(name.split("+")[1:]) <= set(EXTRAS)]:
+        raise PlanError(f"--policy {odd[0]}: a policy's name can be followed by +{', +'.join(EXTRAS)}")
     if not policies or not speculations:
         raise PlanError("--policy and --speculation must each name at least one")
     plan = []

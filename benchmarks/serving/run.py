@@ -55,6 +55,8 @@ python benchmarks/serving/run.py MODEL --slots 10%,25% --policy reuse --speculat
 
 python benchmarks/serving/run.py --slots 25% --policy lru,utility,utility+prefetch --batch 1
 
+python benchmarks/serving/run.py --slots 25% --store host --policy reuse,reuse+cpu --batch 1
+
 python benchmarks/serving/run.py --slots 25% --speculation eagle3 --draft-tokens 8 --budget 16,32 --batch 1
 """
 
@@ -84,11 +86,8 @@ class Settings:
         """What ``engine.py`` is told."""
         spac = None
         if not configuration.is_stock:
-            policy, _, ahead = configuration.policy.partition("+")
-            spac = {"slots": configuration.slots, "policy": policy}
-            spac |= {"prefetch": "utility"} if ahead else {}
+            spac = configuration.knobs()
             spac |= {"store": self.store} if self.store else {}
-            spac |= {"budget": configuration.budget} if configuration.budget else {}
             spac |= {"disk_dir": str(self.disk_dir)} if self.store != "host" else {}
         options = {
             "skip_tokenizer_init": True,
@@ -224,7 +223,9 @@ def _write(output, settings, asked, rates, rows, runs, origin) -> None:
 def main(
     model: ModelFolder = TOY_MODEL,
     slots: Annotated[str, typer.Option(help="Values of --spac-slots beside 100%.")] = "10%,25%,50%",
-    policy: Annotated[str, typer.Option(help="Eviction policies; +prefetch reads ahead.")] = "reuse,lru",
+    policy: Annotated[
+        str, typer.Option(help="Eviction policies; with +prefetch, +cpu (experts), +pointers.")
+    ] = "reuse,lru",
     speculation: Annotated[str, typer.Option(help=f"Of {', '.join(plan.SPECULATIONS)}.")] = "none",
     budget: Annotated[str, typer.Option(help="Lossy: also with these --spac-budget, where it speculates.")] = "",
     batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,8",

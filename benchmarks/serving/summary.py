@@ -34,8 +34,8 @@ class Row:
     """One configuration at one batch size. Speeds are None until its tokens have been found to be stock's.
 
     Attributes:
-        verdict: ``same``, ``lossy`` (a budget: its tokens are its own), ``differs``, ``failed`` or ``pending`` (stock
-            has not answered yet).
+        verdict: ``same``, ``lossy`` (a budget: its tokens are its own), ``rounded`` (not the same, and not meant to be:
+            it sums in another order than stock), ``differs``, ``failed`` or ``pending`` (stock has not answered yet).
         dropped_share: routing weight that a budget dropped, of its rows' whole.
         ratio_to_bound: measured seconds over the bound's; 1 is as fast as this machine can be.
     """
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def is_measured(self) -> bool:
-        return self.verdict in ("same", "lossy")
+        return self.verdict in ("same", "lossy", "rounded")
 
     def plain(self) -> dict:
         return asdict(self) | {"name": self.configuration.name}
@@ -109,11 +109,13 @@ def _row(configuration: Configuration, batch: int, runs: list[Run], reference: l
     if reference is None:
         return Row(configuration, batch, "pending", "stock has not answered yet")
     measured = [run.result["batches"][str(batch)] for run in runs]
-    lossy = configuration.budget is not None
-    if not lossy and (different := list(_differences(measured, reference))):
-        return Row(configuration, batch, "differs", "; ".join(different))
+    verdict, why = "lossy" if configuration.budget is not None else "same", ""
+    if verdict == "same" and (different := list(_differences(measured, reference))):
+        verdict, why = "rounded" if configuration.rounds else "differs", "; ".join(different)
+    row = Row(configuration, batch, verdict, why)
+    if not row.is_measured:
+        return row
     count = sum(map(len, reference))  # a budget changes which tokens are said, not how many
-    row = Row(configuration, batch, "lossy" if lossy else "same")
     row.tokens_per_second = Spread.of([count / m["seconds"] for m in measured])
     row.ttft = Spread.of([value for m in measured for value in m["ttft"]])
     row.tpot = _spread_of([value for m in measured for value in m["tpot"] if value is not None])
@@ -138,7 +140,7 @@ def _differences(measured: list[dict], reference: list[list[int]]) -> Iterator[s
 def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
     """Medians over the repeats; the counters of speculation and steps are those of the last one."""
     last = measured[-1]["counters"]
-    names = ("hits", "misses", "loads", "stall_seconds", "waves")
+    names = ("hits", "misses", "loads", "cpu_experts", "stall_seconds", "waves")
     row.counters = {name: statistics.median(m["counters"][name] for m in measured) for name in names}
     row.counters["bytes"] = statistics.median(sum(m["counters"]["bytes"].values()) for m in measured)
     row.counters["steps"] = last["steps"]
@@ -147,7 +149,7 @@ def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
         row.dropped_share = budget["dropped_mass"] / budget["rows"]
     if "speculation" in last:
         row.counters["speculation"] = last["speculation"]
-    asked = row.counters["hits"] + row.counters["misses"]
+    asked = row.counters["hits"] + row.counters["misses"] + row.counters["cpu_experts"]
     row.hit_rate = row.counters["hits"] / asked if asked else None
     choices = runs[-1].result["choices"]
     row.cache_ratio = choices["slots"] / choices["experts"]
@@ -159,7 +161,7 @@ def _add_bounds(table: list[Row], runs: list[Run], batch: int, rates: Rates) -> 
     resident = {row.configuration.speculation: row for row in rows_ if row.configuration.slots == FULL}
     for row in rows_:
         full = resident.get(row.configuration.speculation)
-        if full is None:
+        if full is None or row.configuration.rounds:  # what the CPU or the bus can compute with was not measured
             continue
         expert_bytes = _of(row.configuration, runs)[-1].result["choices"]["expert_bytes"]
         rest = other_per_step(min(_seconds(full, runs, batch)), _counts(full), expert_bytes, rates.fast)

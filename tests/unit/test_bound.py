@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_spac.config import SpacConfig
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving")]
 bound = importlib.import_module("bound")
@@ -110,7 +112,7 @@ def run(configuration, seconds=10.0, tokens=((1, 2, 3), (4, 5, 6)), hits=80, mis
     counters, choices = {}, {}
     if configuration != STOCK:
         counters = {"hits": hits, "misses": misses, "loads": misses, "bytes": {"disk": misses * W}}
-        counters |= {"stall_seconds": 0.5, "waves": 8, "steps": {"prefill": 1, "decode": 3}}
+        counters |= {"cpu_experts": 0, "stall_seconds": 0.5, "waves": 8, "steps": {"prefill": 1, "decode": 3}}
         choices = {"slots": 32 if configuration == FULL else 8, "experts": 32, "expert_bytes": W}
     measured = {"seconds": seconds, "tokens": [list(t) for t in tokens], "ttft": [0.1, 0.2], "tpot": [0.3, None]}
     result = {"load_seconds": 1.0, "choices": choices, "batches": {"1": {**measured, "counters": counters}}}
@@ -126,6 +128,24 @@ def test_plan_compares_each_with_stock_and_all_resident():
     assert len(plan.configurations(["10%", "25%"], ["lru", "lfu"], ["none", "ngram"])) == 2 * (2 + 4)
     with pytest.raises(plan.PlanError, match="magic"):
         plan.configurations(["10%"], ["lru"], ["magic"])
+    with pytest.raises(plan.PlanError, match=r"lru\+magic.*\+prefetch, \+cpu, \+pointers"):
+        plan.configurations(["10%"], ["lru+magic"], ["none"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "knobs", "rounds"),
+    [
+        ("lru", {}, False),
+        ("lru+prefetch", {"prefetch": "utility"}, False),
+        ("lru+prefetch+cpu", {"prefetch": "utility", "cpu_experts": "auto"}, True),
+        ("lru+pointers", {"execution": "pointers"}, True),
+    ],
+)
+def test_what_follows_a_policys_name_is_knobs(policy, knobs, rounds):
+    (configuration,) = plan.configurations(["25%"], [policy], ["none"])[2:]
+    assert configuration.knobs() == {"slots": "25%", "policy": "lru", **knobs}
+    assert configuration.rounds == rounds and not plan.Configuration(None, None, "none").rounds
+    SpacConfig.parse(configuration.knobs())
 
 
 def test_order_rotates_so_that_each_starts_once():
@@ -156,6 +176,15 @@ def test_other_tokens_have_no_speed_anywhere(wrong):
     assert row.verdict == "differs" and "repeat 1: 1 of 2 requests, number 1" in row.why
     assert row.tokens_per_second is row.ttft is row.ratio_to_stock is row.ratio_to_bound is None
     assert "seconds" not in str(summary.reported(runs[3], [row])["batches"])
+
+
+def test_rounding_is_named_and_has_speeds_but_no_bound():
+    beside = plan.Configuration("25%", "lru+cpu", "none")
+    runs = [run(STOCK), run(FULL), run(beside, 1.0, ((1, 2, 3), (4, 9, 6)), hits=60, misses=20)]
+    rows = summary.rows([*PLAN, beside], runs, [1], RATES)
+    (row,) = [row for row in rows if row.configuration == beside]
+    assert row.verdict == "rounded" and "1 of 2 requests" in row.why
+    assert row.ratio_to_stock == pytest.approx(10) and row.ratio_to_bound is None
 
 
 def test_a_stock_that_contradicts_itself_is_no_measure():
