@@ -138,6 +138,11 @@ class SpacConfig(BaseModel):
         description="How layers reach experts: slots loads missing ones and runs vLLM's kernel; pointers runs our own, "
         "which reads each expert where it lies, in its slot or in host memory.",
     )
+    staging: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="With execution=pointers: long prompts take missing experts from two buffers of a layer's experts, "
+        "filled a layer ahead: on, off, or auto: if they take no more than a quarter of the free fast memory.",
+    )
 
     trace: Path | None = Field(
         None, description="Record what the routers choose in this file, for vllm-spac trace and simulate."
@@ -192,6 +197,15 @@ class SpacConfig(BaseModel):
                 raise ValueError(
                     "execution=pointers (--spac-execution) moves experts ahead of need itself; drop --spac-prefetch"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _staged_for_pointers(self) -> SpacConfig:
+        if self.execution != "pointers" and self.staging == "on":
+            raise ValueError(
+                "staging (--spac-staging) is of execution=pointers: with slots, prompts pass through the slots; "
+                "add --spac-execution pointers"
+            )
         return self
 
     @model_validator(mode="after")

@@ -42,6 +42,7 @@ class ExpertMemory:
 
     Attributes:
         table: name -> int64 [keys] on the device of the slots: the address of each expert's tensor.
+        slot_addresses: int64 [names, slots], on the host.
     """
 
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], keys: int, poison: bool = False) -> None:
@@ -49,17 +50,17 @@ class ExpertMemory:
         self._device = next(iter(slots.values())).device
         first = store.view(0)
         assert all(first[name].nbytes % ALIGNMENT == 0 for name in slots), "experts must keep the alignment"
-        self._slot_addresses = np.array([[slot.data_ptr() for slot in slots[name]] for name in slots])
+        self.slot_addresses = np.array([[slot.data_ptr() for slot in slots[name]] for name in slots])
         views = [store.view(key) for key in range(keys)]
         self._host_addresses = np.array([[_address(view[name], self._device) for view in views] for name in slots])
-        assert not (self._host_addresses % ALIGNMENT).any() and not (self._slot_addresses % ALIGNMENT).any()
+        assert not (self._host_addresses % ALIGNMENT).any() and not (self.slot_addresses % ALIGNMENT).any()
         self._table = torch.from_numpy(self._host_addresses).to(self._device, copy=True)
         self.table = dict(zip(slots, self._table, strict=True))
 
     def point(self, keys: Sequence[int], slots: Sequence[int]) -> None:
         """One small copy to the device and one launch."""
         keys, slots = np.asarray(keys), np.asarray(slots)
-        addresses = np.where(slots == NOWHERE, self._host_addresses[:, keys], self._slot_addresses[:, slots])
+        addresses = np.where(slots == NOWHERE, self._host_addresses[:, keys], self.slot_addresses[:, slots])
         written = torch.from_numpy(np.concatenate([keys[None], addresses]))
         if self._device.type == "cuda":  # pinned, so that it does not wait; torch keeps it until it was read
             written = written.pin_memory().to(self._device, non_blocking=True)

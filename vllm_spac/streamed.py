@@ -1,12 +1,14 @@
 """The layers of a shape over a table of pointers: a hit is read in its slot, a miss where it lies, in one launch.
 
 No layer waits for the host and none decides anything there. Between steps the host reads the counts of a step that is
-over, moves experts by them (``pointers`` has the protocol), and goes on. On a CPU the launches are the torch twins of
-the kernels: the same addresses and the same rounding, made to be compared with and not to be fast.
+over, moves experts by them (``pointers`` has the protocol), and goes on. Long prompts take their misses from buffers
+that are filled a layer ahead (``staging``). On a CPU the launches are the torch twins of the kernels: the same
+addresses and the same rounding, made to be compared with and not to be fast.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from vllm_spac.moves import ALIGNMENT, ExpertMemory, Mover
 from vllm_spac.pointers import Pointers
 from vllm_spac.policies.base import Policy
 from vllm_spac.residency import NOWHERE, Residency
+from vllm_spac.staging import ROWS, ExpertBuffers, Staging
 from vllm_spac.streams import Event, streams
 from vllm_spac.tiers.base import ExpertStore
 
@@ -34,11 +37,15 @@ _FILL_BATCH = 16
 
 @dataclass(frozen=True)
 class _Counted:
-    """The counts of a step on their way to the host, int32 [layers, experts], and who had a slot meanwhile."""
+    """The counts of a step on their way to the host, int32 [layers, experts], and who had a slot meanwhile.
+
+    ``staged``: its misses were not read in place.
+    """
 
     step: Step
     counts: Tensor
     resident: np.ndarray
+    staged: bool
     there: Event
 
 
@@ -80,6 +87,7 @@ class StreamedPool:
         tensors: name -> slots of shape [slots, ...], on the device that computes.
         path: name of the store in the counters.
         step_bytes: bytes that are on their way into slots at once, at most.
+        staged: forwards of many rows read what has no slot from buffers of ``staging_bytes``, else in place.
         poison: fill slots with NaN before they are written; for tests.
     """
 
@@ -93,6 +101,7 @@ class StreamedPool:
         *,
         path: str,
         step_bytes: int = STEP_BYTES,
+        staged: bool = False,
         poison: bool = False,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
@@ -107,6 +116,10 @@ class StreamedPool:
         self._compute, copy = streams(device)
         self._memory = ExpertMemory(store, tensors, shape.total, poison)
         self._mover = Mover(Pointers(shape.total, slots, policy), self._memory, self._compute, copy)
+        self._buffers = self._staging = None
+        if staged and slots < shape.total:
+            self._buffers = ExpertBuffers(store, self._memory, tensors, poison)
+            self._staging = Staging(self._buffers, len(shape.layers), self._compute, copy)
         self._launch = _kernel(device)
         self._tables = {name: table.view(-1, shape.experts) for name, table in self._memory.table.items()}
         self._counts = torch.zeros(len(shape.layers), shape.experts, dtype=torch.int32, device=device)
@@ -114,12 +127,18 @@ class StreamedPool:
         self._last: np.ndarray | None = None  # counts of the last step that says something about the next
         self._unused: set[int] = set()  # moved in and not needed yet
         self._step: Step | None = None
+        self._staged = False  # some layer of the step
 
     keeps_bits = False  # the kernels sum in another order than vLLM's
 
     @property
     def residency(self) -> Residency:
         return self._mover.pointers.residency
+
+    @property
+    def staged(self) -> bool:
+        """Whether forwards of many rows read what has no slot from buffers."""
+        return self._staging is not None
 
     @property
     def holds_all(self) -> bool:
@@ -130,7 +149,9 @@ class StreamedPool:
 
     def begin_step(self, step: Step) -> None:
         """A forward of the target model starts for real requests: point at what has arrived, and move what pays."""
-        self._step = step
+        self._step, self._staged = step, False
+        if self._staging is not None:
+            self._staging.begin()
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
         for move in self._mover.arrive():
             self._unused.add(move.key)
@@ -152,7 +173,7 @@ class StreamedPool:
             counts = torch.empty(self._counts.shape, dtype=torch.int32, pin_memory=self._counts.is_cuda)
             self._compute.submit(counts.copy_, self._counts, True)
             resident = self._mover.pointers.at != NOWHERE
-            self._counted.append(_Counted(step, counts, resident, self._compute.record()))
+            self._counted.append(_Counted(step, counts, resident, self._staged, self._compute.record()))
 
     def observe(self, layer: int, ids: Tensor) -> None:
         """The launches count what is routed; nothing is to be remembered."""
@@ -172,7 +193,8 @@ class StreamedPool:
             misses = int(used.sum()) - len(hits)
             self.counters.hits += len(hits)
             self.counters.misses += misses
-            self.counters.moved(f"{self._path} streamed", misses * self.shape.expert_bytes)
+            if not counted.staged:
+                self.counters.moved(f"{self._path} streamed", misses * self.shape.expert_bytes)
             self.counters.waves += len(self.shape.layers)
             first = self._unused.intersection(hits.tolist())
             self._unused -= first
@@ -185,7 +207,8 @@ class StreamedPool:
     # -- a layer -------------------------------------------------------------------------------------------
 
     def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: str, out: Tensor) -> Tensor:
-        """Routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
+        """Routed experts of one layer. No host synchronisation: a forward that is not staged may be captured in a CUDA
+        graph.
 
         Args:
             layer: number of the layer in ``shape.layers``.
@@ -195,13 +218,27 @@ class StreamedPool:
             activation: one of ``ACTIVATIONS``.
             out: [T, d] like x, is overwritten.
         """
-        tables = (self._tables[name][layer] if name in self._tables else None for name in _TENSORS)
-        w13, w2, b13, b2 = tables
         ff = self.shape.tensors["w2_weight"].shape[1]
-        return self._launch(
-            x.contiguous(), w13, w2, weights.float().contiguous(), ids.contiguous(), ff, b13, b2, activation,
-            out=out, counts=self._counts[layer],
-        )  # fmt: skip
+        with self._reading(layer, ids.numel()) as tables:
+            w13, w2, b13, b2 = map(tables.get, _TENSORS)
+            return self._launch(
+                x.contiguous(), w13, w2, weights.float().contiguous(), ids.contiguous(), ff, b13, b2, activation,
+                out=out, counts=self._counts[layer],
+            )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _reading(self, layer: int, pairs: int) -> Iterator[Mapping[str, Tensor]]:
+        """The tables that the launch of a layer reads, name -> int64 [experts]."""
+        if self._staging is None or pairs < ROWS * self.shape.experts:
+            yield {name: table[layer] for name, table in self._tables.items()}
+            return
+        slots = self._mover.pointers.at.reshape(len(self.shape.layers), -1)  # does not change within a step
+        with self._staging.layer(layer, slots) as buffer:
+            yield self._buffers.tables[buffer]
+        if self._step is not None:
+            self._staged = True
+            missing = int((slots[layer] == NOWHERE).sum())
+            self.counters.moved(f"{self._path} staged", missing * self.shape.expert_bytes)
 
     # -- start and end -------------------------------------------------------------------------------------
 

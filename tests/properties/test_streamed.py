@@ -11,11 +11,13 @@ from vllm_spac.kernels import reference
 from vllm_spac import components, streamed
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.staging import ROWS
 from vllm_spac.streamed import StreamedPool
 
 LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
 DECODE = Step((RequestRows(0, 3, RowKind.DECODE),))
 PROMPT = Step((RequestRows(0, 2, RowKind.DECODE), RequestRows(2, 9, RowKind.PREFILL)))
+LONG = Step((RequestRows(0, 2, RowKind.DECODE), RequestRows(2, ROWS * EXPERTS // TOP_K, RowKind.PREFILL)))
 
 
 def shape(dtype: torch.dtype = torch.float32, bias: bool = True, **others) -> MoEShape:
@@ -107,6 +109,42 @@ def test_same_bits_whatever_moves(made, policy, slots, layout, activation):
     assert stats["bytes"]["host streamed"] == stats["misses"] * layout.expert_bytes
     assert stats["bytes"]["host ahead"] == stats["prefetches"] * layout.expert_bytes > 0
     assert stats["hits"] > 0 and stats["prefetch_hits"] + stats["prefetch_wasted"] <= stats["prefetches"]
+
+
+@pytest.mark.parametrize("slots", [TOP_K, 10, LAYERS * EXPERTS - 1])
+def test_long_prompts_are_staged_and_have_the_same_bits(made, slots):
+    """Buffers and slots are NaN before each copy; experts move between long and short steps."""
+    pool = made(slots, staged=True)
+    rng, choice, staged, read = torch.Generator().manual_seed(0), random.Random(0), 0, 0
+    for _ in range(30):
+        step = choice.choice([DECODE, PROMPT, LONG])
+        before = pool.snapshot()["bytes"].get("host streamed", 0)
+        pool.check(step, rng)
+        streamed = pool.snapshot()["bytes"].get("host streamed", 0) - before
+        if step is LONG:
+            staged += LAYERS * EXPERTS - int((pool._mover.pointers.at >= 0).sum())
+            assert streamed == 0
+        read += streamed
+        if choice.random() < 0.5:
+            pool.settle()
+    stats = pool.snapshot()
+    assert stats["bytes"]["host staged"] == staged * shape().expert_bytes > 0
+    assert slots == LAYERS * EXPERTS - 1 or read > 0, "short steps read in place"
+
+
+def test_dummy_runs_are_staged_and_not_counted(made):
+    pool = made(6, staged=True)
+    for _ in range(2):
+        for layer in range(LAYERS):
+            x, weights = torch.ones(64, D), torch.full((64, TOP_K), 0.5)
+            ids = torch.arange(128).view(64, 2) % EXPERTS
+            out = pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
+            assert torch.equal(out, pool.expected(layer, x, weights, ids, "silu"))
+    assert pool.snapshot()["bytes"] == {}
+
+
+def test_with_a_slot_for_each_nothing_is_staged(made):
+    assert not made(LAYERS * EXPERTS, store="resident", staged=True).staged
 
 
 def test_what_is_asked_for_again_and_again_moves_in(made):

@@ -152,6 +152,12 @@ def test_the_store_follows_from_the_device_and_the_execution(raw: dict, device: 
     assert SpacConfig.parse(raw).store_on(device) == store
 
 
+def test_staging_is_of_pointers() -> None:
+    with pytest.raises(ConfigError, match="add --spac-execution pointers"):
+        SpacConfig.parse({"staging": "on"})
+    assert SpacConfig.parse({"staging": "on", "execution": "pointers"}).staging == "on"
+
+
 @pytest.mark.parametrize(
     ("others", "message"),
     [

@@ -25,6 +25,8 @@ from vllm_spac.memory import gib
 from vllm_spac.pool import ExpertPool
 from vllm_spac.profile import ExpertSize, serving_rates
 from vllm_spac.runtime import Runtime
+from vllm_spac.staging import staging_bytes
+from vllm_spac.streamed import StreamedPool
 from vllm_spac.trace import TraceFacts
 from vllm_spac.trace_writer import TraceWriter
 
@@ -188,6 +190,15 @@ def describe(pool: ExpertPool) -> str:
         f"{len(shape.layers)} layers x {shape.experts} experts of {gib(shape.expert_bytes)}, top-{shape.top_k}), "
         f"store={pool.store.describe()}"
     )
+
+
+def choices(config: SpacConfig, pool: ExpertPool | StreamedPool) -> str:
+    """How a pool is run, for the start-up line."""
+    execution = f"execution={config.execution}"
+    if config.execution == "pointers" and not pool.holds_all:
+        size = gib(staging_bytes(pool.shape))
+        execution += f" (prompts staged in {size})" if pool.staged else " (prompts read in place)"
+    return f"{execution}, policy={config.policy}"
 
 
 def stats(runtime: Runtime, config: SpacConfig, store: str) -> dict:

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from vllm.platforms import current_platform
 
-from vllm_spac import components, slots, streamed
+from vllm_spac import components, staging, streamed
 from vllm_spac.budgeting import BudgetControl
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
@@ -94,7 +94,7 @@ class ModelExperts:
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share one
         self._shapes: list[MoEShape] = []
-        self._plan: list[int] = []
+        self._plan: list[tuple[int, bool]] = []  # of each shape: slots, whether prompts are staged
         self._bar: tqdm | None = None
         self._budget: BudgetControl | None = None
         self._file_bytes = 0
@@ -122,10 +122,12 @@ class ModelExperts:
         self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         free = fast_memory.budget(self.vllm_config, self.device, others)
+        knob = self.config.staging if self.config.execution == "pointers" else "off"
         for shape in self._shapes:
-            self._plan.append(slots.resolve(self.config.parsed_slots, shape, free))
-            free -= self._plan[-1] * shape.expert_bytes
-            self._open_store(shape, self._plan[-1])
+            count, staged = staging.divide(self.config.parsed_slots, knob, shape, free)
+            self._plan.append((count, staged))
+            free -= count * shape.expert_bytes + (staging.staging_bytes(shape) if staged else 0)
+            self._open_store(shape, count)
         missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
         self._bar = tqdm(total=missing, desc="Packing experts", unit="expert", file=sys.stderr, disable=missing == 0)
 
@@ -163,8 +165,8 @@ class ModelExperts:
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         pools = []
-        for shape, count in zip(self._shapes, self._plan, strict=True):
-            pool = self._fill(shape, count)
+        for shape, planned in zip(self._shapes, self._plan, strict=True):
+            pool = self._fill(shape, *planned)
             pools.append(pool)
             for layer in self._layers:
                 if self._store(layer) is pool.store:
@@ -179,8 +181,7 @@ class ModelExperts:
                 first = next(layer for layer in self._layers if layer.spac_pool is pool)
                 assembly.balance(self.config, self.vllm_config, pool, first)
             mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, pools)
-            choices = f"execution={self.config.execution}, policy={self.config.policy}"
-            logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(pool), choices)
+            logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(pool), assembly.choices(self.config, pool))
         if self.config.execution == "pointers" and self.device.type == "cpu":
             logger.warning(
                 "spac: execution=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and "
@@ -241,7 +242,7 @@ class ModelExperts:
                 logger.warning("spac: %d packed experts are missing or damaged; packing them beside a server", missing)
                 fcntl.flock(self._lock, fcntl.LOCK_SH)  # the failed attempt gave it up
 
-    def _fill(self, shape: MoEShape, count: int) -> ExpertPool | streamed.StreamedPool:
+    def _fill(self, shape: MoEShape, count: int, staged: bool) -> ExpertPool | streamed.StreamedPool:
         store = self._stores[shape.layers[0]]
         tensors = getattr(store, "tensors", None) or {
             name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=self.device)
@@ -250,7 +251,7 @@ class ModelExperts:
         policy = components.build("policies", self.config.policy)
         parts = shape, count, policy, store, tensors
         if self.config.execution == "pointers":
-            pool = streamed.StreamedPool(*parts, path=self.store_name)
+            pool = streamed.StreamedPool(*parts, path=self.store_name, staged=staged)
         else:
             knobs = EngineKnobs(prefetch=self.config.prefetch)
             pool = ExpertPool(*parts, io_threads=self.config.io_threads, path=self.store_name, engine=knobs)
