@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -81,9 +82,7 @@ def main(
 
 def _engine(settings: Settings, size: str, speculation: str, guard: str, ids) -> dict:
     """Tokens, tokens a second, and what the guard says of itself."""
-    job = settings.job(plan.Configuration(size, "reuse", speculation), ids)
-    if speculation != "none":
-        job["spac"]["guard"] = guard
+    job = replace(settings, guard=guard).job(plan.Configuration(size, "reuse", speculation), ids)
     result, error = run_engine(job, False, settings.timeout)
     if error:
         raise typer.BadParameter(f"{size} {speculation}: {error}")

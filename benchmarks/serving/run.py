@@ -81,12 +81,14 @@ class Settings:
     disk_dir: Path
     drafts: plan.Drafts
     timeout: float
+    guard: str = "on"
 
     def job(self, configuration: plan.Configuration, ids: list[list[int]]) -> dict:
         """What ``engine.py`` is told."""
         spac = None
         if not configuration.is_stock:
             spac = configuration.knobs()
+            spac |= {"guard": self.guard} if configuration.speculation != "none" else {}
             spac |= {"store": self.store} if self.store else {}
             spac |= {"disk_dir": str(self.disk_dir)} if self.store != "host" else {}
         options = {
@@ -211,6 +213,7 @@ def _write(output, settings, asked, rates, rows, runs, origin) -> None:
         "seed": settings.seed,
         "enforce_eager": settings.eager,
         "draft_tokens": settings.drafts.tokens,
+        "guard": settings.guard,
         "rates": rates.plain(),
         "rows": [row.plain() for row in rows],
         "runs": [summary.reported(run, rows) for run in runs],
@@ -236,6 +239,7 @@ def main(
     draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a speculative step.")] = 4,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
+    guard: Annotated[str, typer.Option(help="--spac-guard; off: as many drafts in every run.")] = "on",
     store: Annotated[str | None, typer.Option(help="Where the other experts live: host or disk.")] = None,
     disk_dir: PackedFolder = PACKED,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of all engines.")] = True,
@@ -259,7 +263,9 @@ def main(
     except ValueError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
-    settings = Settings(model, batches, prompt_tokens, output_tokens, seed, eager, store, disk_dir, beside, timeout)
+    settings = Settings(
+        model, batches, prompt_tokens, output_tokens, seed, eager, store, disk_dir, beside, timeout, guard
+    )
     output = output or RESULTS / f"serving_{model.resolve().name}.json"
     rows = execute(settings, configurations, prompts.load(model, count, prompt_tokens, seed), repeats, output)
     show(console, rows, settings, output)

@@ -59,7 +59,9 @@ def main(
     exit_on_sigterm()
     origin = provenance()
     drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
-    settings = Settings(model, (1,), prompt_tokens, output_tokens, 0, True, "disk", disk_dir, drafts, 1800.0)
+    settings = Settings(
+        model, (1,), prompt_tokens, output_tokens, 0, True, "disk", disk_dir, drafts, 1800.0, "off"
+    )  # drafts as in the trace
     ids = prompts.load(model, count, prompt_tokens, 0).ids
     speculations, policies, sizes = plan.split(speculation), plan.split(policy), plan.split(slots)
     rows, outside, costs = [], {}, None
