@@ -10,7 +10,11 @@ BIN := .venv/bin
 # Not `python -m pytest`: that would put the checkout, and with it the folder triton_kernels, on sys.path.
 PYTEST := $(BIN)/pytest
 
-.PHONY: help setup demo test test-full test-gpu bench check clean
+# The toy model with the experts of a published one.
+LARGE_LIKE := qwen3-30b-a3b
+LARGE := .cache/toy/$(LARGE_LIKE)
+
+.PHONY: help setup demo test test-full test-gpu bench bench-gpu check clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -35,6 +39,13 @@ test-gpu: setup ## the tests that need a CUDA device
 
 bench: setup ## the plugin beside stock vLLM on the toy model: tokens first, then speed
 	@$(BIN)/python benchmarks/serving/run.py
+
+bench-gpu: setup ## kernels and serving on a GPU, beside plain copies and stock vLLM's own offloading
+	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("make bench-gpu: needs a CUDA device, and torch sees none")'
+	@$(BIN)/python benchmarks/kernels/run.py
+	@$(BIN)/python benchmarks/toy/inflate.py benchmarks/toy/models/target $(LARGE) --like $(LARGE_LIKE) --eagle3 benchmarks/toy/models/eagle3
+	@$(BIN)/python benchmarks/serving/run.py $(LARGE) --eagle3 $(LARGE)-eagle3 --slots 10%,25%,50% --policy reuse,reuse+pointers \
+		--offload uva,prefetch --speculation none,eagle3 --compile --store host
 
 check: setup ## what CI runs: linter, formatting, tests
 	@$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_spac.cli.inspect import Checkpoint
 from vllm_spac.config import Slots
 
 FULL = "100%"
@@ -14,6 +15,7 @@ EXTRAS = {
     "cpu": {"cpu_experts": "auto"},
     "pointers": {"execution": "pointers"},
 }
+OFFLOADS = ("uva", "prefetch")  # of stock vLLM, on a GPU
 ROUNDING = {"cpu", "pointers"}  # sums of another order than stock's
 SPECULATIONS = ("none", "ngram", "eagle3", "draft")
 
@@ -24,21 +26,25 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Configuration:
-    """One engine. ``slots`` is None for stock vLLM, which also has no ``policy``; a ``budget`` makes it lossy."""
+    """One engine. ``policy`` is None for stock vLLM; a ``budget`` makes it lossy.
+
+    ``offload`` is a backend of stock's own offloading, which keeps the share ``slots`` of the experts on the GPU.
+    """
 
     slots: str | None
     policy: str | None
     speculation: str
     budget: int | None = None
+    offload: str | None = None
 
     @property
     def is_stock(self) -> bool:
-        return self.slots is None
+        return self.policy is None
 
     @property
     def name(self) -> str:
         if self.is_stock:
-            return "stock"
+            return f"stock {self.offload} {self.slots}" if self.offload else "stock"
         policy = f" {self.policy}" if self.slots != FULL else ""
         return f"spac {self.slots}{policy}" + (f" budget {self.budget}" if self.budget else "")
 
@@ -61,6 +67,25 @@ class Configuration:
         for name in self.extras:
             found |= EXTRAS[name]
         return found | ({"budget": self.budget} if self.budget else {})
+
+    def stock_options(self, checkpoint: Checkpoint) -> dict:
+        """Engine arguments of stock's offloading: as many bytes of experts on the GPU as the slots would take.
+
+        ``prefetch`` moves whole layers and keeps two buffers of one besides.
+        """
+        if self.offload is None:
+            return {}
+        outside, layers = 1 - Slots.parse(self.slots).share, len(checkpoint.layer_bytes)
+        if self.offload == "uva":
+            moved = float(outside * sum(checkpoint.layer_bytes.values())) / 2**30
+            return {"offload_backend": "uva", "cpu_offload_gb": moved, "cpu_offload_params": ["experts"]}
+        group = outside.limit_denominator(layers)
+        return {
+            "offload_backend": "prefetch",
+            "offload_group_size": group.denominator,
+            "offload_num_in_group": group.numerator,
+            "offload_params": ["experts"],
+        }
 
     def series(self) -> tuple[str | None, str]:
         """What it shares with the configurations that differ from it in their slots alone."""
@@ -111,11 +136,15 @@ def sizes(text: str, option: str = "--batch") -> tuple[int, ...]:
 
 
 def configurations(
-    slots: list[str], policies: list[str], speculations: list[str], budgets: tuple[int, ...] = ()
+    slots: list[str],
+    policies: list[str],
+    speculations: list[str],
+    budgets: tuple[int, ...] = (),
+    offloads: tuple[str, ...] = (),
 ) -> list[Configuration]:
     """For each speculation: stock, all experts resident, and each number of slots under each policy.
 
-    Where there are drafts, each of these also under each budget.
+    Where there are drafts, each of these also under each budget. Each size also for stock with each of ``offloads``.
 
     Raises:
         PlanError: a speculation is unknown, or a list is empty.
@@ -132,6 +161,10 @@ def configurations(
     if not policies or not speculations:
         raise PlanError("--policy and --speculation must each name at least one")
     plan = []
+    if unknown := set(offloads) - set(OFFLOADS):
+        raise PlanError(f"stock offloads by {' or '.join(OFFLOADS)}, not by {', '.join(sorted(unknown))}")
+    if odd := [size for size in slots if offloads and Slots.parse(size).share is None]:
+        raise PlanError(f"--offload keeps a share of the experts: --slots {odd[0]} is none, use e.g. 25%")
     for speculation in speculations:
         plan += [Configuration(None, None, speculation), Configuration(FULL, policies[0], speculation)]
         bounds = (None, *budgets) if speculation != "none" else (None,)
@@ -141,6 +174,12 @@ def configurations(
             if count != FULL
             for policy in policies
             for budget in bounds
+        ]
+        plan += [
+            Configuration(count, None, speculation, offload=offload)
+            for count in slots
+            if count != FULL
+            for offload in offloads
         ]
     return plan
 

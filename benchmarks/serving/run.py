@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -39,6 +40,8 @@ from common import (
     write_result,
 )
 
+from vllm_spac.cli.inspect import read_checkpoint
+
 ENGINE = Path(__file__).with_name("engine.py")
 TOY_MODEL = TOY / "models" / "target"
 PACKED = ROOT / ".cache" / "serving"
@@ -56,6 +59,8 @@ python benchmarks/serving/run.py MODEL --slots 10%,25% --policy reuse --speculat
 python benchmarks/serving/run.py --slots 25% --policy lru,utility,utility+prefetch --batch 1
 
 python benchmarks/serving/run.py --slots 25% --store host --policy reuse,reuse+cpu --batch 1
+
+python benchmarks/serving/run.py MODEL --slots 25% --policy reuse,reuse+pointers --offload uva,prefetch --compile
 
 python benchmarks/serving/run.py --slots 25% --speculation eagle3 --draft-tokens 8 --budget 16,32 --batch 1
 """
@@ -100,6 +105,8 @@ class Settings:
             "disable_log_stats": False,
             "seed": self.seed,
         }
+        if configuration.offload:
+            options |= configuration.stock_options(read_checkpoint(self.model))
         return {
             "model": str(self.model),
             "spac": spac,
@@ -231,6 +238,9 @@ def main(
     ] = "reuse,lru",
     speculation: Annotated[str, typer.Option(help=f"Of {', '.join(plan.SPECULATIONS)}.")] = "none",
     budget: Annotated[str, typer.Option(help="Lossy: also with these --spac-budget, where it speculates.")] = "",
+    offload: Annotated[
+        str, typer.Option(help=f"On a GPU: stock vLLM's own offloading at equal memory, {' and '.join(plan.OFFLOADS)}.")
+    ] = "",
     batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,8",
     repeats: Annotated[int, typer.Option(min=1, help="Engines of each configuration.")] = 3,
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts; each batch size runs all of them.")] = 8,
@@ -256,7 +266,11 @@ def main(
     beside = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
     try:
         budgets = plan.sizes(budget, "--budget") if budget else ()
-        configurations = plan.configurations(*(plan.split(text) for text in (slots, policy, speculation)), budgets)
+        offloads = tuple(plan.split(offload))
+        if offloads and not torch.cuda.is_available():
+            raise plan.PlanError("--offload: stock vLLM offloads from a GPU, and there is none here")
+        lists = (plan.split(text) for text in (slots, policy, speculation))
+        configurations = plan.configurations(*lists, budgets, offloads)
         for configuration in configurations:
             beside.settings(configuration.speculation)
         batches = plan.sizes(batch)

@@ -13,6 +13,13 @@ from pathlib import Path
 
 import engines
 
+TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
+METHODS = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "eagle3": {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": 4},
+    "draft_model": {"method": "draft_model", "model": str(TOY / "draft"), "num_speculative_tokens": 4},
+}
+
 
 def compare(model: Path, configurations: list[dict | None], **options) -> list[engines.Run]:
     """One run per entry of ``configurations`` (None is stock vLLM), each in a fresh process."""

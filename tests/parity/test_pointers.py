@@ -7,19 +7,15 @@ fixed). In bfloat16, where a sum is rounded at 4e-3, a near-tie may turn: the co
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import engines
 import pytest
 import zoo
-from compare import compare
+from compare import METHODS, TOY, compare
 
 import vllm_spac
 from vllm_spac.trace import Trace
 
 FLOAT32 = {"dtype": "float32"}
-TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 QUICK = {"qwen3_moe": ("4", "50%"), "gpt_oss": ("2",)}  # the minimum and half; and with biases, gate and up in turns
 CASES = [
     *QUICK.items(),
@@ -51,8 +47,13 @@ def test_same_tokens_as_stock(family, sizes, checkpoint):
 def test_same_tokens_as_stock_with_ngram(sizes):
     """The trained toy model: 9 of 384 experts, as good as the minimum, to half of them."""
     runs = [{"slots": slots, "execution": "pointers"} for slots in sizes]
-    options = {"prompts": engines.PROMPTS[2:5], "max_tokens": 32, "max_num_seqs": 1, "speculative_config": NGRAM}
-    stock, *spac = compare(TOY, [None, *runs], **options, **FLOAT32)
+    options = {
+        "prompts": engines.PROMPTS[2:5],
+        "max_tokens": 32,
+        "max_num_seqs": 1,
+        "speculative_config": METHODS["ngram"],
+    }
+    stock, *spac = compare(TOY / "target", [None, *runs], **options, **FLOAT32)
     for run in spac:
         assert run.tokens == stock.tokens
         assert run.stats["steps"]["verify"] > 0 and run.stats["prefetches"] > 0 and run.stats["misses"] > 0

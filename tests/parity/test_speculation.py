@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from compare import compare
-
-TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
-METHODS = {
-    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
-    "eagle3": {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": 4},
-    "draft_model": {"method": "draft_model", "model": str(TOY / "draft"), "num_speculative_tokens": 4},
-}
+from compare import METHODS, TOY, compare
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,10 +6,13 @@ import importlib
 import math
 import random
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
+from vllm_spac.cli.inspect import Checkpoint
 from vllm_spac.config import SpacConfig
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -130,6 +133,22 @@ def test_plan_compares_each_with_stock_and_all_resident():
         plan.configurations(["10%"], ["lru"], ["magic"])
     with pytest.raises(plan.PlanError, match=r"lru\+magic.*\+prefetch, \+cpu, \+pointers"):
         plan.configurations(["10%"], ["lru+magic"], ["none"])
+
+
+def test_stocks_offloading_keeps_as_many_bytes():
+    """Six layers of 1 GiB, a quarter of it on the GPU: 4.5 GiB outside, or three layers of four."""
+    checkpoint = Checkpoint("toy", 64, 8, dict.fromkeys(range(6), 2**30), 0)
+    *others, uva, prefetch = plan.configurations(["25%"], ["lru"], ["none"], (), ("uva", "prefetch"))
+    assert others == PLAN and uva.is_stock and prefetch.is_stock and not uva.rounds
+    assert (uva.name, prefetch.name) == ("stock uva 25%", "stock prefetch 25%")
+    assert uva.stock_options(checkpoint)["cpu_offload_gb"] == 4.5
+    options = prefetch.stock_options(checkpoint)
+    assert (options["offload_group_size"], options["offload_num_in_group"]) == (4, 3)
+    assert set(options) | set(uva.stock_options(checkpoint)) <= {field.name for field in fields(EngineArgs)}
+    assert STOCK.stock_options(checkpoint) == {}
+    for offload, size in (("disk", "25%"), ("uva", "32")):
+        with pytest.raises(plan.PlanError):
+            plan.configurations([size], ["lru"], ["none"], (), (offload,))
 
 
 @pytest.mark.parametrize(
