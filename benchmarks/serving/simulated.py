@@ -1,8 +1,10 @@
 """Simulated beside measured time a token.
 
-One engine with every expert in fast memory gives the routing and what a step takes besides its experts; a profile of
-this machine gives what loading and computing an expert takes. From these the simulator says what fewer slots will
-take, and engines with so many slots say what they do take. Nothing is fitted to the latter.
+An engine with all experts but one in fast memory gives the routing and what a step takes besides its experts; profiles
+of this machine, before and after each engine, because disks of virtual machines drift, give what loading and computing
+an expert takes. From these the simulator says what fewer slots will take, and engines with so many slots say what they
+do take. Nothing is fitted to the latter, but for a second figure: simulated with the seconds that the engine itself
+waited for a load, so that what the disk did otherwise than in the profile is told from what the simulator gets wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import prompts
 from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
 from run import Settings, run_engine
 
-from vllm_spac.costs import Costs
+from vllm_spac.cli.inspect import read_checkpoint
+from vllm_spac.costs import Costs, Rate
 from vllm_spac.integration import cpu_kernel
 from vllm_spac.profile import measure
 from vllm_spac.simulate import simulate
@@ -59,38 +62,47 @@ def main(
     exit_on_sigterm()
     origin = provenance()
     drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
-    settings = Settings(
-        model, (1,), prompt_tokens, output_tokens, 0, True, "disk", disk_dir, drafts, 1800.0, "off"
-    )  # drafts as in the trace
+    common = model, (1,), prompt_tokens, output_tokens, 0, True, "disk", disk_dir, drafts, 1800.0
+    settings = Settings(*common, guard="off")  # drafts as in the trace
+    layout = read_checkpoint(model)
+    total, (nbytes,) = layout.total, layout.expert_bytes
+
+    def profile() -> Costs:
+        return measure(nbytes, disk_dir, store="disk", seconds=0.4, kernel=cpu_kernel.to_profile())
+
     ids = prompts.load(model, count, prompt_tokens, 0).ids
     speculations, policies, sizes = plan.split(speculation), plan.split(policy), plan.split(slots)
-    rows, outside, costs = [], {}, None
+    rows, outside = [], {}
     with Progress(console=Console(stderr=True)) as progress, tempfile.TemporaryDirectory() as scratch:
-        task = progress.add_task("", total=1 + repeats * len(speculations) * (1 + len(sizes) * len(policies)))
+        task = progress.add_task("", total=len(speculations) * (1 + repeats * (1 + len(sizes) * len(policies))))
         for drafting in sorted(speculations, key=lambda name: name != "none"):  # what no drafts take comes first
-            progress.update(task, description=f"{drafting}: all experts resident")
-            path = Path(scratch, f"{drafting}.trace")
-            whole = _engines(settings, plan.Configuration(plan.FULL, policies[0], drafting), ids, repeats, path)
+            progress.update(task, description=f"{drafting}: all experts but one")
+            path, most = Path(scratch, f"{drafting}.trace"), f"{100 * (total - 1) / total:.4f}%"
+            whole = plan.Configuration(most, policies[0], drafting)
+            _engines(settings, whole, ids, 1, path)
+            progress.advance(task)
+            before = profile()
+            resident = _engines(settings, whole, ids, repeats)
             progress.advance(task, repeats)
+            after = profile()
             trace = Trace.load(path)
-            if costs is None:
-                progress.update(task, description="profile")
-                costs = measure(
-                    trace.facts.expert_bytes, disk_dir, store="disk", seconds=1.0, kernel=cpu_kernel.to_profile()
-                )
-                progress.advance(task)
-            known = costs.model_copy(update={"other": outside.get("none", 0.0)})
-            outside[drafting] = _outside(trace, known, whole, drafting != "none")
-            told = {"draft": outside[drafting]} if drafting != "none" else {"other": outside[drafting]}
-            known = known.model_copy(update=told)
+            known = _between(before, after).model_copy(update={"other": outside.get("none", 0.0)})
+            outside[drafting] = _outside(trace, total - 1, policies[0], known, resident, drafting != "none")
+            told = {"other": outside["none"]} | ({"draft": outside[drafting]} if drafting != "none" else {})
             for size in sizes:
                 for name in policies:
                     progress.update(task, description=f"{drafting}: {size} {name}")
                     measured = _engines(settings, plan.Configuration(size, name, drafting), ids, repeats)
                     progress.advance(task, repeats)
-                    count_of = math.ceil(plan.Slots.parse(size).share * trace.facts.total)
+                    before, after = after, profile()
+                    known = _between(before, after).model_copy(update=told)
+                    count_of = math.ceil(plan.Slots.parse(size).share * total)
                     said = simulate(trace, count_of, known, policy=name)
-                    rows.append(_row(drafting, size, name, measured, said))
+                    seen = Rate(bytes_per_second=nbytes / measured["load_seconds"])
+                    own = simulate(trace, count_of, known.model_copy(update={"load": seen}), policy=name)
+                    row = _row(drafting, size, name, measured, said) | {"profiled_load": known.load.model_dump()}
+                    own_load = {"seconds_a_load": measured["load_seconds"], "simulated_tpot_with_it": own.tpot}
+                    rows.append(row | own_load | {"error_with_it": own.tpot / measured["tpot"] - 1})
     result = {
         "label": "toy model" if is_toy(model) or "toy" in model.parts else None,
         "model": model.name,
@@ -99,7 +111,7 @@ def main(
         "draft_tokens": draft_tokens,
         "repeats": repeats,
         "seconds_outside_experts": {"step": outside.get("none"), "draft token": outside.get("eagle3")},
-        "profile": costs.model_dump(mode="json"),
+        "last_profile": after.model_dump(mode="json"),
         "rows": rows,
         "provenance": origin,
     }
@@ -109,7 +121,7 @@ def main(
 
 def _engines(settings: Settings, configuration, ids, repeats: int, trace: Path | None = None) -> dict:
     """Medians over engines of the time a token and of the hit rate; the last one records its routing."""
-    times, rates = [], []
+    times, rates, loads = [], [], []
     for repeat in range(repeats):
         job = settings.job(configuration, ids)
         if trace is not None and repeat == repeats - 1:
@@ -121,12 +133,26 @@ def _engines(settings: Settings, configuration, ids, repeats: int, trace: Path |
         times += batch["tpot"]
         counters = batch["counters"]
         rates.append(counters["hits"] / (counters["hits"] + counters["misses"]))
-    return {"tpot": statistics.fmean(times), "low": min(times), "high": max(times), "hit_rate": statistics.fmean(rates)}
+        loads.append(counters["stall_seconds"] / max(1, counters["loads"]))
+    means = {"hit_rate": statistics.fmean(rates), "load_seconds": statistics.fmean(loads)}
+    return {"tpot": statistics.fmean(times), "low": min(times), "high": max(times), **means}
 
 
-def _outside(trace: Trace, known: Costs, whole: dict, drafts: bool) -> float:
-    """Seconds of a step, or of a draft token, that the experts do not explain when all are resident."""
-    said = simulate(trace, trace.facts.total, known)
+def _between(first: Costs, second: Costs) -> Costs:
+    """Each cost halfway between two profiles."""
+
+    def rate(a: Rate, b: Rate) -> Rate:
+        pairs = ((a.bytes_per_second, b.bytes_per_second), (a.flops_per_second, b.flops_per_second))
+        harmonic = [2 / (1 / x + 1 / y) if x and y else x or y for x, y in pairs]
+        return Rate(fixed=(a.fixed + b.fixed) / 2, bytes_per_second=harmonic[0], flops_per_second=harmonic[1])
+
+    rates = {name: rate(getattr(first, name), getattr(second, name)) for name in ("fast", "load", "cpu")}
+    return first.model_copy(update=rates)
+
+
+def _outside(trace: Trace, slots: int, policy: str, known: Costs, whole: dict, drafts: bool) -> float:
+    """Seconds of a step, or of a draft token, that the experts do not explain when hardly any is missing."""
+    said = simulate(trace, slots, known, policy=policy)
     generating = trace.step_kind != 0
     tokens = int(trace.step_tokens[generating].sum())
     left = (whole["tpot"] - said.tpot) * tokens
@@ -152,7 +178,8 @@ def _row(drafting: str, size: str, policy: str, measured: dict, said) -> dict:
 
 def _show(rows: list[dict], output: Path) -> None:
     table = Table(title="time a token, ms", title_justify="left")
-    for name in ("speculation", "slots", "policy", "measured", "simulated", "error", "hit rate", "simulated"):
+    columns = ("speculation", "slots", "policy", "measured", "simulated", "error", "own loads", "hits", "simulated")
+    for name in columns:
         table.add_column(name, justify="left" if name in ("speculation", "policy") else "right")
     for row in rows:
         table.add_row(
@@ -162,6 +189,7 @@ def _show(rows: list[dict], output: Path) -> None:
             f"{1e3 * row['measured_tpot']:.2f}",
             f"{1e3 * row['simulated_tpot']:.2f}",
             f"{100 * row['error']:+.1f}%",
+            f"{100 * row['error_with_it']:+.1f}%",
             f"{100 * row['measured_hit_rate']:.1f}%",
             f"{100 * row['simulated_hit_rate']:.1f}%",
         )
