@@ -19,6 +19,7 @@ def install(vllm_config) -> None:
 
         _hook(GPUModelRunner, "_prepare_inputs", lambda runner, scheduled, prepared: _step_v1(runner, scheduled))
         _hook_drafts(GPUModelRunner)
+        _hook_sampling(GPUModelRunner)
     _hook_worker()
 
 
@@ -116,6 +117,29 @@ def _hook_drafts(runner_class: type) -> None:
 
     proposed._spac = True
     runner_class.propose_draft_token_ids = proposed
+
+
+def _hook_sampling(runner_class: type) -> None:
+    """Sample a step that the guard left without drafts as vLLM does without speculation.
+
+    It would go through the rejection sampler with nothing to reject: the same token of the same logits, a tenth of a
+    small model's step later. Hybrid models keep it, whose recurrent layers count a step's drafts by it.
+    """
+    if getattr(runner_class._prepare_inputs, "_spac_plain", False):
+        return
+    prepare = runner_class._prepare_inputs
+
+    @functools.wraps(prepare)
+    def prepared(self, scheduler_output, *args, **kwargs):
+        logits_indices, drafts, *others = prepare(self, scheduler_output, *args, **kwargs)
+        experts = _experts(self)
+        guarded = experts is not None and experts.runtime.guard is not None
+        if guarded and not scheduler_output.scheduled_spec_decode_tokens and not self.model_config.is_hybrid:
+            drafts = None
+        return logits_indices, drafts, *others
+
+    prepared._spac_plain = True
+    runner_class._prepare_inputs = prepared
 
 
 def tokens_of(output) -> list[int] | None:
