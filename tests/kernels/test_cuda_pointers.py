@@ -7,6 +7,7 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.staging import ROWS as ROWS_STAGED
 from vllm_spac.streamed import StreamedPool
 
 pytestmark = [
@@ -16,9 +17,10 @@ pytestmark = [
 ]
 LAYERS, EXPERTS, TOP_K, D, FF, ROWS = 4, 16, 4, 1024, 512, 8
 STEP = Step((RequestRows(0, ROWS, RowKind.DECODE),))
+PROMPT = Step((RequestRows(0, ROWS_STAGED * EXPERTS // TOP_K, RowKind.PREFILL),))
 
 
-def pool(slots: int) -> StreamedPool:
+def pool(slots: int, **options) -> StreamedPool:
     dtype = torch.bfloat16
     specs = {"w13_weight": TensorSpec((2 * FF, D), dtype), "w2_weight": TensorSpec((D, FF), dtype)}
     shape = MoEShape(tuple(map(str, range(LAYERS))), EXPERTS, TOP_K, specs)
@@ -32,7 +34,8 @@ def pool(slots: int) -> StreamedPool:
     tensors = getattr(store, "tensors", None) or {
         name: torch.empty((slots, *spec.shape), dtype=dtype, device="cuda") for name, spec in specs.items()
     }
-    made = StreamedPool(shape, slots, components.build("policies", "lru"), store, tensors, path="host", poison=True)
+    options |= {"path": "host", "poison": True}
+    made = StreamedPool(shape, slots, components.build("policies", "lru"), store, tensors, **options)
     for _ in made.fill():
         pass
     return made
@@ -41,18 +44,18 @@ def pool(slots: int) -> StreamedPool:
 class Model:
     """Layers one behind the other, on buffers that stay where they are."""
 
-    def __init__(self, pool: StreamedPool) -> None:
-        self.pool = pool
-        self.x = torch.zeros(ROWS, D, dtype=torch.bfloat16, device="cuda")
-        self.ids = torch.zeros(LAYERS, ROWS, TOP_K, dtype=torch.int32, device="cuda")
-        self.weights = torch.full((ROWS, TOP_K), 0.25, device="cuda")
-        self.out = torch.zeros(LAYERS, ROWS, D, dtype=torch.bfloat16, device="cuda")
+    def __init__(self, pool: StreamedPool, rows: int = ROWS) -> None:
+        self.pool, self.rows = pool, rows
+        self.x = torch.zeros(rows, D, dtype=torch.bfloat16, device="cuda")
+        self.ids = torch.zeros(LAYERS, rows, TOP_K, dtype=torch.int32, device="cuda")
+        self.weights = torch.full((rows, TOP_K), 0.25, device="cuda")
+        self.out = torch.zeros(LAYERS, rows, D, dtype=torch.bfloat16, device="cuda")
 
     def load(self, seed: int) -> None:
         rng = torch.Generator().manual_seed(seed)
-        self.x.copy_(torch.randn(ROWS, D, generator=rng))
-        few = torch.stack([torch.randperm(EXPERTS // 2, generator=rng)[:TOP_K] for _ in range(LAYERS * ROWS)])
-        self.ids.copy_((few.view(LAYERS, ROWS, TOP_K) + seed // 5 * 4) % EXPERTS)  # what is hot changes now and then
+        self.x.copy_(torch.randn(self.rows, D, generator=rng))
+        few = torch.stack([torch.randperm(EXPERTS // 2, generator=rng)[:TOP_K] for _ in range(LAYERS * self.rows)])
+        self.ids.copy_((few.view(LAYERS, self.rows, TOP_K) + seed // 5 * 4) % EXPERTS)
 
     def forward(self) -> None:
         for layer in range(LAYERS):
@@ -90,3 +93,33 @@ def test_same_bits_as_in_hbm_while_experts_move(graph):
     assert stats["prefetch_hits"] > 0 and stats["misses"] > 0
     for model in (whole, moving):
         model.pool.close()
+
+
+def test_same_bits_as_in_hbm_while_prompts_are_staged():
+    """Steps of few rows, which move experts, and of many take turns. Slots and buffers are NaN before each copy."""
+    rows = ROWS_STAGED * EXPERTS // TOP_K
+    moving = pool(LAYERS * EXPERTS // 3, staged=True)
+    whole = pool(LAYERS * EXPERTS)
+    pairs = [(Model(moving, count), Model(whole, count)) for count in (ROWS, rows)]
+    for pair in pairs:
+        for model in pair:
+            model.forward()  # compiles
+    torch.cuda.synchronize()
+    for step in range(20):
+        ours, theirs = pairs[step % 2]
+        for model in (ours, theirs):
+            model.load(step)
+        theirs.forward()
+        torch.cuda.synchronize()
+        moving.begin_step(STEP if ours.rows == ROWS else PROMPT)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ours.forward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        moving.end_step()
+        assert torch.equal(ours.out, theirs.out), step
+    stats = moving.snapshot()
+    assert stats["bytes"]["host staged"] > 0 and stats["prefetches"] > 0
+    for each in (moving, whole):
+        each.close()

@@ -122,8 +122,8 @@ def _hook_drafts(runner_class: type) -> None:
 def _hook_sampling(runner_class: type) -> None:
     """Sample a step that the guard left without drafts as vLLM does without speculation.
 
-    It would go through the rejection sampler with nothing to reject: the same token of the same logits, a tenth of a
-    small model's step later. Hybrid models keep it, whose recurrent layers count a step's drafts by it.
+    It would go through the rejection sampler with nothing to reject: the same token of the same logits, for more work.
+    Hybrid models keep it, whose recurrent layers count a step's drafts by it.
     """
     if getattr(runner_class._prepare_inputs, "_spac_plain", False):
         return
