@@ -22,7 +22,7 @@ def main(job_path: Path, result_path: Path) -> None:
     start = time.perf_counter()
     llm = LLM(model=job["model"], speculative_config=job["speculative"], **job["options"], **extra)
     load_seconds = time.perf_counter() - start
-    generate(llm, job["prompts"], max(job["batches"]), _WARM_TOKENS, job["seed"])
+    generate(llm, job["prompts"], max(job["batches"]), job.get("warm_tokens", _WARM_TOKENS), job["seed"])
     measured = {str(batch): measure(llm, job, batch) for batch in job["batches"]}
     result_path.write_text(
         json.dumps({"load_seconds": load_seconds, "choices": choices(llm, job), "batches": measured})
