@@ -1,8 +1,9 @@
 """Never slower for speculating: pairs of engines, one with drafts and one without, at each size of fast memory.
 
 The two of a pair run one after the other, in turns who is first. Before they are measured both say ``--warm-tokens``
-for each prompt: what the guard's first looks cost is paid once in the life of an engine, and shown with 4. Reported is
-the median of the pairs' ratios of tokens a second and their spread; a ratio counts only where both said the same tokens.
+for each prompt: what the guard's first looks cost is paid once in the life of an engine, and shown with 4. Reported
+are the median of the pairs' ratios of tokens a second and their spread; a ratio counts only where both said the same
+tokens.
 """
 
 from __future__ import annotations
