@@ -73,8 +73,8 @@ def exit_on_sigterm() -> None:
 
 
 def is_toy(model: Path) -> bool:
-    """Whether the numbers of ``model`` must be labelled as those of a toy model."""
-    return model.resolve().is_relative_to(TOY)
+    """Whether the numbers of ``model`` must be labelled as those of a toy model; also where it was inflated."""
+    return model.resolve().is_relative_to(TOY) or "toy" in model.resolve().parts
 
 
 @dataclass(frozen=True)

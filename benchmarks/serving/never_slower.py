@@ -58,7 +58,7 @@ def main(
     ids = prompts.load(model, count, prompt_tokens, 0).ids
     cases = [(size, value) for size in plan.split(slots) for value in plan.split(guard)]
     result = {
-        "label": "toy model" if is_toy(model) or "toy" in model.parts else None,
+        "label": "toy model" if is_toy(model) else None,
         "model": model.name,
         "speculation": speculation,
         "draft_tokens": draft_tokens,

@@ -104,7 +104,7 @@ def main(
                     own_load = {"seconds_a_load": measured["load_seconds"], "simulated_tpot_with_it": own.tpot}
                     rows.append(row | own_load | {"error_with_it": own.tpot / measured["tpot"] - 1})
     result = {
-        "label": "toy model" if is_toy(model) or "toy" in model.parts else None,
+        "label": "toy model" if is_toy(model) else None,
         "model": model.name,
         "prompts": [len(ids), prompt_tokens],
         "output_tokens": output_tokens,
