@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from pathlib import Path
 
 import psutil
@@ -60,18 +59,6 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages under memory that was allocated and not written yet.
-
-    Experts are read in turns from far more pages than a TLB knows. A wish: a kernel without ``MADV_HUGEPAGE``, or one
-    told to give none, leaves pages as they are.
-    """
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    whole = (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if whole > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(whole), mmap.MADV_HUGEPAGE)
 
 
 def _read(path: Path) -> int | None:

@@ -7,11 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from vllm_spac import memory
-from vllm_spac.core import TensorSpec
-from vllm_spac.tiers.base import allocate
 
 GIB = 2**30
 
@@ -98,32 +95,3 @@ def test_releasing_the_pages_of_checkpoints_changes_no_byte(tmp_path: Path) -> N
 )
 def test_gib(count: float, text: str) -> None:
     assert memory.gib(count) == text
-
-
-def test_slots_get_huge_pages() -> None:
-    """As the system says of the mapping that holds them; and their neighbours are left alone."""
-    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not enabled.exists() or "[never]" in enabled.read_text():
-        pytest.skip("this system gives no huge pages on demand")
-    slots = allocate({"w": TensorSpec((1 << 20,), torch.bfloat16)}, 16, "cpu")["w"]
-    slots.fill_(1)
-    assert _huge_bytes(slots.data_ptr() + slots.nbytes // 2) >= slots.nbytes // 2
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4095])
-def test_less_than_a_page_is_no_wish(nbytes: int, monkeypatch) -> None:
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: pytest.fail("there is no page in it"))
-    memory.prefer_huge_pages(mmap.PAGESIZE + 1, nbytes)
-
-
-def _huge_bytes(address: int) -> int:
-    """Of the mapping around ``address``."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            start, stop = (int(part, 16) for part in first.split("-"))
-            inside = start <= address < stop
-        elif inside and first == "AnonHugePages:":
-            return 1024 * int(line.split()[1])
-    raise AssertionError(f"{address:x} lies in no mapping")

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
-from vllm_spac.memory import prefer_huge_pages
 
 
 class ExpertStore(ABC):
@@ -80,15 +79,6 @@ class ExpertStore(ABC):
 
     def close(self) -> None:
         """Give back memory and handles; the store is not used afterwards."""
-
-
-def allocate(specs: Mapping[str, TensorSpec], count: int, device: torch.device | str) -> dict[str, Tensor]:
-    """``count`` slots in fast memory, uninitialised: name -> tensor of shape [count, ...]."""
-    slots = {name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=device) for name, spec in specs.items()}
-    for tensor in slots.values():
-        if tensor.device.type == "cpu":
-            prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
-    return slots
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:
