@@ -78,6 +78,7 @@ class ExpertPool:
         self._step: Step | None = None
         self._cpu: CpuGroup | None = None
         self._routed: list[tuple[int, Tensor]] = []
+        self._pairs = 0  # (row, expert) pairs in ``_routed``
         knobs = engine or EngineKnobs()
         transfers = Transfers(store, tensors, io_threads, path, knobs.background)
         self._engine = Engine(self.residency, transfers, self.counters, shape.experts, knobs, balancer)
@@ -91,23 +92,24 @@ class ExpertPool:
         """A forward of the target model starts for real requests."""
         self._step = step
         if not self.holds_all:
-            self._routed.clear()  # of a forward that failed
+            self._forget_routed()  # of a forward that failed
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
 
     def end_step(self) -> None:
         """The forward is over; what comes until the next step (profiling, warm-up) is not counted."""
         step, self._step = self._step, None
         if self.holds_all:
-            if len(self._routed) >= _COUNT_BATCH or sum(ids.numel() for _, ids in self._routed) >= _COUNT_PAIRS:
+            if len(self._routed) >= _COUNT_BATCH or self._pairs >= _COUNT_PAIRS:
                 self._count_hits()
         elif step is not None and self._routed:
             self._engine.end_step(self._selected(step.generating))
-            self._routed.clear()
+            self._forget_routed()
 
     def observe(self, layer: int, ids: Tensor) -> None:
         """Remember what a layer's rows were routed to (ids [rows, top_k]) until the step ends."""
         if self._step is not None:
             self._routed.append((layer, ids))
+            self._pairs += ids.numel()
 
     def snapshot(self) -> dict:
         """The counters as plain data, up to the last step."""
@@ -235,12 +237,16 @@ class ExpertPool:
         np.add.at(counts, self._keys_of(routed), 1)
         return counts
 
+    def _forget_routed(self) -> None:
+        self._routed.clear()
+        self._pairs = 0
+
     def _count_hits(self) -> None:
         """Where every expert has its slot nothing is decided, so hits are counted for many steps at once."""
         if not self._routed:
             return
         forwards = [(index, ids) for index, (_, ids) in enumerate(self._routed)]
-        self._routed.clear()
+        self._forget_routed()
         self.counters.hits += len(np.unique(self._keys_of(forwards)))
         self.counters.waves += len(forwards)
 
