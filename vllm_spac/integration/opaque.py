@@ -29,24 +29,17 @@ def _run(
     out.copy_(runner.routed_experts.spac_forward(hidden_states, topk_weights, topk_ids))
 
 
-def _fake(
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    layer_name: LAYER_NAME,
-) -> None:
-    return None
+def _fake(*arguments) -> None:
+    """What the compiler runs in place of both ops: their outputs are there already."""
 
 
 if not hasattr(torch.ops.vllm, "spac_experts"):
     # Resolved here, because annotations are strings in this module and the op's schema is made from them.
-    for function in (_run, _fake):
-        function.__annotations__ = {
-            **{name: torch.Tensor for name in ("hidden_states", "topk_weights", "topk_ids", "out")},
-            "layer_name": LAYER_NAME,
-            "return": None,
-        }
+    _run.__annotations__ = {
+        **{name: torch.Tensor for name in ("hidden_states", "topk_weights", "topk_ids", "out")},
+        "layer_name": LAYER_NAME,
+        "return": None,
+    }
     direct_register_custom_op(op_name="spac_experts", op_func=_run, mutates_args=["out"], fake_impl=_fake)
 
 
@@ -77,29 +70,16 @@ def _run_layer(
     out.copy_(result)
 
 
-def _fake_layer(
-    hidden_states: torch.Tensor,
-    router_logits: torch.Tensor,
-    shared_experts_input: torch.Tensor | None,
-    input_ids: torch.Tensor | None,
-    out: torch.Tensor,
-    shared_out: torch.Tensor | None,
-    layer_name: LAYER_NAME,
-) -> None:
-    return None
-
-
 if not hasattr(torch.ops.vllm, MOE_LAYER.removeprefix("vllm::")):
-    for function in (_run_layer, _fake_layer):  # resolved here, as above
-        optional = ("shared_experts_input", "input_ids", "shared_out")
-        function.__annotations__ = {
-            name: torch.Tensor | None if name in optional else torch.Tensor for name in function.__annotations__
-        } | {"layer_name": LAYER_NAME, "return": None}
+    optional = ("shared_experts_input", "input_ids", "shared_out")
+    _run_layer.__annotations__ = {  # resolved here, as above
+        name: torch.Tensor | None if name in optional else torch.Tensor for name in _run_layer.__annotations__
+    } | {"layer_name": LAYER_NAME, "return": None}
     direct_register_custom_op(
         op_name=MOE_LAYER.removeprefix("vllm::"),
         op_func=_run_layer,
         mutates_args=["hidden_states", "out", "shared_out"],
-        fake_impl=_fake_layer,
+        fake_impl=_fake,
     )
 
 
