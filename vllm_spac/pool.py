@@ -75,6 +75,7 @@ class ExpertPool:
         self.residency = Residency(shape.total, slots, policy)
         self.tensors = tensors
         self.store = store
+        self.holds_all = slots == shape.total  # each expert has its slot: nothing is ever decided or moved
         self._step: Step | None = None
         self._cpu: CpuGroup | None = None
         self._routed: list[tuple[int, Tensor]] = []
@@ -82,11 +83,6 @@ class ExpertPool:
         knobs = engine or EngineKnobs()
         transfers = Transfers(store, tensors, io_threads, path, knobs.background)
         self._engine = Engine(self.residency, transfers, self.counters, shape.experts, knobs, balancer)
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether every expert has its slot, so that nothing is ever decided or moved."""
-        return self.residency.slots == self.shape.total
 
     def begin_step(self, step: Step) -> None:
         """A forward of the target model starts for real requests."""

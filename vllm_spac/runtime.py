@@ -56,6 +56,7 @@ class Runtime:
         self._trace = trace
         self._clock = clock
         self._step: Step | None = None  # while its layers run
+        self._rows = 0  # of that step
         self._warming = False
         self._timed: tuple[Step, int, float] | None = None  # step, draft length it runs under, start
         self._drafts = 0
@@ -76,7 +77,7 @@ class Runtime:
         """A forward for real requests starts."""
         if self._warming:
             return
-        self._step = step
+        self._step, self._rows = step, step.rows
         self._timed = step, self._drafts, self._clock()
         for pool in self.pools:
             pool.begin_step(step)
@@ -88,16 +89,20 @@ class Runtime:
 
         Dummy and profile runs pass unchanged.
         """
-        if self._step is None:
+        if self._step is None or not (self.listeners or self.budget.active):
             return weights, ids
-        rows = self._step.rows
+        rows = self._rows
         for listener in self.listeners:
             listener.route(layer, hidden[:rows], logits[:rows], weights[:rows], ids[:rows])
         return self.budget.apply(layer, logits, weights, ids, self._step) if self.budget.active else (weights, ids)
 
     def rows(self, forward: int) -> int:
         """How many of a forward's rows belong to requests, the first ones; all of them in a dummy run."""
-        return forward if self._step is None else self._step.rows
+        return forward if self._step is None else self._rows
+
+    def as_routed(self, forward: int) -> bool:
+        """Whether all of a forward's rows are requests' and run what their routers chose: no -1 is among the experts."""
+        return self._step is not None and self._rows == forward and not self.budget.active
 
     def routed(self, pool: ExpertPool, layer: int, ids: Tensor, weights: Tensor) -> None:
         """A layer is about to run its rows with these experts, [rows, top_k] without padding."""

@@ -196,12 +196,12 @@ class ManagedExperts:
     def spac_forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """The layer's output [tokens, hidden]: over the table of pointers, in slots, or in slots and on the CPU."""
         pool, runtime = self.spac_pool, self.spac.runtime
-        real = runtime.rows(len(x))
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise SpacError(
                 f"spac: {self.layer_name} is being captured into a CUDA graph, where nothing can be loaded or counted; "
                 "add --enforce-eager"
             )
+        real = runtime.rows(len(x))
         if self._pointers:
             runtime.routed(pool, self.spac_index, topk_ids[:real], topk_weights[:real])
             ids = torch.nn.functional.pad(topk_ids[:real], (0, 0, 0, len(x) - real), value=-1)  # padding runs nothing
@@ -210,10 +210,12 @@ class ManagedExperts:
             runtime.routed(pool, self.spac_index, topk_ids[:real], topk_weights[:real])
             return super().forward_modular(x, topk_weights, topk_ids)
         ids = topk_ids.cpu()  # waits for the router
-        if bool((ids < 0).any()):
+        if runtime.as_routed(len(x)):  # each call into torch is microseconds, in every layer of every token
+            runtime.routed(pool, self.spac_index, ids, topk_weights)
+        else:
             topk_weights = topk_weights.masked_fill(topk_ids < 0, 0)
-        ids = runnable(ids, real)
-        runtime.routed(pool, self.spac_index, ids[:real], topk_weights[:real])
+            ids = runnable(ids, real)
+            runtime.routed(pool, self.spac_index, ids[:real], topk_weights[:real])
         if pool.holds_all:
             return super().forward_modular(x, topk_weights, ids)
         if (cold := pool.cold(self.spac_index, ids)) is None:
