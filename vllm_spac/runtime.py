@@ -101,7 +101,7 @@ class Runtime:
         return forward if self._step is None else self._rows
 
     def as_routed(self, forward: int) -> bool:
-        """Whether all of a forward's rows are requests' and run what their routers chose: no -1 is among the experts."""
+        """Whether each row of a forward is a request's and runs what its router chose: no expert is -1 then."""
         return self._step is not None and self._rows == forward and not self.budget.active
 
     def routed(self, pool: ExpertPool, layer: int, ids: Tensor, weights: Tensor) -> None:

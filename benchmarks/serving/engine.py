@@ -1,11 +1,14 @@
-"""One engine in a process of its own: ``python engine.py JOB RESULT``, both JSON. Started by ``run.py``.
+"""One engine in a process of its own, told what to do by a JSON file; started by ``processes.py``.
 
-Each batch size runs all prompts, so many at a time. Counters are those of the measured part alone.
+``python engine.py JOB RESULT`` runs all prompts at each batch size and writes what it measured. ``python engine.py
+JOB`` stays and answers each line of its input, ``{"prompt": [ids], "tokens": n}``, with a line about it. Counters are
+those of the measured part alone.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,19 +17,33 @@ _COUNTERS = ("hits", "misses", "loads", "cpu_experts", "bytes", "stall_seconds",
 _WARM_TOKENS = 4
 
 
-def main(job_path: Path, result_path: Path) -> None:
-    from vllm import LLM
-
-    job = json.loads(job_path.read_text())
-    extra = {"additional_config": {"spac": job["spac"]}} if job["spac"] is not None else {}
+def run_once(job: dict, result_path: Path) -> None:
     start = time.perf_counter()
-    llm = LLM(model=job["model"], speculative_config=job["speculative"], **job["options"], **extra)
+    llm = start_engine(job)
     load_seconds = time.perf_counter() - start
-    generate(llm, job["prompts"], max(job["batches"]), job.get("warm_tokens", _WARM_TOKENS), job["seed"])
+    generate(llm, job["prompts"], max(job["batches"]), _WARM_TOKENS, job["seed"])
     measured = {str(batch): measure(llm, job, batch) for batch in job["batches"]}
     result_path.write_text(
         json.dumps({"load_seconds": load_seconds, "choices": choices(llm, job), "batches": measured})
     )
+
+
+def take_turns(job: dict) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what else is printed goes to the log
+    llm = start_engine(job)
+    print("{}", file=answers)  # ready
+    for line in sys.stdin:
+        turn = json.loads(line)
+        measured = measure(llm, job | {"prompts": [turn["prompt"]], "output_tokens": turn["tokens"]}, 1)
+        print(json.dumps(measured | {"choices": choices(llm, job)}), file=answers)
+
+
+def start_engine(job: dict):
+    from vllm import LLM
+
+    extra = {"additional_config": {"spac": job["spac"]}} if job["spac"] is not None else {}
+    return LLM(model=job["model"], speculative_config=job["speculative"], **job["options"], **extra)
 
 
 def measure(llm, job: dict, batch: int) -> dict:
@@ -100,4 +117,8 @@ def _worker(llm) -> dict:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    if len(sys.argv) > 2:
+        run_once(asked, Path(sys.argv[2]))
+    else:
+        take_turns(asked)

@@ -5,13 +5,7 @@ Every engine has a process of its own. A speed is reported only where the tokens
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -39,15 +33,14 @@ from common import (
     provenance,
     write_result,
 )
+from processes import run_engine
 
 from vllm_spac.cli.inspect import read_checkpoint
 
-ENGINE = Path(__file__).with_name("engine.py")
 TOY_MODEL = TOY / "models" / "target"
 PACKED = ROOT / ".cache" / "serving"
 _MODEL = str(TOY_MODEL.relative_to(ROOT))
 _HEADER = 4096  # of a packed expert's file
-_LOG_LINES = 15
 _EPILOG = """[bold]Examples[/]
 
 python benchmarks/serving/run.py
@@ -147,39 +140,6 @@ class Rates:
         if self._has_gpu:
             return {"bound": "not computed: the rates of this machine's GPU and bus are not measured"}
         return {"memory": [asdict(rate) for rate in self.memory], "disk": [asdict(rate) for rate in self.disk]}
-
-
-def run_engine(job: dict, is_stock: bool, timeout: float) -> tuple[dict | None, str | None]:
-    """(result, None) of one engine in a process of its own, or (None, why it failed)."""
-    env = os.environ | {
-        "VLLM_PLUGINS": "" if is_stock else "spac",  # stock means that no line of the plugin is loaded
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    with tempfile.TemporaryDirectory(prefix="spac-serving-") as scratch:
-        paths = [Path(scratch, name) for name in ("job.json", "result.json", "log")]
-        paths[0].write_text(json.dumps(job))
-        with open(paths[2], "w") as log:
-            command = [sys.executable, str(ENGINE), *map(str, paths[:2])]
-            child = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                code = child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                return None, f"no end after {timeout:.0f} s"
-            finally:
-                _end(child)
-        if code or not paths[1].exists():
-            tail = paths[2].read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            return None, f"exit code {code}: " + "\n".join(tail)
-        return json.loads(paths[1].read_text()), None
-
-
-def _end(child: subprocess.Popen) -> None:
-    """Also the processes that an engine leaves behind when it is stopped half-way; they share its group."""
-    with contextlib.suppress(ProcessLookupError):  # all of them have gone, as they should
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def execute(

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
 from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
-from run import Settings, run_engine
+from processes import run_engine
+from run import Settings
 
 from vllm_spac.cli.inspect import read_checkpoint
 from vllm_spac.costs import Costs, Rate

@@ -1,0 +1,258 @@
+"""Two engines, turn by turn: both stay alive and each prompt goes to one and at once to the other.
+
+A machine whose disk and clock drift by a fifth within minutes says nothing of a few percent when one engine runs after
+the other. Here the two of a turn are seconds apart, in random order, and what is reported is the ratio of their tokens
+a second: its median over the turns, with a bootstrapped interval of 95 %. It counts only where the tokens are equal.
+
+Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, and by speculation=ngram, eagle3 or
+draft if it speculates.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import plan
+import prompts
+from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
+from processes import EngineError, LiveEngine
+from run import Settings
+
+from vllm_spac.config import SpacConfig
+from vllm_spac.errors import ConfigError
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+_PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
+_RESAMPLES = 10_000
+_EPILOG = """[bold]Examples[/]
+
+python benchmarks/serving/paired.py .cache/toy/mid stock spac --slots 100%
+
+python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 5%,10%,25%,50%,100%
+
+python benchmarks/serving/paired.py MODEL spac "spac trace=.cache/serving/paired.trace" --slots 25%,100%
+
+python benchmarks/serving/paired.py MODEL "spac policy=lru" "spac policy=utility prefetch=utility" --slots 25%
+"""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two engines. ``knobs`` is None for stock vLLM."""
+
+    text: str
+    knobs: dict[str, str] | None
+    speculation: str = "none"
+
+    @classmethod
+    def parse(cls, text: str, slots: str) -> Side:
+        """Read ``spac policy=lru speculation=ngram``; ``slots`` where it names none.
+
+        Raises:
+            PlanError: it is not understood.
+            ConfigError: a knob or its value is not the plugin's.
+        """
+        kind, *words = text.split()
+        if kind not in ("stock", "spac") or not all("=" in word for word in words):
+            raise plan.PlanError(f"{text!r}: use stock or spac, then knob=value, e.g. spac policy=lru")
+        said = dict(word.split("=", 1) for word in words)
+        speculation = said.pop("speculation", "none")
+        if speculation not in plan.SPECULATIONS:
+            raise plan.PlanError(f"no speculation is called {speculation}; use {', '.join(plan.SPECULATIONS)}")
+        if kind == "stock":
+            if said:
+                raise plan.PlanError(f"{text!r}: stock vLLM has no knob {next(iter(said))}")
+            return cls(text, None, speculation)
+        knobs = {"slots": slots} | said
+        SpacConfig.parse(knobs)
+        return cls(text, knobs, speculation)
+
+    def job(self, settings: Settings) -> dict:
+        """What ``engine.py`` is told."""
+        job = settings.job(plan.Configuration(None, None, self.speculation), [])
+        if self.knobs is not None:
+            where = {} if self.knobs.get("store") == "host" else {"disk_dir": str(settings.disk_dir)}
+            job["spac"] = where | self.knobs
+        return job
+
+
+@app.command(help=__doc__, epilog=_EPILOG)
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
+    base: Annotated[str, typer.Argument(help="What the other is compared with.")],
+    other: Annotated[str, typer.Argument(help="The other one.")],
+    slots: Annotated[str, typer.Option(help="Values of --spac-slots, one pair of engines each.")] = "25%",
+    turns: Annotated[int, typer.Option(min=2, help="Turns that count, each with a prompt of its own.")] = 20,
+    warm: Annotated[int, typer.Option(min=0, help="Turns before them that do not count.")] = 3,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated in a turn.")] = 128,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a speculative step.")] = 4,
+    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
+    disk_dir: Annotated[Path, typer.Option(help="Folder of the packed experts.", show_default=".cache/serving")] = ROOT
+    / ".cache"
+    / "serving",
+    eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of both engines.")] = True,
+    seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
+    output: Annotated[Path, typer.Option(help="JSON; a picture goes beside it.")] = RESULTS / "paired_toy.json",
+) -> None:
+    exit_on_sigterm()
+    console = Console(width=max(120, Console().width))
+    drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
+    settings = Settings(model, (1,), prompt_tokens, output_tokens, seed, eager, None, disk_dir, drafts, timeout)
+    try:
+        pairs = {size: (Side.parse(base, size), Side.parse(other, size)) for size in plan.split(slots)}
+        jobs = {size: [side.job(settings) for side in pair] for size, pair in pairs.items()}
+    except (ValueError, ConfigError) as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}")
+        raise typer.Exit(2) from error
+    ids = prompts.load(model, warm + turns, prompt_tokens, seed)
+    result = {
+        "label": "toy model" if is_toy(model) else None,
+        "model": model.name,
+        "base": base,
+        "other": other,
+        "draft_tokens": draft_tokens,
+        "prompts": ids.describe(),
+        "warm_turns": warm,
+        "output_tokens": output_tokens,
+        "enforce_eager": eager,
+        "seed": seed,
+        "rows": [],
+        "provenance": provenance(),
+    }
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(pairs) * len(ids.ids))
+        for size, pair in pairs.items():
+            progress.update(task, description=f"{size}: starting two engines")
+            try:
+                said = []
+                for answers in _turns(pair, jobs[size], ids.ids, settings):
+                    said.append(answers)
+                    progress.update(task, advance=1, description=f"{size}: {len(said)} turns")
+            except EngineError as error:
+                console.print(f"[bold red]error:[/] {size}: {escape(str(error))}", highlight=False)
+                raise typer.Exit(1) from error
+            result["rows"].append(_row(size, said, warm, seed))
+            write_result(output, result)
+    _picture(result, output.with_suffix(".png"))
+    _show(console, result, output)
+    if not all(row["tokens_equal"] for row in result["rows"]):
+        raise typer.Exit(1)
+
+
+def _turns(pair, jobs: list[dict], ids: list[list[int]], settings: Settings) -> Iterator[list[dict]]:
+    """What the two said in each turn."""
+    draw = random.Random(settings.seed)
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(closing(LiveEngine(job, side.knobs is None, settings.timeout)))
+            for side, job in zip(pair, jobs, strict=True)
+        ]
+        for prompt in ids:
+            answers = [{}, {}]
+            for which in draw.sample((0, 1), 2):
+                time.sleep(_PAUSE)
+                answers[which] = engines[which].turn(prompt, settings.output_tokens)
+            yield answers
+
+
+def _row(slots: str, said: list[list[dict]], warm: int, seed: int) -> dict:
+    counted = said[warm:]
+    rates = [[len(answer["tokens"][0]) / answer["seconds"] for answer in turn] for turn in counted]
+    ratios = [other / base for base, other in rates]
+    low, high = interval(ratios, seed)
+    sides = []
+    for which in (0, 1):
+        mine = [turn[which] for turn in counted]
+        sides.append(
+            {
+                "tokens_per_second": [rate[which] for rate in rates],
+                "tpot": statistics.median(answer["tpot"][0] for answer in mine),
+                "ttft": statistics.median(answer["ttft"][0] for answer in mine),
+                "hits": sum(answer["counters"].get("hits", 0) for answer in mine),
+                "misses": sum(answer["counters"].get("misses", 0) for answer in mine),
+                "guard": said[-1][which]["choices"].get("guard"),
+            }
+        )
+    return {
+        "slots": slots,
+        "tokens_equal": all(base["tokens"] == other["tokens"] for base, other in said),
+        "ratio": statistics.median(ratios),
+        "interval": [low, high],
+        "ratio_of_totals": sum(t[0]["seconds"] for t in counted) / sum(t[1]["seconds"] for t in counted),
+        "ratios": ratios,
+        "base": sides[0],
+        "other": sides[1],
+    }
+
+
+def interval(values: list[float], seed: int) -> tuple[float, float]:
+    """Between which the median lies with 95 %, by the bootstrap's percentiles."""
+    draws = np.random.default_rng(seed).choice(values, (_RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _picture(result: dict, path: Path) -> None:
+    rows = result["rows"]
+    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(rows), 4), layout="constrained")
+    axes.boxplot([row["ratios"] for row in rows], tick_labels=[row["slots"] for row in rows])
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set(
+        xlabel="slots", ylabel="tokens a second, ratio of a turn", title=f"{result['other']}\nover {result['base']}"
+    )
+    if result["label"]:
+        figure.supxlabel(result["label"], fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _show(console: Console, result: dict, output: Path) -> None:
+    table = Table(title=f"{result['other']} over {result['base']}, tokens a second", title_justify="left")
+    for name in ("slots", "base", "other", "ratio", "95 %", "of totals", "hits", "hits", "tokens equal"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        sides = row["base"], row["other"]
+        table.add_row(
+            row["slots"],
+            *(f"{statistics.median(side['tokens_per_second']):.1f}" for side in sides),
+            f"{row['ratio']:.3f}",
+            "{:.3f} - {:.3f}".format(*row["interval"]),
+            f"{row['ratio_of_totals']:.3f}",
+            *(_hit_rate(side) for side in sides),
+            "yes" if row["tokens_equal"] else "[red]NO[/]",
+        )
+    console.print(table)
+    console.print(f"wrote {output} and {output.with_suffix('.png').name}", soft_wrap=True)
+
+
+def _hit_rate(side: dict) -> str:
+    total = side["hits"] + side["misses"]
+    return f"{100 * side['hits'] / total:.1f}%" if total else ""
+
+
+if __name__ == "__main__":
+    app()

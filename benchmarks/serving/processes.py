@@ -1,0 +1,111 @@
+"""Engines in processes of their own: one that runs and ends, or one that stays and takes turns with others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ENGINE = Path(__file__).with_name("engine.py")
+_LOG_LINES = 15
+
+
+class EngineError(RuntimeError):
+    """An engine did not start, ended, or did not answer; with the end of its log."""
+
+
+def run_engine(job: dict, is_stock: bool, timeout: float) -> tuple[dict | None, str | None]:
+    """(result, None) of one engine that runs ``job`` and ends, or (None, why it failed)."""
+    with tempfile.TemporaryDirectory(prefix="spac-serving-") as scratch:
+        folder, result = Path(scratch), Path(scratch, "result.json")
+        child = _start(job, is_stock, folder, result)
+        try:
+            code = child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None, f"no end after {timeout:.0f} s"
+        finally:
+            _end(child)
+        if code or not result.exists():
+            return None, _ending(code, folder)
+        return json.loads(result.read_text()), None
+
+
+class LiveEngine:
+    """An engine that generates for one prompt when it is asked to and waits in between.
+
+    Args:
+        timeout: seconds that its start and each of its turns may take.
+
+    Raises:
+        EngineError: it did not start.
+    """
+
+    def __init__(self, job: dict, is_stock: bool, timeout: float) -> None:
+        self._timeout = timeout
+        self._scratch = tempfile.TemporaryDirectory(prefix="spac-serving-")
+        self._child = _start(job, is_stock, Path(self._scratch.name), None)
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def turn(self, prompt: list[int], tokens: int) -> dict:
+        """What ``engine.measure`` says of one prompt, and the plugin's ``choices``.
+
+        Raises:
+            EngineError: the engine ended, or did not answer in time.
+        """
+        self._child.stdin.write(json.dumps({"prompt": prompt, "tokens": tokens}) + "\n")
+        self._child.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        self._child.stdin.close()  # the end of its input is its end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(30)
+        _end(self._child)
+        self._child.stdout.close()
+        self._scratch.cleanup()
+
+    def _answer(self) -> dict:
+        if not select.select([self._child.stdout], [], [], self._timeout)[0]:
+            raise EngineError(f"no answer after {self._timeout:.0f} s")
+        line = self._child.stdout.readline()
+        if not line:
+            raise EngineError(_ending(self._child.wait(), Path(self._scratch.name)))
+        return json.loads(line)
+
+
+def _start(job: dict, is_stock: bool, folder: Path, result: Path | None) -> subprocess.Popen:
+    env = os.environ | {
+        "VLLM_PLUGINS": "" if is_stock else "spac",  # stock means that no line of the plugin is loaded
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, str(ENGINE), str(folder / "job.json"), *([str(result)] if result else [])]
+    with open(folder / "log", "w") as log:
+        talk = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) if result is None else {}
+        return subprocess.Popen(
+            command, env=env, start_new_session=True, **talk or dict(stdout=log, stderr=subprocess.STDOUT)
+        )
+
+
+def _ending(code: int, folder: Path) -> str:
+    tail = (folder / "log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return f"exit code {code}: " + "\n".join(tail)
+
+
+def _end(child: subprocess.Popen) -> None:
+    """Also the processes that an engine leaves behind when it is stopped half-way; they share its group."""
+    with contextlib.suppress(ProcessLookupError):  # all of them have gone, as they should
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
