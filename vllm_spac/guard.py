@@ -5,8 +5,8 @@ a draft is accepted at each position. Tokens a second follow for every d, measur
 No speculation is the safe answer: it is left for a gain of ``margin`` only, and returned to as soon as it is ahead.
 
 What is not run grows stale, so now and then another d runs for a few steps, less often each time that the answer stays
-the same. Such steps are at most ``share`` of a size of batch's beyond its first ``ALLOWANCE``; what they are estimated
-to lose is at most ``loss`` of its seconds, the first looks apart.
+the same. Such steps are at most ``share`` of a size of batch's beyond its first ``ALLOWANCE``; what they lost, by their
+own seconds and tokens, is at most ``loss`` of its seconds before there is another one, the first looks apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Guard:
     Args:
         max_drafts: the greatest length (K), at least 1.
         share: of steps that may go into trying other lengths.
-        loss: of seconds that may be lost by it, as estimated.
+        loss: of seconds that may be lost by it.
         margin: a length replaces a shorter or longer one only if it gives so much more tokens a second.
         memory: steps after which an observation counts 1/e, and after which a length that did not run is stale.
         clock: seconds that never go back; asked only where ``observe`` is not given any.
@@ -46,7 +46,7 @@ class Guard:
         max_drafts: int,
         *,
         share: float = 0.02,
-        loss: float = 0.01,
+        loss: float = 0.005,
         margin: float = 0.05,
         memory: int = 100,
         clock: Callable[[], float] = time.perf_counter,
@@ -92,7 +92,7 @@ class Guard:
         self._batch = self._batch_of(requests)
         settled = self._last == (drafts, self._batch)
         self._last = (drafts, self._batch)
-        self._batch.observe(drafts, seconds, settled)
+        self._batch.observe(drafts, seconds, sum(emitted) / len(emitted), settled)
 
     def facts(self) -> dict:
         """What to show: the length that runs now, steps by length, speed over no speculation (None: not known yet)."""
@@ -177,6 +177,7 @@ class _Trial:
     Attributes:
         left, done: steps of it to come, and so far; patience: steps until it is given up because they do not come.
         first: one of the first looks, which are not charged.
+        seconds, tokens: of its steps so far, tokens of a request.
         fastest: seconds of its fastest step.
     """
 
@@ -185,6 +186,8 @@ class _Trial:
     patience: int
     first: bool
     done: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
     fastest: float = math.inf
 
 
@@ -212,11 +215,13 @@ class _Batch:
         tokens = self._guard.acceptance.tokens()
         return [t / s if s else None for t, s in zip(tokens, self._estimates(), strict=True)]
 
-    def observe(self, drafts: int, seconds: float, settled: bool) -> None:
-        """``settled``: the step before was of the same kind; only then its seconds are those of the length."""
+    def observe(self, drafts: int, seconds: float, tokens: float, settled: bool) -> None:
+        """``tokens``: of a request. ``settled``: the step before was of the same kind; only then its seconds are those
+        of the length."""
         self.steps += 1
         usual = self._times[drafts].estimate
-        self._seconds += min(seconds, 4 * usual) if usual else seconds
+        counted = min(seconds, 4 * usual) if usual else seconds  # a step that the machine disturbed is no length's
+        self._seconds += counted
         if settled:
             self._times[drafts].add(seconds, self.steps, self._guard.memory)
         trial = self._trial
@@ -227,6 +232,8 @@ class _Batch:
         if drafts == trial.length:
             trial.left -= 1
             trial.done += 1
+            trial.seconds += counted
+            trial.tokens += tokens
             trial.fastest = min(trial.fastest, seconds)
             self.explored += 1
         if trial.left <= 0 or trial.patience <= 0 or (trial.done > 1 and self._hopeless(trial.length, trial.fastest)):
@@ -259,8 +266,8 @@ class _Batch:
     def _finish(self, trial: _Trial) -> None:
         self._trial = None
         self._looked = self.steps
-        if not trial.first:
-            self._lost += self._loss(trial.length, trial.done)
+        if not trial.first and (rate := self.rates()[self.current]):
+            self._lost = max(0.0, self._lost + trial.seconds - trial.tokens / rate)
         seconds = self._estimates()
         if self._first and not all(self._hopeless(length, seconds[length]) for length in self._ladder[1:]):
             self._start(self._first.pop(), _BURST, first=True)
@@ -283,12 +290,17 @@ class _Batch:
         self.switches += 1
 
     def _watch(self) -> None:
-        """Look around soon when the running length became much faster or slower."""
+        """Look around soon when the running length became much faster or slower.
+
+        No speculation that became slower is no reason: what an expert costs, all others pay more often.
+        """
         rate = self.rates()[self.current]
         if self._usual is None or rate is None:
             self._usual = rate
         elif not 1 / _SURPRISE < rate / self._usual < _SURPRISE:
-            self._usual, self._interval = rate, _FIRST
+            if self.current or rate > self._usual:
+                self._interval = _FIRST
+            self._usual = rate
 
     def _best(self) -> int:
         rates = self.rates()

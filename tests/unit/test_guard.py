@@ -69,11 +69,11 @@ def tail(rng: random.Random) -> float:
 
 @pytest.mark.parametrize("noise", [lambda rng: 1.0, tail], ids=["exact", "heavy tails"])
 @pytest.mark.parametrize("slope", [0.5, 0.7, 2.0])
-def test_drafts_that_never_pay_cost_less_than_two_percent(slope: float, noise) -> None:
+def test_drafts_that_never_pay_cost_less_than_one_and_a_half_percent(slope: float, noise) -> None:
     for seed in range(3):
         run = play(8, lambda made, d: 1 + slope * d, lambda made, i: 0.2, 4000, noise=noise, seed=seed)
         assert run.guard.choose() == 0
-        assert run.seconds < 4000 * 1.02
+        assert run.seconds < 4000 * 1.015
         assert run.guard.facts()["draft_length"] == 0 and run.guard.facts()["speedup"] == 1.0
 
 
