@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.integration.runners import _hook_sampling, step_v2, tokens_of
+from vllm_spac.integration.runners import sampled_plainly, step_v2, tokens_of
 
 
 def batch(lengths: list[int], prefilling: list[bool], drafts: list[int] | None, padding: int = 0):
@@ -56,16 +56,10 @@ def test_a_step_is_made_of_plain_numbers() -> None:
 @pytest.mark.parametrize("scheduled", [{}, {"a": [7, 8]}], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("guard", [None, object()], ids=["unguarded", "guarded"])
 def test_only_a_guarded_step_without_drafts_is_sampled_plainly(guard, scheduled, hybrid) -> None:
-    class Runner:
-        _spac_experts = SimpleNamespace(runtime=SimpleNamespace(guard=guard))
-        model_config = SimpleNamespace(is_hybrid=hybrid)
-
-        def _prepare_inputs(self, scheduler_output, counts):
-            return "indices", "metadata", counts
-
-    _hook_sampling(Runner)
-    _hook_sampling(Runner)
-    answer = Runner()._prepare_inputs(SimpleNamespace(scheduled_spec_decode_tokens=scheduled), 3)
+    experts = SimpleNamespace(runtime=SimpleNamespace(guard=guard))
+    runner = SimpleNamespace(_spac_experts=experts, model_config=SimpleNamespace(is_hybrid=hybrid))
+    step = SimpleNamespace(scheduled_spec_decode_tokens=scheduled)
+    answer = sampled_plainly(runner, step, ("indices", "metadata", 3))
     plain = guard is not None and not scheduled and not hybrid
     assert answer == ("indices", None if plain else "metadata", 3)
 

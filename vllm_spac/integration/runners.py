@@ -17,9 +17,13 @@ def install(vllm_config) -> None:
     else:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        _hook(GPUModelRunner, "_prepare_inputs", lambda runner, scheduled, prepared: _step_v1(runner, scheduled))
+        _hook(
+            GPUModelRunner,
+            "_prepare_inputs",
+            lambda runner, scheduled, prepared: _step_v1(runner, scheduled),
+            sampled_plainly,
+        )
         _hook_drafts(GPUModelRunner)
-        _hook_sampling(GPUModelRunner)
     _hook_worker()
 
 
@@ -29,8 +33,12 @@ def can_guard(vllm_config) -> bool:
     return not getattr(vllm_config, "use_v2_model_runner", False) and not vllm_config.scheduler_config.async_scheduling
 
 
-def _hook(runner_class: type, prepare_name: str, step_of) -> None:
-    """Begin a step when the inputs of a real batch are prepared, end it when its tokens are sampled."""
+def _hook(runner_class: type, prepare_name: str, step_of, changed=lambda runner, scheduled, prepared: prepared) -> None:
+    """Begin a step when the inputs of a real batch are prepared, end it when its tokens are sampled.
+
+    ``step_of`` and ``changed`` get the runner, the scheduler's output and what was prepared; what the latter returns
+    goes on instead.
+    """
     if getattr(runner_class.execute_model, "_spac", False):
         return
     prepare, execute_model = getattr(runner_class, prepare_name), runner_class.execute_model
@@ -39,9 +47,10 @@ def _hook(runner_class: type, prepare_name: str, step_of) -> None:
     @functools.wraps(prepare)
     def prepared(self, scheduler_output, *args, **kwargs):
         result = prepare(self, scheduler_output, *args, **kwargs)
-        if (experts := _experts(self)) is not None:
-            experts.runtime.begin_step(step_of(self, scheduler_output, result))
-        return result
+        if (experts := _experts(self)) is None:
+            return result
+        experts.runtime.begin_step(step_of(self, scheduler_output, result))
+        return changed(self, scheduler_output, result)
 
     @functools.wraps(execute_model)
     def executed(self, *args, **kwargs):
@@ -119,27 +128,17 @@ def _hook_drafts(runner_class: type) -> None:
     runner_class.propose_draft_token_ids = proposed
 
 
-def _hook_sampling(runner_class: type) -> None:
-    """Sample a step that the guard left without drafts as vLLM does without speculation.
+def sampled_plainly(runner, scheduled, prepared):
+    """What V1 prepared, but a step that the guard left without drafts is sampled as vLLM does without speculation.
 
     It would go through the rejection sampler with nothing to reject: the same token of the same logits, for more work.
     Hybrid models keep it, whose recurrent layers count a step's drafts by it.
     """
-    if getattr(runner_class._prepare_inputs, "_spac_plain", False):
-        return
-    prepare = runner_class._prepare_inputs
-
-    @functools.wraps(prepare)
-    def prepared(self, scheduler_output, *args, **kwargs):
-        logits_indices, drafts, *others = prepare(self, scheduler_output, *args, **kwargs)
-        experts = _experts(self)
-        guarded = experts is not None and experts.runtime.guard is not None
-        if guarded and not scheduler_output.scheduled_spec_decode_tokens and not self.model_config.is_hybrid:
-            drafts = None
-        return logits_indices, drafts, *others
-
-    prepared._spac_plain = True
-    runner_class._prepare_inputs = prepared
+    logits_indices, drafts, *others = prepared
+    guarded = _experts(runner).runtime.guard is not None
+    if guarded and not scheduled.scheduled_spec_decode_tokens and not runner.model_config.is_hybrid:
+        drafts = None
+    return logits_indices, drafts, *others
 
 
 def tokens_of(output) -> list[int] | None:
