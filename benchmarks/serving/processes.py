@@ -62,13 +62,14 @@ class LiveEngine:
         Raises:
             EngineError: the engine ended, or did not answer in time.
         """
-        self._child.stdin.write(json.dumps({"prompt": prompt, "tokens": tokens}) + "\n")
-        self._child.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer that does not come says why
+            self._child.stdin.write(json.dumps({"prompt": prompt, "tokens": tokens}) + "\n")
+            self._child.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
-        self._child.stdin.close()  # the end of its input is its end
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._child.stdin.close()  # the end of its input is its end
             self._child.wait(30)
         _end(self._child)
         self._child.stdout.close()
