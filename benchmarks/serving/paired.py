@@ -115,7 +115,7 @@ def main(
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of both engines.")] = True,
     seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
-    output: Annotated[Path, typer.Option(help="JSON; a picture goes beside it.")] = RESULTS / "paired_toy.json",
+    output: Annotated[Path, typer.Option(help="JSON; a picture of several sizes.")] = RESULTS / "paired_toy.json",
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(120, Console().width))
@@ -157,8 +157,11 @@ def main(
                 raise typer.Exit(1) from error
             result["rows"].append(_row(size, said, warm, seed))
             write_result(output, result)
-    _picture(result, output.with_suffix(".png"))
-    _show(console, result, output)
+    _show(console, result)
+    console.print(f"wrote {output}", soft_wrap=True)
+    if len(result["rows"]) > 1:
+        _picture(result, output.with_suffix(".png"))
+        console.print(f"wrote {output.with_suffix('.png')}", soft_wrap=True)
     if not all(row["tokens_equal"] for row in result["rows"]):
         raise typer.Exit(1)
 
@@ -230,7 +233,7 @@ def _picture(result: dict, path: Path) -> None:
     plt.close(figure)
 
 
-def _show(console: Console, result: dict, output: Path) -> None:
+def _show(console: Console, result: dict) -> None:
     table = Table(title=f"{result['other']} over {result['base']}, tokens a second", title_justify="left")
     for name in ("slots", "base", "other", "ratio", "95 %", "of totals", "hits", "hits", "tokens equal"):
         table.add_column(name, justify="right")
@@ -246,7 +249,6 @@ def _show(console: Console, result: dict, output: Path) -> None:
             "yes" if row["tokens_equal"] else "[red]NO[/]",
         )
     console.print(table)
-    console.print(f"wrote {output} and {output.with_suffix('.png').name}", soft_wrap=True)
 
 
 def _hit_rate(side: dict) -> str:
