@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_spac.budgeting import BudgetControl
 from vllm_spac.core import RowKind, Step
+from vllm_spac.errors import UnsupportedError
 from vllm_spac.guard import Guard
 from vllm_spac.pool import ExpertPool
 from vllm_spac.trace_writer import TraceWriter
@@ -58,6 +59,7 @@ class Runtime:
         self._step: Step | None = None  # while its layers run
         self._rows = 0  # of that step
         self._warming = False
+        self._replayed = False
         self._timed: tuple[Step, int, float] | None = None  # step, draft length it runs under, start
         self._drafts = 0
         self._save_at = -math.inf
@@ -95,6 +97,24 @@ class Runtime:
         for listener in self.listeners:
             listener.route(layer, hidden[:rows], logits[:rows], weights[:rows], ids[:rows])
         return self.budget.apply(layer, logits, weights, ids, self._step) if self.budget.active else (weights, ids)
+
+    def captured(self) -> None:
+        """A layer is being captured into a CUDA graph, whose replays come by here no more.
+
+        Raises:
+            UnsupportedError: something looks at layers from the host.
+        """
+        self._replayed = True
+        if self._trace is not None or self.listeners or self.budget.active:
+            self.require_host("what records, cuts or evaluates routing")
+
+    def require_host(self, what: str) -> None:
+        """Before ``what`` looks at layers from the host: ``UnsupportedError`` if some are replayed without it."""
+        if self._replayed:
+            raise UnsupportedError(
+                f"spac: {what} cannot look into a full CUDA graph, and this engine runs its layers in such; start it "
+                """with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
+            )
 
     def rows(self, forward: int) -> int:
         """How many of a forward's rows belong to requests, the first ones; all of them in a dummy run."""

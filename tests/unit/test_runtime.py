@@ -11,6 +11,8 @@ import torch
 
 from vllm_spac.budgeting import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration.worker import SpacWorker
 from vllm_spac.runtime import Runtime
 
 VERIFY = Step((RequestRows(0, 3, RowKind.VERIFY, 2), RequestRows(3, 6, RowKind.VERIFY, 2)))
@@ -91,6 +93,35 @@ def test_dummy_runs_are_routed_unchanged_and_unheard() -> None:
     assert heard == [0] and len(cut.unique()) == 2
     run.end_forward()
     assert run.route(0, logits, logits, weights, ids)[1] is ids, "the forward is over"
+
+
+@pytest.mark.parametrize("looks", ["trace", "listener", "budget"])
+def test_no_graph_holds_what_looks_at_layers(looks: str) -> None:
+    run = runtime()
+    if looks == "trace":
+        pool = SimpleNamespace(close=lambda: None)
+        run = Runtime([pool], BudgetControl([]), SimpleNamespace(finish=lambda: None))
+    elif looks == "listener":
+        run.listeners.append(SimpleNamespace())
+    else:
+        run.budget.change(BudgetSettings(budget=2))
+    with pytest.raises(UnsupportedError, match="--enforce-eager"):
+        run.captured()
+
+
+def test_nothing_looks_into_a_graph_that_is_there() -> None:
+    run = runtime()
+    run.require_host("a budget")
+    run.captured()
+    with pytest.raises(UnsupportedError, match="a budget .*--enforce-eager"):
+        run.require_host("a budget")
+    worker = SpacWorker()
+    worker._spac_experts = lambda: SimpleNamespace(runtime=run)
+    for asked in (lambda: worker.spac_budget({"budget": 2}), lambda: worker.spac_evaluate("facts")):
+        with pytest.raises(UnsupportedError, match="--enforce-eager"):
+            asked()
+    assert not run.budget.active
+    worker.spac_budget({})  # exact is what a graph is
 
 
 def test_batches_that_warm_up_are_nobodys() -> None:

@@ -19,8 +19,11 @@ class SpacWorker:
 
     def spac_budget(self, settings: dict) -> dict:
         """Change the budget (see ``BudgetSettings``) from the next step on; returns what is in force now."""
-        control = self._spac_experts().runtime.budget
-        control.change(BudgetSettings.parse(settings))
+        runtime, wanted = self._spac_experts().runtime, BudgetSettings.parse(settings)
+        if wanted.active:
+            runtime.require_host("a budget")
+        control = runtime.budget
+        control.change(wanted)
         logger.info("spac: mode=%s", control.settings.describe())
         return control.settings.model_dump()
 
@@ -28,6 +31,7 @@ class SpacWorker:
         """One action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""
         from vllm_spac.integration.evaluation import Evaluation
 
+        self._spac_experts().runtime.require_host("an evaluation")
         if not hasattr(self, "_spac_evaluation"):
             self._spac_evaluation = Evaluation(self._spac_experts(), self.model_runner.get_model())
         return self._spac_evaluation.call(action, *arguments)
