@@ -4,6 +4,10 @@ No layer waits for the host and none decides anything there. Between steps the h
 over, moves experts by them (``pointers`` has the protocol), and goes on. Long prompts take their misses from buffers
 that are filled a layer ahead (``staging``). On a CPU the launches are the torch twins of the kernels: the same
 addresses and the same rounding, made to be compared with and not to be fast.
+
+So a step may also be one CUDA graph. A replay runs launches and no line of this module, and what differs from step to
+step lies in memory that stays where it is: the table, the rows that are padding, the counts. The first two are written
+before the replay and the last are read behind it, on the stream that it runs on, by ``begin_step`` and ``end_step``.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from vllm_spac.pointers import Pointers
 from vllm_spac.policies.base import Policy
 from vllm_spac.residency import NOWHERE, Residency
 from vllm_spac.staging import ROWS, ExpertBuffers, Staging
-from vllm_spac.streams import Event, streams
+from vllm_spac.streams import Event, capturing, streams
 from vllm_spac.tiers.base import ExpertStore
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
@@ -86,6 +90,7 @@ class StreamedPool:
         store: holds every expert in memory that the device can address; owned.
         tensors: name -> slots of shape [slots, ...], on the device that computes.
         path: name of the store in the counters.
+        rows: the most of a forward that is padded.
         step_bytes: bytes that are on their way into slots at once, at most.
         staged: forwards of many rows read what has no slot from buffers of ``staging_bytes``, else in place.
         poison: fill slots with NaN before they are written; for tests.
@@ -100,6 +105,7 @@ class StreamedPool:
         tensors: Mapping[str, Tensor],
         *,
         path: str,
+        rows: int,
         step_bytes: int = STEP_BYTES,
         staged: bool = False,
         poison: bool = False,
@@ -123,6 +129,9 @@ class StreamedPool:
         self._launch = _kernel(device)
         self._tables = {name: table.view(-1, shape.experts) for name, table in self._memory.table.items()}
         self._counts = torch.zeros(len(shape.layers), shape.experts, dtype=torch.int32, device=device)
+        # int32 [rows, 1]: 0 in the rows of requests, -1 in those behind them.
+        self._padding = torch.zeros(rows, 1, dtype=torch.int32, device=device)
+        self._rows = rows  # that are 0
         self._counted: deque[_Counted] = deque()
         self._last: np.ndarray | None = None  # counts of the last step that says something about the next
         self._unused: set[int] = set()  # moved in and not needed yet
@@ -150,6 +159,7 @@ class StreamedPool:
     def begin_step(self, step: Step) -> None:
         """A forward of the target model starts for real requests: point at what has arrived, and move what pays."""
         self._step, self._staged = step, False
+        self._pad_from(step.rows)
         if self._staging is not None:
             self._staging.begin()
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
@@ -165,6 +175,14 @@ class StreamedPool:
             self._unused -= wasted
             self.counters.prefetch_wasted += len(wasted)
             self._mover.begin(moves)
+
+    def _pad_from(self, rows: int) -> None:
+        """Rows from ``rows`` on are padding, in this step and until the next; one launch if that is new."""
+        if rows < self._rows:
+            self._compute.submit(self._padding[rows : self._rows].fill_, -1)
+        elif rows > self._rows:
+            self._compute.submit(self._padding[self._rows : rows].fill_, 0)
+        self._rows = rows
 
     def end_step(self) -> None:
         """The layers were launched; what comes until the next step (profiling, warm-up) is not counted."""
@@ -207,8 +225,9 @@ class StreamedPool:
     # -- a layer -------------------------------------------------------------------------------------------
 
     def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: str, out: Tensor) -> Tensor:
-        """Routed experts of one layer. No host synchronisation: a forward that is not staged may be captured in a CUDA
-        graph.
+        """Routed experts of one layer. No host synchronisation: may be captured in a CUDA graph, which is never staged.
+
+        Rows behind those of the step are padding and run nothing: in a graph, behind those of the step that replays it.
 
         Args:
             layer: number of the layer in ``shape.layers``.
@@ -219,7 +238,11 @@ class StreamedPool:
             out: [T, d] like x, is overwritten.
         """
         ff = self.shape.tensors["w2_weight"].shape[1]
-        with self._reading(layer, ids.numel()) as tables:
+        captured = capturing(ids)
+        if captured or (self._step is not None and self._rows < len(ids)):
+            assert len(ids) <= len(self._padding), "a forward of more rows than was said"
+            ids = ids | self._padding[: len(ids)]
+        with self._reading(layer, 0 if captured else ids.numel()) as tables:
             w13, w2, b13, b2 = map(tables.get, _TENSORS)
             return self._launch(
                 x.contiguous(), w13, w2, weights.float().contiguous(), ids.contiguous(), ff, b13, b2, activation,

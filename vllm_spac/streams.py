@@ -182,3 +182,8 @@ def streams(device: torch.device) -> tuple[Stream, Stream]:
     if device.type == "cuda":
         return CurrentCudaStream(device), CudaStream(torch.cuda.Stream(device))
     return CallerStream(), ThreadStream("spac-copy")
+
+
+def capturing(tensor: torch.Tensor) -> bool:
+    """Whether what is launched on ``tensor`` goes into a CUDA graph instead of running."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

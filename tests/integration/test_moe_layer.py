@@ -10,7 +10,8 @@ import torch
 from vllm_spac import components
 from vllm_spac.budgeting import BudgetControl
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.integration import opaque
+from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.integration import experts_layer, opaque
 from vllm_spac.integration.experts_layer import ManagedExperts, runnable
 from vllm_spac.integration.graphs import with_moe_layer
 from vllm_spac.pool import ExpertPool
@@ -86,6 +87,26 @@ def test_off_the_cpu_vllms_own_ids_reach_its_kernel_untouched() -> None:
     layer.spac.runtime.begin_step(Step((RequestRows(0, 3, RowKind.PREFILL),)))
     layer.spac_forward(torch.ones(5, WIDTH), torch.ones(5, TOP_K), ids)
     assert torch.equal(seen[0], IDS) and layer.ran == [5]
+
+
+def test_a_graph_holds_no_layer_that_loads(monkeypatch) -> None:
+    layer = Layer(3)
+    monkeypatch.setattr(experts_layer, "capturing", lambda tensor: True)
+    with pytest.raises(SpacError, match="--enforce-eager"):
+        layer.spac_forward(torch.ones(1, WIDTH), torch.ones(1, TOP_K), torch.zeros(1, TOP_K, dtype=torch.int64))
+
+
+def test_a_layer_over_pointers_that_is_captured_is_closed_to_the_host(monkeypatch) -> None:
+    layer, ids = Layer(3), torch.tensor([[1, 2]])
+    layer._pointers, layer.activation = True, SimpleNamespace(value="silu")
+    layer.spac_pool = SimpleNamespace(observe=lambda *_: None, run=lambda index, x, weights, ids, *rest: x * ids.sum())
+    x, weights, runtime = torch.ones(1, WIDTH), torch.ones(1, TOP_K), layer.spac.runtime
+    layer.spac_forward(x, weights, ids)
+    runtime.require_host("a budget")
+    monkeypatch.setattr(experts_layer, "capturing", lambda tensor: True)
+    assert torch.equal(layer.spac_forward(x, weights, ids), 3 * x)
+    with pytest.raises(UnsupportedError, match="a budget"):
+        runtime.require_host("a budget")
 
 
 def test_runnable_keeps_what_counts() -> None:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from replay import Graph
 from vllm_spac.kernels import reference
 
 from vllm_spac import components, streamed
@@ -17,7 +18,8 @@ from vllm_spac.streamed import StreamedPool
 LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
 DECODE = Step((RequestRows(0, 3, RowKind.DECODE),))
 PROMPT = Step((RequestRows(0, 2, RowKind.DECODE), RequestRows(2, 9, RowKind.PREFILL)))
-LONG = Step((RequestRows(0, 2, RowKind.DECODE), RequestRows(2, ROWS * EXPERTS // TOP_K, RowKind.PREFILL)))
+ROWS_MAX = ROWS * EXPERTS // TOP_K
+LONG = Step((RequestRows(0, 2, RowKind.DECODE), RequestRows(2, ROWS_MAX, RowKind.PREFILL)))
 
 
 def shape(dtype: torch.dtype = torch.float32, bias: bool = True, **others) -> MoEShape:
@@ -45,7 +47,7 @@ class Pool(StreamedPool):
             for name, spec in layout.tensors.items()
         }
         policy = components.build("policies", policy)
-        super().__init__(layout, slots, policy, store, tensors, path="host", poison=True, **options)
+        super().__init__(layout, slots, policy, store, tensors, path="host", rows=ROWS_MAX, poison=True, **options)
         for _ in self.fill():
             pass
 
@@ -201,6 +203,84 @@ def test_dummy_runs_are_not_counted(made):
     pool = made(6)
     pool.end_step()
     assert pool.snapshot()["waves"] == 0
+
+
+# -- full graphs -------------------------------------------------------------------------------------------
+
+
+class Replayed:
+    """The layers of a decode step of up to ``rows`` rows as one graph, on buffers that stay where they are."""
+
+    def __init__(self, pool: Pool, rows: int, monkeypatch) -> None:
+        self.pool, self.rows, self.graph = pool, rows, Graph()
+        self.x, self.out = torch.zeros(LAYERS, rows, D), torch.zeros(LAYERS, rows, D)
+        self.weights = torch.zeros(LAYERS, rows, TOP_K)
+        self.ids = torch.zeros(LAYERS, rows, TOP_K, dtype=torch.int32)
+        pool._launch = self.graph.kernel(pool._launch)
+        monkeypatch.setattr(streamed, "capturing", lambda tensor: self.graph.capturing)
+        with self.graph:
+            for layer in range(LAYERS):
+                pool.run(layer, self.x[layer], self.weights[layer], self.ids[layer], "silu", self.out[layer])
+
+    def check(self, rows: int, rng: torch.Generator) -> int:
+        """A step of so many rows, the rest left as it was; returns the distinct experts that it used."""
+        for tensor in (self.x, self.weights):
+            tensor[:, :rows] = torch.rand(LAYERS, rows, tensor.shape[-1], generator=rng)
+        self.ids[:, :rows] = torch.randint(0, EXPERTS, (LAYERS, rows, TOP_K), generator=rng, dtype=torch.int32)
+        self.out.fill_(float("nan"))
+        self.pool.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
+        self.graph.replay()
+        self.pool.end_step()
+        used = 0
+        for layer in range(LAYERS):
+            given = self.x[layer, :rows], self.weights[layer, :rows], self.ids[layer, :rows]
+            assert torch.equal(self.out[layer, :rows], self.pool.expected(layer, *given, "silu"))
+            assert not self.out[layer, rows:].any(), "padding runs nothing"
+            used += len(self.ids[layer, :rows].unique())
+        return used
+
+
+@pytest.mark.parametrize("slots", [TOP_K, 10, LAYERS * EXPERTS - 1])
+def test_a_replayed_step_has_the_same_bits_and_counts(made, monkeypatch, slots):
+    """Experts move between replays, and steps have other rows than the one that was captured."""
+    pool, choice, rng = made(slots), random.Random(0), torch.Generator().manual_seed(0)
+    step = Replayed(pool, 5, monkeypatch)
+    assert pool.snapshot()["waves"] == 0, "a capture is nobody's"
+    used = 0
+    for _ in range(40):
+        used += step.check(choice.randint(1, 5), rng)
+        if choice.random() < 0.5:
+            pool.settle()
+    stats = pool.snapshot()
+    assert stats["hits"] + stats["misses"] == used and stats["waves"] == 40 * LAYERS
+    assert stats["bytes"]["host streamed"] == stats["misses"] * shape().expert_bytes
+    assert stats["hits"] > 0 and stats["prefetches"] > 0
+
+
+def test_replayed_and_launched_steps_take_turns(made, monkeypatch):
+    """A padded step that is launched masks what a replay masks; both count alike."""
+    pool, rng = made(6), torch.Generator().manual_seed(0)
+    step, used = Replayed(pool, 4, monkeypatch), 0
+    for rows in (4, 2, 3, 1, 4):
+        used += step.check(rows, rng)
+        used += pool.check(DECODE, rng)
+        x, weights = torch.rand(8, D, generator=rng), torch.rand(8, TOP_K, generator=rng)
+        ids = torch.arange(16).view(8, 2) % EXPERTS
+        pool.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
+        out = pool.run(0, x, weights, ids, "silu", torch.empty_like(x))
+        pool.end_step()
+        assert torch.equal(out[:rows], pool.expected(0, x[:rows], weights[:rows], ids[:rows], "silu"))
+        assert not out[rows:].any()
+        assert int((pool._counts[0] > 0).sum()) == len(ids[:rows].unique())
+
+
+def test_a_graph_is_never_staged(made, monkeypatch):
+    """Who is missing is for the host to say, and a replay does not ask it: the rows of a wide one are read in place."""
+    pool, rng = made(10, staged=True), torch.Generator().manual_seed(0)
+    step = Replayed(pool, ROWS_MAX, monkeypatch)
+    used = sum(step.check(rows, rng) for rows in (ROWS_MAX, 3, ROWS_MAX))
+    stats = pool.snapshot()
+    assert stats["hits"] + stats["misses"] == used and "host staged" not in stats["bytes"]
 
 
 def plain(*sizes: tuple[int, int]) -> dict[str, TensorSpec]:

@@ -6,8 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_spac.config import SpacConfig
+from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration import graphs
+from vllm_spac.staging import ROWS
+
+SLOTS, POINTERS = SpacConfig(), SpacConfig(execution="pointers")
+FULL = ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
 
 @pytest.fixture
@@ -24,37 +30,63 @@ def arguments(mode: str | None, *, eager: bool = False, speculative=None):
     return SimpleNamespace(compilation_config=compilation, enforce_eager=eager, speculative_config=speculative)
 
 
-def test_left_to_vllm_graphs_become_piecewise(cuda) -> None:
+def test_left_to_vllm_graphs_become_piecewise_where_layers_need_the_host(cuda) -> None:
     args = arguments(None)
     given = args.compilation_config
-    graphs.request(args)
+    graphs.request(args, SLOTS)
     assert args.compilation_config.cudagraph_mode.name == "PIECEWISE"
     assert given.cudagraph_mode is None, "the user's own object, which another engine may use"
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE"])
-def test_what_can_be_is_kept(cuda, mode: str) -> None:
+def test_pointers_leave_the_mode_to_vllm(cuda) -> None:
+    args = arguments(None)
+    graphs.request(args, POINTERS)
+    assert args.compilation_config.cudagraph_mode is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "config"),
+    [("NONE", SLOTS), ("PIECEWISE", SLOTS), ("PIECEWISE", POINTERS), *((mode, POINTERS) for mode in FULL)],
+)
+def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
     args = arguments(mode)
-    graphs.request(args)
+    graphs.request(args, config)
     assert args.compilation_config.cudagraph_mode.name == mode
 
 
-@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-def test_full_graphs_that_were_asked_for_are_refused(cuda, mode: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"cudagraph_mode {mode} .*'{{\"cudagraph_mode\": \"PIECEWISE\"}}'"):
-        graphs.request(arguments(mode))
-    graphs.request(arguments(mode, eager=True))  # which turns them off
+HOST = {
+    "--spac-execution pointers": {},
+    "--spac-trace": {"trace": "file"},
+    "--spac-budget,": {"budget": 8},
+    "--spac-budget-mass": {"budget_mass": 0.9},
+    "--spac-budget-file": {"budget_file": "file"},
+    "--spac-control": {"control": True},
+}
+
+
+@pytest.mark.parametrize("mode", FULL)
+@pytest.mark.parametrize("flag", HOST)
+def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(cuda, mode: str, flag: str) -> None:
+    config = SpacConfig(**HOST[flag], **({"execution": "pointers"} if HOST[flag] else {}))
+    with pytest.raises(
+        UnsupportedError, match=rf"cudagraph_mode {mode} .*{flag}.*'{{\"cudagraph_mode\": \"PIECEWISE\"}}'"
+    ):
+        graphs.request(arguments(mode), config)
+    graphs.request(arguments(mode, eager=True), config)  # which turns them off
+    args = arguments(None)
+    graphs.request(args, config)
+    assert args.compilation_config.cudagraph_mode.name == "PIECEWISE"
 
 
 def test_what_needs_full_graphs_is_refused(cuda) -> None:
     with pytest.raises(UnsupportedError, match="drop it from --speculative-config"):
-        graphs.request(arguments(None, speculative={"method": "mtp", "enable_adaptive_verification": True}))
-    graphs.request(arguments(None, speculative={"method": "mtp"}))
+        graphs.request(arguments(None, speculative={"method": "mtp", "enable_adaptive_verification": True}), POINTERS)
+    graphs.request(arguments(None, speculative={"method": "mtp"}), POINTERS)
 
 
 def test_on_a_cpu_nothing_is_asked_for() -> None:
     args = arguments(None)
-    graphs.request(args)
+    graphs.request(args, SLOTS)
     assert args.compilation_config.cudagraph_mode is None
 
 
@@ -82,19 +114,42 @@ def config(mode: str):
 
 
 def test_only_graphs_are_split() -> None:
-    for mode, ops in (("PIECEWISE", ["a::b", graphs.MOE_LAYER]), ("NONE", ["a::b"])):
+    split = ["a::b", graphs.MOE_LAYER]
+    for mode, ops in {"PIECEWISE": split, "FULL_AND_PIECEWISE": split, "NONE": ["a::b"]}.items():
         made = config(mode)
-        graphs.split(made)
+        graphs.split(made, POINTERS)
         assert made.compilation_config.splitting_ops == ops
 
 
 def test_graphs_that_became_full_on_the_way_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="cudagraph_mode FULL "):
-        graphs.split(config("FULL"))
+        graphs.split(config("FULL"), SLOTS)
 
 
 def test_graphs_that_split_by_themselves_are_refused(monkeypatch) -> None:
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     with pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
-        graphs.split(config("PIECEWISE"))
-    graphs.split(config("NONE"))
+        graphs.split(config("PIECEWISE"), SLOTS)
+    graphs.split(config("NONE"), SLOTS)
+
+
+@pytest.mark.parametrize("mode", FULL)
+@pytest.mark.parametrize(("captured", "refused"), [(4 * ROWS - 1, False), (4 * ROWS, True)])
+def test_no_graph_holds_a_prompt_that_is_staged(mode: str, captured: int, refused: bool) -> None:
+    made = config(mode)
+    made.compilation_config.max_cudagraph_capture_size = captured
+    shape = MoEShape(("layer",), 8, 2, {})
+    if refused and mode == "FULL":
+        with pytest.raises(UnsupportedError, match="64 and more are staged.*--spac-staging off"):
+            graphs.check_staging(made, shape)
+    else:
+        graphs.check_staging(made, shape)
+
+
+@pytest.mark.parametrize(("batched", "captured", "rows"), [(64, 16, 64), (8, 16, 16), (8, None, 8)])
+def test_a_forward_may_be_padded_beyond_what_is_batched(batched: int, captured: int | None, rows: int) -> None:
+    made = SimpleNamespace(
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=captured),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=batched),
+    )
+    assert graphs.most_rows(made) == rows

@@ -15,6 +15,7 @@ from vllm_spac.integration.opaque import run_experts
 from vllm_spac.pool import ExpertPool
 from vllm_spac.split import Share, combine
 from vllm_spac.streamed import ACTIVATIONS, StreamedPool
+from vllm_spac.streams import capturing
 
 if TYPE_CHECKING:
     from vllm_spac.integration.loading import ModelExperts
@@ -196,16 +197,17 @@ class ManagedExperts:
     def spac_forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """The layer's output [tokens, hidden]: over the table of pointers, in slots, or in slots and on the CPU."""
         pool, runtime = self.spac_pool, self.spac.runtime
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise SpacError(
-                f"spac: {self.layer_name} is being captured into a CUDA graph, where nothing can be loaded or counted; "
-                "add --enforce-eager"
-            )
+        if capturing(x):
+            if not self._pointers:
+                raise SpacError(
+                    f"spac: {self.layer_name} is being captured into a CUDA graph, where nothing can be loaded or "
+                    "counted; add --enforce-eager"
+                )
+            runtime.captured()
         real = runtime.rows(len(x))
         if self._pointers:
             runtime.routed(pool, self.spac_index, topk_ids[:real], topk_weights[:real])
-            ids = torch.nn.functional.pad(topk_ids[:real], (0, 0, 0, len(x) - real), value=-1)  # padding runs nothing
-            return pool.run(self.spac_index, x, topk_weights, ids, self.activation.value, torch.empty_like(x))
+            return pool.run(self.spac_index, x, topk_weights, topk_ids, self.activation.value, torch.empty_like(x))
         if pool.holds_all and not self.spac.on_cpu:  # vLLM's own routing and kernels: nothing to wait for
             runtime.routed(pool, self.spac_index, topk_ids[:real], topk_weights[:real])
             return super().forward_modular(x, topk_weights, topk_ids)

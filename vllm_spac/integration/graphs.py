@@ -1,6 +1,8 @@
-"""CUDA graphs: experts are loaded between captured pieces, so graphs are split at our op, or there are none.
+"""CUDA graphs: of whole steps where no layer needs the host, else split at our op, or none.
 
-A graph of a whole forward would repeat for ever what was decided while it was captured.
+A graph of a whole forward repeats for ever what the host decided while it was captured. Where experts are loaded
+between layers, routing is recorded or a budget cuts it, that would be wrong. With ``execution=pointers`` and none of
+these the host decides between steps alone (``streamed``).
 """
 
 from __future__ import annotations
@@ -9,16 +11,33 @@ import copy
 import logging
 from collections.abc import Sequence
 
+from vllm_spac.config import SpacConfig
+from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.staging import ROWS
 
 logger = logging.getLogger("vllm.spac")
 
 MOE_LAYER = "vllm::spac_moe_layer"  # registered in ``opaque``, whose import brings vLLM's MoE layers along
-_USE_PIECEWISE = """use --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
+_PIECEWISE = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
 
 
-def request(engine_args) -> None:
-    """Ask for piecewise graphs in an ``EngineArgs`` whose user left the mode to vLLM, which would take full ones too.
+def needs_host(config: SpacConfig) -> tuple[str, str] | None:
+    """(what the host does in a layer, the flag without which it does nothing there), or None."""
+    if config.execution != "pointers":
+        return "experts are loaded between the pieces", "use --spac-execution pointers"
+    if config.trace is not None:
+        return "routing is recorded between the pieces", "drop --spac-trace"
+    for name in ("budget", "budget_mass", "budget_file"):
+        if getattr(config, name) is not None:
+            return "a budget is applied between the pieces", f"drop --spac-{name.replace('_', '-')}"
+    if config.control:
+        return "a budget may be applied between the pieces", "drop --spac-control"
+    return None
+
+
+def request(engine_args, config: SpacConfig) -> None:
+    """Ask for piecewise graphs in an ``EngineArgs`` whose user left the mode to vLLM, if full ones cannot be.
 
     Raises:
         UnsupportedError: the user asked for what needs full graphs.
@@ -30,19 +49,19 @@ def request(engine_args) -> None:
         return
     if (engine_args.speculative_config or {}).get("enable_adaptive_verification"):
         raise UnsupportedError(
-            "spac: enable_adaptive_verification needs full CUDA graphs, in which no expert can be loaded; "
-            "drop it from --speculative-config"
+            "spac: enable_adaptive_verification needs full CUDA graphs, and leaves it to the device which rows of a "
+            "step count; drop it from --speculative-config"
         )
     asked = engine_args.compilation_config.cudagraph_mode
-    if asked is None:
+    if asked is not None:
+        check(asked.name, config, breakable=False)
+    elif needs_host(config):
         engine_args.compilation_config = copy.deepcopy(engine_args.compilation_config)
         engine_args.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
-    else:
-        check(asked.name, breakable=False)
 
 
-def split(vllm_config) -> None:
-    """Split the graphs of a checked configuration at our op; vLLM's own ops to split at, or the user's, stay.
+def split(vllm_config, config: SpacConfig) -> None:
+    """Split the pieces of a checked configuration at our op too; vLLM's own ops to split at, or the user's, stay.
 
     Raises:
         UnsupportedError: as ``check``.
@@ -51,15 +70,20 @@ def split(vllm_config) -> None:
     from vllm.config import CUDAGraphMode
 
     compilation = vllm_config.compilation_config
-    if compilation.cudagraph_mode == CUDAGraphMode.NONE:
+    mode = compilation.cudagraph_mode
+    if mode == CUDAGraphMode.NONE:
         return
-    check(compilation.cudagraph_mode.name, breakable=envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
+    check(mode.name, config, breakable=envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
     compilation.splitting_ops = with_moe_layer(compilation.splitting_ops)
-    logger.info("spac: CUDA graphs are PIECEWISE, split at the MoE layers: experts are loaded between the pieces")
+    if mode == CUDAGraphMode.PIECEWISE:
+        reason, _ = needs_host(config) or ("as was asked for", None)
+        logger.info("spac: CUDA graphs are PIECEWISE, split at the MoE layers: %s", reason)
+    else:
+        logger.info("spac: CUDA graphs are %s: the full ones hold the MoE layers, which need no host", mode.name)
 
 
-def check(mode: str, breakable: bool) -> None:
-    """Refuse graphs that would hold our op.
+def check(mode: str, config: SpacConfig, breakable: bool) -> None:
+    """Refuse graphs that would hold our op while it needs the host.
 
     Args:
         mode: name of vLLM's ``CUDAGraphMode``.
@@ -68,16 +92,43 @@ def check(mode: str, breakable: bool) -> None:
     Raises:
         UnsupportedError: says which flag helps.
     """
-    if mode not in ("NONE", "PIECEWISE"):
+    if mode not in ("NONE", "PIECEWISE") and (found := needs_host(config)) is not None:
+        reason, instead = found
         raise UnsupportedError(
-            f"spac: cudagraph_mode {mode} captures the MoE layers, and no expert can be loaded in a captured graph; "
-            f"{_USE_PIECEWISE}"
+            f"spac: cudagraph_mode {mode} captures steps in one piece, and {reason}; {instead}, or add {_PIECEWISE}"
         )
     if breakable and mode != "NONE":
         raise UnsupportedError(
             "spac: VLLM_USE_BREAKABLE_CUDAGRAPH=1, which vLLM sets for some models, splits graphs at vLLM's own ops "
             "only; set VLLM_USE_BREAKABLE_CUDAGRAPH=0 or add --enforce-eager"
         )
+
+
+def check_staging(vllm_config, shape: MoEShape) -> None:
+    """Refuse full graphs of prompts so long that they are to be staged, which the host does layer by layer.
+
+    Full graphs of decode steps may be as wide: they read missing experts in place.
+
+    Raises:
+        UnsupportedError: says which flag helps.
+    """
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    captures_prompts = (compilation.cudagraph_mode or CUDAGraphMode.NONE).mixed_mode() == CUDAGraphMode.FULL
+    staged_from = -(-ROWS * shape.experts // shape.top_k)
+    if captures_prompts and (compilation.max_cudagraph_capture_size or 0) >= staged_from:
+        raise UnsupportedError(
+            f"spac: cudagraph_mode FULL captures prompts of up to {compilation.max_cudagraph_capture_size} rows, and "
+            f"those of {staged_from} and more are staged, which no graph can hold; use --spac-staging off, or "
+            """--compilation-config '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'"""
+        )
+
+
+def most_rows(vllm_config) -> int:
+    """Rows of the largest forward, padded for a graph or not."""
+    captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    return max(vllm_config.scheduler_config.max_num_batched_tokens, captured)
 
 
 def with_moe_layer(ops: Sequence[str] | None) -> list[str]:

@@ -19,7 +19,7 @@ from vllm_spac.budgeting import BudgetControl
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration import assembly, fast_memory, routing, runners
+from vllm_spac.integration import assembly, fast_memory, graphs, routing, runners
 from vllm_spac.integration.fingerprint import fingerprint
 from vllm_spac.knobs import EngineKnobs
 from vllm_spac.memory import release_file_pages, release_freed_memory
@@ -125,6 +125,8 @@ class ModelExperts:
         knob = self.config.staging if self.config.execution == "pointers" else "off"
         for shape in self._shapes:
             count, staged = staging.divide(self.config.parsed_slots, knob, shape, free)
+            if staged:
+                graphs.check_staging(self.vllm_config, shape)
             self._plan.append((count, staged))
             free -= count * shape.expert_bytes + (staging.staging_bytes(shape) if staged else 0)
             self._open_store(shape, count)
@@ -251,7 +253,8 @@ class ModelExperts:
         policy = components.build("policies", self.config.policy)
         parts = shape, count, policy, store, tensors
         if self.config.execution == "pointers":
-            pool = streamed.StreamedPool(*parts, path=self.store_name, staged=staged)
+            rows = graphs.most_rows(self.vllm_config)
+            pool = streamed.StreamedPool(*parts, path=self.store_name, rows=rows, staged=staged)
         else:
             knobs = EngineKnobs(prefetch=self.config.prefetch)
             pool = ExpertPool(*parts, io_threads=self.config.io_threads, path=self.store_name, engine=knobs)

@@ -43,9 +43,9 @@ def _checked(create_engine_config):
 
         compat.require_supported_vllm()
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
-        graphs.request(self)
+        graphs.request(self, config)
         vllm_config = create_engine_config(self, *args, **kwargs)
-        graphs.split(vllm_config)
+        graphs.split(vllm_config, config)
         preflight.check(config, vllm_config)
         return vllm_config
 
