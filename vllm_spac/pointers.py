@@ -28,6 +28,11 @@ which costs nothing by then. The host asks between steps and never waits.
 A table never changes while kernels of a step run: no kernel races with a pointer write, a launch sees one pointer for
 both of its GEMMs, and what was a hit in a step is known exactly.
 
+**A step may be one replay of a CUDA graph.** The argument asks of k where it was submitted, and no more: not in which
+order the kernels of a step run, nor whether they run at once. A replay submits them all at one point of the compute
+stream, behind the pointers' writes of its step and before those of the next. What was captured is where the table
+lies, not what it says, and the table stays there; no move, and no wait for one, is ever captured.
+
 **Why not all four on the copy stream,** as the idea is usually put, with F recorded after the last use? A copy stream
 lags: kernels that were submitted *after* F may begin before step 1 has run, read the old pointer, and be reading when
 step 3 begins. To be right, F would have to be recorded after the host has seen that step 1 is over, or the compute
