@@ -12,13 +12,48 @@ from typing import Protocol
 from torch import Tensor
 
 from vllm_spac.budgeting import BudgetControl
-from vllm_spac.core import RowKind, Step
+from vllm_spac.core import MoEShape, RowKind, Step
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.guard import Guard
-from vllm_spac.pool import ExpertPool
+from vllm_spac.residency import Residency
+from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.trace_writer import TraceWriter
 
 _SAVE_SECONDS = 5.0
+
+
+class Pool(Protocol):
+    """The experts of all layers of one shape, whichever way they are executed.
+
+    Attributes:
+        holds_all: each expert has its slot, so that nothing is ever decided or moved.
+        keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding.
+    """
+
+    shape: MoEShape
+    store: ExpertStore
+
+    @property
+    def residency(self) -> Residency: ...
+    @property
+    def holds_all(self) -> bool: ...
+    @property
+    def keeps_bits(self) -> bool: ...
+
+    def begin_step(self, step: Step) -> None:
+        """A forward of the target model starts for real requests."""
+
+    def observe(self, layer: int, ids: Tensor) -> None:
+        """A layer's rows were routed to ``ids`` [rows, top_k], without padding."""
+
+    def end_step(self) -> None:
+        """The forward is over; what comes until the next step (profiling, warm-up) is not counted."""
+
+    def snapshot(self) -> dict:
+        """The counters as plain data, up to the last step."""
+
+    def close(self) -> None:
+        """Stop what runs in the background and give back the store."""
 
 
 class Listener(Protocol):
@@ -43,7 +78,7 @@ class Runtime:
 
     def __init__(
         self,
-        pools: Sequence[ExpertPool],
+        pools: Sequence[Pool],
         budget: BudgetControl,
         trace: TraceWriter | None = None,
         guard: Guard | None = None,
@@ -124,7 +159,7 @@ class Runtime:
         """Whether each row of a forward is a request's and runs what its router chose: no expert is -1 then."""
         return self._step is not None and self._rows == forward and not self.budget.active
 
-    def routed(self, pool: ExpertPool, layer: int, ids: Tensor, weights: Tensor) -> None:
+    def routed(self, pool: Pool, layer: int, ids: Tensor, weights: Tensor) -> None:
         """A layer is about to run its rows with these experts, [rows, top_k] without padding."""
         pool.observe(layer, ids)
         if self._trace is not None and self._step is not None:
@@ -176,7 +211,7 @@ class Runtime:
             self._save_at = done + max(_SAVE_SECONDS, 50 * (done - now))
 
 
-def _close(trace: TraceWriter | None, pools: Sequence[ExpertPool]) -> None:
+def _close(trace: TraceWriter | None, pools: Sequence[Pool]) -> None:
     if trace is not None:
         trace.finish()
     for pool in pools:

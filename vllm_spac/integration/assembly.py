@@ -24,7 +24,7 @@ from vllm_spac.integration.fingerprint import model_fingerprint
 from vllm_spac.memory import gib
 from vllm_spac.pool import ExpertPool
 from vllm_spac.profile import ExpertSize, serving_rates
-from vllm_spac.runtime import Runtime
+from vllm_spac.runtime import Pool, Runtime
 from vllm_spac.staging import staging_bytes
 from vllm_spac.streamed import StreamedPool
 from vllm_spac.trace import TraceFacts
@@ -74,7 +74,7 @@ def guard(config: SpacConfig, vllm_config) -> Guard | None:
     return Guard(speculation.num_speculative_tokens)
 
 
-def trace(config: SpacConfig, vllm_config, pools: Sequence[ExpertPool]) -> TraceWriter | None:
+def trace(config: SpacConfig, vllm_config, pools: Sequence[Pool]) -> TraceWriter | None:
     """What records the routing, if asked for; ``ConfigError`` for layers of several shapes."""
     if config.trace is None:
         return None
@@ -174,14 +174,14 @@ def _rates(config: SpacConfig, pool: ExpertPool, layer, group: CpuGroup, in_slot
     return serving_rates(pool.store, group, in_slots, **options), f"measured now{missing}"
 
 
-def mode(budget: BudgetControl, pools: Sequence[ExpertPool]) -> str:
+def mode(budget: BudgetControl, pools: Sequence[Pool]) -> str:
     """``exact``, ``exact up to rounding`` (CPU experts, pointers: not vLLM's kernel) or ``lossy`` (a budget)."""
     if budget.settings.active:
         return "lossy"
     return "exact" if all(pool.keeps_bits for pool in pools) else "exact up to rounding"
 
 
-def describe(pool: ExpertPool) -> str:
+def describe(pool: Pool) -> str:
     """Slots, bytes and store of a pool, for the start-up line."""
     shape, count = pool.shape, pool.residency.slots
     share, size, total = 100 * count / shape.total, count * shape.expert_bytes, shape.total * shape.expert_bytes
@@ -217,7 +217,7 @@ def stats(runtime: Runtime, config: SpacConfig, store: str) -> dict:
     return total | {"budget": {"setting": settings.describe(), **runtime.budget.counters.snapshot()}}
 
 
-def _facts(pool: ExpertPool) -> dict:
+def _facts(pool: Pool) -> dict:
     shape = pool.shape
     return {
         "layers": len(shape.layers),
