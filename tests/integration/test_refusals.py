@@ -121,10 +121,28 @@ def test_a_dense_model(tmp_path):
         engine_config(model, {})
 
 
-def test_a_quantised_model(tmp_path):
-    quantised = {**QWEN, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
-    with pytest.raises(ValueError, match="quantization fp8 is not supported"):
-        engine_config(write_config(tmp_path / "fp8", quantised), {})
+@pytest.mark.parametrize(
+    ("quantisation", "options", "named"),
+    [
+        (
+            {"quant_method": "fp8", "activation_scheme": "dynamic"},
+            {},
+            r"one scale a tensor.*\(fp8\).*by block or channel",
+        ),
+        ({"quant_method": "mxfp4"}, {}, r"quantised experts \(mxfp4\): not supported; use one in FP8"),
+        (None, {"quantization": "fp8_per_block"}, "--quantization fp8_per_block quantises experts while.*drop it"),
+    ],
+    ids=["scales of tensors", "unknown", "while loading"],
+)
+def test_quantised_models(tmp_path, quantisation, options, named):
+    facts = QWEN if quantisation is None else QWEN | {"quantization_config": quantisation}
+    with pytest.raises(ValueError, match=named):
+        engine_config(write_config(tmp_path / "model", facts), {}, **options)
+
+
+def test_a_quantised_model_that_its_layers_decide_on(tmp_path):
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": blocks}), {})
 
 
 @pytest.mark.parametrize(("v2", "speculative"), [(True, object()), (True, None), (False, object())], ids=str)

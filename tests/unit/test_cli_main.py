@@ -125,7 +125,7 @@ def test_inspect_reads_only_files_of_the_index(tmp_path):
         (one_by_one(), {"num_experts": 8}, "does not say how many experts a token uses"),
         (one_by_one(experts=7), TWO_OF_EIGHT, "7 experts"),
         ({"a": (2,)}, TWO_OF_EIGHT, "none of its tensors is one"),
-        (one_by_one(), TWO_OF_EIGHT | {"quantization_config": {"quant_method": "fp8"}}, "quantised experts (fp8)"),
+        (one_by_one(), TWO_OF_EIGHT | {"quantization_config": {"quant_method": "mxfp4"}}, "quantised experts (mxfp4)"),
     ],
 )
 def test_inspect_refuses_with_the_reason(tmp_path, names, config, message):

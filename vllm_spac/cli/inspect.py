@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_spac import quantisation
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.memory import gib
 
@@ -30,8 +31,6 @@ vllm-spac inspect Qwen/Qwen3-30B-A3B   [dim]# a model in the Hugging Face cache;
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
-INNER_CONFIGS = ("text_config", "language_config", "llm_config", "ffn_config")
-QUANTISED = ("quantization_config", "compression_config", "quant_config")
 
 SHARES = (10, 25, 50, 100)
 _EXPERT = re.compile(r".*?\b(?:layers?|blocks|h)\.(?P<index>\d+)\..*?\bexperts\.(?:(?P<expert>\d+)\.)?")
@@ -50,7 +49,7 @@ class Checkpoint:
         other_bytes: bytes of everything else.
         draft_bytes: bytes of layers after the last, which only a draft of the same checkpoint uses.
         dtypes: element types of the experts.
-        quantisation: the method of a quantised checkpoint.
+        quantisation: the ``quantization_config`` of a quantised checkpoint.
     """
 
     name: str
@@ -60,7 +59,7 @@ class Checkpoint:
     other_bytes: int
     draft_bytes: int = 0
     dtypes: frozenset[str] = field(default_factory=frozenset)
-    quantisation: str | None = None
+    quantisation: Mapping | None = None
 
     @property
     def expert_bytes(self) -> list[int]:
@@ -88,10 +87,8 @@ def inspect(
     checkpoint = read_checkpoint(find_folder(model))
     console = Console()
     console.print(_facts(model, checkpoint))
-    if checkpoint.quantisation:
-        raise UnsupportedError(
-            f"{model} has quantised experts ({checkpoint.quantisation}): not supported; use an unquantised checkpoint"
-        )
+    if checkpoint.quantisation and (reason := quantisation.refusal(checkpoint.quantisation)):
+        raise UnsupportedError(f"{model} has {reason}")
     console.print(_needs(checkpoint))
     smallest = checkpoint.smallest_percent()
     console.print(
@@ -138,12 +135,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     layers = _first(config, LAYERS) or math.inf
     layer_bytes: Counter[int] = Counter()
     dtypes, draft, other, named = set(), 0, 0, set()
+    quantised = quantisation.of(config)
     for name, entry in _tensors(folder):
         size = entry["data_offsets"][1] - entry["data_offsets"][0]
         match = _EXPERT.match(name)
         if name.startswith("mtp.") or (match and int(match["index"]) >= layers):
             draft += size
         elif match:
+            if quantised:
+                size = quantisation.kept_bytes(quantised, name, entry["shape"], size)
             layer_bytes[int(match["index"])] += size
             dtypes.add(entry["dtype"])
             named.add(match["expert"])
@@ -161,7 +161,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         other_bytes=other,
         draft_bytes=draft,
         dtypes=frozenset(dtypes),
-        quantisation=_quantisation(config),
+        quantisation=quantised,
     )
 
 
@@ -194,24 +194,10 @@ def _read_config(folder: Path) -> dict:
     return config
 
 
-def _configs(config: dict) -> Iterator[dict]:
-    """The config itself, then those of its parts: multimodal models describe their language model in one."""
-    yield config
-    for name in INNER_CONFIGS:
-        if isinstance(config.get(name), dict):
-            yield config[name]
-
-
 def _first(config: dict, names: tuple[str, ...]) -> int:
-    found = (part[name] for part in _configs(config) for name in names if part.get(name))
+    found = (part[name] for part in quantisation.parts(config) for name in names if part.get(name))
     value = next(found, 0)
     return max(value) if isinstance(value, list) else int(value)
-
-
-def _quantisation(config: dict) -> str | None:
-    entries = (part[name] for part in _configs(config) for name in QUANTISED if part.get(name))
-    entry = next(entries, None)
-    return str(entry.get("quant_method", "unnamed method")) if isinstance(entry, dict) else entry and str(entry)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, dict]]:
@@ -243,7 +229,9 @@ def _facts(model: str, checkpoint: Checkpoint) -> Table:
         "all experts": gib(experts),
         "everything else": gib(checkpoint.other_bytes),
     }
-    if "F32" in checkpoint.dtypes:
+    if checkpoint.quantisation:
+        rows["quantised by"] = quantisation.method(checkpoint.quantisation) + ", and so in slots"
+    elif "F32" in checkpoint.dtypes:
         rows["served as"] = "16 bits, half of these sizes, unless --dtype float32"
     if checkpoint.draft_bytes:
         rows["draft layers (not served)"] = gib(checkpoint.draft_bytes)

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm_spac.budgeting import BudgetedLayer, RoutingRule
 from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.integration import schemes
 from vllm_spac.integration.opaque import run_experts
 from vllm_spac.pool import ExpertPool
 from vllm_spac.split import Share, combine
@@ -18,10 +19,14 @@ from vllm_spac.streamed import ACTIVATIONS, StreamedPool
 from vllm_spac.streams import capturing
 
 if TYPE_CHECKING:
+    from vllm_spac.config import SpacConfig
     from vllm_spac.integration.loading import ModelExperts
 
-# What an unquantised layer has for each expert; other parameters (a correction bias, say) are the router's.
-_EXPERT_TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+# Whatever a kernel may read beside the weights that each call names; each is a tensor or None.
+_KERNEL_READS = (
+    *("w1_scale", "w2_scale", "w1_zp", "w2_zp", "w1_bias", "w2_bias"),
+    *("a1_scale", "a2_scale", "a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas"),
+)
 
 
 class ManagedExperts:
@@ -37,16 +42,17 @@ class ManagedExperts:
 
         with torch.device("cpu"):
             super().__init__(layer_name, *args, **kwargs)
-        self._check_supported()
+        self._staged = schemes.expert_tensors(self)
         self.spac: ModelExperts = current()
         self.spac_index = 0  # among the layers of its shape
         self.spac_number = 0  # among all
         self.spac_rule = RoutingRule()
         self.spac_pool: ExpertPool | StreamedPool | None = None
         self._pointers = self.spac.config.execution == "pointers"
+        if schemes.is_quantised(self):
+            self._check_quantised(self.spac.config)
         if self._pointers:
             self._check_kernels()
-        self._staged = {name: p for name, p in self.named_parameters() if name in _EXPERT_TENSORS}
         self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
         self._arrived = dict.fromkeys(self._staged, 0)
         self._packed = False
@@ -55,21 +61,17 @@ class ManagedExperts:
         self.quant_method.requires_device_loading = False  # pack moves a part of the layer at a time instead
         self.spac.add(self)
 
-    def _check_supported(self) -> None:
-        method = self.quant_method
-        kind = type(method).__name__
-        if method.is_monolithic:
+    def _check_quantised(self, config: SpacConfig) -> None:
+        method = type(self.quant_method).__name__
+        if config.execution == "pointers":
             raise UnsupportedError(
-                f"spac: {self.layer_name} uses a monolithic MoE backend ({kind}), which routes inside the kernel; "
-                "add --moe-backend triton"
+                f"spac: execution=pointers cannot run the quantised experts ({method}) of {self.layer_name}; use "
+                "--spac-execution slots, which loads missing experts into slots and runs vLLM's own kernel"
             )
-        if kind != "UnquantizedFusedMoEMethod":
+        if config.cpu_experts != "off":
             raise UnsupportedError(
-                f"spac: {self.layer_name} has quantised experts ({kind}); use an unquantised checkpoint"
-            )
-        if method.experts_cls is None or getattr(method.experts_cls, "requires_interleaved_w13", False):
-            raise UnsupportedError(
-                f"spac: {self.layer_name}: {method.experts_cls} keeps no slots; add --moe-backend triton"
+                f"spac: cpu_experts={config.cpu_experts} cannot compute the quantised experts ({method}) of "
+                f"{self.layer_name}; use --spac-cpu-experts off"
             )
 
     def _check_kernels(self) -> None:
@@ -94,11 +96,11 @@ class ManagedExperts:
     def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
         """Stage one checkpoint tensor; when it is the last of the layer, pack the layer and forget it."""
         self.spac.arrived(loaded_weight.nbytes)
-        if self.spac.is_stored(self):
+        name = next((name for name, staged in self._staged.items() if staged is param), None)
+        if name is None or self.spac.is_stored(self):  # what no kernel reads, or what is packed already
             return True if return_success else None
         if self._packed:
             raise SpacError(f"spac: {weight_name} of {self.layer_name} arrived after the layer was packed")
-        name = next(name for name, staged in self._staged.items() if staged is param)
         success = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
         self._arrived[name] += loaded_weight.numel()
         if all(self._arrived[name] >= count for name, count in self._expected.items()):
@@ -145,9 +147,10 @@ class ManagedExperts:
         own = slice(index * experts, (index + 1) * experts) if pool.holds_all else slice(None)
         for name, param in self._kernel_params.items():
             param.data = pool.tensors[name][own]
-            self._parameters[name] = param
+        self._parameters.update(self._named_for_kernel)
         if not pool.holds_all:
             self.local_num_experts = self.global_num_experts = pool.residency.slots
+        self._check_bound()
 
     def budgeted(self) -> BudgetedLayer:
         """The layer as the budget's control sees it; possible before it is packed."""
@@ -161,7 +164,10 @@ class ManagedExperts:
         return torch.from_numpy(self.spac_pool.residency.slot_of[keys] >= 0).to(self.spac.device)
 
     def _convert(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run vLLM's own conversion on some of the experts; leaves the kernel built on ``_kernel_params``."""
+        """Run vLLM's own conversion on some of the experts; leaves the kernel built on ``_kernel_params``.
+
+        It works expert by expert in all that ``schemes`` allows: what a whole layer would give, in parts.
+        """
         device = self.spac.device
         for name, tensor in raw.items():
             param = torch.nn.Parameter(tensor.to(device), requires_grad=False)
@@ -170,12 +176,25 @@ class ManagedExperts:
         self.quant_method.moe_kernel = self.quant_method.moe_quant_config = None  # else weights count as an update
         self._to_kernel(self)
         self._kernel_params = {name: self._parameters[name] for name in raw}
+        ours = {id(param) for param in self._kernel_params.values()}
+        self._named_for_kernel = {name: param for name, param in self._parameters.items() if id(param) in ours}
         return {name: param.data for name, param in self._kernel_params.items()}
 
     def _restore(self) -> None:
         """Loaders look parameters up by name while others are still to come: show them the staged ones."""
+        for name in self._named_for_kernel:
+            del self._parameters[name]  # some go by a second name
         self._parameters.update(self._staged)
         self._kernel_params = {name: _emptied(param) for name, param in self._kernel_params.items()}
+
+    def _check_bound(self) -> None:
+        """``SpacError`` if vLLM's kernel reads scales, zero points or biases that are not those of the slots."""
+        config = self.quant_method.moe_kernel.fused_experts.quant_config
+        slots = {param.data_ptr() for param in self._kernel_params.values()}
+        for name in _KERNEL_READS:
+            tensor = getattr(config, name)
+            if tensor is not None and tensor.data_ptr() not in slots:
+                raise SpacError(f"spac: vLLM's kernel of {self.layer_name} keeps {name} for itself, outside the slots")
 
     # -- running -------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import xxhash
 
+from vllm_spac import quantisation
 from vllm_spac.core import MoEShape
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.npz")
@@ -18,17 +19,23 @@ def fingerprint(vllm_config, shape: MoEShape, layer) -> str:
     """32 hexadecimal digits that change with the weights, the layout, the kernel and vLLM's version."""
     import vllm
 
-    model = vllm_config.model_config
+    model, method = vllm_config.model_config, layer.quant_method
     facts = {
         "vllm": vllm.__version__,
-        "experts_class": f"{layer.quant_method.experts_cls.__module__}.{layer.quant_method.experts_cls.__qualname__}",
+        "experts_class": _name(method.experts_cls),
+        "quant_method": _name(type(method)),
+        "quantisation": quantisation.of(model.hf_config.to_dict()),  # also what shows in no shape: signs, orders
         "load_format": str(vllm_config.load_config.load_format),
         "layers": shape.layers,
         "experts": shape.experts,
         "tensors": {name: [spec.shape, str(spec.dtype)] for name, spec in shape.tensors.items()},
         "weights": _weights(model),
     }
-    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True, default=str).encode())
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def model_fingerprint(vllm_config) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_spac import slots
+from vllm_spac import quantisation, slots
 from vllm_spac.budgets.base import validate
 from vllm_spac.config import SpacConfig
 from vllm_spac.config import flag as knob_flag
@@ -50,6 +50,7 @@ def check(config: SpacConfig, vllm_config) -> None:
         slots.check(config.parsed_slots, model.get_num_experts(), top_k)
         if config.budget is not None:
             validate(config.budget, model.get_num_experts(), top_k, config.budget_coverage)
+    _check_quantisation(model)
     for refused, flag, instead in _refusals(vllm_config):
         if refused:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
@@ -75,7 +76,6 @@ def _refusals(vllm_config):
     yield parallel.data_parallel_size > 1, "--data-parallel-size above 1", "use 1, or one server a replica"
     yield parallel.enable_expert_parallel, "--enable-expert-parallel", "drop it"
     yield parallel.enable_eplb, "--enable-eplb", "drop it: placement is what spac decides"
-    yield model.quantization is not None, f"quantization {model.quantization}", "use an unquantised checkpoint"
     yield vllm_config.lora_config is not None, "--enable-lora", "merge the adapter into the checkpoint"
     yield model.enable_sleep_mode, "--enable-sleep-mode", "drop it"
     yield str(load.load_format) not in _LOAD_FORMATS, f"--load-format {load.load_format}", "use --load-format auto"
@@ -84,6 +84,18 @@ def _refusals(vllm_config):
         "vLLM's own weight offloading (--cpu-offload-gb, --offload-*)",
         "drop it: spac keeps the experts outside",
     )
+
+
+def _check_quantisation(model) -> None:
+    if model.quantization is None:
+        return
+    if (checkpoint := quantisation.of(model.hf_config.to_dict())) is None:
+        raise UnsupportedError(
+            f"spac: --quantization {model.quantization} quantises experts while they are loaded: not "
+            "supported; drop it, or use a checkpoint that is quantised already"
+        )
+    if (reason := quantisation.refusal(checkpoint)) is not None:
+        raise UnsupportedError(f"spac: {model.model} has {reason}")
 
 
 def _offloads(vllm_config) -> bool:

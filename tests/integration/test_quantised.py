@@ -1,0 +1,291 @@
+"""vLLM's own quantised layers, managed: their conversion runs on a CPU, their (Triton) kernels do not."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_spac import quantisation as quantised
+from vllm_spac.cli import inspect
+from vllm_spac.config import SpacConfig
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.integration import loading
+from vllm_spac.integration.fingerprint import fingerprint
+
+EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 256, 128
+GROUP = {"strategy": "group", "group_size": 32, "num_bits": 4, "type": "int", "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed(weights: dict, activations: dict | None, layout: str) -> dict:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+        "ignore": [],
+    }
+
+
+METHODS = {
+    "fp8, blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "compressed fp8, blocks": compressed(
+        FP8 | {"strategy": "block", "block_structure": [128, 128]},
+        FP8 | {"strategy": "group", "group_size": 128, "dynamic": True},
+        "float-quantized",
+    ),
+    "compressed fp8, channels": compressed(
+        FP8 | {"strategy": "channel"}, FP8 | {"strategy": "token", "dynamic": True}, "float-quantized"
+    ),
+    "compressed int4": compressed(GROUP, None, "pack-quantized"),
+    "compressed int4, zero points": compressed(GROUP | {"symmetric": False}, None, "pack-quantized"),
+}
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch):
+    """One rank, and vLLM's methods choose the kernels of a GPU."""
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts, TritonWNA16Experts
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+    from vllm.model_executor.layers.quantization import fp8
+
+    def fp8_backend(**_):
+        return Fp8MoeBackend.TRITON, TritonExperts
+
+    def int4_backend(*_, **__):
+        return WNA16MoEBackend.TRITON, TritonWNA16Experts
+
+    monkeypatch.setattr("vllm.distributed.parallel_state._TP", SimpleNamespace(world_size=1, rank_in_group=0))
+    moe = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_"
+    monkeypatch.setattr(fp8, "select_fp8_moe_backend", fp8_backend)
+    monkeypatch.setattr(f"{moe}w8a8_fp8.select_fp8_moe_backend", fp8_backend)
+    monkeypatch.setattr(f"{moe}wna16.select_wna16_moe_backend", int4_backend)
+
+
+def build(quantisation: dict, managed: bool = True, **knobs):
+    """A layer as vLLM builds it for a checkpoint with ``quantisation``."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        size = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INNER}
+        size |= {
+            "tp_size": 1,
+            "dp_size": 1,
+            "pcp_size": 1,
+            "params_dtype": torch.bfloat16,
+            "prefix": "layers.0.experts",
+        }
+        quant = get_quantization_config(quantisation["quant_method"]).from_config(quantisation)
+        if not managed:
+            return FusedMoEFactory(quant_config=quant, **size).routed_experts
+        with loading.managed_load(SpacConfig(**knobs), config):
+            return FusedMoEFactory(quant_config=quant, **size).routed_experts
+
+
+def checkpoint(quantisation: dict) -> dict[str, Tensor]:
+    """Random experts as a checkpoint has them, by the names under ``experts.``."""
+    generator, found = torch.Generator().manual_seed(0), {}
+
+    def bits(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator, dtype=torch.int32)
+
+    def floats(*shape: int, dtype=torch.bfloat16) -> Tensor:
+        return (torch.rand(shape, generator=generator) + 0.5).to(dtype)
+
+    for expert in range(EXPERTS):
+        for part, (rows, columns) in {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}.items():
+            if quantisation.get("format") == "pack-quantized":
+                tensors = {
+                    "weight_packed": bits(rows, columns // 8),
+                    "weight_scale": floats(rows, columns // 32),
+                    "weight_shape": torch.tensor([rows, columns]),
+                }
+                if not quantisation["config_groups"]["all"]["weights"]["symmetric"]:
+                    tensors["weight_zero_point"] = bits(rows // 8, columns // 32)
+            else:
+                channels = "channel" in str(quantisation)
+                scale = "weight_scale_inv" if quantisation["quant_method"] == "fp8" else "weight_scale"
+                tensors = {"weight": floats(rows, columns, dtype=torch.float8_e4m3fn)}
+                tensors[scale] = floats(rows, 1) if channels else floats(rows // 128, columns // 128)
+            found |= {f"{expert}.{part}_proj.{name}": tensor for name, tensor in tensors.items()}
+    return found
+
+
+def load(layer, tensors: dict[str, Tensor], names: list[str] | None = None) -> None:
+    """Give ``layer`` the tensors as vLLM's models do."""
+    shards = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
+    for name in tensors if names is None else names:
+        expert, part, last = name.split(".")
+        prefix, shard = shards[part]
+        param = getattr(layer, f"{prefix}_{last}")
+        assert param.weight_loader(param, tensors[name], f"experts.{prefix}_{last}", shard, int(expert), True)
+
+
+def stand_in(layer) -> list[int]:
+    """Detach ``layer`` from its model; returns the list that grows when it is packed."""
+    packed: list[int] = []
+    device, config = torch.device("cpu"), layer.spac.config
+    layer.spac = SimpleNamespace(device=device, config=config, arrived=lambda _: None, is_stored=lambda _: False)
+    layer.spac.pack = lambda _: packed.append(len(packed))
+    return packed
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Whether all bits are the same: NaNs are."""
+    return found.keys() == expected.keys() and all(
+        (t.shape, t.dtype) == (expected[n].shape, expected[n].dtype)
+        and torch.equal(t.contiguous().view(torch.uint8), expected[n].contiguous().view(torch.uint8))
+        for n, t in found.items()
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_few_experts_are_converted_as_the_whole_layer(name):
+    tensors = checkpoint(METHODS[name])
+    stock, layer = build(METHODS[name], managed=False), build(METHODS[name])
+    load(stock, tensors)
+    stock.quant_method.process_weights_after_loading(stock)
+    stand_in(layer)
+    specs = layer.probe()
+    load(layer, tensors)
+    parts = [layer.convert(start, stop) for start, stop in ((0, 1), (1, 5), (5, EXPERTS))]
+    assert {n: (s.shape, s.dtype) for n, s in specs.items()} == {n: (t.shape[1:], t.dtype) for n, t in parts[0].items()}
+    together = {n: torch.cat([part[n].view(torch.uint8) for part in parts]).view(s.dtype) for n, s in specs.items()}
+    assert same(together, {n: getattr(stock, n).data for n in specs})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_is_packed_when_the_last_tensor_has_come(name):
+    tensors = checkpoint(METHODS[name])
+    layer = build(METHODS[name])
+    packed = stand_in(layer)
+    layer.probe()
+    waited = [n for n in tensors if not n.endswith("shape")]
+    random.Random(0).shuffle(waited)
+    load(layer, tensors, waited[:-1])
+    assert packed == []
+    load(layer, tensors, waited[-1:])
+    layer.forget()
+    load(layer, tensors, [n for n in tensors if n.endswith("shape")])  # nobody waits for these
+    assert packed == [0]
+
+
+def attached(quantisation: dict, slots: int):
+    """(layer, tensors of its pool) as they serve."""
+    layer = build(quantisation)
+    stand_in(layer)
+    specs = layer.probe()
+    tensors = {n: torch.zeros((slots, *s.shape), dtype=s.dtype) for n, s in specs.items()}
+    shape = MoEShape((layer.layer_name,), EXPERTS, TOP_K, specs)
+    residency = SimpleNamespace(slots=slots)
+    pool = SimpleNamespace(shape=shape, holds_all=slots == EXPERTS, tensors=tensors, residency=residency)
+    return layer, pool
+
+
+@pytest.mark.parametrize("slots", [3, EXPERTS], ids=["some", "all"])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_kernel_reads_the_slots(name, slots):
+    layer, pool = attached(METHODS[name], slots)
+    layer.attach(pool)
+    config = layer.quant_method.moe_kernel.fused_experts.quant_config
+    reads = {
+        "w13": (layer.w13_weight, config.w1_scale, config.w1_zp),
+        "w2": (layer.w2_weight, config.w2_scale, config.w2_zp),
+    }
+    for prefix, tensors in reads.items():
+        ours = {t.data_ptr(): t for n, t in pool.tensors.items() if n.startswith(prefix)}
+        for tensor in (t for t in tensors if t is not None):
+            assert tensor.shape == ours[tensor.data_ptr()].shape
+    assert (config.w1_zp is None) == ("zero points" not in name)
+    assert layer.local_num_experts == slots
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks", "compressed int4"])
+def test_a_kernel_that_kept_a_scale_is_noticed(name):
+    layer, pool = attached(METHODS[name], 3)
+    config = layer.quant_method.moe_kernel.fused_experts.quant_config
+    config._w2.scale = config._w2.scale.clone()
+    with pytest.raises(SpacError, match="keeps w2_scale for itself"):
+        layer.attach(pool)
+
+
+FP8_TENSOR = FP8 | {"strategy": "tensor"}
+
+
+@pytest.mark.parametrize(
+    "quantisation",
+    [
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        compressed(FP8_TENSOR, FP8_TENSOR | {"dynamic": True}, "float-quantized"),
+        compressed(FP8_TENSOR, FP8_TENSOR | {"dynamic": False}, "float-quantized"),
+    ],
+    ids=["fp8, dynamic", "fp8, static", "compressed, dynamic", "compressed, static"],
+)
+def test_scales_of_whole_tensors_are_refused(quantisation):
+    assert "share a scale" in quantised.refusal(quantisation)
+    with pytest.raises(UnsupportedError, match="_scale.* not among the weights and scales by block"):
+        build(quantisation)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"execution": "pointers", "store": "host"}, "--spac-execution slots"),
+        ({"cpu_experts": 2, "store": "host"}, "--spac-cpu-experts off"),
+    ],
+    ids=["pointers", "CPU experts"],
+)
+def test_what_quantised_experts_cannot_do(knobs, named):
+    with pytest.raises(UnsupportedError, match=f"quantised experts.*{named}"):
+        build(METHODS["fp8, blocks"], **knobs)
+
+
+def test_a_kernel_that_was_never_seen_is_refused(monkeypatch):
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8
+
+    monkeypatch.setattr(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.MARLIN, MarlinExperts))
+    with pytest.raises(
+        UnsupportedError, match="MarlinExperts was never seen .* TritonExperts was; add --moe-backend tri"
+    ):
+        build(METHODS["fp8, blocks"])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_inspect_counts_the_bytes_of_a_slot(name, tmp_path):
+    facts = {"num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": METHODS[name]}))
+    tensors = checkpoint(METHODS[name])
+    save_file({f"model.layers.0.mlp.experts.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    found = inspect.read_checkpoint(tmp_path)
+    layer = build(METHODS[name])
+    stand_in(layer)
+    assert found.expert_bytes == [sum(spec.nbytes for spec in layer.probe().values())]
+    assert quantised.refusal(found.quantisation) is None
+
+
+def test_packed_experts_are_told_apart():
+    shape = MoEShape(("layer",), EXPERTS, TOP_K, {"w13_weight_packed": TensorSpec((4,), torch.uint8)})
+    names = set()
+    for change in ({}, {"symmetric": False}, {"type": "float"}):
+        entry = compressed(GROUP | change, None, "pack-quantized")
+        hf_config = SimpleNamespace(to_dict=lambda entry=entry: {"quantization_config": entry})
+        model = SimpleNamespace(model="a/b", revision="1", hf_config=hf_config)
+        vllm_config = SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto"))
+        for kernel in (Tensor, MoEShape):
+            for method in ("Fp8MoEMethod", "CompressedTensorsWNA16MoEMethod"):
+                layer = SimpleNamespace(quant_method=type(method, (), {"experts_cls": kernel})())
+                names.add(fingerprint(vllm_config, shape, layer))
+    assert len(names) == 12
