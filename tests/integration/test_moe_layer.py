@@ -29,7 +29,9 @@ class Kernel:
     def forward_modular(self, x, topk_weights, topk_ids):
         assert topk_ids.min() >= 0, "a CPU kernel writes past its heap"
         self.ran.append(len(x))
-        scale = self.spac_pool.tensors["w"][topk_ids.long()].squeeze(-1)
+        slots = topk_ids if self._expert_map is None else self._expert_map[topk_ids.long()]
+        scale = self.spac_pool.tensors["w"][slots.long()].squeeze(-1)
+        self.seen.append(topk_ids)
         return x * (topk_weights * scale).sum(1, keepdim=True)
 
 
@@ -41,9 +43,9 @@ class Layer(ManagedExperts, Kernel):
         policy = components.build("policies", "lru")
         pool = ExpertPool(SHAPE, slots, policy, store, {"w": torch.empty(slots, 1)}, io_threads=1, path="memory")
         list(pool.fill())
-        self.spac = SimpleNamespace(runtime=Runtime([pool], BudgetControl([])), on_cpu=on_cpu)
+        self.spac = SimpleNamespace(runtime=Runtime([pool], BudgetControl([])), on_cpu=on_cpu, device="cpu")
         self.spac_pool, self.spac_index, self.layer_name, self.ran = pool, 0, "layer", []
-        self._pointers = False
+        self._pointers, self._expert_map, self.seen = False, None, []
 
 
 def padded(rows: int, junk: list[int]) -> torch.Tensor:
@@ -77,6 +79,14 @@ def test_an_expert_that_is_skipped_in_a_row_that_counts_adds_nothing() -> None:
     ids = torch.tensor([[2, -1]])
     out = layer.spac_forward(torch.ones(1, WIDTH), torch.tensor([[0.5, 0.5]]), ids)
     assert torch.equal(out, torch.full((1, WIDTH), 1.5))
+
+
+def test_off_the_cpu_experts_keep_their_ids_and_a_map_has_their_slots() -> None:
+    layer = Layer(3, on_cpu=False)
+    ids, x, weights = torch.tensor([[7, 5], [5, 6], [4, 3]]), torch.rand(3, WIDTH), torch.rand(3, TOP_K)
+    out = layer.spac_in_slots(x, weights, ids)
+    assert torch.allclose(out, x * (weights * (ids + 1)).sum(1, keepdim=True))
+    assert torch.equal(torch.cat(layer.seen), ids) and len(layer.seen) == 2, "vLLM sorts rows by fewer than 1,024 ids"
 
 
 def test_off_the_cpu_vllms_own_ids_reach_its_kernel_untouched() -> None:

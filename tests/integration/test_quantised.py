@@ -135,7 +135,9 @@ def stand_in(layer) -> list[int]:
     """Detach ``layer`` from its model; returns the list that grows when it is packed."""
     packed: list[int] = []
     device, config = torch.device("cpu"), layer.spac.config
-    layer.spac = SimpleNamespace(device=device, config=config, arrived=lambda _: None, is_stored=lambda _: False)
+    layer.spac = SimpleNamespace(
+        device=device, on_cpu=True, config=config, arrived=lambda _: None, is_stored=lambda _: False
+    )
     layer.spac.pack = lambda _: packed.append(len(packed))
     return packed
 

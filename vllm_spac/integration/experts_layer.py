@@ -14,6 +14,7 @@ from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.integration import schemes
 from vllm_spac.integration.opaque import run_experts
 from vllm_spac.pool import ExpertPool
+from vllm_spac.residency import NOWHERE
 from vllm_spac.split import Share, combine
 from vllm_spac.streamed import ACTIVATIONS, StreamedPool
 from vllm_spac.streams import capturing
@@ -149,7 +150,9 @@ class ManagedExperts:
             param.data = pool.tensors[name][own]
         self._parameters.update(self._named_for_kernel)
         if not pool.holds_all:
-            self.local_num_experts = self.global_num_experts = pool.residency.slots
+            self.local_num_experts = pool.residency.slots
+            if self.spac.on_cpu:
+                self.global_num_experts = pool.residency.slots
         self._check_bound()
 
     def budgeted(self) -> BudgetedLayer:
@@ -256,15 +259,29 @@ class ManagedExperts:
         """
         run, out = super().forward_modular, torch.empty_like(x)
         for wave in self.spac_pool.waves(self.spac_index, ids):
-            rows, slot_ids = slice(wave.start, wave.stop), wave.slot_ids.to(x.device)
+            rows = slice(wave.start, wave.stop)
+            placed = self._placed(ids[rows], wave.slot_ids).to(x.device)
             if loaded is not None:
                 loaded()
-            part = run(x[rows], topk_weights[rows], slot_ids)
+            part = run(x[rows], topk_weights[rows], placed)
             if len(part) == len(x):
                 out = part
             else:
                 out[rows] = part
         return out
+
+    def _placed(self, ids: Tensor, slot_ids: Tensor) -> Tensor:
+        """What vLLM's kernel takes for the experts ``ids`` in the slots ``slot_ids``, both [rows, top_k] on the CPU.
+
+        A CPU's kernel takes the slots. A GPU's sorts rows by fewer than 1,024 experts, and there may be more slots: it
+        takes the layer's own ids and a map from these to slots, as if the other experts were another GPU's.
+        """
+        if self.spac.on_cpu:
+            return slot_ids
+        slot_of = torch.full((self.spac_pool.shape.experts,), NOWHERE, dtype=torch.int32)
+        slot_of[ids.long()] = slot_ids.to(torch.int32)
+        self._expert_map = slot_of.to(self.spac.device)
+        return ids
 
 
 def runnable(ids: Tensor, real: int) -> Tensor:
