@@ -60,11 +60,14 @@ def expert_tensors(layer) -> dict[str, Parameter]:
             "add --moe-backend triton"
         )
     if kernel is None or getattr(kernel, "requires_interleaved_w13", False):
-        raise UnsupportedError(f"spac: {name}: {kernel} keeps no slots; add --moe-backend triton")
+        raise UnsupportedError(
+            f"spac: {name}: {kernel} keeps no slots ({kind}); on a GPU add --moe-backend triton, else use an "
+            "unquantised checkpoint"
+        )
     if scheme.kernels is not None and kernel.__name__ not in scheme.kernels:
         raise UnsupportedError(
             f"spac: {name}: {kernel.__name__} was never seen to run quantised experts ({kind}) from slots, "
-            f"{' or '.join(scheme.kernels)} was; add --moe-backend triton"
+            f"{' or '.join(scheme.kernels)} was; on a GPU add --moe-backend triton, else use an unquantised checkpoint"
         )
     return _sorted_out(layer, scheme)
 
