@@ -4,6 +4,9 @@ A machine whose disk and clock drift by a fifth within minutes says nothing of a
 the other. Here the two of a turn are seconds apart, in random order, and what is reported is the ratio of their tokens
 a second: its median over the turns, with a bootstrapped interval of 95 %. It counts only where the tokens are equal.
 
+What is particular to a process, e.g. where its memory lies, lasts as long as the engine and is in no interval: hence
+--starts, and the median of each start beside. spac against spac shows how much that is.
+
 Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, and by speculation=ngram, eagle3 or
 draft if it speculates.
 """
@@ -103,7 +106,10 @@ def main(
     other: Annotated[str, typer.Argument(help="The other one.")],
     slots: Annotated[str, typer.Option(help="Values of --spac-slots, one pair of engines each.")] = "25%",
     turns: Annotated[int, typer.Option(min=2, help="Turns that count, each with a prompt of its own.")] = 20,
-    warm: Annotated[int, typer.Option(min=0, help="Turns before them that do not count.")] = 3,
+    starts: Annotated[
+        int, typer.Option(min=1, help="Times that both are started, each for its share of the turns.")
+    ] = 3,
+    warm: Annotated[int, typer.Option(min=0, help="Turns after a start that do not count.")] = 3,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated in a turn.")] = 128,
     draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a speculative step.")] = 4,
@@ -127,6 +133,9 @@ def main(
     except (ValueError, ConfigError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
+    if turns < starts:
+        console.print(f"[bold red]error:[/] --turns {turns}: each of {starts} starts needs at least one")
+        raise typer.Exit(2)
     ids = prompts.load(model, warm + turns, prompt_tokens, seed)
     result = {
         "label": "toy model" if is_toy(model) else None,
@@ -135,6 +144,7 @@ def main(
         "other": other,
         "draft_tokens": draft_tokens,
         "prompts": ids.describe(),
+        "starts": starts,
         "warm_turns": warm,
         "output_tokens": output_tokens,
         "enforce_eager": eager,
@@ -144,14 +154,17 @@ def main(
     }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(pairs) * len(ids.ids))
+        task = progress.add_task("", total=len(pairs) * (turns + starts * warm))
         for size, pair in pairs.items():
-            progress.update(task, description=f"{size}: starting two engines")
+            said: list[list[list[dict]]] = []
             try:
-                said = []
-                for answers in _turns(pair, jobs[size], ids.ids, settings):
-                    said.append(answers)
-                    progress.update(task, advance=1, description=f"{size}: {len(said)} turns")
+                for start in range(starts):
+                    progress.update(task, description=f"{size}: start {start + 1}")
+                    asked, mine = ids.ids[:warm] + ids.ids[warm + start :: starts], []
+                    for answers in _turns(pair, jobs[size], asked, settings):
+                        mine.append(answers)
+                        progress.advance(task)
+                    said.append(mine)
             except EngineError as error:
                 console.print(f"[bold red]error:[/] {size}: {escape(str(error))}", highlight=False)
                 raise typer.Exit(1) from error
@@ -182,11 +195,13 @@ def _turns(pair, jobs: list[dict], ids: list[list[int]], settings: Settings) -> 
             yield answers
 
 
-def _row(slots: str, said: list[list[dict]], warm: int, seed: int) -> dict:
-    counted = said[warm:]
-    rates = [[len(answer["tokens"][0]) / answer["seconds"] for answer in turn] for turn in counted]
+def _row(slots: str, said: list[list[list[dict]]], warm: int, seed: int) -> dict:
+    """Of what the two said: [starts][turns][2]."""
+    counted = [turn for start in said for turn in start[warm:]]
+    rates = [[_rate(answer) for answer in turn] for turn in counted]
     ratios = [other / base for base, other in rates]
     low, high = interval(ratios, seed)
+    of_starts = [statistics.median(_rate(other) / _rate(base) for base, other in start[warm:]) for start in said]
     sides = []
     for which in (0, 1):
         mine = [turn[which] for turn in counted]
@@ -197,19 +212,25 @@ def _row(slots: str, said: list[list[dict]], warm: int, seed: int) -> dict:
                 "ttft": statistics.median(answer["ttft"][0] for answer in mine),
                 "hits": sum(answer["counters"].get("hits", 0) for answer in mine),
                 "misses": sum(answer["counters"].get("misses", 0) for answer in mine),
-                "guard": said[-1][which]["choices"].get("guard"),
+                "guard": [start[-1][which]["choices"].get("guard") for start in said],
             }
         )
     return {
         "slots": slots,
-        "tokens_equal": all(base["tokens"] == other["tokens"] for base, other in said),
+        "tokens_equal": all(base["tokens"] == other["tokens"] for start in said for base, other in start),
         "ratio": statistics.median(ratios),
         "interval": [low, high],
+        "ratio_of_starts": of_starts,
         "ratio_of_totals": sum(t[0]["seconds"] for t in counted) / sum(t[1]["seconds"] for t in counted),
         "ratios": ratios,
         "base": sides[0],
         "other": sides[1],
     }
+
+
+def _rate(answer: dict) -> float:
+    """Tokens a second of a turn."""
+    return len(answer["tokens"][0]) / answer["seconds"]
 
 
 def interval(values: list[float], seed: int) -> tuple[float, float]:
@@ -235,7 +256,7 @@ def _picture(result: dict, path: Path) -> None:
 
 def _show(console: Console, result: dict) -> None:
     table = Table(title=f"{result['other']} over {result['base']}, tokens a second", title_justify="left")
-    for name in ("slots", "base", "other", "ratio", "95 %", "of totals", "hits", "hits", "tokens equal"):
+    for name in ("slots", "base", "other", "ratio", "95 %", "of starts", "hits", "hits", "tokens equal"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         sides = row["base"], row["other"]
@@ -244,7 +265,7 @@ def _show(console: Console, result: dict) -> None:
             *(f"{statistics.median(side['tokens_per_second']):.1f}" for side in sides),
             f"{row['ratio']:.3f}",
             "{:.3f} - {:.3f}".format(*row["interval"]),
-            f"{row['ratio_of_totals']:.3f}",
+            " ".join(f"{ratio:.2f}" for ratio in row["ratio_of_starts"]),
             *(_hit_rate(side) for side in sides),
             "yes" if row["tokens_equal"] else "[red]NO[/]",
         )
