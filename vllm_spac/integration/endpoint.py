@@ -1,4 +1,8 @@
-"""``GET /spac/stats`` and ``vllm:spac_*`` in ``/metrics``, from the workers' counters."""
+"""``GET /spac/stats`` and ``vllm:spac_*`` in ``/metrics``, from the workers' counters.
+
+Workers are asked when somebody looks and at no other time: after each call vLLM's worker waits in a busy loop for a
+second before it goes idle, so one that is asked every second occupies a core for ever.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from vllm_spac.budgeting import BudgetSettings
 from vllm_spac.integration.plugin import config_of
 
 logger = logging.getLogger("vllm.spac")
-_POLL_SECONDS = 1.0
+_PATIENCE = 2.0  # seconds; workers answer between steps, and a long prompt may take longer
 _COUNTERS = {
     "hits": "Experts that were in fast memory when a layer needed them.",
     "misses": "Experts that were not.",
@@ -44,8 +48,22 @@ _GAUGES = {
 class WorkerCollector:
     """Turns the last answer of the workers into Prometheus metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine_client) -> None:
         self.workers: list[dict] = []
+        self._client = engine_client
+        self._asked: asyncio.Task | None = None
+
+    async def refresh(self) -> None:
+        """Ask the workers; says so in the log where they do not answer and what they said before stays."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(self._client.collective_rpc("spac_stats"))
+        await asyncio.wait({self._asked}, timeout=_PATIENCE)
+        if not self._asked.done():
+            logger.warning("spac: /metrics is older than this step: the workers are busy for %s s", _PATIENCE)
+        elif error := self._asked.exception():
+            logger.error("spac: /metrics no longer follows the workers: %s", error)
+        else:
+            self.workers = self._asked.result()
 
     def collect(self):
         for name, text in _GAUGES.items():
@@ -81,6 +99,20 @@ def _metric(family, name: str, text: str, values: list):
     return metric
 
 
+class RefreshedMetrics:
+    """ASGI middleware: ``/metrics`` waits for the workers' counters; all other requests pass."""
+
+    def __init__(self, app) -> None:
+        self._app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
+            collector = getattr(scope["app"].state, "spac_collector", None)
+            if collector is not None:
+                await collector.refresh()
+        await self._app(scope, receive, send)
+
+
 class SpacEndpoint:
     """vLLM's ``EndpointPlugin``; does nothing on a server that was started without spac."""
 
@@ -108,18 +140,18 @@ class SpacEndpoint:
                 raise HTTPException(400, str(error)) from None
 
         app.include_router(router)
+        app.add_middleware(RefreshedMetrics)
 
     async def init_state(self, engine_client, state, args) -> None:
-        """Start to poll the workers for ``/metrics``."""
+        """Let ``/metrics`` show the workers' counters."""
         config = config_of(getattr(args, "additional_config", None))
         if engine_client is None or config is None:
             return
         state.spac_control = config.control
         state.spac_client = engine_client
-        collector = WorkerCollector()
-        collector.workers = await engine_client.collective_rpc("spac_stats")
-        REGISTRY.register(collector)
-        state.spac_poll = asyncio.create_task(_poll(engine_client, collector))
+        state.spac_collector = WorkerCollector(engine_client)
+        await state.spac_collector.refresh()
+        REGISTRY.register(state.spac_collector)
 
 
 def _client(request: Request):
@@ -127,16 +159,6 @@ def _client(request: Request):
     if client is None:
         raise HTTPException(404, "this server runs without spac; start it with --plugin spac")
     return client
-
-
-async def _poll(engine_client, collector: WorkerCollector) -> None:
-    while True:
-        await asyncio.sleep(_POLL_SECONDS)
-        try:
-            collector.workers = await engine_client.collective_rpc("spac_stats")
-        except Exception as error:
-            logger.error("spac: /metrics stops following the workers: %s", error)
-            return
 
 
 def make() -> SpacEndpoint:
