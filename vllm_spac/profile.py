@@ -31,7 +31,7 @@ from vllm_spac.cpu_group import CpuGroup
 from vllm_spac.errors import ConfigError
 from vllm_spac.machine import Machine
 from vllm_spac.memory import available_host_bytes, gib
-from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.tiers.base import ExpertStore, allocate
 from vllm_spac.tiers.disk import DiskStore
 from vllm_spac.tiers.host import HostStore
 from vllm_spac.transfers import Transfers
@@ -182,9 +182,7 @@ def serving_rates(
         seconds: of each of the four measurements, about.
     """
     shape, count = store.shape, store.shape.top_k
-    slots = {
-        name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=device) for name, spec in shape.tensors.items()
-    }
+    slots = allocate(shape.tensors, count, device)
     turn = iter(range(1 << 62))
     transfers = Transfers(store, slots, io_threads, "profile")
 
@@ -267,10 +265,7 @@ def _loads(
     name = "disk" if kind is DiskStore else "host"
     tell(f"{name}: writing experts")
     with _packed(kind, size, folder, threads + 1) as store:
-        slots = {
-            key: torch.empty((threads + 1, *spec.shape), dtype=spec.dtype, device=device)
-            for key, spec in store.shape.tensors.items()
-        }
+        slots = allocate(store.shape.tensors, threads + 1, device)
         transfers = Transfers(store, slots, threads, name)
         found, turn = {}, 0
 

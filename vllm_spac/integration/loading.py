@@ -25,7 +25,7 @@ from vllm_spac.knobs import EngineKnobs
 from vllm_spac.memory import release_file_pages, release_freed_memory
 from vllm_spac.pool import ExpertPool
 from vllm_spac.runtime import Runtime
-from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.tiers.base import ExpertStore, allocate
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 
@@ -246,10 +246,7 @@ class ModelExperts:
 
     def _fill(self, shape: MoEShape, count: int, staged: bool) -> ExpertPool | streamed.StreamedPool:
         store = self._stores[shape.layers[0]]
-        tensors = getattr(store, "tensors", None) or {
-            name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=self.device)
-            for name, spec in shape.tensors.items()
-        }
+        tensors = getattr(store, "tensors", None) or allocate(shape.tensors, count, self.device)
         policy = components.build("policies", self.config.policy)
         parts = shape, count, policy, store, tensors
         if self.config.execution == "pointers":

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.core import MoEShape
+from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 
 
@@ -79,6 +79,11 @@ class ExpertStore(ABC):
 
     def close(self) -> None:
         """Give back memory and handles; the store is not used afterwards."""
+
+
+def allocate(specs: Mapping[str, TensorSpec], count: int, device: torch.device | str) -> dict[str, Tensor]:
+    """``count`` experts' worth of memory, uninitialised: name -> tensor of shape [count, ...]."""
+    return {name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=device) for name, spec in specs.items()}
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
-from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.tiers.base import ExpertStore, allocate
 
 
 class ResidentStore(ExpertStore):
@@ -20,10 +20,7 @@ class ResidentStore(ExpertStore):
         self, shape: MoEShape, fingerprint: str, folder: Path | None = None, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__(shape, fingerprint, folder)
-        self.tensors = {
-            name: torch.empty((shape.total, *spec.shape), dtype=spec.dtype, device=device)
-            for name, spec in shape.tensors.items()
-        }
+        self.tensors = allocate(shape.tensors, shape.total, device)
         self._packed: set[int] = set()
 
     def holds(self, key: int) -> bool:
