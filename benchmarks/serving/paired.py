@@ -34,9 +34,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
 from processes import EngineError, LiveEngine
-from run import Settings
+from run import PACKED, PackedFolder, Settings
 
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError
@@ -115,9 +115,7 @@ def main(
     draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a speculative step.")] = 4,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
-    disk_dir: Annotated[Path, typer.Option(help="Folder of the packed experts.", show_default=".cache/serving")] = ROOT
-    / ".cache"
-    / "serving",
+    disk_dir: PackedFolder = PACKED,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of both engines.")] = True,
     seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,

@@ -24,7 +24,7 @@ def run_engine(job: dict, is_stock: bool, timeout: float) -> tuple[dict | None, 
     """(result, None) of one engine that runs ``job`` and ends, or (None, why it failed)."""
     with tempfile.TemporaryDirectory(prefix="spac-serving-") as scratch:
         folder, result = Path(scratch), Path(scratch, "result.json")
-        child = _start(job, is_stock, folder, result)
+        child = _start(job, is_stock, folder, str(result))
         try:
             code = child.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -49,7 +49,8 @@ class LiveEngine:
     def __init__(self, job: dict, is_stock: bool, timeout: float) -> None:
         self._timeout = timeout
         self._scratch = tempfile.TemporaryDirectory(prefix="spac-serving-")
-        self._child = _start(job, is_stock, Path(self._scratch.name), None)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._child = _start(job, is_stock, Path(self._scratch.name), **pipes)
         try:
             self._answer()
         except BaseException:
@@ -84,7 +85,8 @@ class LiveEngine:
         return json.loads(line)
 
 
-def _start(job: dict, is_stock: bool, folder: Path, result: Path | None) -> subprocess.Popen:
+def _start(job: dict, is_stock: bool, folder: Path, *arguments: str, **pipes: int) -> subprocess.Popen:
+    """``engine.py`` with these further arguments; what it prints, and no pipe takes, goes to ``folder / "log"``."""
     env = os.environ | {
         "VLLM_PLUGINS": "" if is_stock else "spac",  # stock means that no line of the plugin is loaded
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -92,12 +94,10 @@ def _start(job: dict, is_stock: bool, folder: Path, result: Path | None) -> subp
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     (folder / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, str(ENGINE), str(folder / "job.json"), *([str(result)] if result else [])]
+    command = [sys.executable, str(ENGINE), str(folder / "job.json"), *arguments]
     with open(folder / "log", "w") as log:
-        talk = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) if result is None else {}
-        return subprocess.Popen(
-            command, env=env, start_new_session=True, **talk or dict(stdout=log, stderr=subprocess.STDOUT)
-        )
+        streams = {"stdout": log, "stderr": log} | pipes
+        return subprocess.Popen(command, env=env, start_new_session=True, text=True, **streams)
 
 
 def _ending(code: int, folder: Path) -> str:
