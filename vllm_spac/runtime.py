@@ -89,7 +89,7 @@ class Runtime:
         self.budget = budget
         self.guard = guard
         self.listeners: list[Listener] = []
-        self._trace = trace
+        self.trace = trace
         self._clock = clock
         self._step: Step | None = None  # while its layers run
         self._rows = 0  # of that step
@@ -118,8 +118,8 @@ class Runtime:
         self._timed = step, self._drafts, self._clock()
         for pool in self.pools:
             pool.begin_step(step)
-        if self._trace is not None:
-            self._trace.begin_step(step)
+        if self.trace is not None:
+            self.trace.begin_step(step)
 
     def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The weights and ids [rows, k] that layer number ``layer`` of the model shall run; shapes as in ``Listener``.
@@ -140,7 +140,7 @@ class Runtime:
             UnsupportedError: something looks at layers from the host.
         """
         self._replayed = True
-        if self._trace is not None or self.listeners or self.budget.active:
+        if self.trace is not None or self.listeners or self.budget.active:
             self.require_host("what records, cuts or evaluates routing")
 
     def require_host(self, what: str) -> None:
@@ -162,8 +162,8 @@ class Runtime:
     def routed(self, pool: Pool, layer: int, ids: Tensor, weights: Tensor) -> None:
         """A layer is about to run its rows with these experts, [rows, top_k] without padding."""
         pool.observe(layer, ids)
-        if self._trace is not None and self._step is not None:
-            self._trace.observe(layer, ids.cpu().numpy(), weights.float().cpu().numpy())
+        if self.trace is not None and self._step is not None:
+            self.trace.observe(layer, ids.cpu().numpy(), weights.float().cpu().numpy())
 
     def end_forward(self) -> None:
         """The layers are done, or failed; what comes until the next step (profiling, warm-up) is not counted."""
@@ -187,13 +187,13 @@ class Runtime:
     @property
     def counts_tokens(self) -> bool:
         """Whether ``end_step`` has a use for the tokens, so that waiting for them pays."""
-        return self._timed is not None and (self._trace is not None or self.guard is not None)
+        return self._timed is not None and (self.trace is not None or self.guard is not None)
 
     def end_step(self, tokens: Sequence[int] | None) -> None:
         """Each request of the step emitted so many tokens; None when they are not known on the host."""
         timed, self._timed = self._timed, None
-        if self._trace is not None:
-            self._trace.end_step(None if tokens is None else sum(tokens))
+        if self.trace is not None:
+            self.trace.end_step(None if tokens is None else sum(tokens))
             self._save_sometimes()
         if self.guard is not None and tokens is not None and timed is not None:
             step, drafts, start = timed
@@ -206,7 +206,7 @@ class Runtime:
         """A server may be killed: what it recorded until seconds ago is then in the file. At most 2 % of the time."""
         now = self._clock()
         if now >= self._save_at:
-            self._trace.save()
+            self.trace.save()
             done = self._clock()
             self._save_at = done + max(_SAVE_SECONDS, 50 * (done - now))
 

@@ -1,20 +1,24 @@
 """One engine in a process of its own, told what to do by a JSON file; started by ``processes.py``.
 
 ``python engine.py JOB RESULT`` runs all prompts at each batch size and writes what it measured. ``python engine.py
-JOB`` stays and answers each line of its input, ``{"prompt": [ids], "tokens": n}``, with a line about it. Counters are
-those of the measured part alone.
+JOB`` stays and answers each line of its input, ``{"prompt": [ids], "tokens": n, "without": []}``, with a line about it;
+``without`` names what pauses in this turn, ``speculation`` or ``trace``. Counters are those of the measured part alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 _COUNTERS = ("hits", "misses", "loads", "cpu_experts", "bytes", "stall_seconds", "waves", "steps")
 _WARM_TOKENS = 4
+# In the guard's place it drafts nothing, and learns nothing of such turns.
+_NO_DRAFTS = SimpleNamespace(choose=lambda requests=None: 0, observe=lambda *step: None, facts=dict)
 
 
 def run_once(job: dict, result_path: Path) -> None:
@@ -35,7 +39,8 @@ def take_turns(job: dict) -> None:
     print("{}", file=answers)  # ready
     for line in sys.stdin:
         turn = json.loads(line)
-        measured = measure(llm, job | {"prompts": [turn["prompt"]], "output_tokens": turn["tokens"]}, 1)
+        with paused(llm, turn["without"]):
+            measured = measure(llm, job | {"prompts": [turn["prompt"]], "output_tokens": turn["tokens"]}, 1)
         print(json.dumps(measured | {"choices": choices(llm, job)}), file=answers)
 
 
@@ -44,6 +49,23 @@ def start_engine(job: dict):
 
     extra = {"additional_config": {"spac": job["spac"]}} if job["spac"] is not None else {}
     return LLM(model=job["model"], speculative_config=job["speculative"], **job["options"], **extra)
+
+
+@contextlib.contextmanager
+def paused(llm, parts: list[str]):
+    """An engine in this process runs without its ``speculation`` or its ``trace``."""
+    if not parts:
+        yield
+        return
+    (runtime,) = llm.collective_rpc(lambda worker: worker._spac_experts().runtime)
+    instead = {"speculation": ("guard", _NO_DRAFTS), "trace": ("trace", None)}
+    before = {name: getattr(runtime, name) for name, _ in map(instead.get, parts)}
+    assert None not in before.values(), f"this engine has no {' and '.join(parts)} to pause"
+    for name, value in map(instead.get, parts):
+        setattr(runtime, name, value)
+    yield
+    for name, value in before.items():
+        setattr(runtime, name, value)
 
 
 def measure(llm, job: dict, batch: int) -> dict:

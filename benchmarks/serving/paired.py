@@ -5,7 +5,8 @@ the other. Here the two of a turn are seconds apart, in random order, and what i
 a second: its median over the turns, with a bootstrapped interval of 95 %. It counts only where the tokens are equal.
 
 What is particular to a process, e.g. where its memory lies, lasts as long as the engine and is in no interval: hence
---starts, and the median of each start beside. spac against spac shows how much that is.
+--starts, and the median of each start beside. spac against spac shows how much that is. What can pause, speculation
+and the trace, is better measured with --one-engine: the same process runs with it and without, turn by turn.
 
 Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, and by speculation=ngram, eagle3 or
 draft if it speculates.
@@ -52,7 +53,9 @@ python benchmarks/serving/paired.py .cache/toy/mid stock spac --slots 100%
 
 python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 5%,10%,25%,50%,100%
 
-python benchmarks/serving/paired.py MODEL spac "spac trace=.cache/serving/paired.trace" --slots 25%,100%
+python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 10%,50% --one-engine --turns 60
+
+python benchmarks/serving/paired.py MODEL spac "spac trace=.cache/serving/paired.trace" --slots 25%,100% --one-engine
 
 python benchmarks/serving/paired.py MODEL "spac policy=lru" "spac policy=utility prefetch=utility" --slots 25%
 """
@@ -90,6 +93,25 @@ class Side:
         SpacConfig.parse(knobs)
         return cls(text, knobs, speculation)
 
+    def beyond(self, base: Side) -> list[str]:
+        """What an engine of this side must pause to be one of ``base``.
+
+        Raises:
+            PlanError: no engine of this side becomes one of ``base`` by it.
+        """
+        parts = ["speculation"] if base.speculation == "none" != self.speculation else []
+        if self.knobs is not None and "trace" in self.knobs and "trace" not in (base.knobs or {}):
+            parts.append("trace")
+        knobs = {name: value for name, value in (self.knobs or {}).items() if name not in parts}
+        speculation = "none" if "speculation" in parts else self.speculation
+        if not parts or None in (base.knobs, self.knobs) or (base.knobs, base.speculation) != (knobs, speculation):
+            raise plan.PlanError(
+                f"--one-engine: {self.text!r} must be {base.text!r} and speculation=… or trace=…, which can pause"
+            )
+        if "speculation" in parts and self.knobs.get("guard") == "off":
+            raise plan.PlanError("--one-engine: speculation pauses by the guard, which is off")
+        return parts
+
     def job(self, settings: Settings) -> dict:
         """What ``engine.py`` is told."""
         job = settings.job(plan.Configuration(None, None, self.speculation), [])
@@ -117,6 +139,7 @@ def main(
     draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
     disk_dir: PackedFolder = PACKED,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of both engines.")] = True,
+    one_engine: Annotated[bool, typer.Option("--one-engine", help="OTHER's runs both, without what it adds.")] = False,
     seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
     output: Annotated[Path, typer.Option(help="JSON; a picture of several sizes.")] = RESULTS / "paired_toy.json",
@@ -127,7 +150,7 @@ def main(
     settings = Settings(model, (1,), prompt_tokens, output_tokens, seed, eager, None, disk_dir, drafts, timeout)
     try:
         pairs = {size: (Side.parse(base, size), Side.parse(other, size)) for size in plan.split(slots)}
-        jobs = {size: [side.job(settings) for side in pair] for size, pair in pairs.items()}
+        pauses = {size: other.beyond(base) if one_engine else [] for size, (base, other) in pairs.items()}
     except (ValueError, ConfigError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
@@ -142,6 +165,7 @@ def main(
         "other": other,
         "draft_tokens": draft_tokens,
         "prompts": ids.describe(),
+        "one_engine": one_engine,
         "starts": starts,
         "warm_turns": warm,
         "output_tokens": output_tokens,
@@ -159,7 +183,7 @@ def main(
                 for start in range(starts):
                     progress.update(task, description=f"{size}: start {start + 1}")
                     asked, mine = ids.ids[:warm] + ids.ids[warm + start :: starts], []
-                    for answers in _turns(pair, jobs[size], asked, settings):
+                    for answers in _turns(pair, pauses[size], asked, settings):
                         mine.append(answers)
                         progress.advance(task)
                     said.append(mine)
@@ -177,19 +201,22 @@ def main(
         raise typer.Exit(1)
 
 
-def _turns(pair, jobs: list[dict], ids: list[list[int]], settings: Settings) -> Iterator[list[dict]]:
-    """What the two said in each turn."""
+def _turns(
+    pair: tuple[Side, Side], pauses: list[str], ids: list[list[int]], settings: Settings
+) -> Iterator[list[dict]]:
+    """What the two said in each turn; with ``pauses`` the second engine runs for both."""
     draw = random.Random(settings.seed)
     with ExitStack() as stack:
         engines = [
-            stack.enter_context(closing(LiveEngine(job, side.knobs is None, settings.timeout)))
-            for side, job in zip(pair, jobs, strict=True)
+            stack.enter_context(closing(LiveEngine(side.job(settings), side.knobs is None, settings.timeout)))
+            for side in (pair[1:] if pauses else pair)
         ]
         for prompt in ids:
             answers = [{}, {}]
             for which in draw.sample((0, 1), 2):
                 time.sleep(_PAUSE)
-                answers[which] = engines[which].turn(prompt, settings.output_tokens)
+                without = [] if which else pauses
+                answers[which] = engines[which % len(engines)].turn(prompt, settings.output_tokens, without)
             yield answers
 
 

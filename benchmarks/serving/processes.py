@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ENGINE = Path(__file__).with_name("engine.py")
@@ -57,14 +58,18 @@ class LiveEngine:
             self.close()
             raise
 
-    def turn(self, prompt: list[int], tokens: int) -> dict:
+    def turn(self, prompt: list[int], tokens: int, without: Sequence[str] = ()) -> dict:
         """What ``engine.measure`` says of one prompt, and the plugin's ``choices``.
+
+        Args:
+            without: what pauses meanwhile, see ``engine.paused``.
 
         Raises:
             EngineError: the engine ended, or did not answer in time.
         """
         with contextlib.suppress(BrokenPipeError):  # it has ended: the answer that does not come says why
-            self._child.stdin.write(json.dumps({"prompt": prompt, "tokens": tokens}) + "\n")
+            turn = {"prompt": prompt, "tokens": tokens, "without": list(without)}
+            self._child.stdin.write(json.dumps(turn) + "\n")
             self._child.stdin.flush()
         return self._answer()
 

@@ -43,6 +43,36 @@ def test_a_side_that_is_not_understood(text: str, error: type[Exception], says: 
         paired.Side.parse(text, "25%")
 
 
+@pytest.mark.parametrize(
+    ("base", "other", "parts"),
+    [
+        ("spac", "spac speculation=eagle3", ["speculation"]),
+        ("spac policy=lru", "spac policy=lru trace=a", ["trace"]),
+        ("spac", "spac speculation=ngram trace=a", ["speculation", "trace"]),
+        ("spac speculation=ngram", "spac speculation=ngram trace=a", ["trace"]),
+    ],
+)
+def test_what_one_engine_pauses(base: str, other: str, parts: list[str]) -> None:
+    assert paired.Side.parse(other, "25%").beyond(paired.Side.parse(base, "25%")) == parts
+
+
+@pytest.mark.parametrize(
+    ("base", "other"),
+    [
+        ("spac", "spac"),
+        ("stock", "stock speculation=ngram"),
+        ("stock", "spac trace=a"),
+        ("spac policy=lru", "spac speculation=ngram"),
+        ("spac speculation=ngram", "spac speculation=eagle3 trace=a"),
+        ("spac speculation=ngram", "spac trace=a"),
+        ("spac", "spac speculation=ngram guard=off"),
+    ],
+)
+def test_what_one_engine_cannot_be(base: str, other: str) -> None:
+    with pytest.raises(plan.PlanError, match="--one-engine"):
+        paired.Side.parse(other, "25%").beyond(paired.Side.parse(base, "25%"))
+
+
 def test_the_interval_of_a_median() -> None:
     rng = random.Random(0)
     covered = 0
@@ -68,8 +98,8 @@ def engine(tmp_path, monkeypatch):
 
 def test_a_live_engine_answers_in_turn_and_goes(engine) -> None:
     with closing(engine("print(line.replace('prompt', 'said'), end='', flush=True)")) as live:
-        assert live.turn([1, 2], 3) == {"said": [1, 2], "tokens": 3}
-        assert live.turn([4], 5) == {"said": [4], "tokens": 5}
+        assert live.turn([1, 2], 3) == {"said": [1, 2], "tokens": 3, "without": []}
+        assert live.turn([4], 5, ["trace"]) == {"said": [4], "tokens": 5, "without": ["trace"]}
     with pytest.raises(ProcessLookupError):
         os.kill(live._child.pid, 0)
 
