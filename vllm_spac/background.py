@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_spac.affinity import unbind
 from vllm_spac.errors import StoreError
 
 
@@ -36,7 +37,7 @@ class Background:
     def __init__(self, read: Callable[[int, int], int], threads: int, device: torch.device) -> None:
         self._read = read
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-ahead")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-ahead", initializer=unbind)
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tickets: dict[int, _Ticket] = {}  # the forward thread's

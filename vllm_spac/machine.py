@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from pathlib import Path
 
 import psutil
 from pydantic import BaseModel, ConfigDict
+
+from vllm_spac.affinity import cpus
 
 DISK_DIR = Path("~/.cache/vllm_spac")  # where experts are packed unless --spac-disk-dir says otherwise
 
@@ -17,7 +18,7 @@ class Machine(BaseModel):
     """What the speed of experts depends on.
 
     Attributes:
-        cores: those that this process may use.
+        cores: those that an engine may use.
         gpus: name of each GPU.
         disk: device, file system and size of what the packed experts lie on; empty: not part of the measurement.
     """
@@ -35,7 +36,7 @@ class Machine(BaseModel):
         import torch
 
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return cls(cpu=_cpu(), cores=len(os.sched_getaffinity(0)), gpus=tuple(names), disk=_disk(folder or DISK_DIR))
+        return cls(cpu=_cpu(), cores=len(cpus()), gpus=tuple(names), disk=_disk(folder or DISK_DIR))
 
     def differences(self, other: Machine) -> list[str]:
         """``cpu: mine, not other's``, for all that both know."""

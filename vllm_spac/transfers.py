@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from vllm_spac.affinity import unbind
 from vllm_spac.background import Background, finish, outcome
 from vllm_spac.metrics import Counters
 from vllm_spac.tiers.base import ExpertStore
@@ -39,7 +40,7 @@ class Transfers:
         self._store = store
         self._slots = slots
         self._device = next(iter(slots.values())).device
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io", initializer=unbind)
         self.path = path
         self.ahead = Background(self._read, max(1, threads // 2) if background is None else background, self._device)
 

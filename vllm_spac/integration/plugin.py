@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm_spac import affinity
 from vllm_spac.config import SpacConfig
 
 WORKER_EXTENSION = "vllm_spac.integration.worker.SpacWorker"
@@ -24,6 +25,7 @@ def install() -> None:
 
     from vllm_spac.integration import cli
 
+    affinity.note()
     if getattr(EngineArgs.create_engine_config, "_spac", False):
         return
     cli.install(EngineArgs)

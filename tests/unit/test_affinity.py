@@ -1,0 +1,63 @@
+"""Threads that read experts leave the core that vLLM has bound their parent to."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from vllm_spac import affinity
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.machine import Machine
+from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.transfers import Transfers
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Noted by an unbound process; then the calling thread is bound to one CPU of several."""
+    free = os.sched_getaffinity(0)
+    if len(free) < 2:
+        pytest.skip("this machine lets the tests use one CPU only")
+    monkeypatch.delenv(affinity.VARIABLE, raising=False)
+    affinity.note()
+    os.sched_setaffinity(0, {min(free)})
+    yield free
+    os.sched_setaffinity(0, free)
+
+
+def test_reads_on_demand_and_ahead(bound) -> None:
+    seen: dict[str, set[int]] = {}
+
+    class Store(MemoryStore):
+        def read(self, key, into):
+            seen[threading.current_thread().name.rpartition("_")[0]] = os.sched_getaffinity(0)
+            return super().read(key, into)
+
+    store = Store(MoEShape(("layer",), 4, 1, {"w": TensorSpec((1,), torch.float32)}), "")
+    for key in range(4):
+        store.put(key, {"w": torch.ones(1)})
+    transfers = Transfers(store, {"w": torch.zeros(4, 1)}, 1, "somewhere")
+    transfers.load([(0, 0), (1, 1)], None)  # one of them in this thread
+    transfers.ahead.fetch([(2, 2), (3, 3)])
+    while transfers.ahead.keys:
+        transfers.ahead.reap()
+        time.sleep(0.001)
+    transfers.close()
+    assert {name: cpus for name, cpus in seen.items() if name} == {"spac-io": bound, "spac-ahead": bound}
+    assert os.sched_getaffinity(0) == {min(bound)}, "the thread that computes stays where vLLM put it"
+
+
+def test_who_is_bound_does_not_note_it(bound) -> None:
+    affinity.note()
+    assert affinity.cpus() == bound
+    assert Machine.here().cores == len(bound), "a profile fits the workers of this machine"
+
+
+def test_cpus_that_went_away_are_said(bound, monkeypatch, caplog) -> None:
+    monkeypatch.setenv(affinity.VARIABLE, "4095")
+    affinity.unbind()
+    assert "stays on the CPUs" in caplog.text and os.sched_getaffinity(0) == {min(bound)}
