@@ -145,19 +145,32 @@ def test_a_quantised_model_that_its_layers_decide_on(tmp_path):
     engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": blocks}), {})
 
 
-@pytest.mark.parametrize(("v2", "speculative"), [(True, object()), (True, None), (False, object())], ids=str)
-def test_the_guard_where_vllm_fixes_the_drafts(v2, speculative):
+@pytest.mark.parametrize(
+    ("v2", "executor", "asynchronous", "remedy"),
+    [
+        (True, "uni", True, None),
+        (True, "mp", False, "--distributed-executor-backend uni, or use --spac-guard off"),
+        (False, "mp", False, None),
+        (False, "uni", True, "--no-async-scheduling, or use --spac-guard off"),
+    ],
+)
+def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, remedy):
     from vllm_spac.config import SpacConfig
     from vllm_spac.integration import preflight
 
-    config = SimpleNamespace(use_v2_model_runner=v2, speculative_config=speculative)
+    config = SimpleNamespace(
+        use_v2_model_runner=v2,
+        speculative_config=object(),
+        parallel_config=SimpleNamespace(distributed_executor_backend=executor),
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+    )
     for config_of in (SpacConfig(), SpacConfig(guard="off")):  # on by itself, it is left out with a line in the log
         preflight.check_guard(config_of, config)
-    if v2 and speculative:
-        with pytest.raises(ValueError, match="--spac-guard off, or VLLM_USE_V2_MODEL_RUNNER=0"):
+    if remedy is not None:
+        with pytest.raises(ValueError, match=remedy):
             preflight.check_guard(SpacConfig(guard="on"), config)
-    else:
-        preflight.check_guard(SpacConfig(guard="on"), config)
+        config.speculative_config = None
+    preflight.check_guard(SpacConfig(guard="on"), config)
 
 
 @pytest.mark.parametrize(

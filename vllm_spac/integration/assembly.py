@@ -63,13 +63,8 @@ def guard(config: SpacConfig, vllm_config) -> Guard | None:
     speculation = vllm_config.speculative_config
     if speculation is None or config.guard == "off":
         return None
-    if not runners.can_guard(vllm_config):
-        asked = "guard" in config.model_fields_set
-        logger.log(
-            logging.WARNING if asked else logging.INFO,
-            "spac: guard=on has no effect here: vLLM plans the drafts of a step before the last one is over; add "
-            "--no-async-scheduling (and on a GPU VLLM_USE_V2_MODEL_RUNNER=0), or --spac-guard off to say so",
-        )
+    if (reason := runners.unguarded(vllm_config)) is not None:
+        logger.info("spac: guard=on has no effect here: %s", reason)
         return None
     return Guard(speculation.num_speculative_tokens)
 
@@ -201,7 +196,7 @@ def choices(config: SpacConfig, pool: ExpertPool | StreamedPool) -> str:
     return f"{execution}, policy={config.policy}"
 
 
-def stats(runtime: Runtime, config: SpacConfig, store: str) -> dict:
+def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:
     """Choices and counters of one worker, summed over pools, as plain data."""
     settings = runtime.budget.settings
     total = {
@@ -212,8 +207,8 @@ def stats(runtime: Runtime, config: SpacConfig, store: str) -> dict:
     }
     for pool in runtime.pools:
         total = _add(total, _facts(pool))
-    if runtime.guard is not None:
-        total["guard"] = runtime.guard.facts()
+    if guard is not None:
+        total["guard"] = guard.facts()
     return total | {"budget": {"setting": settings.describe(), **runtime.budget.counters.snapshot()}}
 
 

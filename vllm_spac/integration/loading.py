@@ -19,7 +19,8 @@ from vllm_spac.budgeting import BudgetControl
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration import assembly, fast_memory, graphs, routing, runners
+from vllm_spac.guard import Guard
+from vllm_spac.integration import assembly, fast_memory, graphs, planning, routing, runners
 from vllm_spac.integration.fingerprint import fingerprint
 from vllm_spac.knobs import EngineKnobs
 from vllm_spac.memory import release_file_pages, release_freed_memory
@@ -91,6 +92,7 @@ class ModelExperts:
         self.on_cpu = current_platform.is_cpu()
         self.store_name = config.store_on("cpu" if self.on_cpu else "cuda")
         self.runtime: Runtime | None = None
+        self.guard: Guard | None = None
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share one
         self._shapes: list[MoEShape] = []
@@ -173,11 +175,12 @@ class ModelExperts:
             for layer in self._layers:
                 if self._store(layer) is pool.store:
                     layer.attach(pool)
-        trace, guard = (
-            assembly.trace(self.config, self.vllm_config, pools),
-            assembly.guard(self.config, self.vllm_config),
-        )
-        self.runtime = Runtime(pools, self._budget, trace, guard)
+        trace = assembly.trace(self.config, self.vllm_config, pools)
+        self.guard = assembly.guard(self.config, self.vllm_config)
+        plans = runners.plans_drafts(self.vllm_config)
+        self.runtime = Runtime(pools, self._budget, trace, None if plans else self.guard)
+        if plans and self.guard is not None:
+            planning.offer(self.vllm_config, self.guard)
         for pool in pools:
             if isinstance(pool, ExpertPool):
                 first = next(layer for layer in self._layers if layer.spac_pool is pool)
@@ -193,7 +196,7 @@ class ModelExperts:
 
     def stats(self) -> dict:
         """Choices and counters of this worker, summed over pools, as plain data."""
-        return assembly.stats(self.runtime, self.config, self.store_name)
+        return assembly.stats(self.runtime, self.config, self.store_name, self.guard)
 
     def close(self) -> None:
         """Stop threads and give back stores."""

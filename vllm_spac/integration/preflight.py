@@ -9,7 +9,7 @@ from vllm_spac.budgets.base import validate
 from vllm_spac.config import SpacConfig
 from vllm_spac.config import flag as knob_flag
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration import device
+from vllm_spac.integration import device, runners
 from vllm_spac.integration.plugin import WORKER_EXTENSION
 
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
@@ -105,13 +105,10 @@ def _offloads(vllm_config) -> bool:
 
 
 def check_guard(config: SpacConfig, vllm_config) -> None:
-    """``UnsupportedError`` where the guard was asked for and cannot change draft lengths whatever else is set."""
+    """``UnsupportedError`` where the guard was asked for and cannot change draft lengths."""
     asked = config.guard == "on" and "guard" in config.model_fields_set
-    if asked and vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner:
-        raise UnsupportedError(
-            "spac: guard=on (--spac-guard) is not supported with vLLM's V2 model runner, whose drafts never leave the "
-            "device; use --spac-guard off, or VLLM_USE_V2_MODEL_RUNNER=0 with --no-async-scheduling"
-        )
+    if asked and vllm_config.speculative_config is not None and (reason := runners.unguarded(vllm_config)):
+        raise UnsupportedError(f"spac: guard=on (--spac-guard) cannot work here: {reason}, or use --spac-guard off")
 
 
 def keeps_on_the_host(config: SpacConfig, experts: int) -> bool:

@@ -10,7 +10,7 @@ from vllm_spac.core import RequestRows, RowKind, Step
 
 def install(vllm_config) -> None:
     """Hook the runner class that serves this engine; a second call does nothing."""
-    if getattr(vllm_config, "use_v2_model_runner", False):
+    if plans_drafts(vllm_config):
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
         _hook(GPUModelRunner, "prepare_inputs", lambda runner, scheduled, prepared: step_v2(prepared))
@@ -27,10 +27,19 @@ def install(vllm_config) -> None:
     _hook_worker()
 
 
-def can_guard(vllm_config) -> bool:
-    """Whether draft lengths can be changed between steps: not on V2, whose drafts never leave the device, nor where V1
-    plans a step before the last one is over."""
-    return not getattr(vllm_config, "use_v2_model_runner", False) and not vllm_config.scheduler_config.async_scheduling
+def unguarded(vllm_config) -> str | None:
+    """Why the guard cannot change draft lengths, and what helps; None where it can."""
+    if plans_drafts(vllm_config):
+        if vllm_config.parallel_config.distributed_executor_backend != "uni":
+            return "V2's scheduler plans drafts in another process; add --distributed-executor-backend uni"
+    elif vllm_config.scheduler_config.async_scheduling:
+        return "V1 plans the drafts of a step before the last one is over; add --no-async-scheduling"
+    return None
+
+
+def plans_drafts(vllm_config) -> bool:
+    """Whether the scheduler says how many tokens are drafted (V2, see ``planning``), and not the runner."""
+    return getattr(vllm_config, "use_v2_model_runner", False)
 
 
 def _hook(runner_class: type, prepare_name: str, step_of, changed=lambda runner, scheduled, prepared: prepared) -> None:
