@@ -1,32 +1,40 @@
 """How many draft tokens a step may use, so that speculating is never slower than not speculating.
 
-Kept are decayed estimates of the seconds of a step with d drafts, for each size of batch, and of the probability that
-a draft is accepted at each position. Tokens a second follow for every d, measured or in between, and the best d runs.
-No speculation is the safe answer: it is left for a gain of ``margin`` only, and returned to as soon as it is ahead.
+One length d is the current one. Now and then another one runs for a few steps, a *look*, and its seconds are compared
+with those of the current steps right before and after it, and with nothing else: a machine whose disk or clock drifts
+slows all lengths alike, and what was measured a minute ago says nothing of now. For each size of batch the last ratios
+are kept; with the decayed probability that a draft is accepted at each position they say what every d would gain.
 
-What is not run grows stale, so now and then another d runs for a few steps, less often each time that the answer stays
-the same. Such steps are at most ``share`` of a size of batch's beyond its first ``ALLOWANCE``; what they lost, by their
-own seconds and tokens, is at most ``loss`` of its seconds before there is another one, the first looks apart.
+No speculation is the safe answer. It is left for a gain of more than ``margin`` that is also surer than chance, and
+returned to as soon as it seems ahead; while there is speculation, it is looked at again and again.
+
+Looks at drafts are at most ``share`` of a size of batch's steps beyond its first ``ALLOWANCE``; what they lost, by
+their own seconds and tokens, is at most ``loss`` of its seconds before there is another one, the first looks apart.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 ALLOWANCE = 48  # steps that may try lengths before ``share`` counts
-_WINDOW = 32  # measured steps of a length that count
-_BURST = 5  # steps of a look at another length; the first is not measured
-_TRIAL = 9  # steps of a look at one that promises to be better
-_DWELL = 16  # steps before an answer is questioned
-_FIRST, _LONGEST = 32, 2048  # steps between looks
-_STALE_WEIGHT, _STALE_SECONDS = 8, 4  # drafts, steps that an old estimate counts as when it is measured again
-_SURPRISE = 1.2  # the ratio by which the running length's speed must change for others to be looked at soon
+_BLOCK = 4  # steps that are compared: of a look, before it and after it; the first after a change does not count
+_KEPT = 8  # looks at a length that count
+_NOISE = 0.1  # of the logarithm of a look's ratio, until it is known
+_SURE = 1.5  # standard errors
+_CHANGED = 4.0  # standard deviations by which a look says that all before it are history
+_LEVEL = 32  # steps by which the speed of the current length is known
+_SURPRISE = 1.2  # the ratio by which it must change for others to be looked at soon
+_FIRST, _LONGEST = 32, 2048  # steps between looks when nothing seems better
+_CHECKS = 16, 128, 512  # steps between looks at no speculation: at first, at most, at most while it is far behind
+_FAR = 0.2  # of the logarithm of its speed
+_STALE_WEIGHT = 8  # drafts that an old estimate counts as when it is measured again
 
 
 class Guard:
@@ -37,7 +45,7 @@ class Guard:
         share: of steps that may go into trying other lengths.
         loss: of seconds that may be lost by it.
         margin: a length replaces a shorter or longer one only if it gives so much more tokens a second.
-        memory: steps after which an observation counts 1/e, and after which a length that did not run is stale.
+        memory: verified steps after which an accepted draft counts 1/e; a position not reached as long is stale.
         clock: seconds that never go back; asked only where ``observe`` is not given any.
     """
 
@@ -97,15 +105,14 @@ class Guard:
     def facts(self) -> dict:
         """What to show: the length that runs now, steps by length, speed over no speculation (None: not known yet)."""
         batch = self._batch
-        rates = batch.rates()
-        known = rates[0] and rates[batch.current]
+        behind = batch.gains()[0]
         return {
             "draft_length": batch.length,
             "steps": {length: count for length, count in enumerate(self.steps) if count},
             "ignored_steps": self.ignored,
             "explored_steps": sum(item.explored for item in self._batches.values()),
             "switches": sum(item.switches for item in self._batches.values()),
-            "speedup": rates[batch.current] / rates[0] if known else None,
+            "speedup": None if behind is None else math.exp(-behind),
             "tokens_per_step": self.acceptance.tokens()[batch.current],
         }
 
@@ -148,47 +155,112 @@ class Acceptance:
             expected.append(expected[-1] + reached)
         return expected
 
+    def error(self, drafts: int) -> float:
+        """Standard error of the logarithm of the expected tokens with ``drafts`` drafts."""
+        expected, variance = self.tokens(), 0.0
+        for position in range(drafts):
+            trials = self._trials[position] + 2  # one accepted and one not, that nobody has seen
+            chance = (self._accepted[position] + 1) / trials
+            behind = (expected[drafts] - expected[position]) / chance  # what a draft accepted here brings
+            variance += behind**2 * chance * (1 - chance) / trials
+        return math.sqrt(variance) / expected[drafts]
 
-class _Times:
-    """Seconds of the steps of one length: the mean of the last ones without the eighth at either end."""
 
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=_WINDOW)
-        self.seen = -math.inf
-        self.estimate: float | None = None
+class _Costs:
+    """What a step of each length takes against one of the current length, 0 at first: from looks' ratios (logarithms).
 
-    def __len__(self) -> int:
-        return len(self._values)
+    Attributes:
+        estimates: logarithms, [K + 1], in between along a straight line; None before the first look.
+        spread: standard deviation of a look, from those at all lengths; ``_NOISE`` counts as two.
+    """
 
-    def add(self, seconds: float, step: int, memory: int) -> None:
-        if step - self.seen > memory:
-            self._values = deque(list(self._values)[-_STALE_SECONDS:], _WINDOW)
-        self._values.append(seconds)
-        self.seen = step
-        cut = -(-len(self._values) // 8) if len(self._values) > 2 else 0
-        kept = sorted(self._values)[cut : len(self._values) - cut]
-        self.estimate = sum(kept) / len(kept)
+    def __init__(self, lengths: int) -> None:
+        self._looks = [deque(maxlen=_KEPT) for _ in range(lengths)]
+        self._odd: list[float | None] = [None] * lengths
+        self._current = 0
+        self.estimates: list[float] | None = None
+        self.spread = _NOISE
+
+    def add(self, length: int, ratio: float) -> bool:
+        """A look is over. Returns whether it is the second in turn that is far from those before, which are forgotten;
+        one alone is not believed."""
+        looks, odd = self._looks[length], self._odd[length]
+        self._odd[length] = None
+        is_odd = len(looks) > 1 and abs(ratio - statistics.fmean(looks)) > _CHANGED * self.spread
+        if is_odd and odd is None:
+            self._odd[length] = ratio
+            return False
+        if is_odd:
+            looks.clear()
+            looks.append(odd)
+        looks.append(ratio)
+        self._estimate()
+        return is_odd
+
+    def move(self, length: int) -> None:
+        """``length``, which was looked at, is the current one now."""
+        own, by = self._looks[length], statistics.fmean(self._looks[length])
+        self._looks = [deque((ratio - by for ratio in looks), _KEPT) for looks in self._looks]
+        self._looks[self._current] = deque((-ratio for ratio in own), _KEPT)
+        self._looks[length].clear()
+        self._odd = [None] * len(self._odd)
+        self._current = length
+        self._estimate()
+
+    def times(self, length: int) -> int:
+        """How many looks count."""
+        return len(self._looks[length])
+
+    def error(self, length: int) -> float:
+        """Standard error of an estimate; of one that was never looked at, as after one look."""
+        return self.spread / math.sqrt(max(1, self.times(length)))
+
+    def _estimate(self) -> None:
+        known = [length for length, looks in enumerate(self._looks) if looks or length == self._current]
+        ratios = [math.exp(statistics.fmean(self._looks[length] or [0.0])) for length in known]
+        self.estimates = np.log(np.interp(range(len(self._looks)), known, ratios)).tolist()
+        squares, free = 2 * _NOISE**2, 2
+        for looks in filter(None, self._looks):
+            mean = statistics.fmean(looks)
+            squares += sum((ratio - mean) ** 2 for ratio in looks)
+            free += len(looks) - 1
+        self.spread = math.sqrt(squares / free)
 
 
 @dataclass
-class _Trial:
-    """A look at another length.
+class _Look:
+    """A few steps of another length.
 
     Attributes:
-        left, done: steps of it to come, and so far; patience: steps until it is given up because they do not come.
+        patience: steps until it is over although they do not come.
         first: one of the first looks, which are not charged.
-        seconds, tokens: of its steps so far, tokens of a request.
-        fastest: seconds of its fastest step.
+        before, during, after: seconds of the steps that are compared.
+        done: steps of it so far, compared or not; ``seconds`` and ``tokens`` (of a request) are theirs.
+        fastest: seconds of the fastest of them.
+        over: no more of it is to come.
     """
 
     length: int
-    left: int
-    patience: int
     first: bool
+    before: list[float]
+    patience: int = 4 * _BLOCK
+    during: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
     done: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
     fastest: float = math.inf
+    over: bool = False
+
+    @property
+    def around(self) -> float:
+        """Seconds of a current step meanwhile."""
+        return math.sqrt(math.prod(statistics.median_low(block) for block in (self.before, self.after or self.before)))
+
+    @property
+    def ratio(self) -> float:
+        """The logarithm of what a step of it takes against a current one."""
+        return math.log((statistics.median_low(self.during) if self.during else self.fastest) / self.around)
 
 
 class _Batch:
@@ -196,158 +268,190 @@ class _Batch:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._times = [_Times() for _ in range(guard.max_drafts + 1)]
+        self._costs = _Costs(guard.max_drafts + 1)
         self._ladder = [0, *sorted({max(1, guard.max_drafts >> power) for power in range(8)})]
         self._first = [guard.max_drafts >> 1, guard.max_drafts] if guard.max_drafts > 1 else [1]
-        self._trial: _Trial | None = None
-        self._looks = 0
-        self._interval, self._decided, self._looked = _FIRST, 0, 0
+        self._look: _Look | None = None
+        self._recent: deque[float] = deque(maxlen=_LEVEL)  # seconds of the current length's last steps
+        self._seen = dict.fromkeys(self._ladder, -1)  # step of the last look
+        self._interval, self._check = _FIRST, _CHECKS[0]
         self._usual: float | None = None
+        self._typical = math.inf  # seconds of a current step
         self._seconds = self._lost = 0.0
         self.current = self.steps = self.explored = self.switches = 0
 
     @property
     def length(self) -> int:
-        return self._trial.length if self._trial else self.current
+        return self._look.length if self._look and not self._look.over else self.current
 
-    def rates(self) -> list[float | None]:
-        """Tokens a request and second with d drafts, [K + 1]; between measured lengths a straight line is assumed."""
-        tokens = self._guard.acceptance.tokens()
-        return [t / s if s else None for t, s in zip(tokens, self._estimates(), strict=True)]
+    def gains(self) -> list[float | None]:
+        """Logarithm of tokens a second with d drafts over those now, [K + 1]; None before the first look."""
+        tokens, costs = self._guard.acceptance.tokens(), self._costs.estimates
+        if costs is None:
+            return [0.0 if length == self.current else None for length in range(len(tokens))]
+        now = tokens[self.current]
+        return [math.log(t / now) - cost for t, cost in zip(tokens, costs, strict=True)]
 
     def observe(self, drafts: int, seconds: float, tokens: float, settled: bool) -> None:
         """``tokens``: of a request. ``settled``: the step before was of the same kind; only then its seconds are those
         of the length."""
         self.steps += 1
-        usual = self._times[drafts].estimate
-        counted = min(seconds, 4 * usual) if usual else seconds  # a step that the machine disturbed is no length's
+        counted = min(seconds, 4 * self._typical)  # a step that the machine disturbed is no length's
         self._seconds += counted
+        look = self._look
+        if drafts == self.current and settled:
+            self._recent.append(seconds)
+            if look is not None:
+                look.after.append(seconds)
+        if look is None:
+            if self._first or self.steps % _BLOCK == 0:  # what is decided between looks can wait so long
+                self._think()
+            return
+        look.patience -= 1
+        if not look.over and drafts == look.length:
+            self._take(look, seconds, counted, tokens, settled)
+        if look.over and (len(look.after) == _BLOCK or look.patience <= 0):
+            self._judge(look)
+        elif not look.over and look.patience <= 0:
+            self._close(look)
+
+    def _take(self, look: _Look, seconds: float, counted: float, tokens: float, settled: bool) -> None:
+        """A step of a look."""
+        self.explored += look.length > 0
+        look.done += 1
+        look.seconds += counted
+        look.tokens += tokens
+        look.fastest = min(look.fastest, seconds)
         if settled:
-            self._times[drafts].add(seconds, self.steps, self._guard.memory)
-        trial = self._trial
-        if trial is None:
-            self._think()
-            return
-        trial.patience -= 1
-        if drafts == trial.length:
-            trial.left -= 1
-            trial.done += 1
-            trial.seconds += counted
-            trial.tokens += tokens
-            trial.fastest = min(trial.fastest, seconds)
-            self.explored += 1
-        if trial.left <= 0 or trial.patience <= 0 or (trial.done > 1 and self._hopeless(trial.length, trial.fastest)):
-            self._finish(trial)
+            look.during.append(seconds)
+        if len(look.during) == _BLOCK or (look.done > 1 and self._hopeless(look)):
+            self._close(look)
 
-    def _think(self) -> None:
-        if len(self._times[self.current]) < min(self.steps, _BURST - 1):
-            return
-        if self._first:
-            self._start(self._first.pop(), _BURST, first=True)
-            return
-        if self.steps - self._decided < _DWELL:
-            return
-        self._watch()
-        best = self._best()
-        if best != self.current:
-            if best == 0 or self._fresh(best):
-                self._switch(best)
-            elif self._behind():
-                self._switch(0)
-            elif self._affords(best, _TRIAL):
-                self._start(best, _TRIAL)
-        elif self.steps - self._looked >= self._interval:
-            length = self._next_look()
-            steps = _BURST if length else _TRIAL  # what all else is compared with is worth a better look
-            if self._affords(length, steps):
-                self._looks += 1
-                self._start(length, steps)
+    def _close(self, look: _Look) -> None:
+        look.over, look.patience = True, 4 * _BLOCK
+        look.after.clear()
 
-    def _finish(self, trial: _Trial) -> None:
-        self._trial = None
-        self._looked = self.steps
-        if not trial.first and (rate := self.rates()[self.current]):
-            self._lost = max(0.0, self._lost + trial.seconds - trial.tokens / rate)
-        seconds = self._estimates()
-        if self._first and not all(self._hopeless(length, seconds[length]) for length in self._ladder[1:]):
-            self._start(self._first.pop(), _BURST, first=True)
+    def _judge(self, look: _Look) -> None:
+        """A look and the steps after it are over: learn from it, and decide."""
+        self._look = None
+        self._seen[look.length] = self.steps
+        if look.done == 0:  # the drafter proposed nothing else
+            self._first.clear()
+            self._interval = min(2 * self._interval, _LONGEST)
             return
-        self._first.clear()
-        best = self._best()
-        if best != self.current and (best == 0 or self._fresh(best)):
-            self._switch(best)
-        elif best not in (self.current, 0) and trial.patience > 0 and self._affords(best, _TRIAL):
-            self._start(best, _TRIAL)
-        else:
+        changed = self._costs.add(look.length, look.ratio)
+        if not look.first and look.length:
+            tokens = self._guard.acceptance.tokens()[self.current]
+            self._lost = max(0.0, self._lost + look.seconds - look.tokens * look.around / tokens)
+        if look.first and all(self._bad(length) for length in self._ladder if length != self.current):
+            self._first.clear()
+        if self._switched():
+            return
+        if changed:
+            self._interval, self._check = _FIRST, _CHECKS[0]
+        elif look.length == 0:
+            self._check = min(2 * self._check, _CHECKS[1 + (self.gains()[0] < -_FAR)])
+        elif self._promising() is None:
             self._interval = min(2 * self._interval, _LONGEST)
 
-    def _start(self, length: int, steps: int, *, first: bool = False) -> None:
-        self._trial = _Trial(length, steps, 4 * steps, first)
+    def _think(self) -> None:
+        """Between looks."""
+        if len(self._recent) < min(_BLOCK, self.steps) or self._switched():
+            return
+        self._typical = statistics.median(self._recent)
+        if self._first:
+            self._start(self._first.pop(), first=True)
+            return
+        self._watch()
+        if self.current and self.steps - self._seen[0] >= self._check:
+            self._start(0)
+            return
+        since = {length: self.steps - seen for length, seen in self._seen.items() if length not in (0, self.current)}
+        length = self._promising()
+        if length is None and min(since.values(), default=0) >= self._interval:
+            length = max(since, key=since.get)
+        if length is not None and self._affords(length):
+            self._start(length)
 
-    def _switch(self, length: int) -> None:
-        self.current, self._decided, self._interval, self._usual = length, self.steps, _FIRST, None
-        self._looks = 0
+    def _start(self, length: int, *, first: bool = False) -> None:
+        self._look = _Look(length, first, list(self._recent)[-_BLOCK:])
+
+    def _switched(self) -> bool:
+        """Let the best length be the current one, if another is surely better, or no speculation seems to be."""
+        gains = self.gains()
+        better = [
+            length for length in self._others() if self._costs.times(length) and gains[length] > self._least(length)
+        ]
+        if not better:
+            return False
+        best = max(better, key=lambda length: gains[length])
+        self._costs.move(best)
+        self._recent.clear()
+        self._typical = math.inf
+        self.current, self._interval, self._check, self._usual = best, _FIRST, _CHECKS[0], None
+        self._seen[0] = self.steps
         self.switches += 1
+        return True
+
+    def _others(self) -> Iterable[int]:
+        return (length for length in range(self._guard.max_drafts + 1) if length != self.current)
+
+    def _least(self, length: int) -> float:
+        """The gain that a length must show to become the current one."""
+        if length == 0:
+            return 0.0
+        if self._costs.times(length) < 2:
+            return math.inf
+        return max(math.log1p(self._guard.margin), _SURE * self._error(length))
+
+    def _error(self, length: int) -> float:
+        return math.hypot(self._costs.error(length), self._guard.acceptance.error(length))
+
+    def _promising(self) -> int | None:
+        """The length that may well be better and is not known surely enough, if there is one."""
+        gains = self.gains()
+        if None in gains:
+            return None
+        fastest = max(self._others(), key=lambda length: gains[length])
+        rivals = {*self._ladder, fastest} - {0, self.current}
+        hopes = {length: gains[length] + self._error(length) for length in rivals}
+        best = max(hopes, key=hopes.get, default=None)
+        return best if best is not None and hopes[best] > math.log1p(self._guard.margin) else None
 
     def _watch(self) -> None:
-        """Look around soon when the running length became much faster or slower.
+        """Look around soon when the current length became much faster or slower.
 
         No speculation that became slower is no reason: what an expert costs, all others pay more often.
         """
-        rate = self.rates()[self.current]
-        if self._usual is None or rate is None:
+        if len(self._recent) < _LEVEL:
+            return
+        rate = self._guard.acceptance.tokens()[self.current] / self._typical
+        if self._usual is None:
             self._usual = rate
         elif not 1 / _SURPRISE < rate / self._usual < _SURPRISE:
+            if self.current:
+                self._check = _CHECKS[0]
             if self.current or rate > self._usual:
                 self._interval = _FIRST
             self._usual = rate
 
-    def _best(self) -> int:
-        rates = self.rates()
-        handicap = 1 + self._guard.margin
-
-        def score(length: int) -> float:
-            rate = rates[length] or 0.0
-            return rate if length in (0, self.current) else rate / handicap
-
-        return max(range(len(rates)), key=lambda length: (score(length), length == self.current))
-
-    def _behind(self) -> bool:
-        """Whether no speculation would be faster than what runs."""
-        rates = self.rates()
-        return (rates[0] or 0.0) > (rates[self.current] or 0.0)
-
-    def _next_look(self) -> int:
-        """In turns: the strongest rival (that is no speculation, while there is some), and what is known least."""
-        rates = self.rates()
-        others = [length for length in self._ladder if length != self.current]
-        if self._looks % 2:
-            return min(others, key=lambda length: self._times[length].seen)
-        return 0 if self.current else max(others, key=lambda length: rates[length] or 0.0)
-
-    def _fresh(self, length: int) -> bool:
-        times = self._times[length]
-        return len(times) >= _TRIAL - 2 and self.steps - times.seen <= self._guard.memory
-
-    def _affords(self, length: int, steps: int) -> bool:
-        guard, lost = self._guard, self._lost + self._loss(length, steps)
+    def _affords(self, length: int) -> bool:
+        guard, gain = self._guard, self.gains()[length]
+        steps = _BLOCK + 1
+        expected = 0.0
+        if gain is not None:
+            taken = steps * self._typical * math.exp(self._costs.estimates[length])
+            expected = taken * max(0.0, 1 - math.exp(gain))
+        lost = self._lost + expected
         return self.explored + steps <= guard.share * self.steps + ALLOWANCE and lost <= guard.loss * self._seconds
 
-    def _loss(self, length: int, steps: int) -> float:
-        """Seconds that ``steps`` of another length are estimated to lose."""
-        rates, seconds = self.rates(), self._estimates()[length]
-        mine, its = rates[self.current], rates[length]
-        return max(0.0, steps * seconds * (1 - its / mine)) if mine and its and seconds else 0.0
+    def _hopeless(self, look: _Look) -> bool:
+        """Whether it would lose even if twice as many drafts were accepted as it seems, and another one."""
+        tokens = self._guard.acceptance.tokens()
+        most = min(look.length + 1, 2 * tokens[look.length])
+        return most / tokens[self.current] < look.fastest / look.around
 
-    def _hopeless(self, length: int, seconds: float | None) -> bool:
-        """Whether a length would lose even if twice as many drafts were accepted as it seems, and another one."""
-        rate = self.rates()[self.current]
-        tokens = min(length + 1, 2 * self._guard.acceptance.tokens()[length])
-        return rate is not None and seconds is not None and tokens < rate * seconds
-
-    def _estimates(self) -> list[float | None]:
-        """Seconds of a step with d drafts, [K + 1]; beyond the measured lengths as at the nearest."""
-        known = [length for length, times in enumerate(self._times) if times.estimate is not None]
-        if not known:
-            return [None] * len(self._times)
-        return np.interp(range(len(self._times)), known, [self._times[length].estimate for length in known]).tolist()
+    def _bad(self, length: int) -> bool:
+        """Whether it would lose by all that is known, even if twice as many drafts were accepted as it seems."""
+        tokens, costs = self._guard.acceptance.tokens(), self._costs.estimates
+        return min(length + 1, 2 * tokens[length]) / tokens[self.current] < math.exp(costs[length])
