@@ -1,8 +1,9 @@
 """Two engines, turn by turn: both stay alive and each prompt goes to one and at once to the other.
 
 A machine whose disk and clock drift by a fifth within minutes says nothing of a few percent when one engine runs after
-the other. Here the two of a turn are seconds apart, in random order, and what is reported is the ratio of their tokens
-a second: its median over the turns, with a bootstrapped interval of 95 %. It counts only where the tokens are equal.
+the other. Here the two of a turn are seconds apart, each as often first, and what is reported is the ratio of their
+tokens a second: its median over the turns, with a bootstrapped interval of 95 %. It counts only where the tokens are
+equal.
 
 What is particular to a process, e.g. where its memory lies, lasts as long as the engine and is in no interval: hence
 --starts, and the median of each start beside. spac against spac shows how much that is. What can pause, speculation
@@ -205,19 +206,27 @@ def _turns(
     pair: tuple[Side, Side], pauses: list[str], ids: list[list[int]], settings: Settings
 ) -> Iterator[list[dict]]:
     """What the two said in each turn; with ``pauses`` the second engine runs for both."""
-    draw = random.Random(settings.seed)
     with ExitStack() as stack:
         engines = [
             stack.enter_context(closing(LiveEngine(side.job(settings), side.knobs is None, settings.timeout)))
             for side in (pair[1:] if pauses else pair)
         ]
-        for prompt in ids:
+        for prompt, order in zip(ids, orders(settings.seed), strict=False):
             answers = [{}, {}]
-            for which in draw.sample((0, 1), 2):
+            for which in order:
                 time.sleep(_PAUSE)
                 without = [] if which else pauses
                 answers[which] = engines[which % len(engines)].turn(prompt, settings.output_tokens, without)
             yield answers
+
+
+def orders(seed: int) -> Iterator[tuple[int, int]]:
+    """Who is first, turn by turn: the second may find experts that the first has loaded, so each is as often first."""
+    draw = random.Random(seed)
+    while True:
+        first = draw.randrange(2)
+        yield first, 1 - first
+        yield 1 - first, first
 
 
 def _row(slots: str, said: list[list[list[dict]]], warm: int, seed: int) -> dict:

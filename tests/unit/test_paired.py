@@ -73,6 +73,11 @@ def test_what_one_engine_cannot_be(base: str, other: str) -> None:
         paired.Side.parse(other, "25%").beyond(paired.Side.parse(base, "25%"))
 
 
+def test_each_is_as_often_first() -> None:
+    first = [order[0] for order, _ in zip(paired.orders(1), range(100), strict=False)]
+    assert sum(first) == 50 and len({tuple(first[i : i + 2]) for i in range(0, 100, 2)}) == 2
+
+
 def test_the_interval_of_a_median() -> None:
     rng = random.Random(0)
     covered = 0
