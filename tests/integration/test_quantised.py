@@ -21,6 +21,8 @@ from vllm_spac.integration.fingerprint import fingerprint
 
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 256, 128
 GROUP = {"strategy": "group", "group_size": 32, "num_bits": 4, "type": "int", "symmetric": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
@@ -45,6 +47,9 @@ METHODS = {
     ),
     "compressed int4": compressed(GROUP, None, "pack-quantized"),
     "compressed int4, zero points": compressed(GROUP | {"symmetric": False}, None, "pack-quantized"),
+    "gptq int4": GPTQ,
+    "gptq int8": GPTQ | {"bits": 8},
+    "awq int4, zero points": AWQ,
 }
 
 
@@ -54,7 +59,7 @@ def triton(monkeypatch):
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts, TritonWNA16Experts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
-    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization import auto_awq, fp8, moe_wna16
 
     def fp8_backend(**_):
         return Fp8MoeBackend.TRITON, TritonExperts
@@ -62,11 +67,14 @@ def triton(monkeypatch):
     def int4_backend(*_, **__):
         return WNA16MoEBackend.TRITON, TritonWNA16Experts
 
-    monkeypatch.setattr("vllm.distributed.parallel_state._TP", SimpleNamespace(world_size=1, rank_in_group=0))
+    rank = SimpleNamespace(world_size=1, rank_in_group=0, device=torch.device("cpu"))
+    monkeypatch.setattr("vllm.distributed.parallel_state._TP", rank)
     moe = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_"
     monkeypatch.setattr(fp8, "select_fp8_moe_backend", fp8_backend)
     monkeypatch.setattr(f"{moe}w8a8_fp8.select_fp8_moe_backend", fp8_backend)
     monkeypatch.setattr(f"{moe}wna16.select_wna16_moe_backend", int4_backend)
+    monkeypatch.setattr(moe_wna16, "select_wna16_moe_backend", int4_backend)
+    monkeypatch.setattr(auto_awq.AutoAWQConfig, "get_min_capability", lambda: -1)  # a CPU has none
 
 
 def build(quantisation: dict, managed: bool = True, **knobs):
@@ -85,7 +93,8 @@ def build(quantisation: dict, managed: bool = True, **knobs):
             "params_dtype": torch.bfloat16,
             "prefix": "layers.0.experts",
         }
-        quant = get_quantization_config(quantisation["quant_method"]).from_config(quantisation)
+        method = quantised.loader(quantisation) or quantisation["quant_method"]
+        quant = get_quantization_config(method).from_config(quantisation)
         if not managed:
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
         with loading.managed_load(SpacConfig(**knobs), config):
@@ -112,6 +121,16 @@ def checkpoint(quantisation: dict) -> dict[str, Tensor]:
                 }
                 if not quantisation["config_groups"]["all"]["weights"]["symmetric"]:
                     tensors["weight_zero_point"] = bits(rows // 8, columns // 32)
+            elif quantisation["quant_method"] in ("gptq", "awq"):
+                packed, group = 32 // quantisation["bits"], quantisation["group_size"]
+                tensors = {
+                    "qweight": bits(columns, rows // packed),
+                    "qzeros": bits(columns // group, rows // packed),
+                    "scales": floats(columns // group, rows, dtype=torch.float16),
+                }
+                if quantisation["quant_method"] == "gptq":
+                    tensors["qweight"] = bits(columns // packed, rows)
+                    tensors["g_idx"] = (torch.arange(columns) // group).to(torch.int32)
             else:
                 channels = "channel" in str(quantisation)
                 scale = "weight_scale_inv" if quantisation["quant_method"] == "fp8" else "weight_scale"
@@ -127,8 +146,14 @@ def load(layer, tensors: dict[str, Tensor], names: list[str] | None = None) -> N
     for name in tensors if names is None else names:
         expert, part, last = name.split(".")
         prefix, shard = shards[part]
-        param = getattr(layer, f"{prefix}_{last}")
-        assert param.weight_loader(param, tensors[name], f"experts.{prefix}_{last}", shard, int(expert), True)
+        if (param := getattr(layer, f"{prefix}_{last}", None)) is not None:
+            loaded = param.weight_loader(param, tensors[name], f"experts.{prefix}_{last}", shard, int(expert), True)
+            assert loaded or name.endswith("qzeros")  # vLLM says that it did not load what it does not read
+
+
+def is_unread(name: str, method: str) -> bool:
+    """Whether no kernel reads the checkpoint's tensor ``name``: its experts are quantised as ``METHODS[method]``."""
+    return name.endswith(("weight_shape", "g_idx")) or (name.endswith("qzeros") and "zero points" not in method)
 
 
 def stand_in(layer) -> list[int]:
@@ -172,14 +197,25 @@ def test_it_is_packed_when_the_last_tensor_has_come(name):
     layer = build(METHODS[name])
     packed = stand_in(layer)
     layer.probe()
-    waited = [n for n in tensors if not n.endswith("shape")]
+    waited = [n for n in tensors if not is_unread(n, name)]
     random.Random(0).shuffle(waited)
     load(layer, tensors, waited[:-1])
     assert packed == []
     load(layer, tensors, waited[-1:])
     layer.forget()
-    load(layer, tensors, [n for n in tensors if n.endswith("shape")])  # nobody waits for these
+    load(layer, tensors, [n for n in tensors if is_unread(n, name)])  # nobody waits for these
     assert packed == [0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stored_layer_takes_nothing(name):
+    layer = build(METHODS[name])
+    packed = stand_in(layer)
+    layer.probe()
+    layer.spac.is_stored = lambda _: True
+    layer.forget()
+    load(layer, checkpoint(METHODS[name]))
+    assert packed == [] and all(param.numel() == 0 for param in layer._staged.values())
 
 
 def attached(quantisation: dict, slots: int):
@@ -251,6 +287,22 @@ def test_scales_of_whole_tensors_are_refused(quantisation):
 def test_what_quantised_experts_cannot_do(knobs, named):
     with pytest.raises(UnsupportedError, match=f"quantised experts.*{named}"):
         build(METHODS["fp8, blocks"], **knobs)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "named"),
+    [
+        (GPTQ | {"desc_act": True}, "activation ordering (desc_act) (gptq): not supported; use one in FP8"),
+        (GPTQ | {"sym": False}, "zero points (sym=false), which vLLM does not load (gptq)"),
+        (GPTQ | {"bits": 3}, "3 bits (gptq)"),
+        (GPTQ | {"group_size": -1}, "one scale a channel (group_size=-1) (gptq)"),
+        (AWQ | {"bits": 8}, "8 bits (awq)"),
+        (AWQ | {"group_size": -1}, "one scale a channel (group_size=-1) (awq)"),
+    ],
+    ids=str,
+)
+def test_gptq_and_awq_that_vllm_or_its_kernel_cannot_run(quantisation, named):
+    assert named in quantised.refusal(quantisation)
 
 
 def test_a_kernel_that_was_never_seen_is_refused(monkeypatch):

@@ -30,6 +30,8 @@ QWEN = {
     "dtype": "bfloat16",
 }
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+
 
 def write_config(folder: Path, config: dict) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,9 +132,11 @@ def test_a_dense_model(tmp_path):
             r"one scale a tensor.*\(fp8\).*by block or channel",
         ),
         ({"quant_method": "mxfp4"}, {}, r"quantised experts \(mxfp4\): not supported; use one in FP8"),
+        (GPTQ, {}, "--quantization auto_gptq gives.*; add --quantization moe_wna16 --moe-backend triton"),
+        (GPTQ | {"sym": False}, {"quantization": "moe_wna16"}, r"zero points \(sym=false\)"),
         (None, {"quantization": "fp8_per_block"}, "--quantization fp8_per_block quantises experts while.*drop it"),
     ],
-    ids=["scales of tensors", "unknown", "while loading"],
+    ids=["scales of tensors", "unknown", "GPTQ for Marlin", "GPTQ with zero points", "while loading"],
 )
 def test_quantised_models(tmp_path, quantisation, options, named):
     facts = QWEN if quantisation is None else QWEN | {"quantization_config": quantisation}
@@ -140,9 +144,16 @@ def test_quantised_models(tmp_path, quantisation, options, named):
         engine_config(write_config(tmp_path / "model", facts), {}, **options)
 
 
-def test_a_quantised_model_that_its_layers_decide_on(tmp_path):
-    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": blocks}), {})
+@pytest.mark.parametrize(
+    ("quantisation", "options"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, {}),
+        (GPTQ, {"quantization": "moe_wna16"}),
+    ],
+    ids=["FP8", "GPTQ"],
+)
+def test_quantised_models_that_their_layers_decide_on(tmp_path, quantisation, options):
+    engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": quantisation}), {}, **options)
 
 
 @pytest.mark.parametrize(

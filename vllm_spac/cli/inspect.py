@@ -91,9 +91,11 @@ def inspect(
         raise UnsupportedError(f"{model} has {reason}")
     console.print(_needs(checkpoint))
     smallest = checkpoint.smallest_percent()
+    flags = quantisation.flags(checkpoint.quantisation) if checkpoint.quantisation else ()
+    options = " ".join(("--plugin spac", f"--spac-slots {max(25, smallest)}%", *flags))
     console.print(
         f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] a layer\n"
-        f"[green]supported[/]: vllm serve {escape(model)} --plugin spac --spac-slots {max(25, smallest)}%",
+        f"[green]supported[/]: vllm serve {escape(model)} {options}",
         highlight=False,
         soft_wrap=True,
     )

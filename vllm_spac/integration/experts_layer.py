@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,9 @@ class ManagedExperts:
         self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
         self._arrived = dict.fromkeys(self._staged, 0)
         self._packed = False
+        for param in self._staged.values():
+            if param.weight_loader != self.weight_loader:
+                param.weight_loader = partial(self._load_through, param.weight_loader)
         self._to_kernel = self.quant_method.process_weights_after_loading
         self.quant_method.process_weights_after_loading = lambda layer: self.spac.pack(self)
         self.quant_method.requires_device_loading = False  # pack moves a part of the layer at a time instead
@@ -97,18 +101,44 @@ class ManagedExperts:
     def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
         """Stage one checkpoint tensor; when it is the last of the layer, pack the layer and forget it."""
         self.spac.arrived(loaded_weight.nbytes)
-        name = next((name for name, staged in self._staged.items() if staged is param), None)
-        if name is None or self.spac.is_stored(self):  # what no kernel reads, or what is packed already
+        if not self._awaits(param, weight_name):
             return True if return_success else None
-        if self._packed:
-            raise SpacError(f"spac: {weight_name} of {self.layer_name} arrived after the layer was packed")
         success = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
-        self._arrived[name] += loaded_weight.numel()
-        if all(self._arrived[name] >= count for name, count in self._expected.items()):
-            self.spac.pack(self)
+        self._count(param, loaded_weight.numel())
         return success
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+    def _load_through(self, loader, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
+        """Stage one checkpoint tensor through the quant method's own ``loader``.
+
+        It gives most tensors converted to ``weight_loader``; the others, each a shard of one expert, it writes itself.
+        """
+        if not self._awaits(param, weight_name):  # and need not be converted
+            return True if return_success else None
+        before = dict(self._arrived)
+        success = loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+        if self._arrived == before:
+            self.spac.arrived(loaded_weight.nbytes)
+            self._count(param, param[0].numel() // (1 if shard_id == "w2" else self.moe_config.w13_num_shards))
+        return success
+
+    def _awaits(self, param, weight_name: str) -> bool:
+        """Whether what ``param`` is given is read by a kernel and not packed yet."""
+        if self._name_of(param) is None or self.spac.is_stored(self):
+            return False
+        if self._packed:
+            raise SpacError(f"spac: {weight_name} of {self.layer_name} arrived after the layer was packed")
+        return True
+
+    def _count(self, param, elements: int) -> None:
+        """``elements`` of ``param`` were staged; packs the layer if they were the last."""
+        self._arrived[self._name_of(param)] += elements
+        if all(self._arrived[name] >= count for name, count in self._expected.items()):
+            self.spac.pack(self)
+
+    def _name_of(self, param) -> str | None:
+        return next((name for name, staged in self._staged.items() if staged is param), None)
 
     @property
     def staged_bytes(self) -> int:

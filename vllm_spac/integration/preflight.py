@@ -96,6 +96,11 @@ def _check_quantisation(model) -> None:
         )
     if (reason := quantisation.refusal(checkpoint)) is not None:
         raise UnsupportedError(f"spac: {model.model} has {reason}")
+    if quantisation.loader(checkpoint) not in (None, model.quantization):
+        raise UnsupportedError(
+            f"spac: --quantization {model.quantization} gives the experts of {model.model} to kernels that keep no "
+            f"slots; add {' '.join(quantisation.flags(checkpoint))}"
+        )
 
 
 def _offloads(vllm_config) -> bool:

@@ -34,6 +34,7 @@ SCHEMES = {
         metadata=("weight_shape",),
         kernels=("TritonWNA16Experts",),
     ),
+    "MoeWNA16Method": Scheme(("qweight", "scales", "qzeros"), kernels=("TritonWNA16Experts",)),
 }
 
 
@@ -77,6 +78,8 @@ def _sorted_out(layer, scheme: Scheme) -> dict[str, Parameter]:
     for name, param in layer.named_parameters():
         prefix, _, rest = name.partition("_")
         if prefix not in ("w13", "w2") or rest in scheme.metadata:  # others are the router's: a correction bias, say
+            continue
+        if param.numel() == 0:  # stands for what the checkpoint has and no kernel reads: zero points that are all equal
             continue
         if rest not in scheme.tensors or (is_quantised(layer) and "scale" in rest and param.dim() < 3):
             raise UnsupportedError(
