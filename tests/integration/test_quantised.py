@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.integration import loading
 from vllm_spac.integration.fingerprint import fingerprint
+from vllm_spac.memory import release_freed_memory
 
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 256, 128
 GROUP = {"strategy": "group", "group_size": 32, "num_bits": 4, "type": "int", "symmetric": True}
@@ -216,6 +219,22 @@ def test_a_stored_layer_takes_nothing(name):
     layer.forget()
     load(layer, checkpoint(METHODS[name]))
     assert packed == [] and all(param.numel() == 0 for param in layer._staged.values())
+
+
+@pytest.mark.parametrize("name", ["compressed int4, zero points", "gptq int4", "awq int4, zero points"])
+def test_a_layer_is_no_memory_before_its_weights_come(name, monkeypatch):
+    build(METHODS[name])  # imports
+    monkeypatch.setitem(globals(), "EXPERTS", 4096)
+    before = resident_bytes()
+    layer = build(METHODS[name])
+    release_freed_memory()  # what vLLM wrote, and the plugin let go
+    grown = resident_bytes() - before
+    scales = sum(param.nbytes for param in layer._staged.values() if param.dtype == torch.bfloat16)
+    assert scales > 8 << 20 and grown < scales / 2
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def attached(quantisation: dict, slots: int):

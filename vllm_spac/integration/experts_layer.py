@@ -53,6 +53,8 @@ class ManagedExperts:
         self._pointers = self.spac.config.execution == "pointers"
         if schemes.is_quantised(self):
             self._check_quantised(self.spac.config)
+            for param in self._staged.values():
+                param.data = torch.empty_like(param)  # vLLM fills scales and zero points, which makes them real memory
         if self._pointers:
             self._check_kernels()
         self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
