@@ -129,11 +129,12 @@ def checkpoint(quantisation: dict) -> dict[str, Tensor]:
                 tensors = {
                     "qweight": bits(columns, rows // packed),
                     "qzeros": bits(columns // group, rows // packed),
-                    "scales": floats(columns // group, rows, dtype=torch.float16),
+                    "scales": floats(columns // group, rows, dtype=torch.float16 if packed == 8 else torch.float32),
                 }
                 if quantisation["quant_method"] == "gptq":
                     tensors["qweight"] = bits(columns // packed, rows)
                     tensors["g_idx"] = (torch.arange(columns) // group).to(torch.int32)
+                    tensors["bias"] = floats(rows)  # some have one that the model does not
             else:
                 channels = "channel" in str(quantisation)
                 scale = "weight_scale_inv" if quantisation["quant_method"] == "fp8" else "weight_scale"
@@ -156,7 +157,7 @@ def load(layer, tensors: dict[str, Tensor], names: list[str] | None = None) -> N
 
 def is_unread(name: str, method: str) -> bool:
     """Whether no kernel reads the checkpoint's tensor ``name``: its experts are quantised as ``METHODS[method]``."""
-    return name.endswith(("weight_shape", "g_idx")) or (name.endswith("qzeros") and "zero points" not in method)
+    return name.endswith(("weight_shape", "g_idx", "bias")) or (name.endswith("qzeros") and "zero points" not in method)
 
 
 def stand_in(layer) -> list[int]:
@@ -217,20 +218,20 @@ def test_a_stored_layer_takes_nothing(name):
     layer.probe()
     layer.spac.is_stored = lambda _: True
     layer.forget()
-    load(layer, checkpoint(METHODS[name]))
+    load(layer, {n: t.to("meta") for n, t in checkpoint(METHODS[name]).items()})  # which nobody can read
     assert packed == [] and all(param.numel() == 0 for param in layer._staged.values())
 
 
 @pytest.mark.parametrize("name", ["compressed int4, zero points", "gptq int4", "awq int4, zero points"])
 def test_a_layer_is_no_memory_before_its_weights_come(name, monkeypatch):
     build(METHODS[name])  # imports
-    monkeypatch.setitem(globals(), "EXPERTS", 4096)
+    monkeypatch.setitem(globals(), "EXPERTS", 16384)
     before = resident_bytes()
     layer = build(METHODS[name])
     release_freed_memory()  # what vLLM wrote, and the plugin let go
     grown = resident_bytes() - before
     scales = sum(param.nbytes for param in layer._staged.values() if param.dtype == torch.bfloat16)
-    assert scales > 8 << 20 and grown < scales / 2
+    assert scales >= 48 << 20 and grown < scales / 2  # other things grow by a few MiB
 
 
 def resident_bytes() -> int:

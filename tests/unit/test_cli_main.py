@@ -104,6 +104,24 @@ def test_inspect_counts_slots_as_the_plugin_does(tmp_path):
     assert f"smallest --spac-slots: {smallest}%" in run("inspect", folder)
 
 
+@pytest.mark.parametrize(
+    ("quantisation", "flags"),
+    [
+        ({}, ""),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, " --moe-backend triton"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+            " --quantization moe_wna16 --moe-backend triton",
+        ),
+        ({"quant_method": "awq", "bits": 4, "zero_point": True}, " --quantization moe_wna16 --moe-backend triton"),
+    ],
+    ids=["none", "fp8", "gptq", "awq"],
+)
+def test_inspect_says_how_to_serve(tmp_path, quantisation, flags):
+    folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT, quantization_config=quantisation)
+    assert run("inspect", folder).endswith(f"vllm serve {folder} --plugin spac --spac-slots 25%{flags}")
+
+
 def test_inspect_leaves_draft_layers_out(tmp_path):
     folder = write_model(tmp_path, one_by_one((1, 2, 3)), **TWO_OF_EIGHT)
     found = inspect.read_checkpoint(folder)
