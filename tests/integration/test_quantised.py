@@ -52,6 +52,7 @@ METHODS = {
     "compressed int4, zero points": compressed(GROUP | {"symmetric": False}, None, "pack-quantized"),
     "gptq int4": GPTQ,
     "gptq int8": GPTQ | {"bits": 8},
+    "awq int4": AWQ | {"zero_point": False},
     "awq int4, zero points": AWQ,
 }
 
@@ -131,6 +132,8 @@ def checkpoint(quantisation: dict) -> dict[str, Tensor]:
                     "qzeros": bits(columns // group, rows // packed),
                     "scales": floats(columns // group, rows, dtype=torch.float16 if packed == 8 else torch.float32),
                 }
+                if quantisation == METHODS["awq int4"]:
+                    del tensors["qzeros"]
                 if quantisation["quant_method"] == "gptq":
                     tensors["qweight"] = bits(columns // packed, rows)
                     tensors["g_idx"] = (torch.arange(columns) // group).to(torch.int32)
