@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,56 +11,15 @@ from vllm_spac import components
 from vllm_spac.balancers.base import Balancer, LayerState
 from vllm_spac.costs import Costs
 from vllm_spac.errors import ConfigError
+from vllm_spac.pointers import STEP_BYTES
 from vllm_spac.policies.base import Policy
 from vllm_spac.residency import NOWHERE, Residency
-from vllm_spac.trace import STEP_KINDS, Trace
+from vllm_spac.simulate_pointers import PointersReplay
+from vllm_spac.trace import Trace
 from vllm_spac.utility import UtilityEstimator
+from vllm_spac.virtual_clock import Outcome, Part, Replay
 
-_PREFILL = STEP_KINDS.index("prefill")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of one layer in one step that need no more experts than there are slots.
-
-    ``keys`` are ascending; ``rows`` says how many rows selected each.
-    """
-
-    keys: list[int]
-    rows: list[int]
-
-
-@dataclass
-class Outcome:
-    """What happened; experts are counted once a layer and step, as in ``metrics.Counters``.
-
-    Attributes:
-        hits, misses, cpu: experts that were in fast memory, were loaded, were computed on the CPU.
-        loads, bytes: what moved; more loads than misses when parts of a step evict one another.
-        parts: parts in which layers ran.
-        seconds: virtual time of all steps; ``bound_seconds``: the least they can take (specification §8).
-        stall_seconds: of it, time in which fast memory computed no expert although a layer's experts were due.
-        tpot, bound_tpot: seconds a token over the steps that emit tokens; None when the trace does not say how many.
-    """
-
-    policy: str
-    balancer: str
-    slots: int
-    share: float
-    steps: int = 0
-    hits: int = 0
-    misses: int = 0
-    cpu: int = 0
-    loads: int = 0
-    bytes: int = 0
-    parts: int = 0
-    seconds: float = 0.0
-    stall_seconds: float = 0.0
-    bound_seconds: float = 0.0
-    tpot: float | None = None
-    bound_tpot: float | None = None
-    hit_rate: float = field(init=False, default=0.0)
-    ratio: float = field(init=False, default=1.0)
+EXECUTIONS = ("slots", "pointers")
 
 
 def simulate(
@@ -69,23 +27,29 @@ def simulate(
     slots: int,
     costs: Costs,
     *,
+    execution: str = "slots",
     policy: str = "lru",
     balancer: str = "none",
     overlap: bool = False,
+    step_bytes: int = STEP_BYTES,
     fill: bool = True,
     expert_bytes: int | None = None,
 ) -> Outcome:
     """Replay ``trace`` with ``slots`` experts in fast memory.
 
     Args:
+        execution: one of ``EXECUTIONS``; what the latter assumes is in ``simulate_pointers``.
         policy, balancer: names of components, with knobs if need be: ``utility@upper=1@variant=literal``.
-        overlap: loads run beside the computing of hits; else a layer waits for its loads, as on-demand serving does.
+        overlap: of slots: loads run beside the computing of hits; else a layer waits for its loads, as on-demand
+            serving does. With pointers they always run beside one another.
+        step_bytes: of pointers: bytes that are on their way into slots at once, at most, but one expert; 0: none moves.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
         expert_bytes: instead of what the trace says.
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or knobs, experts of unknown size,
-            an offline policy beside a balancer (it would have to foresee its plans).
+            an offline policy beside a balancer or with pointers (it would have to foresee what they decide), a
+            balancer with pointers or costs of loads from a disk, which pointers cannot read.
     """
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
@@ -93,12 +57,18 @@ def simulate(
         raise ConfigError(f"{slots} slots: use from {facts.top_k} (one token's experts) to {facts.total} (all)")
     if nbytes <= 0:
         raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
-    work = parts(trace, slots)
+    outcome = Outcome(policy, balancer, slots, slots / facts.total, execution)
     first = _filling(trace, slots) if fill else []
-    chosen = _policy(policy, balancer, lambda: [*first, *(k for record in work for part in record for k in part.keys)])
-    replay = _Replay(trace, slots, costs, nbytes, chosen, _balancer(balancer, trace, costs, nbytes), overlap)
-    replay.outcome.policy, replay.outcome.balancer = policy, balancer
-    replay.make_resident(first)
+    if execution == "pointers":
+        work, outcome.step_bytes = parts(trace, facts.total), step_bytes
+        replay: Replay = _pointers(trace, costs, nbytes, outcome)
+    elif execution == "slots":
+        work = parts(trace, slots)
+        chosen = _policy(policy, balancer, lambda: [*first, *(k for record in work for p in record for k in p.keys)])
+        replay = _SlotsReplay(trace, costs, nbytes, outcome, chosen, _balancer(balancer, trace, costs, nbytes), overlap)
+    else:
+        raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
+    replay.fill(first)
     return replay.run(work)
 
 
@@ -117,51 +87,36 @@ def parts(trace: Trace, slots: int) -> list[list[Part]]:
     ]
 
 
-class _Replay:
+class _SlotsReplay(Replay):
     def __init__(
         self,
         trace: Trace,
-        slots: int,
         costs: Costs,
         nbytes: int,
+        outcome: Outcome,
         policy: Policy,
         balancer: Balancer | None,
         overlap: bool,
     ) -> None:
-        self.trace, self.costs, self.nbytes, self.overlap = trace, costs, nbytes, overlap
-        self.policy, self.balancer = policy, balancer
-        self.residency = Residency(trace.facts.total, slots, policy)
+        super().__init__(trace, costs, nbytes, outcome)
+        self.overlap, self.policy, self.balancer = overlap, policy, balancer
+        self.residency = Residency(trace.facts.total, outcome.slots, policy)
         self.estimator = UtilityEstimator(trace.facts.total)
-        self.outcome = Outcome("", "", slots, slots / trace.facts.total, steps=trace.steps)
-        most = np.arange(int(trace.step_rows.max(initial=0)) + 1)
-        self.fast = np.asarray(costs.fast.seconds(nbytes, most)).tolist()
-        self.cpu = np.asarray(costs.cpu.seconds(nbytes, most)).tolist()
+        self.cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
+        self._counts = trace.step_counts()
 
-    def run(self, work: list[list[Part]]) -> Outcome:
-        trace, outcome = self.trace, self.outcome
-        bounds = np.searchsorted(trace.record_step, np.arange(trace.steps + 1)).tolist()
-        layers = trace.record_layer.tolist()
-        emitted, seconds, least = 0, 0.0, 0.0
-        known = True
-        for step, counts in enumerate(trace.step_counts()):
-            before, before_bound = outcome.seconds, outcome.bound_seconds
-            self._outside(step)
-            for number in range(bounds[step], bounds[step + 1]):
-                self._layer(layers[number], work[number])
-            if counts is not None:
-                self.policy.observe(counts)
-                if self.balancer:
-                    self.estimator.update(counts)
-            if trace.step_kind[step] != _PREFILL:
-                tokens = int(trace.step_tokens[step])
-                known, emitted = known and tokens > 0, emitted + tokens
-                seconds, least = seconds + outcome.seconds - before, least + outcome.bound_seconds - before_bound
-        if known and emitted:
-            outcome.tpot, outcome.bound_tpot = seconds / emitted, least / emitted
-        asked = outcome.hits + outcome.misses + outcome.cpu
-        outcome.hit_rate = outcome.hits / asked if asked else 1.0
-        outcome.ratio = outcome.seconds / outcome.bound_seconds if outcome.bound_seconds else 1.0
-        return outcome
+    def fill(self, keys: Sequence[int]) -> None:
+        self.make_resident(keys)
+
+    def begin_step(self, step: int, drafting: float, layers: int) -> None:
+        """Nothing is decided between steps."""
+
+    def end_step(self) -> None:
+        counts = next(self._counts)
+        if counts is not None:
+            self.policy.observe(counts)
+            if self.balancer:
+                self.estimator.update(counts)
 
     def make_resident(self, keys: Sequence[int]) -> list[int]:
         """Returns the keys that were loaded."""
@@ -171,15 +126,7 @@ class _Replay:
         self.residency.release(keys)
         return [key for key, _ in placement.loads]
 
-    def _outside(self, step: int) -> None:
-        """What a step takes besides its experts: drafting, attention, the head."""
-        kinds = self.trace.row_kind[self.trace.row_start[step] : self.trace.row_start[step + 1]]
-        verifying, drafts = np.count_nonzero(kinds == 2), np.count_nonzero(kinds == 3)
-        draft_steps = -(-drafts // max(1, verifying))  # requests draft side by side
-        self.outcome.seconds += self.costs.other + draft_steps * self.costs.draft
-        self.outcome.bound_seconds += self.costs.other + draft_steps * self.costs.draft
-
-    def _layer(self, layer: int, parts: list[Part]) -> None:
+    def layer(self, layer: int, parts: list[Part]) -> None:
         outcome, missed, elsewhere, used = self.outcome, set(), set(), set()
         experts = self.trace.facts.experts
         self.policy.enter(range(layer * experts, (layer + 1) * experts))
@@ -261,6 +208,22 @@ def _policy(spec: str, balancer: str, future) -> Policy:
     if balancer != "none":
         raise ConfigError(f"policy {name} must know what will be used, and balancer {balancer} decides that later")
     return _build("policies", name, {"future": future()} | knobs)
+
+
+def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> PointersReplay:
+    name, knobs = _parse(outcome.policy)
+    if components.find("policies", name).offline:
+        raise ConfigError(f"policy {name} must know what will be used, and pointers decide a step late what to move")
+    if outcome.balancer != "none":
+        raise ConfigError(f"balancer {outcome.balancer} is of execution=slots: pointers read each expert where it lies")
+    if costs.provenance.store == "disk":
+        raise ConfigError(
+            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "
+            "--store host"
+        )
+    if outcome.step_bytes < 0:
+        raise ConfigError(f"{outcome.step_bytes} bytes a step: use 0 (nothing moves) or more")
+    return PointersReplay(trace, costs, nbytes, outcome, _build("policies", name, knobs))
 
 
 def _balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | None:

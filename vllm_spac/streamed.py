@@ -25,7 +25,7 @@ from vllm_spac.core import MoEShape, RowKind, Step
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.metrics import Counters
 from vllm_spac.moves import ALIGNMENT, ExpertMemory, Mover
-from vllm_spac.pointers import Pointers
+from vllm_spac.pointers import STEP_BYTES, Planner, Pointers, most_moves
 from vllm_spac.policies.base import Policy
 from vllm_spac.residency import NOWHERE, Residency
 from vllm_spac.staging import ROWS, ExpertBuffers, Staging
@@ -34,7 +34,6 @@ from vllm_spac.tiers.base import ExpertStore
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
 MAX_EXPERTS = 1024  # of a layer; what the kernels' routing takes
-STEP_BYTES = 64 << 20  # moved ahead in a step at most, at least one expert: 2.5 ms of PCIe 4
 _TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 _FILL_BATCH = 16
 
@@ -91,7 +90,7 @@ class StreamedPool:
         tensors: name -> slots of shape [slots, ...], on the device that computes.
         path: name of the store in the counters.
         rows: the most of a forward that is padded.
-        step_bytes: bytes that are on their way into slots at once, at most.
+        step_bytes: bytes that are on their way into slots at once, at most, but one expert at least; 0: none moves.
         staged: forwards of many rows read what has no slot from buffers of ``staging_bytes``, else in place.
         poison: fill slots with NaN before they are written; for tests.
     """
@@ -117,11 +116,12 @@ class StreamedPool:
         self.tensors = tensors
         self.store = store
         self._path = path
-        self._most = max(1, step_bytes // shape.expert_bytes)
         device = next(iter(tensors.values())).device
         self._compute, copy = streams(device)
         self._memory = ExpertMemory(store, tensors, shape.total, poison)
-        self._mover = Mover(Pointers(shape.total, slots, policy), self._memory, self._compute, copy)
+        pointers = Pointers(shape.total, slots, policy)
+        self._planner = Planner(pointers, most_moves(step_bytes, shape.expert_bytes), self.counters)
+        self._mover = Mover(pointers, self._memory, self._compute, copy)
         self._buffers = self._staging = None
         if staged and slots < shape.total:
             self._buffers = ExpertBuffers(store, self._memory, tensors, poison)
@@ -133,8 +133,6 @@ class StreamedPool:
         self._padding = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         self._rows = rows  # that are 0
         self._counted: deque[_Counted] = deque()
-        self._last: np.ndarray | None = None  # counts of the last step that says something about the next
-        self._unused: set[int] = set()  # moved in and not needed yet
         self._step: Step | None = None
         self._staged = False  # some layer of the step
 
@@ -164,17 +162,10 @@ class StreamedPool:
             self._staging.begin()
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
         for move in self._mover.arrive():
-            self._unused.add(move.key)
-            self.counters.prefetches += 1
+            self._planner.moved_in(move.key)
             self.counters.moved(f"{self._path} ahead", self.shape.expert_bytes)
         self._take_counts()
-        if self._last is not None:
-            moves = self._mover.pointers.choose(self._last, self._most)
-            self._last = None
-            wasted = self._unused.intersection(move.victim for move in moves)
-            self._unused -= wasted
-            self.counters.prefetch_wasted += len(wasted)
-            self._mover.begin(moves)
+        self._mover.begin(self._planner.choose())
 
     def _pad_from(self, rows: int) -> None:
         """Rows from ``rows`` on are padding, in this step and until the next; one launch if that is new."""
@@ -206,21 +197,11 @@ class StreamedPool:
         while self._counted and self._counted[0].there.done():
             counted = self._counted.popleft()
             counts = counted.counts.numpy().reshape(-1)
-            used = counts > 0
-            hits = np.flatnonzero(used & counted.resident)
-            misses = int(used.sum()) - len(hits)
-            self.counters.hits += len(hits)
-            self.counters.misses += misses
+            prompts = any(request.kind == RowKind.PREFILL for request in counted.step.requests)
+            misses = self._planner.learn(counts, counted.resident, prompts=prompts)
             if not counted.staged:
                 self.counters.moved(f"{self._path} streamed", misses * self.shape.expert_bytes)
             self.counters.waves += len(self.shape.layers)
-            first = self._unused.intersection(hits.tolist())
-            self._unused -= first
-            self.counters.prefetch_hits += len(first)
-            # Rows of prompts say little about the next step, and here they are counted with the others.
-            if all(request.kind != RowKind.PREFILL for request in counted.step.requests):
-                self._mover.pointers.observe(counts)
-                self._last = counts
 
     # -- a layer -------------------------------------------------------------------------------------------
 

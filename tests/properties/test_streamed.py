@@ -64,7 +64,7 @@ class Pool(StreamedPool):
         rows, used = max(request.stop for request in step.requests), 0
         self.begin_step(step)
         self._mover.pointers.check_integrity()
-        assert self._mover.pointers.moving <= self._most
+        assert self._mover.pointers.moving <= self._planner.most
         for layer in range(LAYERS):
             x = torch.randn(rows, D, generator=rng).to(self.shape.tensors["w2_weight"].dtype)
             weights = torch.rand(rows, TOP_K, generator=rng)
@@ -165,10 +165,10 @@ def test_what_is_asked_for_again_and_again_moves_in(made):
 
 def test_at_most_so_many_bytes_are_on_their_way(made):
     pool = made(6, step_bytes=2 * shape().expert_bytes + 1)
-    assert pool._most == 2
+    assert pool._planner.most == 2
     for seed in range(5):
         pool.check(DECODE, torch.Generator().manual_seed(seed))
-    assert made(6, step_bytes=1)._most == 1, "at least one, or nothing would ever move"
+    assert made(6, step_bytes=1)._planner.most == 1, "at least one, or nothing would ever move"
 
 
 def test_no_layer_waits_for_those_before_it(made):

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from vllm_spac import components, costs, trace_stats
 from vllm_spac.costs import Costs, Rate
 from vllm_spac.errors import ConfigError
+from vllm_spac.pointers import Move
 from vllm_spac.simulate import parts, simulate
+from vllm_spac.simulate_pointers import Bus
 from vllm_spac.synthetic import synthetic_trace
 from vllm_spac.trace import ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 
@@ -206,6 +208,144 @@ def test_fast_enough():
     start = time.perf_counter()
     simulate(trace, 192, COSTS, policy="utility")
     assert time.perf_counter() - start < 6
+
+
+# --- pointers --------------------------------------------------------------------------------------------------------
+
+ONLINE = [name for name in components.names("policies") if name != "belady"]
+MORE_AND_MORE = [[[[0, 1]]], [[[1, 2]]], [[[1, 2]]], [[[1, 2]]]]
+
+
+def pointers(trace, slots, **options):
+    return simulate(trace, slots, COSTS, execution="pointers", **options)
+
+
+def test_a_move_by_hand():
+    """Two slots with 0 and 1; a hit takes 1 s, a miss 10 s of the bus, a move 11 s, what is besides 3 s a step.
+
+    2 is missed in the second step and moves in the third: alone for the 3 s before the layer, which misses 2 again
+    and streams it for 10 s, 8 of them beside the rest of the move, so that both take twice as long. Then it is there.
+    """
+    outcome = pointers(decoding(MORE_AND_MORE), 2, step_bytes=100)
+    assert (outcome.hits, outcome.misses, outcome.loads, outcome.parts) == (6, 2, 1, 4)
+    assert (outcome.bytes, outcome.streamed_bytes) == (100, 200)
+    assert outcome.seconds == pytest.approx((3 + 2) + (3 + 10) + (3 + 18) + (3 + 2))
+    assert outcome.stall_seconds == pytest.approx(9 + 17)
+    assert outcome.bound_seconds == pytest.approx(4 * 3 + 2 + 10 + 10 + 2)
+    assert outcome.tpot == pytest.approx(outcome.seconds / 4)
+
+
+def test_nothing_moves_in_steps_of_no_bytes():
+    outcome = pointers(decoding(MORE_AND_MORE), 2, step_bytes=0)
+    assert (outcome.hits, outcome.misses, outcome.loads, outcome.bytes) == (5, 3, 0, 0)
+    assert outcome.seconds == pytest.approx((3 + 2) + 3 * (3 + 10))
+
+
+def test_one_expert_may_move_however_large_it_is():
+    assert pointers(decoding(MORE_AND_MORE), 2, step_bytes=1).loads == 1
+
+
+def test_hits_and_misses_are_read_at_once():
+    """Three hits of a second each behind a miss of ten."""
+    assert pointers(decoding([[[[0, 1, 2, 3]]]]), 3 + 1, step_bytes=0).stall_seconds == 0
+    outcome = pointers(decoding([[[[0, 1, 3]]]]), 3, step_bytes=0)
+    assert (outcome.hits, outcome.misses) == (2, 1)
+    assert outcome.seconds == pytest.approx(3 + 10) and outcome.stall_seconds == pytest.approx(8)
+
+
+def test_moves_have_the_bus_while_drafts_are_made():
+    """A move gets 3 s before its layer, 10 s beside the misses of it, and 7 s or more while the draft token is made."""
+    steps = [[[[0, 1], [0, 1]]], [[[1, 2], [1, 2]]], [[[1, 2], [1, 2]]], [[[1, 2], [1, 2]]]]
+    assert pointers(decoding(steps, kind="verify"), 2, step_bytes=100).hits == 6
+    slow = COSTS.model_copy(update={"load": COSTS.load.model_copy(update={"fixed": 11.0})})  # 21 = 3 + 10 + 7 + 1
+    late = simulate(decoding(steps, kind="verify"), 2, slow, execution="pointers", step_bytes=100)
+    assert (late.hits, late.loads) == (5, 0)
+    quick = slow.model_copy(update={"draft": 8.0})
+    assert simulate(decoding(steps, kind="verify"), 2, quick, execution="pointers", step_bytes=100).hits == 6
+
+
+def test_prompts_decide_nothing():
+    outcome = pointers(decoding(MORE_AND_MORE, kind="prefill"), 2)
+    assert outcome.loads == 0 and outcome.misses == 3 and outcome.tpot is None
+
+
+def test_with_a_slot_for_each_it_takes_what_slots_take():
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=50, drafts=2)
+    ours, slots = (simulate(trace, 48, COSTS, execution=execution) for execution in ("pointers", "slots"))
+    assert (ours.hits, ours.misses, ours.bytes, ours.streamed_bytes) == (slots.hits, 0, 0, 0)
+    assert ours.seconds == pytest.approx(slots.seconds) and ours.stall_seconds == pytest.approx(0)
+
+
+@pytest.mark.parametrize("policy", ONLINE)
+@pytest.mark.parametrize("moves", [0, 1, 4, 1000])
+def test_what_holds_on_any_trace(policy: str, moves: int):
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
+    for slots in (4, 12, 24, 47):
+        outcome = pointers(trace, slots, policy=policy, step_bytes=moves * trace.facts.expert_bytes)
+        plain = simulate(trace, trace.facts.total, COSTS)
+        assert outcome.hits + outcome.misses == plain.hits
+        assert outcome.seconds >= outcome.bound_seconds > 0
+        assert outcome.streamed_bytes == outcome.misses * trace.facts.expert_bytes
+        assert outcome.loads <= moves * trace.steps and (outcome.loads == 0) == (moves == 0)
+
+
+def test_moves_pay_where_the_same_experts_come_back():
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=300, skew=2.0, reuse=0.9)
+    costs = COSTS.model_copy(update={"load": COSTS.load.model_copy(update={"bytes_per_second": 1e6, "fixed": 0.0})})
+    never, some = (
+        simulate(trace, 12, costs, execution="pointers", policy="reuse", step_bytes=n, expert_bytes=100)
+        for n in (0, 200)
+    )
+    assert some.hit_rate > never.hit_rate + 0.2 and some.tpot < never.tpot
+
+
+@given(st.lists(st.tuples(st.sampled_from(["begin", "copy", "stream"]), st.integers(0, 9)), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_the_bus_loses_no_work(calls):
+    """In integers: what moves need is what they got alone, plus what layers lost by them."""
+    bus, begun, alone, lost, arrived = Bus(), 0, 0, 0, []
+    for number, (call, seconds) in enumerate(calls):
+        left = begun - alone - lost
+        if call == "begin":
+            bus.begin([Move(number, 0)], seconds)
+            begun += seconds
+        elif call == "copy":
+            bus.copy(seconds)
+            alone += min(seconds, left)
+        else:
+            took = bus.stream(seconds)
+            assert took == seconds + min(seconds, left), "half of the bus each, as long as there is something to move"
+            lost += took - seconds
+        arrived += [move.key for move in bus.arrived()]
+    assert arrived == sorted(arrived)
+    bus.copy(begun - alone - lost)
+    arrived += [move.key for move in bus.arrived()]
+    assert arrived == [number for number, (call, _) in enumerate(calls) if call == "begin"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"execution": "pointer"}, "no execution is called 'pointer'; use slots or pointers"),
+        ({"policy": "belady"}, "belady must know what will be used"),
+        ({"policy": "mru"}, "no 'mru'"),
+        ({"balancer": "waterfill"}, "balancer waterfill is of execution=slots"),
+        ({"step_bytes": -1}, "-1 bytes a step"),
+        ({"slots": 3}, "3 slots: use from 4"),
+    ],
+)
+def test_what_pointers_refuse(options, named):
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=2)
+    with pytest.raises(ConfigError, match=named):
+        simulate(trace, **{"slots": 12, "costs": COSTS, "execution": "pointers"} | options)
+
+
+def test_a_disk_cannot_be_read_in_place():
+    costs = COSTS.model_copy(update={"provenance": COSTS.provenance.model_copy(update={"store": "disk"})})
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=2)
+    with pytest.raises(ConfigError, match="vllm-spac profile --store host"):
+        simulate(trace, 12, costs, execution="pointers")
+    assert simulate(trace, 12, costs).seconds > 0
 
 
 # --- what a trace says -----------------------------------------------------------------------------------------------

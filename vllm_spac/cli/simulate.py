@@ -1,4 +1,4 @@
-"""``vllm-spac simulate``: recorded routing under every policy and size of fast memory, on a virtual clock."""
+"""``vllm-spac simulate``: recorded routing under executions, policies and sizes of fast memory, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
 from vllm_spac.memory import gib
+from vllm_spac.pointers import STEP_BYTES
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -29,21 +30,34 @@ vllm-spac simulate run.trace --profile here.json --slots 5%,10%,25%,50% --policy
 vllm-spac simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@boundaries=(3,1)   [dim]# ablations[/]
 
 vllm-spac simulate run.trace --profile here.json --policy lru,utility --sweep gamma=2,4,8 --sweep upper=1,2,4,8
+
+vllm-spac simulate run.trace --profile h200 --execution slots,pointers --policy reuse --step-bytes 0,67108864
 """
 
 
 def simulate(
     trace: Annotated[Path, typer.Argument(help="What --spac-trace has written.")],
     profile: Annotated[str, typer.Option(help="Seconds of a machine: a file, or rtx4090 or h200 (calculated).")],
+    execution: Annotated[str, typer.Option(help="How layers reach experts: slots, pointers, or both.")] = "slots",
     policy: Annotated[
-        str, typer.Option(help="Policies, each with knobs if need be: name@knob=value.")
-    ] = "lru,lfu,utility,belady",
+        str | None,
+        typer.Option(
+            help="Policies, each with knobs if need be: name@knob=value. belady is for slots only.",
+            show_default="lru,lfu,utility,belady",
+        ),
+    ] = None,
     slots: Annotated[str, typer.Option(help="Sizes of fast memory, as --spac-slots.")] = "5%,10%,25%,50%",
     sweep: Annotated[
         list[str] | None, typer.Option(help="KNOB=VALUE,VALUE,…: run each policy that has this knob with each value.")
     ] = None,
     balancer: Annotated[str, typer.Option(help="Who else computes: none, threshold or waterfill.")] = "none",
-    overlap: Annotated[bool, typer.Option("--overlap", help="Loads run beside the computing of hits.")] = False,
+    overlap: Annotated[
+        bool,
+        typer.Option("--overlap", help="With slots: loads run beside the computing of hits, as pointers always do."),
+    ] = False,
+    step_bytes: Annotated[
+        str, typer.Option(help="With pointers: bytes that are on their way into slots at once; 0: none moves.")
+    ] = str(STEP_BYTES),
     expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=1)] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw hit rate and TPOT over the slots, e.g. tpot.png.")] = None,
@@ -54,11 +68,16 @@ def simulate(
     from vllm_spac.trace import Trace
 
     costs, recorded = Costs.read(profile), Trace.load(trace)
-    policies = swept(_list(policy), sweep or [])
-    cases = [(count, name) for count in _slots(slots, recorded.facts) for name in policies]
+    cases = [
+        {"slots": count, "policy": name} | case
+        for count in _slots(slots, recorded.facts)
+        for case in _executions(execution, step_bytes)
+        for name in swept(_list(policy) if policy else _policies(case["execution"]), sweep or [])
+    ]
+    common = {"balancer": balancer, "overlap": overlap, "expert_bytes": expert_bytes}
     outcomes = [
-        replay(recorded, count, costs, policy=name, balancer=balancer, overlap=overlap, expert_bytes=expert_bytes)
-        for count, name in track(cases, "simulating", console=Console(stderr=True), transient=True)
+        replay(recorded, costs=costs, **case, **common)
+        for case in track(cases, "simulating", console=Console(stderr=True), transient=True)
     ]
     console = Console()
     console.print(_table(trace, costs, outcomes))
@@ -67,6 +86,24 @@ def simulate(
         _write(output, facts | {"overlap": overlap, "outcomes": [asdict(outcome) for outcome in outcomes]})
     if picture is not None:
         _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
+
+
+def _executions(execution: str, step_bytes: str) -> list[dict]:
+    """Arguments of ``simulate`` for each way to reach experts."""
+    from vllm_spac.simulate import EXECUTIONS
+
+    asked, sizes = _list(execution), _list(step_bytes)
+    if not asked or not set(asked) <= set(EXECUTIONS):
+        raise ConfigError(f"--execution {execution}: use {', '.join(EXECUTIONS)}, or both")
+    if not sizes or not all(size.isdigit() for size in sizes):
+        raise ConfigError(f"--step-bytes {step_bytes}: use one or more numbers of bytes, e.g. 0,{STEP_BYTES}")
+    slots, pointers = [{"execution": "slots"}], [{"execution": "pointers", "step_bytes": int(size)} for size in sizes]
+    return [case for name in asked for case in (slots if name == "slots" else pointers)]
+
+
+def _policies(execution: str) -> list[str]:
+    """What is compared unless somebody says otherwise, with the ceiling where there is one."""
+    return ["lru", "lfu", "utility", *(["belady"] if execution == "slots" else [])]
 
 
 def swept(policies: list[str], sweeps: list[str]) -> list[str]:
@@ -127,9 +164,9 @@ def _slots(text: str, facts) -> list[int]:
 def _table(trace: Path, costs, outcomes) -> Table:
     title = f"{escape(str(trace))} on {escape(costs.name)} ({costs.provenance.how})"
     table = Table(title=title, title_justify="left", caption=escape(costs.provenance.source), caption_justify="left")
-    names = ("slots", "policy", "hit rate", "moved", "on the CPU", "stalled", "TPOT ms", "bound ms", "ratio")
-    for name in names:
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    amounts = ("hit rate", "moved", "streamed", "on the CPU", "stalled", "TPOT ms", "bound ms", "ratio")
+    for name in ("slots", "execution", "policy", *amounts):
+        table.add_column(name, justify="left" if name in ("execution", "policy") else "right")
     last = None
     for outcome in outcomes:
         if last not in (None, outcome.slots):
@@ -137,15 +174,21 @@ def _table(trace: Path, costs, outcomes) -> Table:
         last = outcome.slots
         table.add_row(
             f"{outcome.slots} ({100 * outcome.share:.0f}%)",
+            _execution(outcome),
             escape(outcome.policy),
             f"{100 * outcome.hit_rate:.1f}%",
             gib(outcome.bytes),
+            gib(outcome.streamed_bytes),
             f"{outcome.cpu:,}",
             f"{outcome.stall_seconds:.2f} s",
             *("-" if value is None else f"{1e3 * value:.2f}" for value in (outcome.tpot, outcome.bound_tpot)),
             f"{outcome.ratio:.2f}",
         )
     return table
+
+
+def _execution(outcome) -> str:
+    return "slots" if outcome.execution == "slots" else f"pointers, {gib(outcome.step_bytes)} a step"
 
 
 def _write(path: Path, content: dict) -> None:
@@ -164,11 +207,12 @@ def _draw(outcomes, path: Path, title: str) -> None:
     from vllm_spac.cli.trace import save_picture
 
     figure, (hits, times) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for policy in dict.fromkeys(outcome.policy for outcome in outcomes):
-        mine = sorted((o for o in outcomes if o.policy == policy), key=lambda o: o.share)
+    for name in dict.fromkeys((_execution(outcome), outcome.policy) for outcome in outcomes):
+        mine = sorted((o for o in outcomes if (_execution(o), o.policy) == name), key=lambda o: o.share)
+        style = {"marker": "o", "linestyle": "-" if mine[0].execution == "slots" else "--", "label": ": ".join(name)}
         shares = [100 * outcome.share for outcome in mine]
-        hits.plot(shares, [100 * outcome.hit_rate for outcome in mine], marker="o", label=policy)
-        times.plot(shares, [1e3 * (outcome.tpot or float("nan")) for outcome in mine], marker="o", label=policy)
+        hits.plot(shares, [100 * outcome.hit_rate for outcome in mine], **style)
+        times.plot(shares, [1e3 * (outcome.tpot or float("nan")) for outcome in mine], **style)
     hits.set(xlabel="experts in fast memory, %", ylabel="hit rate, %", ylim=(0, 100))
     times.set(xlabel="experts in fast memory, %", ylabel="TPOT, ms", ylim=(0, None))
     hits.legend()

@@ -1,0 +1,71 @@
+"""Routing traces of a model for the other files of this folder: one engine each, with and without drafts, greedy.
+
+Prompts are text that the toy model never saw. ``none1`` decodes at batch 1; ``eagle4_8`` verifies 4 drafts of EAGLE-3
+at batch 8. Each trace begins with a few tokens of warm-up.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+import plan
+import prompts
+from common import ROOT, TOY, exit_on_sigterm
+from processes import run_engine
+from run import Settings
+
+CASES = {  # name -> speculation, drafts, batch
+    "none1": ("none", 0, 1),
+    "none8": ("none", 0, 8),
+    "eagle4_1": ("eagle3", 4, 1),
+    "eagle4_8": ("eagle3", 4, 8),
+    "eagle8_1": ("eagle3", 8, 1),
+    "draft8_1": ("draft", 8, 1),
+}
+EXAMPLES = """[bold]Examples[/]
+
+python benchmarks/replay/record.py
+
+python benchmarks/replay/record.py --case none1,eagle4_1 --output-tokens 256 --folder /tmp/traces
+"""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@app.command(help=__doc__, epilog=EXAMPLES)
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of the model; eagle3 and draft lie beside it.")] = TOY
+    / "models"
+    / "target",
+    case: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}.")] = ",".join(CASES),
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each engine.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 96,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for a prompt.")] = 64,
+    folder: Annotated[Path, typer.Option(help="Where the traces go: CASE.trace.")] = ROOT / ".cache" / "traces",
+) -> None:
+    exit_on_sigterm()
+    names = plan.split(case)
+    if unknown := set(names) - set(CASES):
+        raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}; use {', '.join(CASES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = prompts.load(model, count, prompt_tokens).ids
+    for name in track(names, "recording", console=Console(stderr=True)):
+        speculation, tokens, batch = CASES[name]
+        drafts = plan.Drafts(tokens, model.parent / "eagle3", model.parent / "draft")
+        common = model, (batch,), prompt_tokens, output_tokens, 0, True, "disk", ROOT / ".cache" / "serving", drafts
+        job = Settings(*common, 3600.0, guard="off").job(plan.Configuration(plan.FULL, "lru", speculation), ids)
+        job["spac"]["trace"] = str((folder / f"{name}.trace").resolve())
+        _, error = run_engine(job, False, 3600.0)
+        if error:
+            raise typer.BadParameter(f"{name}: {error}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,71 @@
+"""The simulator beside the pool that serves: the same hits, misses and moves for the same routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_streamed import EXPERTS, LAYERS, TOP_K, Pool, shape
+from test_streamed import made as made  # the fixture
+
+from vllm_spac import components
+from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.costs import Costs, Rate
+from vllm_spac.simulate import simulate
+from vllm_spac.synthetic import synthetic_trace
+from vllm_spac.trace import PREFILL, STEP_KINDS, Trace
+
+STEPS, DRAFTS = 60, 3
+
+
+def recorded(seed: int) -> Trace:
+    """Steps of four rows: most verify, some are prompts, in some a prompt follows a request that verifies."""
+    trace = synthetic_trace(
+        layers=LAYERS,
+        experts=EXPERTS,
+        top_k=TOP_K,
+        steps=STEPS,
+        drafts=DRAFTS,
+        reuse=0.8,
+        expert_bytes=shape().expert_bytes,
+        seed=seed,
+    )
+    kinds = trace.row_kind.reshape(STEPS, 1 + DRAFTS)
+    kinds[7::9] = PREFILL
+    kinds[4::9, 2:] = PREFILL
+    trace.step_kind[7::9], trace.step_kind[4::9] = STEP_KINDS.index("prefill"), STEP_KINDS.index("mixed")
+    return trace
+
+
+def follow(pool: Pool, trace: Trace) -> dict:
+    """Every step through the pool, each copy over before the next step; returns its counters."""
+    rng, rows = torch.Generator().manual_seed(0), 1 + DRAFTS
+    for number, kinds in enumerate(trace.row_kind.reshape(STEPS, rows)):
+        prompt = int((kinds != PREFILL).sum())  # where the prompt's rows begin
+        requests = [RequestRows(0, prompt, RowKind.VERIFY, prompt - 1)] if prompt else []
+        requests += [RequestRows(prompt, rows, RowKind.PREFILL)] if prompt < rows else []
+        pool.begin_step(Step(tuple(requests)))
+        for layer in range(LAYERS):
+            record = number * LAYERS + layer
+            ids = torch.from_numpy(trace.ids[trace.record_start[record] : trace.record_start[record + 1]].astype(int))
+            x, weights = torch.randn(rows, 16, generator=rng), torch.rand(rows, TOP_K, generator=rng)
+            pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
+        pool.end_step()
+        pool.settle()
+    return pool.snapshot()
+
+
+@pytest.mark.parametrize("policy", [name for name in components.names("policies") if name != "belady"])
+@pytest.mark.parametrize("moves", [0, 1, 3, 100])
+@pytest.mark.parametrize("slots", [TOP_K, 7, 18])
+def test_as_the_pool_that_serves(made, policy: str, moves: int, slots: int):
+    """Copies take no time here, as in a pool that is given the time to finish them."""
+    quick = Costs.read("h200").model_copy(update={"load": Rate(bytes_per_second=1e30)})
+    for seed in range(2):
+        trace = recorded(seed)
+        nbytes = trace.facts.expert_bytes
+        stats = follow(made(slots, policy=policy, step_bytes=moves * nbytes), trace)
+        said = simulate(trace, slots, quick, execution="pointers", policy=policy, step_bytes=moves * nbytes)
+        assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["prefetches"])
+        assert said.streamed_bytes == stats["bytes"]["host streamed"]
+        assert said.bytes == stats["bytes"].get("host ahead", 0) and (said.loads > 0) == (moves > 0)
+        assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())
