@@ -58,7 +58,7 @@ def simulate(
     if nbytes <= 0:
         raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
     outcome = Outcome(policy, balancer, slots, slots / facts.total, execution)
-    first = _filling(trace, slots) if fill else []
+    first = filling(trace, slots) if fill else []
     if execution == "pointers":
         work, outcome.step_bytes = parts(trace, facts.total), step_bytes
         replay: Replay = _pointers(trace, costs, nbytes, outcome)
@@ -194,7 +194,7 @@ def _split(trace: Trace, record: int, slots: int) -> Iterator[Part]:
         start = stop
 
 
-def _filling(trace: Trace, slots: int) -> list[int]:
+def filling(trace: Trace, slots: int) -> list[int]:
     """What ``ExpertPool.fill`` loads at the start."""
     layers, experts = trace.facts.layers, trace.facts.experts
     shares = [slots // layers + (layer < slots % layers) for layer in range(layers)]

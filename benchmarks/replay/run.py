@@ -295,7 +295,7 @@ def _follow(trace: Trace, pool: ExpertPool, steps: int, seconds: float) -> tuple
 
 def _future(trace: Trace, slots: int) -> list[int]:
     work = simulate.parts(trace, slots)
-    return [*simulate._filling(trace, slots), *(key for record in work for part in record for key in part.keys)]
+    return [*simulate.filling(trace, slots), *(key for record in work for part in record for key in part.keys)]
 
 
 def _stamp(key: int) -> np.ndarray:
