@@ -35,7 +35,7 @@ EXAMPLES = """[bold]Examples[/]
 
 python benchmarks/replay/record.py && python benchmarks/replay/executions.py .cache/traces/*.trace
 
-python benchmarks/replay/executions.py none1.trace --policy reuse,lru --moves 0,7,64 --output /tmp/executions.json
+python benchmarks/replay/executions.py none1.trace --policy reuse,lru --moves 0,7,14 --output /tmp/executions.json
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
@@ -47,12 +47,10 @@ def main(
     policy: Annotated[str, typer.Option(help="Policies of pointers.")] = "reuse,lru,lfu,utility",
     slots_policy: Annotated[str, typer.Option(help="Policies of slots.")] = "reuse,lru",
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,25,50",
-    moves: Annotated[
-        str, typer.Option(help="Pointers: experts that are on their way at once.")
-    ] = "0,1,2,4,7,8,16,32,64",
+    moves: Annotated[str, typer.Option(help="Pointers: experts that are on their way at once.")] = "0,1,2,4,7,14,28,56",
     expert_bytes: Annotated[int, typer.Option(min=1, help="Of Qwen3-30B-A3B in bf16.")] = 9437184,
     layers: Annotated[int, typer.Option(min=1, help="Layers that traces are stacked to.")] = 48,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a trace, at most.")] = 400,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a trace, at most.")] = 250,
     output: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] = RESULTS / "toy_executions.json",
 ) -> None:
     origin = provenance()

@@ -76,7 +76,7 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
     assert (found[2]["hits"], found[2]["bytes"], found[2]["tpot"]) == (same.hits, same.bytes, same.tpot)
     assert picture.read_bytes().startswith(b"\x89PNG")
     both = run("simulate", recorded, *options[:6])
-    assert both.count("pointers, 64.0 MiB a step") == 3 and both.count("belady") == 1, "a ceiling for slots only"
+    assert both.count("pointers, 128.0 MiB a step") == 3 and both.count("belady") == 1, "a ceiling for slots only"
 
 
 def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
