@@ -188,7 +188,9 @@ def _table(trace: Path, costs, outcomes) -> Table:
 
 
 def _execution(outcome) -> str:
-    return "slots" if outcome.execution == "slots" else f"pointers, {gib(outcome.step_bytes)} a step"
+    if outcome.execution == "slots":
+        return "slots"
+    return f"pointers, {gib(outcome.step_bytes)} a step" if outcome.step_bytes else "pointers, nothing moves"
 
 
 def _write(path: Path, content: dict) -> None:
