@@ -277,13 +277,13 @@ def test_with_a_slot_for_each_it_takes_what_slots_take():
 
 
 @pytest.mark.parametrize("policy", ONLINE)
-@pytest.mark.parametrize("moves", [0, 1, 4, 1000])
+@pytest.mark.parametrize("moves", [0, 2, 1000])
 def test_what_holds_on_any_trace(policy: str, moves: int):
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
-    for slots in (4, 12, 24, 47):
+    used = simulate(trace, trace.facts.total, COSTS).hits
+    for slots in (4, 24, 47):
         outcome = pointers(trace, slots, policy=policy, step_bytes=moves * trace.facts.expert_bytes)
-        plain = simulate(trace, trace.facts.total, COSTS)
-        assert outcome.hits + outcome.misses == plain.hits
+        assert outcome.hits + outcome.misses == used
         assert outcome.seconds >= outcome.bound_seconds > 0
         assert outcome.streamed_bytes == outcome.misses * trace.facts.expert_bytes
         assert outcome.loads <= moves * trace.steps and (outcome.loads == 0) == (moves == 0)
