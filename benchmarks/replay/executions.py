@@ -173,6 +173,8 @@ def draw(result: dict, path: Path) -> None:
                 spot.plot(ends, [row["tpot_ms"]] * 2, style, label=label(row))
             spot.axvline(result["default_moves"], color="0.8", zorder=0)
             spot.set_xscale("symlog", base=2, linthresh=1)
+            spot.set_xticks(ticks := sorted({row["moves"] for row in ahead}), map(str, ticks))
+            spot.set_xlim(-0.3, 1.2 * max(ticks))
             spot.set(title=f"{trace}, {share:g} %", xlabel="experts on their way at once", ylabel="TPOT, ms")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center")
     kind = "toy model's routing" if result["toy_model"] else "recorded routing"
