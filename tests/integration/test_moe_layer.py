@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from vllm_spac import components
 from vllm_spac.budgeting import BudgetControl
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
-from vllm_spac.integration import experts_layer, opaque
+from vllm_spac.integration import experts_layer, opaque, tiles
 from vllm_spac.integration.experts_layer import ManagedExperts, runnable
 from vllm_spac.integration.graphs import with_moe_layer
 from vllm_spac.pool import ExpertPool
@@ -87,6 +88,29 @@ def test_off_the_cpu_experts_keep_their_ids_and_a_map_has_their_slots() -> None:
     out = layer.spac_in_slots(x, weights, ids)
     assert torch.allclose(out, x * (weights * (ids + 1)).sum(1, keepdim=True))
     assert torch.equal(torch.cat(layer.seen), ids) and len(layer.seen) == 2, "vLLM sorts rows by fewer than 1,024 ids"
+
+
+def test_off_the_cpu_tiles_are_those_of_a_whole_layer(monkeypatch) -> None:
+    """vLLM's rule gives few experts and many rows other tiles; the second wave has one row, of three."""
+    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+
+    layer, chosen = Layer(3, on_cpu=False), []
+    run = Kernel.forward_modular
+
+    def kernel(self, x, weights, ids):
+        chosen.append(triton_moe.try_get_optimal_moe_config((3, 64, 32), (3, 32, 32), TOP_K, None, len(x)))
+        return run(self, x, weights, ids)
+
+    monkeypatch.setattr(Kernel, "forward_modular", kernel)
+    monkeypatch.setattr(
+        triton_moe, "try_get_optimal_moe_config", lambda w13, w2, top_k, dtype, rows, *_: (w13, w2, rows)
+    )
+    monkeypatch.setattr(tiles, "_install", functools.cache(tiles._install.__wrapped__))
+    layer.spac_in_slots(torch.rand(3, WIDTH), torch.rand(3, TOP_K), torch.tensor([[7, 5], [5, 6], [4, 3]]))
+    assert chosen == 2 * [((EXPERTS, 64, 32), (EXPERTS, 32, 32), 3)]
+    assert triton_moe.try_get_optimal_moe_config((3, 64, 32), (3, 32, 32), TOP_K, None, 1)[2] == 1, (
+        "others choose as ever"
+    )
 
 
 def test_off_the_cpu_vllms_own_ids_reach_its_kernel_untouched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor
 from vllm_spac.budgeting import BudgetedLayer, RoutingRule
 from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
-from vllm_spac.integration import schemes
+from vllm_spac.integration import schemes, tiles
 from vllm_spac.integration.opaque import run_experts
 from vllm_spac.pool import ExpertPool
 from vllm_spac.residency import NOWHERE
@@ -295,7 +296,8 @@ class ManagedExperts:
             placed = self._placed(ids[rows], wave.slot_ids).to(x.device)
             if loaded is not None:
                 loaded()
-            part = run(x[rows], topk_weights[rows], placed)
+            with contextlib.nullcontext() if self.spac.on_cpu else tiles.of_layer(self.spac_pool.shape.experts, len(x)):
+                part = run(x[rows], topk_weights[rows], placed)
             if len(part) == len(x):
                 out = part
             else:
