@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -58,6 +59,8 @@ def test_who_is_bound_does_not_note_it(bound) -> None:
 
 
 def test_cpus_that_went_away_are_said(bound, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM turns it off when it is imported,
+    caplog.set_level(logging.WARNING, "vllm.spac")  # and the engine tests ask it for errors only
     monkeypatch.setenv(affinity.VARIABLE, "4095")
     affinity.unbind()
     assert "stays on the CPUs" in caplog.text and os.sched_getaffinity(0) == {min(bound)}

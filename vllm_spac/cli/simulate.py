@@ -19,7 +19,6 @@ from rich.table import Table
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
 from vllm_spac.memory import gib
-from vllm_spac.pointers import STEP_BYTES
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -56,8 +55,12 @@ def simulate(
         typer.Option("--overlap", help="With slots: loads run beside the computing of hits, as pointers always do."),
     ] = False,
     step_bytes: Annotated[
-        str, typer.Option(help="With pointers: bytes that are on their way into slots at once; 0: none moves.")
-    ] = str(STEP_BYTES),
+        str | None,
+        typer.Option(
+            help="With pointers: bytes that are on their way into slots at once; 0: none moves.",
+            show_default="as in serving",
+        ),
+    ] = None,
     expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=1)] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw hit rate and TPOT over the slots, e.g. tpot.png.")] = None,
@@ -88,11 +91,12 @@ def simulate(
         _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
 
 
-def _executions(execution: str, step_bytes: str) -> list[dict]:
+def _executions(execution: str, step_bytes: str | None) -> list[dict]:
     """Arguments of ``simulate`` for each way to reach experts."""
+    from vllm_spac.pointers import STEP_BYTES
     from vllm_spac.simulate import EXECUTIONS
 
-    asked, sizes = _list(execution), _list(step_bytes)
+    asked, sizes = _list(execution), _list(str(STEP_BYTES) if step_bytes is None else step_bytes)
     if not asked or not set(asked) <= set(EXECUTIONS):
         raise ConfigError(f"--execution {execution}: use {', '.join(EXECUTIONS)}, or both")
     if not sizes or not all(size.isdigit() for size in sizes):
