@@ -324,7 +324,7 @@ class _Batch:
         look.fastest = min(look.fastest, seconds)
         if settled:
             look.during.append(seconds)
-        if len(look.during) == _BLOCK or (look.done > 1 and self._hopeless(look)):
+        if len(look.during) == _BLOCK or (look.done > 1 and self._hopeless(look.length, look.fastest / look.around)):
             self._close(look)
 
     def _close(self, look: _Look) -> None:
@@ -343,7 +343,11 @@ class _Batch:
         if not look.first and look.length:
             tokens = self._guard.acceptance.tokens()[self.current]
             self._lost = max(0.0, self._lost + look.seconds - look.tokens * look.around / tokens)
-        if look.first and all(self._bad(length) for length in self._ladder if length != self.current):
+        if look.first and all(
+            self._hopeless(length, math.exp(self._costs.estimates[length]))
+            for length in self._ladder
+            if length != self.current
+        ):
             self._first.clear()
         if self._switched():
             return
@@ -445,13 +449,8 @@ class _Batch:
         lost = self._lost + expected
         return self.explored + steps <= guard.share * self.steps + ALLOWANCE and lost <= guard.loss * self._seconds
 
-    def _hopeless(self, look: _Look) -> bool:
-        """Whether it would lose even if twice as many drafts were accepted as it seems, and another one."""
+    def _hopeless(self, length: int, cost: float) -> bool:
+        """Whether a length whose step takes as long as ``cost`` current ones would lose even if twice as many drafts
+        were accepted as it seems."""
         tokens = self._guard.acceptance.tokens()
-        most = min(look.length + 1, 2 * tokens[look.length])
-        return most / tokens[self.current] < look.fastest / look.around
-
-    def _bad(self, length: int) -> bool:
-        """Whether it would lose by all that is known, even if twice as many drafts were accepted as it seems."""
-        tokens, costs = self._guard.acceptance.tokens(), self._costs.estimates
-        return min(length + 1, 2 * tokens[length]) / tokens[self.current] < math.exp(costs[length])
+        return min(length + 1, 2 * tokens[length]) / tokens[self.current] < cost

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 _COUNTERS = ("hits", "misses", "loads", "cpu_experts", "bytes", "stall_seconds", "waves", "steps")
 _WARM_TOKENS = 4
 # In the guard's place it drafts nothing, and learns nothing of such turns.
-_NO_DRAFTS = SimpleNamespace(choose=lambda requests=None: 0, observe=lambda *step: None, facts=dict)
+_NO_DRAFTS = SimpleNamespace(choose=lambda requests=None: 0, observe=lambda *step: None)
 
 
 def run_once(job: dict, result_path: Path) -> None:
