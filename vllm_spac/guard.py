@@ -19,22 +19,17 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
+from vllm_spac.acceptance import Acceptance
+from vllm_spac.looks import BLOCK, Look, LookCosts
 
 ALLOWANCE = 48  # steps that may try lengths before ``share`` counts
-_BLOCK = 4  # steps that are compared: of a look, before it and after it; the first after a change does not count
-_KEPT = 8  # looks at a length that count
-_NOISE = 0.1  # of the logarithm of a look's ratio, until it is known
 _SURE = 1.5  # standard errors
-_CHANGED = 4.0  # standard deviations by which a look says that all before it are history
 _LEVEL = 32  # steps by which the speed of the current length is known
 _SURPRISE = 1.2  # the ratio by which it must change for others to be looked at soon
 _FIRST, _LONGEST = 32, 2048  # steps between looks when nothing seems better
 _CHECKS = 16, 128, 512  # steps between looks at no speculation: at first, at most, at most while it is far behind
 _FAR = 0.2  # of the logarithm of its speed
-_STALE_WEIGHT = 8  # drafts that an old estimate counts as when it is measured again
 
 
 class Guard:
@@ -124,154 +119,15 @@ class Guard:
         return self._batches[size]
 
 
-class Acceptance:
-    """The probability that a draft token is accepted when those before it were, for each position; decayed."""
-
-    def __init__(self, positions: int, memory: int) -> None:
-        self._keep, self._memory, self._step = math.exp(-1 / memory), memory, 0
-        self._trials, self._accepted, self._seen = ([0.0] * positions for _ in range(3))
-
-    def update(self, drafts: int, emitted: Sequence[int]) -> None:
-        """One step, as ``Guard.observe``."""
-        self._step += 1
-        for position in range(drafts):
-            trials = sum(tokens > position for tokens in emitted)
-            if trials == 0:
-                return
-            keep = self._keep
-            if self._step - self._seen[position] > self._memory:
-                keep = min(keep, _STALE_WEIGHT / max(1.0, self._trials[position]))
-            accepted = sum(tokens > position + 1 for tokens in emitted)
-            self._trials[position] = keep * self._trials[position] + trials
-            self._accepted[position] = keep * self._accepted[position] + accepted
-            self._seen[position] = self._step
-
-    def tokens(self) -> list[float]:
-        """Expected tokens of a request and step with d drafts, [K + 1]; a position never reached is as the last one."""
-        expected, reached, last = [1.0], 1.0, 0.0
-        for trials, accepted in zip(self._trials, self._accepted, strict=True):
-            last = accepted / trials if trials else last
-            reached *= last
-            expected.append(expected[-1] + reached)
-        return expected
-
-    def error(self, drafts: int) -> float:
-        """Standard error of the logarithm of the expected tokens with ``drafts`` drafts."""
-        expected, variance = self.tokens(), 0.0
-        for position in range(drafts):
-            trials = self._trials[position] + 2  # one accepted and one not, that nobody has seen
-            chance = (self._accepted[position] + 1) / trials
-            behind = (expected[drafts] - expected[position]) / chance  # what a draft accepted here brings
-            variance += behind**2 * chance * (1 - chance) / trials
-        return math.sqrt(variance) / expected[drafts]
-
-
-class _Costs:
-    """What a step of each length takes against one of the current length, 0 at first: from looks' ratios (logarithms).
-
-    Attributes:
-        estimates: logarithms, [K + 1], in between along a straight line; None before the first look.
-        spread: standard deviation of a look, from those at all lengths; ``_NOISE`` counts as two.
-    """
-
-    def __init__(self, lengths: int) -> None:
-        self._looks = [deque(maxlen=_KEPT) for _ in range(lengths)]
-        self._odd: list[float | None] = [None] * lengths
-        self._current = 0
-        self.estimates: list[float] | None = None
-        self.spread = _NOISE
-
-    def add(self, length: int, ratio: float) -> bool:
-        """A look is over. Returns whether it is the second in turn that is far from those before, which are forgotten;
-        one alone is not believed."""
-        looks, odd = self._looks[length], self._odd[length]
-        self._odd[length] = None
-        is_odd = len(looks) > 1 and abs(ratio - statistics.fmean(looks)) > _CHANGED * self.spread
-        if is_odd and odd is None:
-            self._odd[length] = ratio
-            return False
-        if is_odd:
-            looks.clear()
-            looks.append(odd)
-        looks.append(ratio)
-        self._estimate()
-        return is_odd
-
-    def move(self, length: int) -> None:
-        """``length``, which was looked at, is the current one now."""
-        own, by = self._looks[length], statistics.fmean(self._looks[length])
-        self._looks = [deque((ratio - by for ratio in looks), _KEPT) for looks in self._looks]
-        self._looks[self._current] = deque((-ratio for ratio in own), _KEPT)
-        self._looks[length].clear()
-        self._odd = [None] * len(self._odd)
-        self._current = length
-        self._estimate()
-
-    def times(self, length: int) -> int:
-        """How many looks count."""
-        return len(self._looks[length])
-
-    def error(self, length: int) -> float:
-        """Standard error of an estimate; of one that was never looked at, as after one look."""
-        return self.spread / math.sqrt(max(1, self.times(length)))
-
-    def _estimate(self) -> None:
-        known = [length for length, looks in enumerate(self._looks) if looks or length == self._current]
-        ratios = [math.exp(statistics.fmean(self._looks[length] or [0.0])) for length in known]
-        self.estimates = np.log(np.interp(range(len(self._looks)), known, ratios)).tolist()
-        squares, free = 2 * _NOISE**2, 2
-        for looks in filter(None, self._looks):
-            mean = statistics.fmean(looks)
-            squares += sum((ratio - mean) ** 2 for ratio in looks)
-            free += len(looks) - 1
-        self.spread = math.sqrt(squares / free)
-
-
-@dataclass
-class _Look:
-    """A few steps of another length.
-
-    Attributes:
-        patience: steps until it is over although they do not come.
-        first: one of the first looks, which are not charged.
-        before, during, after: seconds of the steps that are compared.
-        done: steps of it so far, compared or not; ``seconds`` and ``tokens`` (of a request) are theirs.
-        fastest: seconds of the fastest of them.
-        over: no more of it is to come.
-    """
-
-    length: int
-    first: bool
-    before: list[float]
-    patience: int = 4 * _BLOCK
-    during: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-    done: int = 0
-    seconds: float = 0.0
-    tokens: float = 0.0
-    fastest: float = math.inf
-    over: bool = False
-
-    @property
-    def around(self) -> float:
-        """Seconds of a current step meanwhile."""
-        return math.sqrt(math.prod(statistics.median_low(block) for block in (self.before, self.after or self.before)))
-
-    @property
-    def ratio(self) -> float:
-        """The logarithm of what a step of it takes against a current one."""
-        return math.log((statistics.median_low(self.during) if self.during else self.fastest) / self.around)
-
-
 class _Batch:
     """What is known and decided for one size of batch."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._costs = _Costs(guard.max_drafts + 1)
+        self._costs = LookCosts(guard.max_drafts + 1)
         self._ladder = [0, *sorted({max(1, guard.max_drafts >> power) for power in range(8)})]
         self._first = [guard.max_drafts >> 1, guard.max_drafts] if guard.max_drafts > 1 else [1]
-        self._look: _Look | None = None
+        self._look: Look | None = None
         self._recent: deque[float] = deque(maxlen=_LEVEL)  # seconds of the current length's last steps
         self._seen = dict.fromkeys(self._ladder, -1)  # step of the last look
         self._interval, self._check = _FIRST, _CHECKS[0]
@@ -304,18 +160,18 @@ class _Batch:
             if look is not None:
                 look.after.append(seconds)
         if look is None:
-            if self._first or self.steps % _BLOCK == 0:  # what is decided between looks can wait so long
+            if self._first or self.steps % BLOCK == 0:  # what is decided between looks can wait so long
                 self._think()
             return
         look.patience -= 1
         if not look.over and drafts == look.length:
             self._take(look, seconds, counted, tokens, settled)
-        if look.over and (len(look.after) == _BLOCK or look.patience <= 0):
+        if look.over and (len(look.after) == BLOCK or look.patience <= 0):
             self._judge(look)
         elif not look.over and look.patience <= 0:
             self._close(look)
 
-    def _take(self, look: _Look, seconds: float, counted: float, tokens: float, settled: bool) -> None:
+    def _take(self, look: Look, seconds: float, counted: float, tokens: float, settled: bool) -> None:
         """A step of a look."""
         self.explored += look.length > 0
         look.done += 1
@@ -324,14 +180,14 @@ class _Batch:
         look.fastest = min(look.fastest, seconds)
         if settled:
             look.during.append(seconds)
-        if len(look.during) == _BLOCK or (look.done > 1 and self._hopeless(look.length, look.fastest / look.around)):
+        if len(look.during) == BLOCK or (look.done > 1 and self._hopeless(look.length, look.fastest / look.around)):
             self._close(look)
 
-    def _close(self, look: _Look) -> None:
-        look.over, look.patience = True, 4 * _BLOCK
+    def _close(self, look: Look) -> None:
+        look.over, look.patience = True, 4 * BLOCK
         look.after.clear()
 
-    def _judge(self, look: _Look) -> None:
+    def _judge(self, look: Look) -> None:
         """A look and the steps after it are over: learn from it, and decide."""
         self._look = None
         self._seen[look.length] = self.steps
@@ -360,7 +216,7 @@ class _Batch:
 
     def _think(self) -> None:
         """Between looks."""
-        if len(self._recent) < min(_BLOCK, self.steps) or self._switched():
+        if len(self._recent) < min(BLOCK, self.steps) or self._switched():
             return
         self._typical = statistics.median(self._recent)
         if self._first:
@@ -378,7 +234,7 @@ class _Batch:
             self._start(length)
 
     def _start(self, length: int, *, first: bool = False) -> None:
-        self._look = _Look(length, first, list(self._recent)[-_BLOCK:])
+        self._look = Look(length, first, list(self._recent)[-BLOCK:])
 
     def _switched(self) -> bool:
         """Let the best length be the current one, if another is surely better, or no speculation seems to be."""
@@ -441,7 +297,7 @@ class _Batch:
 
     def _affords(self, length: int) -> bool:
         guard, gain = self._guard, self.gains()[length]
-        steps = _BLOCK + 1
+        steps = BLOCK + 1
         expected = 0.0
         if gain is not None:
             taken = steps * self._typical * math.exp(self._costs.estimates[length])

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.guard import ALLOWANCE, Acceptance, Guard
+from vllm_spac.acceptance import Acceptance
+from vllm_spac.guard import ALLOWANCE, Guard
 
 Seconds = Callable[[float, int], float]  # (tokens so far, drafts) -> of a step
 Chance = Callable[[float, int], float]  # (tokens so far, position) -> of acceptance
