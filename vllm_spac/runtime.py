@@ -203,12 +203,12 @@ class Runtime:
             self.guard.observe(drafts, emitted, len(step.requests), self._clock() - start)
 
     def _save_sometimes(self) -> None:
-        """A server may be killed: what it recorded until seconds ago is then in the file. At most 1 % of the time."""
+        """A server may be killed: what it recorded until seconds ago is then in the file. At most 0.5 % of the time."""
         now = self._clock()
         if now >= self._save_at:
             self.trace.save()
             done = self._clock()
-            self._save_at = done + max(_SAVE_SECONDS, 100 * (done - now))
+            self._save_at = done + max(_SAVE_SECONDS, 200 * (done - now))
 
 
 def _close(trace: TraceWriter | None, pools: Sequence[Pool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,22 @@ from vllm_spac.trace import DRAFT, DTYPES, PADDING, ROW_KINDS, STEP_KINDS, Trace
 if TYPE_CHECKING:
     from vllm_spac.core import Step
 
-_FLUSH_BYTES = 1 << 20
+_FLUSH_BYTES = 1 << 20  # of ids and weights, as they came
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """A step as it came, since a layer has no time to lose: columns are made of many steps at once.
+
+    ``ids`` and ``weights`` hold the bytes of each layer's rows, int32 and float32.
+    """
+
+    step: Step
+    rows: int
+    layers: list[int] = field(default_factory=list)
+    ids: list[bytes] = field(default_factory=list)
+    weights: list[bytes] = field(default_factory=list)
+    tokens: int | None = None
 
 
 class TraceWriter:
@@ -34,30 +50,16 @@ class TraceWriter:
     def __init__(self, path: str | Path, facts: TraceFacts, *, weights: bool = True) -> None:
         self.path = Path(path)
         self.facts = facts
-        self._columns = columns_of(facts, weights)
-        self._buffers: dict[str, list[bytes]] = {name: [] for name in self._columns}
-        self._pending: dict[str, list[bytes]] | None = None
-        self._held = self._steps = self._rows = 0
-        self._tokens = 0
+        self._columns, self._weights = columns_of(facts, weights), weights
+        self._recorded: list[_Recorded] = []
+        self._pending: _Recorded | None = None
+        self._held = self._steps = 0
         with writing(self.path):
             self._spools = {name: open(self._spool(name), "w+b") for name in self._columns}  # noqa: SIM115
 
     def begin_step(self, step: Step) -> None:
         """A forward of the target model begins."""
-        self._pending = None
-        if not step.requests:
-            return
-        self._rows = max(request.stop for request in step.requests)
-        kinds = np.full(self._rows, PADDING, dtype=np.uint8)
-        for request in step.requests:
-            kinds[request.start : request.stop] = ROW_KINDS.index(str(request.kind))
-            kinds[request.stop - request.drafts : request.stop] = DRAFT
-        emits = [str(request.kind) == "decode" for request in step.requests if str(request.kind) != "prefill"]
-        self._tokens = len(emits) if all(emits) else 0
-        self._pending = {name: [] for name in self._columns}
-        self._pending["step_kind"].append(bytes([STEP_KINDS.index(step.kind)]))
-        self._pending["step_rows"].append(np.uint32(self._rows).tobytes())
-        self._pending["row_kind"].append(kinds.tobytes())
+        self._pending = _Recorded(step, step.rows) if step.requests else None
 
     def observe(self, layer: int, ids: np.ndarray, weights: np.ndarray | None = None) -> None:
         """A layer's router has chosen.
@@ -67,28 +69,26 @@ class TraceWriter:
             ids: int [rows, top_k], on the host; rows beyond those of the step's requests are padding and left out.
             weights: float [rows, top_k]; not needed without ``weights``.
         """
-        if self._pending is None:
+        pending = self._pending
+        if pending is None:
             return
-        ids = np.asarray(ids)
-        assert ids.ndim == 2 and ids.shape[1] == self.facts.top_k and len(ids) >= self._rows, "rows are missing"
+        rows = pending.rows
+        assert ids.ndim == 2 and ids.shape[1] == self.facts.top_k and len(ids) >= rows, "rows are missing"
         assert 0 <= layer < self.facts.layers
-        self._pending["record_step"].append(np.uint32(self._steps).tobytes())
-        self._pending["record_layer"].append(np.uint16(layer).tobytes())
-        self._pending["ids"].append(ids[: self._rows].astype(self.facts.id_dtype).tobytes())
-        if "weights" in self._columns:
-            assert weights is not None and np.shape(weights) == ids.shape, "one weight for each expert"
-            self._pending["weights"].append(np.asarray(weights)[: self._rows].astype(np.float16).tobytes())
+        pending.layers.append(layer)
+        pending.ids.append(ids[:rows].astype(np.int32, copy=False).tobytes())
+        if self._weights:
+            assert weights is not None and weights.shape == ids.shape, "one weight for each expert"
+            pending.weights.append(weights[:rows].astype(np.float32, copy=False).tobytes())
 
     def end_step(self, tokens: int | None = None) -> None:
         """The forward is over; ``tokens`` were emitted. Without it: one for each request if none of them verifies."""
-        if self._pending is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        self._pending["step_tokens"].append(np.uint32(self._tokens if tokens is None else tokens).tobytes())
-        for name, parts in self._pending.items():
-            self._buffers[name] += parts
-            self._held += sum(map(len, parts))
-        self._pending = None
-        self._steps += 1
+        pending.tokens = tokens
+        self._recorded.append(pending)
+        self._held += (1 + self._weights) * sum(map(len, pending.ids))
         if self._held >= _FLUSH_BYTES:
             self._flush()
 
@@ -117,11 +117,47 @@ class TraceWriter:
             self._spool(name).unlink(missing_ok=True)
 
     def _flush(self) -> None:
+        columns = self._columns_of(self._recorded)
         with writing(self.path):
-            for name, parts in self._buffers.items():
-                self._spools[name].write(b"".join(parts))
-                parts.clear()
-            self._held = 0
+            for name, column in columns.items():
+                self._spools[name].write(column.astype(DTYPES[self._columns[name][0]]).tobytes())
+        self._steps += len(self._recorded)
+        self._recorded.clear()
+        self._held = 0
+
+    def _columns_of(self, recorded: list[_Recorded]) -> dict[str, np.ndarray]:
+        """What these steps add to each column."""
+        steps = [item.step for item in recorded]
+        kinds = [_kinds(step) for step in steps]
+        records = [len(item.layers) for item in recorded]
+        flat = {
+            "step_kind": [STEP_KINDS.index(step.kind) for step in steps],
+            "step_rows": [item.rows for item in recorded],
+            "step_tokens": [_emitted(item.step) if item.tokens is None else item.tokens for item in recorded],
+            "row_kind": np.concatenate(kinds) if kinds else [],
+            "record_step": np.repeat(self._steps + np.arange(len(recorded)), records),
+            "record_layer": [layer for item in recorded for layer in item.layers],
+            "ids": np.frombuffer(b"".join(part for item in recorded for part in item.ids), dtype=np.int32),
+        }
+        if self._weights:
+            parts = b"".join(part for item in recorded for part in item.weights)
+            flat["weights"] = np.frombuffer(parts, dtype=np.float32)
+        return {name: np.asarray(column) for name, column in flat.items()}
 
     def _spool(self, name: str) -> Path:
         return self.path.with_name(f"{self.path.name}.{os.getpid()}.{name}")
+
+
+def _kinds(step: Step) -> np.ndarray:
+    """int [rows], what each row of a step is."""
+    kinds = np.full(step.rows, PADDING)
+    for request in step.requests:
+        kinds[request.start : request.stop] = ROW_KINDS.index(str(request.kind))
+        kinds[request.stop - request.drafts : request.stop] = DRAFT
+    return kinds
+
+
+def _emitted(step: Step) -> int:
+    """Tokens of a step of which nobody said: one for each request if none of them verifies; 0: not known."""
+    emits = [str(request.kind) == "decode" for request in step.requests if str(request.kind) != "prefill"]
+    return len(emits) if all(emits) else 0

@@ -159,7 +159,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         for layer in range(3):
             writer.observe(layer, ids, weights)
         writer.end_step()
-        assert sum(len(part) for parts in writer._buffers.values() for part in parts) < 1 << 20
+        assert sum(len(part) for step in writer._recorded for part in (*step.ids, *step.weights)) < 1 << 20
     assert Trace.load(writer.finish()).records == 900
 
 
