@@ -39,6 +39,40 @@ class Shortlist(NamedTuple):
     size: Tensor
 
 
+class Experts(NamedTuple):
+    """Where experts are. Keys number those of all layers; names, an expert's tensors.
+
+    Attributes:
+        slot_of: [keys] int32, the slot of each expert; -1: it has none.
+        owner: [slots] int32, the expert of each slot.
+        table: [names, keys] int64, where each tensor is read: in the slot, or in host memory.
+        hosts: [names, keys] int64, the addresses in host memory.
+        places: [names, slots] int64, the addresses of the slots.
+    """
+
+    slot_of: Tensor
+    owner: Tensor
+    table: Tensor
+    hosts: Tensor
+    places: Tensor
+
+
+class Offers(NamedTuple):
+    """Slots that the layers of a step may take, those worth least to their owners first.
+
+    Attributes:
+        state: [2] int32, the next offer and the end of them.
+        slots: int32; owners: int32, the experts that have them; kept: float32, ascending, what they are worth to them.
+        used: [keys] float32, what a slot is worth to each expert if the step uses it.
+    """
+
+    state: Tensor
+    slots: Tensor
+    owners: Tensor
+    kept: Tensor
+    used: Tensor
+
+
 # --- the experts ---------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +240,69 @@ def align(topk_ids: Tensor, topk_weights: Tensor, experts: int, block_m: int, co
     blocks += [-1] * (most - len(blocks))
     made = Blocks(*(torch.tensor(values, dtype=torch.int32) for values in (pairs, blocks, sizes)))
     return made if counts is None else made._replace(counts=counts.copy_(made.counts))
+
+
+# --- who gets a slot -----------------------------------------------------------------------------------------------
+
+UNUSED, HIT, STREAMED, ADMITTED = -1, 0, 1, 2  # how an expert was reached in a step
+
+
+def lanes(experts: int) -> int:
+    """Offers that a layer of so many experts looks at, at most: a power of 2, greater than its experts."""
+    return max(32, 1 << experts.bit_length())
+
+
+def admit(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    first: int,
+    experts: Experts,
+    offers: Offers,
+    counts: Tensor,
+    sources: Tensor,
+    copies: Tensor,
+) -> None:
+    """Twin of ``admit.admit``, step by step as its module has it."""
+    n, (begin, end) = len(copies) // 2, offers.state.tolist()
+    ids = topk_ids.flatten().long()
+    ids = ids[(ids >= 0) & (ids < n) & (topk_weights.flatten() != 0)]
+    mine = slice(first, first + n)
+    counts[mine] = torch.bincount(ids, minlength=n).int()
+    needed = counts[mine] > 0
+    missed = needed & (experts.slot_of[mine] < 0)
+    seen = range(begin, min(end, begin + lanes(n)))
+    old, slots = offers.owners[seen.start : seen.stop].long(), offers.slots[seen.start : seen.stop].long()
+    unused = (old >= first + n) | (counts[old] == 0)
+    opened = ((experts.owner[slots] == old) & unused).nonzero().flatten()
+    worth, kept = offers.used[mine], offers.kept[seen.start : seen.stop]
+    wants = (missed & (worth >= kept[opened[0]])).nonzero().flatten() if len(opened) else opened
+    pairs = min(len(wants), len(opened))
+    expert, offer = wants[:pairs], opened[:pairs]
+    admitted = worth[expert] >= kept[offer]
+    expert, offer = expert[admitted], offer[admitted]
+    if len(wants) > len(opened) or not len(opened):
+        offers.state[0] = seen.stop
+    elif len(wants):
+        offers.state[0] = begin + int(opened[len(wants) - 1]) + 1
+    key, slot, victim, total = first + expert, slots[offer], old[offer], len(expert)
+    copies[0] = total
+    copies[1 : 1 + total], copies[1 + n : 1 + n + total] = key.int(), slot.int()
+    source = torch.where(needed, HIT, UNUSED).masked_fill(missed, STREAMED)
+    source[expert] = ADMITTED
+    sources[mine] = source.int()
+    experts.owner[slot] = key.int()
+    experts.slot_of[victim] = -1
+    experts.slot_of[key] = slot.int()
+    experts.table[:, victim] = experts.hosts[:, victim]
+    experts.table[:, key] = experts.places[:, slot]
+
+
+def fetch(copies: Tensor, experts: Experts, words: Tensor) -> None:
+    """Twin of ``fetch.fetch``."""
+    total, n = int(copies[0]), len(copies) // 2
+    for key, slot in zip(copies[1 : 1 + total].tolist(), copies[1 + n : 1 + n + total].tolist(), strict=True):
+        for source, target, size in zip(experts.hosts[:, key], experts.places[:, slot], words, strict=True):
+            ctypes.memmove(int(target), int(source), 8 * int(size))
 
 
 # --- the shortlist -------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def topk(
 
 
 @triton.jit
-def _live(ids, weights, at, n_pairs, n_experts):
+def routed(ids, weights, at, n_pairs, n_experts):
     """[CHUNK] ids; ``n_experts`` where the pair is none, padding, or has weight 0."""
     inside = at < n_pairs
     expert = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
@@ -138,7 +138,7 @@ def _align_kernel(
     lane, bins = tl.arange(0, CHUNK), tl.arange(0, BINS)
     count = tl.zeros((BINS,), tl.int32)
     for start in range(0, n_pairs, CHUNK):
-        count += tl.histogram(_live(ids, weights, start + lane, n_pairs, n_experts), BINS)
+        count += tl.histogram(routed(ids, weights, start + lane, n_pairs, n_experts), BINS)
     needed = tl.where(bins < n_experts, (count + BLOCK_M - 1) // BLOCK_M, 0)
     first = tl.sum(tl.where(bins < me, needed, 0), 0)
     if me == n_experts:
@@ -154,7 +154,7 @@ def _align_kernel(
         tl.store(experts + first + start + lane, me, mask=start + lane < mine_blocks)
     done = first * BLOCK_M
     for start in range(0, n_pairs, CHUNK):
-        match = _live(ids, weights, start + lane, n_pairs, n_experts) == me
+        match = routed(ids, weights, start + lane, n_pairs, n_experts) == me
         place = done + tl.cumsum(match.to(tl.int32), 0) - 1
         tl.store(pairs + place, start + lane, mask=match)
         done += tl.sum(match.to(tl.int32), 0)

@@ -22,7 +22,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
-from vllm_spac.kernels import grouped_gemm, rank, remap, route, utility  # noqa: E402
+from vllm_spac.kernels import admit, fetch, grouped_gemm, rank, remap, route, utility  # noqa: E402
+from vllm_spac.kernels.reference import Experts, Offers  # noqa: E402
 
 # Shared memory of one block, in bytes: CUDA programming guide, "Technical Specifications per Compute Capability".
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -37,6 +38,8 @@ KERNELS = {
     "truncate": (remap, "_truncate_kernel"),
     "substitute": (remap, "_substitute_kernel"),
     "utility": (utility, "_utility_kernel"),
+    "admit": (admit, "_admit_kernel"),
+    "fetch": (fetch, "_fetch_kernel"),
 }
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
@@ -186,6 +189,28 @@ def small() -> None:
     remap.substitute(p, ids, members, flags, True, torch.ones(count))
     counts, boundary = torch.zeros(48, count, dtype=torch.int32), torch.ones(48, count, dtype=torch.float64)
     utility.update_utility(counts, counts.clone(), counts.clone(), boundary, boundary.clone())
+    admitting(ids, weights, count)
+
+
+def admitting(ids, weights, count, names: int = 4) -> None:
+    """What a layer launches before its experts, with an expert's weights and biases."""
+    keys, slots = 2 * count, 3
+    integers, addresses = torch.zeros(keys, dtype=torch.int32), torch.zeros(names, keys, dtype=torch.int64)
+    experts = Experts(integers, integers[:slots], addresses, addresses, addresses[:, :slots].contiguous())
+    offers = Offers(*(integers[:size] for size in (2, slots, slots)), torch.zeros(slots), torch.zeros(keys))
+    copies = torch.zeros(1 + 2 * count, dtype=torch.int32)
+    admit.admit(ids, weights, count, experts, offers, integers, integers, copies)
+    fetch.fetch(copies, experts, integers[:names])
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_experts_are_fetched_16_bytes_at_a_time(capability):
+    """Though neither addresses nor sizes are known to the compiler: both were promised."""
+    call = record(lambda: admitting(*ids_of(8), 128))["fetch"]
+    ptx = compile_for(capability, call).ptx
+    for wide in (r"ld\.global\.v2\.b64", r"st\.global\.v2\.b64"):
+        assert re.search(wide, ptx), ptx
+    assert not re.search(r"st\.global\.b64", ptx), "8 bytes at a time"
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -199,8 +224,14 @@ def test_small_kernels(capability):
 def test_a_row_of_1024_experts_fits():
     """The most that is allowed: ranks compare all with all, 4 at a time."""
     p, flags = torch.ones(8, 1024), torch.ones(8, dtype=torch.bool)
-    calls = record(lambda: (route.topk(p, 8), rank.rank(p, flags, 8, 32), route.align(*ids_of(8), 1024, 16)))
-    for name in ("topk", "select", "align"):
+    ids, weights = ids_of(8)
+    calls = record(
+        lambda: (
+            route.topk(p, 8), rank.rank(p, flags, 8, 32), route.align(ids, weights, 1024, 16),
+            admitting(ids, weights, 1024),
+        )
+    )  # fmt: skip
+    for name in ("topk", "select", "align", "admit"):
         check(f"{name} N=1024", 90, compile_for(90, calls[name]))
 
 

@@ -7,7 +7,7 @@ import torch
 from vllm_spac.kernels import reference
 
 pytest.importorskip("triton", reason="triton is not installed (there are no wheels for this platform)")
-from vllm_spac.kernels import grouped_gemm, rank, remap, route, utility  # noqa: E402
+from vllm_spac.kernels import admit, fetch, grouped_gemm, rank, remap, route, utility  # noqa: E402
 
 OPS = [
     grouped_gemm.grouped_gemm,
@@ -17,6 +17,8 @@ OPS = [
     remap.truncate,
     remap.substitute,
     utility.update_utility,
+    admit.admit,
+    fetch.fetch,
 ]
 
 

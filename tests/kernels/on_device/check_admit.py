@@ -1,0 +1,221 @@
+"""``admit`` against its twin and against plain loops, all state equal after each layer."""
+
+import pytest
+import torch
+from vllm_spac.kernels import reference
+from vllm_spac.kernels.admit import admit
+from vllm_spac.kernels.reference import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
+
+NAMES = 2
+
+
+class State:
+    """Slots of ``layers`` layers of ``n`` experts, some of them filled, with made-up addresses."""
+
+    def __init__(self, layers: int, n: int, slots: int, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.n, keys = n, layers * n
+        owner = torch.randperm(keys, generator=rng)[:slots].int()
+        slot_of = torch.full((keys,), -1, dtype=torch.int32)
+        slot_of[owner.long()] = torch.arange(slots, dtype=torch.int32)
+        hosts = 1000 + torch.arange(NAMES * keys).view(NAMES, keys)
+        places = 10**6 + torch.arange(NAMES * slots).view(NAMES, slots)
+        table = torch.where(slot_of >= 0, places[:, slot_of.long()], hosts)
+        self.experts = Experts(slot_of, owner, table, hosts, places)
+        self.offers = Offers(*(torch.zeros(0) for _ in Offers._fields))
+        self.counts, self.sources = (torch.full((keys,), -7, dtype=torch.int32) for _ in range(2))
+        self.copies = torch.full((1 + 2 * n,), -7, dtype=torch.int32)
+
+    def offer(self, rng: torch.Generator, few: bool) -> None:
+        """A part of the slots in some order, in some of them an owner of long ago; and what each expert would pay."""
+        slots, keys = len(self.experts.owner), len(self.experts.slot_of)
+        count = int(torch.randint(0, min(4 if few else slots, slots) + 1, (1,), generator=rng))
+        order = torch.randperm(slots, generator=rng)[:count].int()
+        owners = self.experts.owner[order.long()].clone()
+        stale = torch.rand(count, generator=rng) < 0.2
+        owners[stale] = torch.randint(0, keys, (int(stale.sum()),), generator=rng, dtype=torch.int32)
+        kept = torch.randint(0, 6, (slots,), generator=rng).float().sort().values
+        used = torch.randint(0, 6, (keys,), generator=rng).float()
+        padded = torch.zeros(2, slots, dtype=torch.int32)
+        padded[0, :count], padded[1, :count] = order, owners
+        self.offers = Offers(torch.tensor([0, count], dtype=torch.int32), padded[0], padded[1], kept, used)
+
+    def to(self, device: str) -> "State":
+        copy = object.__new__(State)
+        copy.n = self.n
+        copy.experts = Experts(*(tensor.to(device, copy=True) for tensor in self.experts))
+        copy.offers = Offers(*(tensor.to(device, copy=True) for tensor in self.offers))
+        for name in ("counts", "sources", "copies"):
+            setattr(copy, name, getattr(self, name).to(device, copy=True))
+        return copy
+
+    def run(self, function, layer: int, ids, weights) -> None:
+        first = layer * self.n
+        device = self.copies.device
+        function(
+            ids.to(device), weights.to(device), first, self.experts, self.offers, self.counts, self.sources, self.copies
+        )
+
+    def said(self) -> list:
+        """All that was decided; of ``copies`` what means something."""
+        copies, total = self.copies.tolist(), int(self.copies[0])
+        kept = [total, copies[1 : 1 + total], copies[1 + self.n : 1 + self.n + total]]
+        tensors = (*self.experts, *self.offers, self.counts, self.sources)
+        return [tensor.tolist() for tensor in tensors] + kept
+
+
+def naive(ids, weights, first, experts, offers, counts, sources, copies) -> None:
+    """One expert, one offer at a time, as one would say it."""
+    n = len(copies) // 2
+    counts[first : first + n] = 0
+    for expert, weight in zip(ids.flatten().tolist(), weights.flatten().tolist(), strict=True):
+        if 0 <= expert < n and weight != 0:
+            counts[first + expert] += 1
+    begin, end = offers.state.tolist()
+    seen = range(begin, min(end, begin + lanes(n)))
+    opened = []
+    for number in seen:
+        slot, old = int(offers.slots[number]), int(offers.owners[number])
+        over = old < first + n  # of this layer or one before it
+        if experts.owner[slot] == old and not (over and counts[old] > 0):
+            opened.append(number)
+    wants, admitted = [], []
+    for key in range(first, first + n):
+        used, there = counts[key] > 0, experts.slot_of[key] >= 0
+        sources[key] = (HIT if there else STREAMED) if used else UNUSED
+        if used and not there and opened and offers.used[key] >= offers.kept[opened[0]]:
+            wants.append(key)
+    for key, number in zip(wants, opened, strict=False):
+        if offers.used[key] >= offers.kept[number]:
+            admitted.append((key, int(offers.slots[number]), int(offers.owners[number])))
+    if len(wants) > len(opened) or not opened:
+        offers.state[0] = seen.stop
+    elif wants:
+        offers.state[0] = opened[len(wants) - 1] + 1
+    copies[0] = len(admitted)
+    for at, (key, slot, old) in enumerate(admitted):
+        copies[1 + at], copies[1 + n + at], sources[key] = key, slot, ADMITTED
+        experts.slot_of[old], experts.slot_of[key], experts.owner[slot] = -1, slot, key
+        experts.table[:, old], experts.table[:, key] = experts.hosts[:, old], experts.places[:, slot]
+
+
+def steps(
+    layers: int, n: int, slots: int, k: int, rows: int, count: int, seed: int, functions: list
+) -> tuple[State, int]:
+    """Random steps through every function, each with a state of its own; after each layer all have said the same.
+
+    Returns the first one's state and how many experts were admitted.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    states = [State(layers, n, slots, seed).to(device) for _, device in functions]
+    admitted = 0
+    for step in range(count):
+        states[-1].offer(rng, few=step % 3 == 0)  # the last is on the CPU
+        for state in states[:-1]:
+            state.offers = Offers(*(tensor.to(state.copies.device, copy=True) for tensor in states[-1].offers))
+        for layer in range(layers):
+            ids = torch.randint(-1, n + 1, (rows, k), generator=rng, dtype=torch.int32)
+            weights = (torch.rand(rows, k, generator=rng) > 0.1).float()
+            for state, (function, _) in zip(states, functions, strict=True):
+                state.run(function, layer, ids, weights)
+            said = [state.said() for state in states]
+            assert all(one == said[0] for one in said[1:]), (step, layer)
+            admitted += int(states[0].copies[0])
+    return states[0], admitted
+
+
+@pytest.mark.parametrize(
+    ("layers", "n", "slots", "k", "rows"),
+    [(3, 8, 10, 2, 1), (2, 40, 33, 4, 3), (2, 31, 50, 2, 9), (1, 128, 20, 8, 2), (4, 3, 7, 1, 40)],
+)
+def test_follows_the_twin(device, layers, n, slots, k, rows):
+    """31 and 40 experts: as many lanes as experts and one, and a third more; 40 rows: more pairs than a chunk."""
+    state, admitted = steps(layers, n, slots, k, rows, 12, n, [(admit, device), (reference.admit, "cpu")])
+    assert admitted > 0
+    owned = state.experts.owner.long().cpu()
+    assert len(owned.unique()) == slots, "a slot has two owners, or none"
+    assert (state.experts.slot_of.cpu()[owned] == torch.arange(slots)).all()
+
+
+def test_twin_follows_plain_loops():
+    admitted = 0
+    for seed in range(30):
+        n = 1 + seed
+        slots = 1 + 5 * seed % (2 * n)
+        both = [(reference.admit, "cpu"), (naive, "cpu")]
+        admitted += steps(2, n, slots, 1 + seed % 3, 1 + seed % 5, 10, seed, both)[1]
+    assert admitted > 300
+
+
+def one_layer(device, offers: Offers, ids: list[int]) -> State:
+    """Six experts, of which 0 and 1 have slots 0 and 1, and the last step used nothing."""
+    state = State(1, 6, 2, 0)
+    state.experts.owner.copy_(torch.tensor([0, 1]))
+    state.experts.slot_of.copy_(torch.tensor([0, 1, -1, -1, -1, -1]))
+    state.experts.table.copy_(state.experts.hosts)
+    state.experts.table[:, :2] = state.experts.places
+    state.offers = offers
+    state = state.to(device)
+    state.run(admit, 0, torch.tensor([ids]), torch.ones(1, len(ids)))
+    return state
+
+
+def offers(slots, owners, kept, used) -> Offers:
+    integers = (torch.tensor(values, dtype=torch.int32) for values in ([0, len(slots)], slots, owners))
+    return Offers(*integers, torch.tensor(kept), torch.tensor(used))
+
+
+def test_by_hand(device):
+    """2 and 4 are missed and slot 0 is offered: 2 takes it, 4 finds none."""
+    state = one_layer(device, offers([0], [0], [0.5], [1.0] * 6), [2, 4])
+    assert state.sources.tolist() == [UNUSED, UNUSED, ADMITTED, UNUSED, STREAMED, UNUSED]
+    assert state.experts.owner.tolist() == [2, 1] and state.experts.slot_of.tolist() == [-1, 1, 0, -1, -1, -1]
+    assert state.copies[[0, 1, 7]].tolist() == [1, 2, 0] and state.offers.state.tolist() == [1, 1]
+    experts = state.experts
+    assert torch.equal(experts.table[:, 2], experts.places[:, 0])
+    assert torch.equal(experts.table[:, 0], experts.hosts[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [
+        (offers([0], [0], [2.0], [1.0] * 6), [2]),
+        (offers([0], [0], [0.0], [1.0] * 6), [2, 0]),
+        (offers([0], [5], [0.0], [1.0] * 6), [2]),
+        (offers([], [], [], [1.0] * 6), [2]),
+    ],
+    ids=["worth more to its owner", "its owner is used", "somebody else's by now", "nothing is offered"],
+)
+def test_what_is_not_taken(device, given, ids):
+    before = given.state.clone()
+    state = one_layer(device, given, ids)
+    assert int(state.copies[0]) == 0 and state.experts.owner.tolist() == [0, 1]
+    assert state.sources[2] == STREAMED
+    assert before.tolist()[1] == int(state.offers.state[1])
+
+
+def test_void_offers_do_not_stop_the_next_layers(device):
+    """All that a layer sees is void: the next one looks behind it."""
+    state = State(2, 2, 1, 0)
+    state.experts.owner[0], state.experts.slot_of[:] = 3, torch.tensor([-1, -1, -1, 0])
+    many = lanes(2)
+    state.offers = offers([0] * (many + 1), [2] * many + [3], [0.0] * (many + 1), [1.0] * 4)
+    state = state.to(device)
+    for layer, taken in ((0, 0), (1, 1)):
+        state.run(admit, layer, torch.tensor([[0]]), torch.ones(1, 1))
+        assert int(state.copies[0]) == taken
+    assert state.experts.owner.tolist() == [2]
+
+
+def test_what_does_not_fit_is_refused(device):
+    state = State(2, 4, 3, 0)
+    state.offer(torch.Generator().manual_seed(0), few=False)
+    state = state.to(device)
+    ids, weights = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
+    with pytest.raises(AssertionError, match="a layer of 4 from 5 on, of 8"):
+        admit(ids, weights, 5, state.experts, state.offers, state.counts, state.sources, state.copies)
+    for name in ("counts", "sources", "copies"):
+        tensors = {key: getattr(state, key) for key in ("counts", "sources", "copies")}
+        tensors[name] = tensors[name].long()
+        with pytest.raises(AssertionError):
+            admit(ids, weights, 0, state.experts, state.offers, *tensors.values())

@@ -1,0 +1,150 @@
+"""Which missed experts of a layer get a slot before it computes: decided on the device, with no word from the host.
+
+Keys number the experts of all layers; those of this layer are first ... first + N - 1. Between steps the host offers
+slots, those worth least first, each with its owner; a layer takes from where the layers before it stopped. With c_e the
+pairs of expert e::
+
+    open        o_0 < o_1 < ...   of the next ``lanes(N)`` offers those whose slot is still its owner's, and whose
+                                  owner is used neither in this layer nor in one before it in this step
+    wants       m_0 < m_1 < ...   e with c_e > 0 and no slot, to which one is worth at least what o_0 is to its owner
+    admitted    m_i takes o_i     if there is an o_i, and it is worth at most as much to its owner as to m_i
+    next offer                    behind the last o_i that some m_i looked at; behind all that were seen if they ran out
+
+A slot's old owner is read in host memory from now on, the new one in its slot: its bytes must be there before the next
+launch that reads the table, which ``fetch`` sees to. Everything runs on one stream, so no launch reads a slot or a
+pointer while it changes. Who is not admitted is read where it lies, at no more bytes over the bus.
+
+One program, whose lanes are experts and offers: some microseconds. The same input gives the same decisions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .reference import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
+from .route import MAX_EXPERTS, routed
+
+
+@triton.jit
+def _admit_kernel(
+    ids, weights, slot_of, owner, table, hosts, places, state, slots, owners, kept, used, counts, sources, copies,
+    n_pairs, n_experts, n_keys, n_slots, first,
+    NAMES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    UNUSED: tl.constexpr, HIT: tl.constexpr, STREAMED: tl.constexpr, ADMITTED: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BINS)
+    mine = lane < n_experts
+    key = first + lane
+    count = tl.zeros((BINS,), tl.int32)
+    pair = tl.arange(0, CHUNK)
+    for start in range(0, n_pairs, CHUNK):
+        count += tl.histogram(routed(ids, weights, start + pair, n_pairs, n_experts), BINS)
+    tl.store(counts + key, count, mask=mine)
+    tl.debug_barrier()  # offers of this layer's experts read them
+
+    begin, end = tl.load(state), tl.load(state + 1)
+    offer = begin + lane
+    known = offer < end
+    old = tl.load(owners + offer, mask=known, other=0)
+    limit = tl.load(kept + offer, mask=known, other=float("inf"))
+    now = tl.load(owner + tl.load(slots + offer, mask=known, other=0), mask=known, other=-1)
+    uses = tl.load(counts + old, mask=known & (old < first + n_experts), other=0)
+    opened = known & (now == old) & (uses == 0)
+    opens = tl.sum(opened.to(tl.int32), 0)
+    number = tl.cumsum(opened.to(tl.int32), 0) - 1
+    lowest = tl.min(tl.where(opened, limit, float("inf")), 0)
+
+    needed = mine & (count > 0)
+    missed = needed & (tl.load(slot_of + key, mask=mine, other=0) < 0)
+    worth = tl.load(used + key, mask=mine, other=0.0)
+    wants = missed & (worth >= lowest)
+    turn = tl.cumsum(wants.to(tl.int32), 0) - 1
+    wanted = tl.sum(wants.to(tl.int32), 0)
+
+    # which offer is the i-th open one: through memory, the lanes of experts and of offers are not the same
+    tl.store(copies + 1 + number, offer, mask=opened & (number < n_experts))
+    tl.debug_barrier()
+    served = wants & (turn < opens)
+    mine_at = tl.load(copies + 1 + turn, mask=served, other=0)
+    tl.debug_barrier()
+    taken = tl.load(slots + mine_at, mask=served, other=0)
+    victim = tl.load(owners + mine_at, mask=served, other=0)
+    admitted = served & (worth >= tl.load(kept + mine_at, mask=served, other=float("inf")))
+
+    last = tl.max(tl.where(opened & (number < wanted), lane, -1), 0)
+    seen = tl.minimum(begin + BINS, end)
+    tl.store(state, tl.where((wanted > opens) | (opens == 0), seen, begin + last + 1))
+    place = tl.cumsum(admitted.to(tl.int32), 0) - 1
+    tl.store(copies, tl.sum(admitted.to(tl.int32), 0))
+    tl.store(copies + 1 + place, key, mask=admitted)
+    tl.store(copies + 1 + n_experts + place, taken, mask=admitted)
+    source = tl.where(missed, tl.where(admitted, ADMITTED, STREAMED), tl.where(needed, HIT, UNUSED))
+    tl.store(sources + key, source, mask=mine)
+
+    tl.store(owner + taken, key, mask=admitted)
+    tl.store(slot_of + victim, tl.full((BINS,), -1, tl.int32), mask=admitted)
+    tl.store(slot_of + key, taken, mask=admitted)
+    for name in tl.static_range(NAMES):
+        here = tl.load(places + name * n_slots + taken, mask=admitted, other=0)
+        there = tl.load(hosts + name * n_keys + victim, mask=admitted, other=0)
+        tl.store(table + name * n_keys + key, here, mask=admitted)
+        tl.store(table + name * n_keys + victim, there, mask=admitted)
+
+
+def admit(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    first: int,
+    experts: Experts,
+    offers: Offers,
+    counts: Tensor,
+    sources: Tensor,
+    copies: Tensor,
+) -> None:
+    """Decide for one layer. No host synchronisation: may be captured in a CUDA graph.
+
+    Args:
+        topk_ids: [M, k] int32 or int64, contiguous; ids outside 0 ... N - 1 mark padding and are left out.
+        topk_weights: [M, k] float32; pairs with weight 0 are left out.
+        first: key of the layer's expert 0.
+        experts: where all experts are, updated in place.
+        offers: the slots that may be taken; ``state`` is updated in place.
+        counts: [keys] int32, those of this layer are overwritten with the pairs of each expert. Those of the layers
+            before it must be of this step.
+        sources: [keys] int32, those of this layer are overwritten: ``UNUSED``, ``HIT``, ``STREAMED`` (missed, to be
+            read where it lies) or ``ADMITTED`` (missed, has a slot now).
+        copies: [1 + 2 N] int32, is overwritten: how many n were admitted; in [1 : 1 + n] their keys, ascending; in
+            [1 + N : 1 + N + n] their slots. The rest means nothing.
+
+    Raises:
+        AssertionError: a shape, dtype or layout is not as above.
+    """
+    n_experts, (names, keys) = len(copies) // 2, experts.table.shape
+    _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies)
+    _admit_kernel[(1,)](
+        topk_ids, topk_weights, *experts, *offers, counts, sources, copies,
+        topk_ids.numel(), n_experts, keys, len(experts.owner), first,
+        NAMES=names, BINS=lanes(n_experts), CHUNK=min(1024, max(32, triton.next_power_of_2(topk_ids.numel()))),
+        UNUSED=UNUSED, HIT=HIT, STREAMED=STREAMED, ADMITTED=ADMITTED, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies) -> None:
+    (names, keys), slots = experts.table.shape, len(experts.owner)
+    assert topk_ids.shape == topk_weights.shape and topk_weights.dtype == torch.float32
+    assert topk_ids.dtype in (torch.int32, torch.int64), "ids must be int32 or int64"
+    assert topk_ids.is_contiguous() and topk_weights.is_contiguous(), "ids and weights must be contiguous"
+    assert len(copies) == 1 + 2 * n_experts and 1 <= n_experts <= MAX_EXPERTS, f"1 ... {MAX_EXPERTS} experts a layer"
+    assert 0 <= first <= keys - n_experts, f"a layer of {n_experts} from {first} on, of {keys} experts"
+    assert experts.slot_of.shape == offers.used.shape == counts.shape == sources.shape == (keys,)
+    assert experts.hosts.shape == (names, keys) and experts.places.shape == (names, slots)
+    assert offers.state.shape == (2,) and offers.slots.shape == offers.owners.shape == offers.kept.shape
+    for tensor in (experts.slot_of, experts.owner, *offers[:3], counts, sources, copies):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+    for tensor in (experts.table, experts.hosts, experts.places):
+        assert tensor.dtype == torch.int64 and tensor.is_contiguous()
+    for tensor in offers[3:]:
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
