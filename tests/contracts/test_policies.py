@@ -158,6 +158,60 @@ def test_contract_holds_whatever_happens(name: str, ops: list[tuple]) -> None:
     assert policy.evict(len(held), Pins(())) == plain.evict(len(held), Pins(()))
 
 
+@every_policy
+@given(ops)
+@settings(max_examples=100, **BUSY)
+def test_standing_is_the_order_of_eviction(name: str, ops: list[tuple]) -> None:
+    policy, held = components.build("policies", name), set()
+    for op in ops:
+        if op[0] == "use":
+            use(policy, op[1])
+            held.add(op[1])
+        elif op[0] == "observe":
+            policy.observe(op[1])
+        standing = policy.standing(KEYS)
+        assert set(standing.order.tolist()) == held and len(standing.order) == len(held) == len(standing.kept)
+        assert (np.diff(standing.kept) >= 0).all() and standing.used.shape == (KEYS,)
+    expected = policy.standing(KEYS).order.tolist()
+    assert policy.evict(len(held), ()) == expected, "it changed something, or is no order of eviction"
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "utility"])
+@given(ops, keys)
+@settings(max_examples=200, **BUSY)
+def test_standing_says_who_would_come(name: str, ops: list[tuple], newcomer: int) -> None:
+    """As ``Residency.exchange`` finds out by trying."""
+    policy, held = components.build("policies", name), set()
+    for op in ops:
+        if op[0] == "use" and op[1] != newcomer:
+            use(policy, op[1])
+            held.add(op[1])
+        elif op[0] == "observe":
+            policy.observe(op[1])
+    if not held:
+        return
+    standing = policy.standing(KEYS)
+    comes = standing.used[newcomer] >= standing.kept[0]
+    policy.insert(newcomer)
+    assert (policy.evict(1, ()) != [newcomer]) == comes
+
+
+@given(st.lists(row_counts, max_size=30), keys)
+def test_reuse_knows_what_a_use_would_make_of_it(steps: list[np.ndarray], key: int) -> None:
+    policy = components.build("policies", "reuse")
+    policy.insert(key)
+    for counts in steps:
+        policy.observe(counts)
+    expected = policy.standing(KEYS).used[key]
+    alone = np.zeros(KEYS, dtype=np.int64)
+    alone[key] = 1
+    policy.observe(alone)
+    if steps:
+        assert policy.standing(KEYS).kept[0] - 0.5 == expected, "half a step later than one that may be ahead"
+    else:
+        assert expected == 0, "before the first step all are alike"
+
+
 def test_only_belady_is_offline() -> None:
     offline = [name for name in components.names("policies") if components.find("policies", name).offline]
     assert offline == ["belady"]

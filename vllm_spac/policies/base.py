@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Who would go and who would come, for those who decide without asking again, e.g. a kernel.
+
+    Attributes:
+        order: int64 [held], the keys that are held, the first to go first.
+        kept: float64 [held], ascending: what a slot is worth to each of them.
+        used: float64 [keys]: what it would be worth to an expert that a step now uses. One that is not held should
+            take the slot of one that is, if this is at least what the slot is worth to that one.
+    """
+
+    order: np.ndarray
+    kept: np.ndarray
+    used: np.ndarray
 
 
 class Policy(ABC):
@@ -56,6 +73,10 @@ class Policy(ABC):
                 a layer that did not run. Always of the same length. Prompts say nothing about the next step: the
                 caller counts the rows of decode and verify only, and does not call after a forward without any.
         """
+
+    @abstractmethod
+    def standing(self, keys: int) -> Standing:
+        """How the experts below ``keys`` stand; nothing changes."""
 
     @abstractmethod
     def __len__(self) -> int: ...

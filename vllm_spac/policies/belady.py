@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Container, Sequence
 from itertools import islice
 
+import numpy as np
 from sortedcontainers import SortedSet
 
-from vllm_spac.policies.base import Policy
+from vllm_spac.policies.base import Policy, Standing
 
 _NEVER = 1 << 62
 
@@ -52,6 +53,15 @@ class Belady(Policy):
         for key in victims:
             self.remove(key)
         return victims
+
+    def standing(self, keys: int) -> Standing:
+        ranks = list(self._order)
+        used = np.full(keys, -float(_NEVER))
+        for key, moments in self._uses.items():
+            if len(moments) > 1:
+                used[key] = -moments[-2]
+        order = np.array([-rank[1] for rank in ranks], dtype=np.int64)
+        return Standing(order, np.array([rank[0] for rank in ranks], dtype=np.float64), used)
 
     def __len__(self) -> int:
         return len(self._rank)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container
 from itertools import islice
 
+import numpy as np
 from sortedcontainers import SortedSet
 
-from vllm_spac.policies.base import Policy
+from vllm_spac.policies.base import Policy, Standing
 
 
 class LFU(Policy):
@@ -42,6 +43,14 @@ class LFU(Policy):
         for key in victims:
             self.remove(key)
         return victims
+
+    def standing(self, keys: int) -> Standing:
+        ranks = list(self._order)
+        used = np.ones(keys)
+        for key, uses in self._uses.items():
+            used[key] += uses
+        order = np.array([rank[2] for rank in ranks], dtype=np.int64)
+        return Standing(order, np.array([rank[0] for rank in ranks], dtype=np.float64), used)
 
     def __len__(self) -> int:
         return len(self._rank)

@@ -6,7 +6,9 @@ from collections import OrderedDict
 from collections.abc import Container
 from itertools import islice
 
-from vllm_spac.policies.base import Policy
+import numpy as np
+
+from vllm_spac.policies.base import Policy, Standing
 
 
 class LRU(Policy):
@@ -32,6 +34,11 @@ class LRU(Policy):
         for key in victims:
             del self._order[key]
         return victims
+
+    def standing(self, keys: int) -> Standing:
+        held = len(self._order)
+        order = np.fromiter(self._order, dtype=np.int64, count=held)
+        return Standing(order, np.arange(held, dtype=np.float64), np.full(keys, np.inf))
 
     def __len__(self) -> int:
         return len(self._order)

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from vllm_spac.policies.base import Policy
+from vllm_spac.policies.base import Policy, Standing
 
 _RARE = 1e-9  # an expert that no step has selected is expected back, but after all others
 
@@ -83,15 +83,32 @@ class Reuse(Policy):
             self._shares = np.zeros((len(self._gains), len(counts)))
             self._reach(len(counts))
         self._shares += self._gains * ((counts > 0) - self._shares) * (counts >= 0)
-        experts = max(1, len(self._layer))
-        layer = np.arange(len(counts)) // experts * (experts / len(counts)) if self._layer else 0
-        self._due[: len(counts)] = 1 / np.maximum(self.probabilities, _RARE) + layer
+        self._due[: len(counts)] = self._expected(self._shares)
+
+    def standing(self, keys: int) -> Standing:
+        """A slot is worth as much as the expert is due early: one that is used now, a step from now at the earliest.
+
+        Of the others half are in layers that are ahead, on average, and may be due in this step: on the same scale the
+        one that is used now is half a step later.
+        """
+        held = np.flatnonzero(self._held)
+        order = held[np.lexsort((self._used[held], -self._due[held]))]
+        used = np.zeros(keys)
+        if self._shares is not None:
+            used = -self._expected(self._shares + self._gains * (1 - self._shares)) - 0.5
+        return Standing(order, -self._due[order], used)
 
     def __len__(self) -> int:
         return self._size
 
     def __contains__(self, key: int) -> bool:
         return 0 <= key < len(self._held) and bool(self._held[key])
+
+    def _expected(self, shares: np.ndarray) -> np.ndarray:
+        """float64 [keys], steps until each expert is used next, the part of a step that lies before its layer too."""
+        keys, experts = shares.shape[1], max(1, len(self._layer))
+        layer = np.arange(keys) // experts * (experts / keys) if self._layer else 0
+        return 1 / np.maximum(shares.mean(axis=0), _RARE) + layer
 
     def _last(self, keys: np.ndarray, due: np.ndarray, count: int) -> list[int]:
         """At least ``count`` of ``keys``, if there are so many: those that are due last, the very last first."""

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 from sortedcontainers import SortedSet
 
-from vllm_spac.policies.base import Policy
+from vllm_spac.policies.base import Policy, Standing
 from vllm_spac.utility import UtilityEstimator, Variant
 
 
@@ -79,6 +79,14 @@ class Utility(Policy):
             if key in self._rank:
                 self._place(key, self._score(key), self._rank[key][1])
         self._recycled.clear()
+
+    def standing(self, keys: int) -> Standing:
+        ranks = list(self._order)
+        used = np.zeros(keys)
+        if not self._recycle:
+            used[: len(self._scores)] = self._scores
+        order = np.array([rank[2] for rank in ranks], dtype=np.int64)
+        return Standing(order, np.array([rank[0] for rank in ranks], dtype=np.float64), used)
 
     def __len__(self) -> int:
         return len(self._rank)
