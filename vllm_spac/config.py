@@ -138,6 +138,11 @@ class SpacConfig(BaseModel):
         description="How layers reach experts: slots loads missing ones and runs vLLM's kernel; pointers runs our own, "
         "which reads each expert where it lies, in its slot or in host memory.",
     )
+    admission: Literal["step", "layer"] | None = Field(
+        None,
+        description="With execution=pointers, when a missed expert gets a slot: step, between steps, copied beside the "
+        "kernels; layer (default), before its layer computes, decided and copied by the GPU.",
+    )
     staging: Literal["auto", "on", "off"] = Field(
         "auto",
         description="With execution=pointers: long prompts take missing experts from two buffers of a layer's experts, "
@@ -205,6 +210,15 @@ class SpacConfig(BaseModel):
             raise ValueError(
                 "staging (--spac-staging) is of execution=pointers: with slots, prompts pass through the slots; "
                 "add --spac-execution pointers"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _admitted_to_pointers(self) -> SpacConfig:
+        if self.execution != "pointers" and self.admission is not None:
+            raise ValueError(
+                "admission (--spac-admission) is of execution=pointers: with slots, each missing expert is loaded "
+                "before its layer computes; add --spac-execution pointers"
             )
         return self
 

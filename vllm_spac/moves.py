@@ -41,30 +41,35 @@ class ExpertMemory:
         poison: fill a slot with NaN before it is written; for tests.
 
     Attributes:
-        table: name -> int64 [keys] on the device of the slots: the address of each expert's tensor.
+        device: that of the slots.
+        sizes: bytes of each of an expert's tensors.
+        addresses: int64 [names, keys] on the device: of each expert's tensors, where kernels are to read them.
+        table: its rows, by name.
         slot_addresses: int64 [names, slots], on the host.
+        host_addresses: int64 [names, keys], on the host.
     """
 
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], keys: int, poison: bool = False) -> None:
         self._store, self._slots, self._poison = store, slots, poison
-        self._device = next(iter(slots.values())).device
+        self.sizes = [tensor[0].nbytes for tensor in slots.values()]
+        self.device = next(iter(slots.values())).device
         first = store.view(0)
         assert all(first[name].nbytes % ALIGNMENT == 0 for name in slots), "experts must keep the alignment"
         self.slot_addresses = np.array([[slot.data_ptr() for slot in slots[name]] for name in slots])
         views = [store.view(key) for key in range(keys)]
-        self._host_addresses = np.array([[_address(view[name], self._device) for view in views] for name in slots])
-        assert not (self._host_addresses % ALIGNMENT).any() and not (self.slot_addresses % ALIGNMENT).any()
-        self._table = torch.from_numpy(self._host_addresses).to(self._device, copy=True)
-        self.table = dict(zip(slots, self._table, strict=True))
+        self.host_addresses = np.array([[_address(view[name], self.device) for view in views] for name in slots])
+        assert not (self.host_addresses % ALIGNMENT).any() and not (self.slot_addresses % ALIGNMENT).any()
+        self.addresses = torch.from_numpy(self.host_addresses).to(self.device, copy=True)
+        self.table = dict(zip(slots, self.addresses, strict=True))
 
     def point(self, keys: Sequence[int], slots: Sequence[int]) -> None:
         """One small copy to the device and one launch."""
         keys, slots = np.asarray(keys), np.asarray(slots)
-        addresses = np.where(slots == NOWHERE, self._host_addresses[:, keys], self.slot_addresses[:, slots])
+        addresses = np.where(slots == NOWHERE, self.host_addresses[:, keys], self.slot_addresses[:, slots])
         written = torch.from_numpy(np.concatenate([keys[None], addresses]))
-        if self._device.type == "cuda":  # pinned, so that it does not wait; torch keeps it until it was read
-            written = written.pin_memory().to(self._device, non_blocking=True)
-        self._table.index_copy_(1, written[0], written[1:])
+        if self.device.type == "cuda":  # pinned, so that it does not wait; torch keeps it until it was read
+            written = written.pin_memory().to(self.device, non_blocking=True)
+        self.addresses.index_copy_(1, written[0], written[1:])
 
     def copy(self, key: int, slot: int) -> None:
         if self._poison:

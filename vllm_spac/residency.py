@@ -161,6 +161,18 @@ class Residency:
         """Unpin ``keys``; they stay resident until the policy lets them go. Keys whose load failed are ignored."""
         self._pinned.difference_update(keys)
 
+    def take_over(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Somebody else has filled these READY slots with ``keys``, in place of their owners, which are not pinned."""
+        victims = self.owner[list(slots)].tolist()
+        assert not self._pinned.intersection(victims), "a pinned expert has lost its slot"
+        for victim in victims:
+            self.policy.remove(victim)
+        self.slot_of[victims] = NOWHERE
+        for slot, key in zip(slots, keys, strict=True):
+            assert self.state[slot] == SlotState.READY and self.slot_of[key] == NOWHERE, f"{key} has two slots"
+            self.policy.insert(key)
+            self.owner[slot], self.slot_of[key] = key, slot
+
     def check_integrity(self) -> None:
         """Every invariant, in O(slots + keys); raises ``AssertionError``."""
         owned = np.flatnonzero(self.owner != NOWHERE)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from vllm_spac import components
+from vllm_spac import admissions, components
 from vllm_spac.balancers.base import Balancer, LayerState
 from vllm_spac.costs import Costs
 from vllm_spac.errors import ConfigError
@@ -31,6 +31,7 @@ def simulate(
     policy: str = "lru",
     balancer: str = "none",
     overlap: bool = False,
+    admission: str = admissions.DEFAULT,
     step_bytes: int = STEP_BYTES,
     fill: bool = True,
     expert_bytes: int | None = None,
@@ -42,7 +43,10 @@ def simulate(
         policy, balancer: names of components, with knobs if need be: ``utility@upper=1@variant=literal``.
         overlap: of slots: loads run beside the computing of hits; else a layer waits for its loads, as on-demand
             serving does. With pointers they always run beside one another.
-        step_bytes: of pointers: bytes that are on their way into slots at once, at most, but one expert; 0: none moves.
+        admission: of pointers: how missed experts get slots, a name of ``admissions``; what ``layer`` assumes is in
+            ``simulate_admitted``.
+        step_bytes: of admission ``step``: bytes that are on their way into slots at once, at most, but one expert; 0:
+            none moves.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
         expert_bytes: instead of what the trace says.
 
@@ -60,7 +64,8 @@ def simulate(
     outcome = Outcome(policy, balancer, slots, slots / facts.total, execution)
     first = filling(trace, slots) if fill else []
     if execution == "pointers":
-        work, outcome.step_bytes = parts(trace, facts.total), step_bytes
+        work, outcome.admission = parts(trace, facts.total), admission
+        outcome.step_bytes = step_bytes if admission == "step" else None
         replay: Replay = _pointers(trace, costs, nbytes, outcome)
     elif execution == "slots":
         work = parts(trace, slots)
@@ -210,10 +215,10 @@ def _policy(spec: str, balancer: str, future) -> Policy:
     return _build("policies", name, {"future": future()} | knobs)
 
 
-def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> PointersReplay:
+def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Replay:
     name, knobs = _parse(outcome.policy)
     if components.find("policies", name).offline:
-        raise ConfigError(f"policy {name} must know what will be used, and pointers decide a step late what to move")
+        raise ConfigError(f"policy {name} must know what will be used, and pointers learn of that too late")
     if outcome.balancer != "none":
         raise ConfigError(f"balancer {outcome.balancer} is of execution=slots: pointers read each expert where it lies")
     if costs.provenance.store == "disk":
@@ -221,9 +226,17 @@ def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Poin
             f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "
             "--store host"
         )
+    chosen = _build("policies", name, knobs)
+    if outcome.admission == "layer":
+        from vllm_spac.simulate_admitted import AdmittedReplay  # torch, which takes a second
+
+        return AdmittedReplay(trace, costs, nbytes, outcome, chosen)
+    if outcome.admission != "step":
+        known = " or ".join(components.names("admissions"))
+        raise ConfigError(f"no admission is called {outcome.admission!r}; use {known}")
     if outcome.step_bytes < 0:
         raise ConfigError(f"{outcome.step_bytes} bytes a step: use 0 (nothing moves) or more")
-    return PointersReplay(trace, costs, nbytes, outcome, _build("policies", name, knobs))
+    return PointersReplay(trace, costs, nbytes, outcome, chosen)
 
 
 def _balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | None:

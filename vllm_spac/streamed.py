@@ -1,55 +1,40 @@
 """The layers of a shape over a table of pointers: a hit is read in its slot, a miss where it lies, in one launch.
 
-No layer waits for the host and none decides anything there. Between steps the host reads the counts of a step that is
-over, moves experts by them (``pointers`` has the protocol), and goes on. Long prompts take their misses from buffers
-that are filled a layer ahead (``staging``). On a CPU the launches are the torch twins of the kernels: the same
-addresses and the same rounding, made to be compared with and not to be fast.
+No layer waits for the host. Between steps the host reads what a step did that is over, and sees to it that experts get
+slots (``admissions``: it moves them itself, or offers slots to the layers that miss them). Long prompts take their
+misses from buffers that are filled a layer ahead (``staging``). On a CPU the launches are the torch twins of the
+kernels: the same addresses and the same rounding, made to be compared with and not to be fast.
 
 So a step may also be one CUDA graph. A replay runs launches and no line of this module, and what differs from step to
-step lies in memory that stays where it is: the table, the rows that are padding, the counts. The first two are written
-before the replay and the last are read behind it, on the stream that it runs on, by ``begin_step`` and ``end_step``.
+step lies in memory that stays where it is: the table, the offers, the rows that are padding, the counts. Some is
+written before the replay and some read behind it, on the stream that it runs on, by ``begin_step`` and ``end_step``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.core import MoEShape, RowKind, Step
+from vllm_spac import admissions, components
+from vllm_spac.admissions.base import Admission, Kernels, Parts
+from vllm_spac.core import MoEShape, Step
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.metrics import Counters
-from vllm_spac.moves import ALIGNMENT, ExpertMemory, Mover
-from vllm_spac.pointers import STEP_BYTES, Planner, Pointers, most_moves
+from vllm_spac.moves import ALIGNMENT, ExpertMemory
+from vllm_spac.pointers import STEP_BYTES
 from vllm_spac.policies.base import Policy
 from vllm_spac.residency import NOWHERE, Residency
 from vllm_spac.staging import ROWS, ExpertBuffers, Staging
-from vllm_spac.streams import Event, capturing, streams
+from vllm_spac.streams import capturing, streams
 from vllm_spac.tiers.base import ExpertStore
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
 MAX_EXPERTS = 1024  # of a layer; what the kernels' routing takes
 _TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 _FILL_BATCH = 16
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """The counts of a step on their way to the host, int32 [layers, experts], and who had a slot meanwhile.
-
-    ``staged``: its misses were not read in place.
-    """
-
-    step: Step
-    counts: Tensor
-    resident: np.ndarray
-    staged: bool
-    there: Event
 
 
 def check(shape: MoEShape) -> None:
@@ -90,7 +75,9 @@ class StreamedPool:
         tensors: name -> slots of shape [slots, ...], on the device that computes.
         path: name of the store in the counters.
         rows: the most of a forward that is padded.
-        step_bytes: bytes that are on their way into slots at once, at most, but one expert at least; 0: none moves.
+        admission: how missed experts get slots, a name of ``admissions``.
+        step_bytes: of ``step``: bytes that are on their way into slots at once, at most, but one expert at least; 0:
+            none moves.
         staged: forwards of many rows read what has no slot from buffers of ``staging_bytes``, else in place.
         poison: fill slots with NaN before they are written; for tests.
     """
@@ -105,6 +92,7 @@ class StreamedPool:
         *,
         path: str,
         rows: int,
+        admission: str = admissions.DEFAULT,
         step_bytes: int = STEP_BYTES,
         staged: bool = False,
         poison: bool = False,
@@ -118,21 +106,19 @@ class StreamedPool:
         self._path = path
         device = next(iter(tensors.values())).device
         self._compute, copy = streams(device)
-        self._memory = ExpertMemory(store, tensors, shape.total, poison)
-        pointers = Pointers(shape.total, slots, policy)
-        self._planner = Planner(pointers, most_moves(step_bytes, shape.expert_bytes), self.counters)
-        self._mover = Mover(pointers, self._memory, self._compute, copy)
+        self._kernels = _kernels(device)
+        memory = ExpertMemory(store, tensors, shape.total, poison)
+        parts = Parts(shape, slots, policy, memory, self.counters, self._compute, copy, self._kernels, path, step_bytes)
+        self.admission: Admission = components.build("admissions", admission, parts=parts)
         self._buffers = self._staging = None
         if staged and slots < shape.total:
-            self._buffers = ExpertBuffers(store, self._memory, tensors, poison)
+            self._buffers = ExpertBuffers(store, memory, tensors, poison)
             self._staging = Staging(self._buffers, len(shape.layers), self._compute, copy)
-        self._launch = _kernel(device)
-        self._tables = {name: table.view(-1, shape.experts) for name, table in self._memory.table.items()}
-        self._counts = torch.zeros(len(shape.layers), shape.experts, dtype=torch.int32, device=device)
+        self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
+        self._counts = self.admission.counts.view(-1, shape.experts)
         # int32 [rows, 1]: 0 in the rows of requests, -1 in those behind them.
         self._padding = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         self._rows = rows  # that are 0
-        self._counted: deque[_Counted] = deque()
         self._step: Step | None = None
         self._staged = False  # some layer of the step
 
@@ -140,7 +126,7 @@ class StreamedPool:
 
     @property
     def residency(self) -> Residency:
-        return self._mover.pointers.residency
+        return self.admission.residency
 
     @property
     def staged(self) -> bool:
@@ -155,17 +141,13 @@ class StreamedPool:
     # -- between steps -------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """A forward of the target model starts for real requests: point at what has arrived, and move what pays."""
+        """A forward of the target model starts for real requests: see to slots, as its admission has it."""
         self._step, self._staged = step, False
         self._pad_from(step.rows)
         if self._staging is not None:
             self._staging.begin()
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
-        for move in self._mover.arrive():
-            self._planner.moved_in(move.key)
-            self.counters.moved(f"{self._path} ahead", self.shape.expert_bytes)
-        self._take_counts()
-        self._mover.begin(self._planner.choose())
+        self.admission.begin(step)
 
     def _pad_from(self, rows: int) -> None:
         """Rows from ``rows`` on are padding, in this step and until the next; one launch if that is new."""
@@ -179,29 +161,15 @@ class StreamedPool:
         """The layers were launched; what comes until the next step (profiling, warm-up) is not counted."""
         step, self._step = self._step, None
         if step is not None:
-            counts = torch.empty(self._counts.shape, dtype=torch.int32, pin_memory=self._counts.is_cuda)
-            self._compute.submit(counts.copy_, self._counts, True)
-            resident = self._mover.pointers.at != NOWHERE
-            self._counted.append(_Counted(step, counts, resident, self._staged, self._compute.record()))
+            self.admission.end(step, staged=self._staged)
 
     def observe(self, layer: int, ids: Tensor) -> None:
         """The launches count what is routed; nothing is to be remembered."""
 
     def snapshot(self) -> dict:
         """The counters as plain data, up to the last step whose counts have come."""
-        self._take_counts()
+        self.admission.take()
         return self.counters.snapshot()
-
-    def _take_counts(self) -> None:
-        """Learn what steps selected, as far as the host has been told; does not wait."""
-        while self._counted and self._counted[0].there.done():
-            counted = self._counted.popleft()
-            counts = counted.counts.numpy().reshape(-1)
-            prompts = any(request.kind == RowKind.PREFILL for request in counted.step.requests)
-            misses = self._planner.learn(counts, counted.resident, prompts=prompts)
-            if not counted.staged:
-                self.counters.moved(f"{self._path} streamed", misses * self.shape.expert_bytes)
-            self.counters.waves += len(self.shape.layers)
 
     # -- a layer -------------------------------------------------------------------------------------------
 
@@ -223,20 +191,21 @@ class StreamedPool:
         if captured or (self._step is not None and self._rows < len(ids)):
             assert len(ids) <= len(self._padding), "a forward of more rows than was said"
             ids = ids | self._padding[: len(ids)]
-        with self._reading(layer, 0 if captured else ids.numel()) as tables:
+        weights, ids = weights.float().contiguous(), ids.contiguous()
+        with self._reading(layer, ids, weights, captured) as tables:
             w13, w2, b13, b2 = map(tables.get, _TENSORS)
-            return self._launch(
-                x.contiguous(), w13, w2, weights.float().contiguous(), ids.contiguous(), ff, b13, b2, activation,
-                out=out, counts=self._counts[layer],
-            )  # fmt: skip
+            return self._kernels.grouped_gemm(
+                x.contiguous(), w13, w2, weights, ids, ff, b13, b2, activation, out=out, counts=self._counts[layer]
+            )
 
     @contextlib.contextmanager
-    def _reading(self, layer: int, pairs: int) -> Iterator[Mapping[str, Tensor]]:
+    def _reading(self, layer: int, ids: Tensor, weights: Tensor, captured: bool) -> Iterator[Mapping[str, Tensor]]:
         """The tables that the launch of a layer reads, name -> int64 [experts]."""
-        if self._staging is None or pairs < ROWS * self.shape.experts:
+        if self._staging is None or captured or ids.numel() < ROWS * self.shape.experts:
+            self.admission.enter(layer, ids, weights)
             yield {name: table[layer] for name, table in self._tables.items()}
             return
-        slots = self._mover.pointers.at.reshape(len(self.shape.layers), -1)  # does not change within a step
+        slots = self.admission.slots().reshape(len(self.shape.layers), -1)  # does not change within a staged step
         with self._staging.layer(layer, slots) as buffer:
             yield self._buffers.tables[buffer]
         if self._step is not None:
@@ -252,27 +221,29 @@ class StreamedPool:
         With a slot for each expert, slot and key are the same number.
         """
         layers, slots = len(self.shape.layers), self.residency.slots
-        pointers = self._mover.pointers
         for layer in range(layers):
             share = slots // layers + (layer < slots % layers)
             for start in range(0, share, _FILL_BATCH):
                 batch = range(start, min(start + _FILL_BATCH, share))
-                moves = [pointers.placed(self.shape.key(layer, expert)) for expert in batch]
-                for move in moves:
-                    self.store.read(move.key, {name: slots[move.slot] for name, slots in self.tensors.items()})
-                pointers.arrived(moves)
-                self._compute.submit(self._memory.point, [m.key for m in moves], [m.slot for m in moves])
-                yield len(moves)
+                keys = [self.shape.key(layer, expert) for expert in batch]
+                for key in keys:
+                    slot = self.admission.seat(key)
+                    self.store.read(key, {name: tensor[slot] for name, tensor in self.tensors.items()})
+                self.admission.seated(keys)
+                yield len(keys)
 
     def close(self) -> None:
         """Finish the copies in flight and give back the store."""
-        self._mover.close()
+        self.admission.close()
         self.store.close()
 
 
-def _kernel(device: torch.device):
+def _kernels(device: torch.device) -> Kernels:
+    """What is launched on ``device``."""
     if device.type == "cpu":
-        from vllm_spac.kernels.reference import grouped_gemm
+        from vllm_spac.kernels.reference import admit, fetch, grouped_gemm
     else:
+        from vllm_spac.kernels.admit import admit
+        from vllm_spac.kernels.fetch import fetch
         from vllm_spac.kernels.grouped_gemm import grouped_gemm
-    return grouped_gemm
+    return Kernels(grouped_gemm, admit, fetch)

@@ -22,6 +22,9 @@ class Event(Protocol):
     def done(self) -> bool:
         """Whether all work before it is over, and seen by whoever is told so. Does not wait."""
 
+    def wait(self) -> None:
+        """Return when it is."""
+
 
 class Stream(ABC):
     """Runs what it is given, in that order. Called by one thread."""
@@ -124,6 +127,9 @@ class _CudaEvent:
 
     def done(self) -> bool:
         return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
 
 
 class CudaStream(Stream):

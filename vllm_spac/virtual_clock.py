@@ -31,10 +31,12 @@ class Outcome:
     """What happened; experts are counted once a layer and step, as in ``metrics.Counters``.
 
     Attributes:
-        execution: ``slots`` or ``pointers``; ``step_bytes``: of the latter, what may be on its way into slots at once.
+        execution: ``slots`` or ``pointers``.
+        admission: of the latter, how missed experts get slots; ``step_bytes``: with ``step``, what may be on its way
+            into slots at once.
         hits, misses, cpu: experts that were in fast memory, were not, were computed on the CPU.
         loads, bytes: what was copied into slots: on demand (slots; more than misses when parts of a step evict one
-            another), or ahead of need (pointers).
+            another), or ahead of need (pointers; with admission ``layer`` in the layer that missed it).
         streamed_bytes: what layers read over the bus where it lay (pointers).
         parts: parts in which layers ran.
         seconds: virtual time of all steps; ``bound_seconds``: the least they can take (specification §8).
@@ -47,6 +49,7 @@ class Outcome:
     slots: int
     share: float
     execution: str = "slots"
+    admission: str | None = None
     step_bytes: int | None = None
     steps: int = 0
     hits: int = 0

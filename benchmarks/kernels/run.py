@@ -6,6 +6,8 @@ Needs a CUDA device and has not been run on one yet: there are no results of it 
    device-to-device copy moves. vLLM takes the tuned configuration that it ships for this GPU, if it has one.
 2. All experts in pinned host memory, the same launch: bytes a second as a share of a plain pinned copy's.
 3. A share of the experts in HBM, the rest in pinned memory: hits and misses in one launch.
+4. What admission in the layer adds: to decide where there is nothing to admit, and to copy what was, as a share of a
+   plain pinned copy. The simulator assumes 5 us for the first and the bus for the second.
 
 Each time is that of one replay of a CUDA graph, with L2 overwritten before; answers are compared before anything is
 timed.
@@ -183,6 +185,49 @@ def measure(shape: Shape, rows: int, w13: Tensor, w2: Tensor, pinned: tuple[Tens
     }
 
 
+def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], resident: float) -> dict:
+    """One M over ``resident`` of the experts in slots: nothing is offered, so each replay finds what the last did."""
+    from vllm_spac.kernels.admit import admit
+    from vllm_spac.kernels.fetch import fetch
+    from vllm_spac.kernels.reference import Experts, Offers
+
+    given, slots = make_input(rows, shape), max(1, round(resident * shape.experts))
+    integers = {"dtype": torch.int32, "device": "cuda"}
+    room = [torch.empty((slots, *weight.shape[1:]), dtype=weight.dtype, device="cuda") for weight in pinned]
+    hosts, places = (torch.stack([addresses(weight) for weight in weights]) for weights in (pinned, room))
+    owner = torch.arange(slots, **integers)
+    slot_of = torch.full((shape.experts,), -1, **integers)
+    slot_of[:slots] = owner
+    table = torch.where(slot_of >= 0, places[:, slot_of.clamp(min=0).long()], hosts)
+    state = Experts(slot_of, owner, table, hosts, places)
+    nothing, unknown = torch.zeros(slots, **integers), torch.zeros(shape.experts, device="cuda")
+    offers = Offers(torch.zeros(2, **integers), nothing, nothing, unknown[:slots], unknown)
+    counts, sources = torch.zeros(shape.experts, **integers), torch.zeros(shape.experts, **integers)
+    copies = torch.zeros(1 + 2 * shape.experts, **integers)
+    words = torch.tensor([weight[0].nbytes // 8 for weight in pinned], **integers)
+    missed = given.ids.unique()
+    missed = missed[missed >= slots][:slots]
+    decided = seconds(
+        lambda: (
+            admit(given.ids, given.weights, 0, state, offers, counts, sources, copies) or fetch(copies, state, words)
+        )
+    )
+    copies[0] = len(missed)
+    copies[1 : 1 + len(missed)] = missed
+    copies[1 + shape.experts : 1 + shape.experts + len(missed)] = torch.arange(len(missed), **integers)
+    copied = seconds(lambda: fetch(copies, state, words))
+    for weight, slot in zip(pinned, room, strict=True):
+        if not torch.equal(slot[: len(missed)].cpu(), weight[missed.long().cpu()]):
+            fail(f"M={rows}: what was fetched is not what was missed; not timed")
+    moved = shape.expert_bytes * len(missed)
+    return {
+        "rows": rows,
+        "experts_fetched": len(missed),
+        "seconds": {"nothing admitted": asdict(decided), "fetched": asdict(copied)},
+        "bytes_per_second": moved / copied.median,
+    }
+
+
 def line(row: dict, rates: dict[str, float]) -> str:
     fast, slow = row["hbm_bytes_per_second"], row["pinned_bytes_per_second"]
     return (
@@ -216,10 +261,16 @@ def main(
     for rows in ROWS:
         measured.append(measure(shape, rows, w13, w2, pinned, resident))
         typer.echo(line(measured[-1], rates))
+    admitted = [measure_admission(shape, rows, pinned, resident) for rows in ROWS]
+    for row in admitted:
+        typer.echo(
+            f"M={row['rows']:<4} nothing admitted {row['seconds']['nothing admitted']['median'] * 1e6:6.1f} us  "
+            f"{row['experts_fetched']} fetched at {row['bytes_per_second'] / rates['pinned']:4.0%} of pinned copy"
+        )
     device = torch.cuda.get_device_properties(0)
     gpu = {"name": device.name, "capability": [device.major, device.minor], "l2_bytes": device.L2_cache_size}
     payload = {"provenance": provenance(), "gpu": gpu, "shape": asdict(shape), "resident": resident}
-    write_result(output, payload | {"copy_bytes_per_second": rates, "rows": measured})
+    write_result(output, payload | {"copy_bytes_per_second": rates, "rows": measured, "admission": admitted})
     typer.echo(f"written: {output}")
 
 

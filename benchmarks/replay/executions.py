@@ -1,9 +1,9 @@
-"""What ways to reach experts would take on recorded routing: slots, pointers, and LRU admission on the device.
+"""What ways to reach experts would take on recorded routing: slots, pointers, and flashlib's LRU on the device.
 
 On a virtual clock with calculated profiles; nothing is measured. Traces of a model of few layers are stacked to as many
 as a model has whose experts are that large: the recorded layers over and over, each time from another place of the
 recording on. Steps with prompts are left out, and so are steps of other than the most frequent number of rows. Slots
-and admission load beside the computing of hits; slots' waiting for the host is not counted, which favours them.
+and flashlib's load beside the computing of hits; slots' waiting for the host is not counted, which favours them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(
     policy: Annotated[str, typer.Option(help="Policies of pointers.")] = "reuse,lru,lfu,utility",
     slots_policy: Annotated[str, typer.Option(help="Policies of slots.")] = "reuse,lru",
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,25,50",
-    moves: Annotated[str, typer.Option(help="Pointers: experts that are on their way at once.")] = "0,1,2,4,7,14,28,56",
+    moves: Annotated[str, typer.Option(help="Pointers: experts that are on their way at once.")] = "0,4,14,28",
     expert_bytes: Annotated[int, typer.Option(min=1, help="Of Qwen3-30B-A3B in bf16.")] = 9437184,
     layers: Annotated[int, typer.Option(min=1, help="Layers that traces are stacked to.")] = 48,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a trace, at most.")] = 250,
@@ -58,9 +58,10 @@ def main(
     stacked = {name: stack(trace, layers, steps) for name, trace in recorded.items()}
     costs = {name: Costs.read(name) for name in profile.split(",")}
     ways = [{"execution": "slots", "policy": name, "overlap": True} for name in slots_policy.split(",")]
-    ways += [{"execution": "admission"}]
+    ways += [{"execution": "flashlib"}]
+    ways += [{"execution": "pointers", "policy": name, "admission": "layer"} for name in policy.split(",")]
     ways += [
-        {"execution": "pointers", "policy": name, "step_bytes": int(most) * expert_bytes}
+        {"execution": "pointers", "policy": name, "admission": "step", "step_bytes": int(most) * expert_bytes}
         for name in policy.split(",")
         for most in moves.split(",")
     ]
@@ -124,7 +125,7 @@ def case(trace: Trace, costs: Costs, share: float, way: dict, nbytes: int) -> di
     """One way on one trace."""
     slots = math.ceil(share / 100 * trace.facts.total)
     found = {"share_percent": share, "slots": slots, "execution": way["execution"]}
-    if way["execution"] == "admission":
+    if way["execution"] == "flashlib":
         replay = AdmissionReplay(trace, costs, nbytes, Outcome("lru", "none", slots, slots / trace.facts.total))
         replay.fill(filling(trace, slots))
         outcome = replay.run(parts(trace, trace.facts.total))
@@ -132,7 +133,8 @@ def case(trace: Trace, costs: Costs, share: float, way: dict, nbytes: int) -> di
         found |= {"admission_ms_a_step": 1e3 * replay.admission_seconds / trace.steps}
     else:
         outcome = simulate(trace, slots, costs, expert_bytes=nbytes, **way)
-        found |= {"policy": way["policy"], "moves": way["step_bytes"] // nbytes if "step_bytes" in way else None}
+        found |= {"policy": way["policy"], "admission": way.get("admission")}
+        found |= {"moves": way["step_bytes"] // nbytes if "step_bytes" in way else None}
     tokens = int(trace.step_tokens.sum())
     return found | {
         "hit_rate": round(outcome.hit_rate, 4),
@@ -145,7 +147,8 @@ def case(trace: Trace, costs: Costs, share: float, way: dict, nbytes: int) -> di
 
 def label(row: dict) -> str:
     moves = "" if row["moves"] is None else f" {row['moves']}"
-    return f"{row['execution']} {row['policy']}{moves}"
+    layer = ", in the layer" if row.get("admission") == "layer" else ""
+    return f"{row['execution']} {row['policy']}{moves}{layer}"
 
 
 def draw(result: dict, path: Path) -> None:
@@ -162,13 +165,13 @@ def draw(result: dict, path: Path) -> None:
     for line, trace in zip(axes, traces, strict=True):
         for spot, share in zip(line, shares, strict=True):
             here = [row for row in rows if (row["trace"], row["share_percent"]) == (trace, share)]
-            ahead = [row for row in here if row["execution"] == "pointers"]
+            ahead = [row for row in here if row.get("admission") == "step"]
             for policy in dict.fromkeys(row["policy"] for row in ahead):
                 mine = [row for row in ahead if row["policy"] == policy]
                 spot.plot([r["moves"] for r in mine], [r["tpot_ms"] for r in mine], ".-", label=f"pointers {policy}")
-            for row, style in zip(
-                (r for r in here if r["execution"] != "pointers"), ("k--", "k:", "r--"), strict=False
-            ):
+            others = [row for row in here if row.get("admission") != "step"]
+            styles = ["k--", "k:", "r--", *(f"C{number}--" for number in range(len(others)))]
+            for row, style in zip(others, styles, strict=False):
                 ends = [0, max(r["moves"] for r in ahead)]
                 spot.plot(ends, [row["tpot_ms"]] * 2, style, label=label(row))
             spot.axvline(result["default_moves"], color="0.8", zorder=0)

@@ -49,13 +49,13 @@ class Graph(TorchDispatchMode):
             self._launches.append(lambda: _overwrite(made, _tensors(func(*args, **kwargs))))
         return result
 
-    def kernel(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` stands for one kernel: what it decides, it decides on the device; it is run again as a whole."""
 
-        def launch(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def launch(*args: Any, **kwargs: Any) -> Any:
             if self.capturing:
                 self._launches.append(lambda: function(*args, **kwargs))
-                return kwargs["out"]
+                return kwargs.get("out")
             return function(*args, **kwargs)
 
         return launch

@@ -61,9 +61,21 @@ def test_as_the_pool_that_serves(made, policy: str, moves: int, slots: int):
     quick = Costs.read("h200").model_copy(update={"load": Rate(bytes_per_second=1e30)})
     trace = recorded(slots)
     nbytes = trace.facts.expert_bytes
-    stats = follow(made(slots, policy=policy, step_bytes=moves * nbytes), trace)
-    said = simulate(trace, slots, quick, execution="pointers", policy=policy, step_bytes=moves * nbytes)
+    stats = follow(made(slots, policy=policy, admission="step", step_bytes=moves * nbytes), trace)
+    options = {"execution": "pointers", "admission": "step", "step_bytes": moves * nbytes}
+    said = simulate(trace, slots, quick, policy=policy, **options)
     assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["prefetches"])
     assert said.streamed_bytes == stats["bytes"]["host streamed"]
     assert said.bytes == stats["bytes"].get("host ahead", 0) and (said.loads > 0) == (moves > 0)
+    assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())
+
+
+@pytest.mark.parametrize("policy", [name for name in components.names("policies") if name != "belady"])
+@pytest.mark.parametrize("slots", [TOP_K, 7, 18])
+def test_admits_as_the_pool_that_serves(made, policy: str, slots: int):
+    trace = recorded(slots)
+    stats = follow(made(slots, policy=policy, admission="layer"), trace)
+    said = simulate(trace, slots, Costs.read("h200"), execution="pointers", admission="layer", policy=policy)
+    assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["loads"])
+    assert said.bytes == stats["bytes"]["host"] > 0 and said.streamed_bytes == stats["bytes"]["host streamed"]
     assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())

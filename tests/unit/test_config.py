@@ -152,6 +152,12 @@ def test_the_store_follows_from_the_device_and_the_execution(raw: dict, device: 
     assert SpacConfig.parse(raw).store_on(device) == store
 
 
+def test_admission_is_of_pointers() -> None:
+    with pytest.raises(ConfigError, match="--spac-execution pointers"):
+        SpacConfig.parse({"admission": "step"})
+    assert SpacConfig.parse({"admission": "step", "execution": "pointers"}).admission == "step"
+
+
 def test_staging_is_of_pointers() -> None:
     with pytest.raises(ConfigError, match="add --spac-execution pointers"):
         SpacConfig.parse({"staging": "on"})

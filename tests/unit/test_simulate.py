@@ -16,6 +16,7 @@ from vllm_spac.costs import Costs, Rate
 from vllm_spac.errors import ConfigError
 from vllm_spac.pointers import Move
 from vllm_spac.simulate import parts, simulate
+from vllm_spac.simulate_admitted import LAUNCHES
 from vllm_spac.simulate_pointers import Bus
 from vllm_spac.synthetic import synthetic_trace
 from vllm_spac.trace import ROW_KINDS, STEP_KINDS, Trace, TraceFacts
@@ -216,8 +217,8 @@ ONLINE = [name for name in components.names("policies") if name != "belady"]
 MORE_AND_MORE = [[[[0, 1]]], [[[1, 2]]], [[[1, 2]]], [[[1, 2]]]]
 
 
-def pointers(trace, slots, **options):
-    return simulate(trace, slots, COSTS, execution="pointers", **options)
+def pointers(trace, slots, costs=COSTS, **options):
+    return simulate(trace, slots, costs, **{"execution": "pointers", "admission": "step"} | options)
 
 
 def test_a_move_by_hand():
@@ -258,20 +259,22 @@ def test_moves_have_the_bus_while_drafts_are_made():
     steps = [[[[0, 1], [0, 1]]], [[[1, 2], [1, 2]]], [[[1, 2], [1, 2]]], [[[1, 2], [1, 2]]]]
     assert pointers(decoding(steps, kind="verify"), 2, step_bytes=100).hits == 6
     slow = COSTS.model_copy(update={"load": COSTS.load.model_copy(update={"fixed": 11.0})})  # 21 = 3 + 10 + 7 + 1
-    late = simulate(decoding(steps, kind="verify"), 2, slow, execution="pointers", step_bytes=100)
+    late = pointers(decoding(steps, kind="verify"), 2, slow, step_bytes=100)
     assert (late.hits, late.loads) == (5, 0)
     quick = slow.model_copy(update={"draft": 8.0})
-    assert simulate(decoding(steps, kind="verify"), 2, quick, execution="pointers", step_bytes=100).hits == 6
+    assert pointers(decoding(steps, kind="verify"), 2, quick, step_bytes=100).hits == 6
 
 
-def test_prompts_decide_nothing():
-    outcome = pointers(decoding(MORE_AND_MORE, kind="prefill"), 2)
+@pytest.mark.parametrize("admission", components.names("admissions"))
+def test_prompts_decide_nothing(admission):
+    outcome = pointers(decoding(MORE_AND_MORE, kind="prefill"), 2, admission=admission)
     assert outcome.loads == 0 and outcome.misses == 3 and outcome.tpot is None
 
 
-def test_with_a_slot_for_each_it_takes_what_slots_take():
+@pytest.mark.parametrize("admission", components.names("admissions"))
+def test_with_a_slot_for_each_it_takes_what_slots_take(admission):
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=50, drafts=2)
-    ours, slots = (simulate(trace, 48, COSTS, execution=execution) for execution in ("pointers", "slots"))
+    ours, slots = pointers(trace, 48, admission=admission), simulate(trace, 48, COSTS)
     assert (ours.hits, ours.misses, ours.bytes, ours.streamed_bytes) == (slots.hits, 0, 0, 0)
     assert ours.seconds == pytest.approx(slots.seconds) and ours.stall_seconds == pytest.approx(0)
 
@@ -287,6 +290,34 @@ def test_what_holds_on_any_trace(policy: str, moves: int):
         assert outcome.seconds >= outcome.bound_seconds > 0
         assert outcome.streamed_bytes == outcome.misses * trace.facts.expert_bytes
         assert outcome.loads <= moves * trace.steps and (outcome.loads == 0) == (moves == 0)
+
+
+def test_admission_by_hand():
+    """As above, in the layer: 2 is missed in the second step, copied for 10 s, and computed for 1 s beside 1."""
+    outcome = pointers(decoding(MORE_AND_MORE), 2, admission="layer")
+    assert (outcome.hits, outcome.misses, outcome.loads, outcome.parts) == (7, 1, 1, 4)
+    assert (outcome.bytes, outcome.streamed_bytes) == (100, 0)
+    assert outcome.seconds == pytest.approx(3 * (3 + 2) + (3 + 10 + 2) + 4 * LAUNCHES)
+    assert outcome.stall_seconds == pytest.approx(10 + 4 * LAUNCHES)
+    assert outcome.tpot == pytest.approx(outcome.seconds / 4)
+
+
+def test_who_is_not_admitted_is_read_beside_the_hits():
+    """Least frequently used: 0 and 1 were used twice, so that a first use of 2 is worth less than either."""
+    outcome = pointers(decoding([[[[0, 1]]], [[[0, 2]]]]), 2, admission="layer", policy="lfu")
+    assert (outcome.hits, outcome.misses, outcome.loads, outcome.streamed_bytes) == (3, 1, 0, 100)
+    assert outcome.seconds == pytest.approx((3 + 2) + (3 + 10) + 2 * LAUNCHES)
+
+
+@pytest.mark.parametrize("policy", ONLINE)
+def test_what_holds_of_admission_on_any_trace(policy: str):
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
+    used = simulate(trace, trace.facts.total, COSTS).hits
+    for slots in (4, 24, 47):
+        outcome = pointers(trace, slots, admission="layer", policy=policy)
+        assert outcome.hits + outcome.misses == used and 0 < outcome.loads <= outcome.misses
+        assert outcome.seconds >= outcome.bound_seconds > 0
+        assert outcome.bytes + outcome.streamed_bytes == outcome.misses * trace.facts.expert_bytes, "each once"
 
 
 def test_moves_pay_where_the_same_experts_come_back():
@@ -326,7 +357,8 @@ def test_the_bus_loses_no_work(calls):
         ({"policy": "belady"}, "belady must know what will be used"),
         ({"policy": "mru"}, "no 'mru'"),
         ({"balancer": "waterfill"}, "balancer waterfill is of execution=slots"),
-        ({"step_bytes": -1}, "-1 bytes a step"),
+        ({"admission": "step", "step_bytes": -1}, "-1 bytes a step"),
+        ({"admission": "late"}, "no admission is called 'late'; use layer or step"),
         ({"slots": 3}, "3 slots: use from 4"),
     ],
 )

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from vllm_spac import components
+from vllm_spac import admissions, components
 from vllm_spac.errors import ConfigError
 from vllm_spac.memory import gib
 
@@ -30,7 +30,9 @@ vllm-spac simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@
 
 vllm-spac simulate run.trace --profile here.json --policy lru,utility --sweep gamma=2,4,8 --sweep upper=1,2,4,8
 
-vllm-spac simulate run.trace --profile h200 --execution slots,pointers --policy reuse --step-bytes 0,67108864
+vllm-spac simulate run.trace --profile h200 --execution slots,pointers --admission layer,step --policy reuse
+
+vllm-spac simulate run.trace --profile h200 --execution pointers --admission step --step-bytes 0,67108864
 """
 
 
@@ -54,10 +56,13 @@ def simulate(
         bool,
         typer.Option("--overlap", help="With slots: loads run beside the computing of hits, as pointers always do."),
     ] = False,
+    admission: Annotated[
+        str, typer.Option(help="With pointers: how missed experts get slots: layer, step, or both.")
+    ] = admissions.DEFAULT,
     step_bytes: Annotated[
         str | None,
         typer.Option(
-            help="With pointers: bytes that are on their way into slots at once; 0: none moves.",
+            help="With admission step: bytes that are on their way into slots at once; 0: none moves.",
             show_default="as in serving",
         ),
     ] = None,
@@ -74,7 +79,7 @@ def simulate(
     cases = [
         {"slots": count, "policy": name} | case
         for count in _slots(slots, recorded.facts)
-        for case in _executions(execution, step_bytes)
+        for case in _executions(execution, admission, step_bytes)
         for name in swept(_list(policy) if policy else _policies(case["execution"]), sweep or [])
     ]
     common = {"balancer": balancer, "overlap": overlap, "expert_bytes": expert_bytes}
@@ -91,18 +96,28 @@ def simulate(
         _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
 
 
-def _executions(execution: str, step_bytes: str | None) -> list[dict]:
+def _executions(execution: str, admission: str, step_bytes: str | None) -> list[dict]:
     """Arguments of ``simulate`` for each way to reach experts."""
     from vllm_spac.pointers import STEP_BYTES
     from vllm_spac.simulate import EXECUTIONS
 
-    asked, sizes = _list(execution), _list(str(STEP_BYTES) if step_bytes is None else step_bytes)
-    if not asked or not set(asked) <= set(EXECUTIONS):
-        raise ConfigError(f"--execution {execution}: use {', '.join(EXECUTIONS)}, or both")
+    asked, sizes = _one_or_both("execution", execution, EXECUTIONS), _list(step_bytes or str(STEP_BYTES))
     if not sizes or not all(size.isdigit() for size in sizes):
         raise ConfigError(f"--step-bytes {step_bytes}: use one or more numbers of bytes, e.g. 0,{STEP_BYTES}")
-    slots, pointers = [{"execution": "slots"}], [{"execution": "pointers", "step_bytes": int(size)} for size in sizes]
-    return [case for name in asked for case in (slots if name == "slots" else pointers)]
+    admitting = _one_or_both("admission", admission, components.names("admissions"))
+    if step_bytes is not None and "step" not in admitting:
+        raise ConfigError("--step-bytes is of --admission step: a layer that admits copies what it misses")
+    ways = {"layer": [{"admission": "layer"}]}
+    ways["step"] = [{"admission": "step", "step_bytes": int(size)} for size in sizes]
+    pointers = [way for name in admitting for way in ways[name]]
+    return [{"execution": name} | way for name in asked for way in ([{}] if name == "slots" else pointers)]
+
+
+def _one_or_both(option: str, said: str, known: Collection[str]) -> list[str]:
+    asked = _list(said)
+    if not asked or not set(asked) <= set(known):
+        raise ConfigError(f"--{option} {said}: use {', '.join(known)}, or both")
+    return asked
 
 
 def _policies(execution: str) -> list[str]:
@@ -194,6 +209,8 @@ def _table(trace: Path, costs, outcomes) -> Table:
 def _execution(outcome) -> str:
     if outcome.execution == "slots":
         return "slots"
+    if outcome.admission == "layer":
+        return "pointers, in the layer"
     return f"pointers, {gib(outcome.step_bytes)} a step" if outcome.step_bytes else "pointers, nothing moves"
 
 

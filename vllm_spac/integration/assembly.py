@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from vllm_spac import components
+from vllm_spac import admissions, components
 from vllm_spac.balancers.base import Balancer, Rates
 from vllm_spac.budgeting import BudgetControl
 from vllm_spac.calibration import Calibration, read_budgets
@@ -192,7 +192,8 @@ def choices(config: SpacConfig, pool: ExpertPool | StreamedPool) -> str:
     execution = f"execution={config.execution}"
     if config.execution == "pointers" and not pool.holds_all:
         size = gib(staging_bytes(pool.shape))
-        execution += f" (prompts staged in {size})" if pool.staged else " (prompts read in place)"
+        staged = f"prompts staged in {size}" if pool.staged else "prompts read in place"
+        execution += f" (admission={config.admission or admissions.DEFAULT}, {staged})"
     return f"{execution}, policy={config.policy}"
 
 

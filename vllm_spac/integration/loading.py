@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from vllm.platforms import current_platform
 
-from vllm_spac import components, staging, streamed
+from vllm_spac import admissions, components, staging, streamed
 from vllm_spac.budgeting import BudgetControl
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
@@ -254,7 +254,8 @@ class ModelExperts:
         parts = shape, count, policy, store, tensors
         if self.config.execution == "pointers":
             rows = graphs.most_rows(self.vllm_config)
-            pool = streamed.StreamedPool(*parts, path=self.store_name, rows=rows, staged=staged)
+            options = {"rows": rows, "staged": staged, "admission": self.config.admission or admissions.DEFAULT}
+            pool = streamed.StreamedPool(*parts, path=self.store_name, **options)
         else:
             knobs = EngineKnobs(prefetch=self.config.prefetch)
             pool = ExpertPool(*parts, io_threads=self.config.io_threads, path=self.store_name, engine=knobs)

@@ -1,0 +1,78 @@
+"""What the host offers to layers that give slots away themselves, and what it makes of what they say, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from vllm_spac.kernels.reference import ADMITTED, HIT, STREAMED, UNUSED
+
+from vllm_spac.metrics import Counters
+from vllm_spac.offers import Offering
+from vllm_spac.policies.lfu import LFU
+from vllm_spac.policies.lru import LRU
+
+
+def filled(policy, keys: int = 5, slots: int = 3) -> Offering:
+    """Experts 0 ... slots - 1 lie in the slots of the same number."""
+    made = Offering(keys, slots, policy, Counters())
+    placement = made.residency.prepare(range(slots))
+    for key, slot in placement.loads:
+        made.residency.loaded(key)
+        made.residency.owner[slot], made.residency.slot_of[key] = key, slot
+    made.residency.release(range(slots))
+    return made
+
+
+def learn(offering: Offering, sources: list[int], owner: list[int], prompts: bool = False) -> tuple[int, int]:
+    counts = np.array(sources) != UNUSED
+    return offering.learn(counts.astype(np.int32), np.array(sources), np.array(owner), prompts=prompts)
+
+
+def test_the_one_used_longest_ago_is_offered_first() -> None:
+    offering = filled(LRU())
+    learn(offering, [HIT, UNUSED, UNUSED, UNUSED, UNUSED], [0, 1, 2])
+    offered = offering.offer()
+    assert (
+        offered.owners.tolist() == [1, 2, 0]
+        and offered.slots.tolist() == offering.residency.slot_of[[1, 2, 0]].tolist()
+    )
+    assert np.isinf(offered.used).all(), "whoever is used now comes last"
+
+
+def test_what_nobody_would_take_is_not_offered() -> None:
+    """0 was used three times, the others outside never: they would have one use."""
+    offering = filled(LFU())
+    for _ in range(2):
+        learn(offering, [HIT, UNUSED, UNUSED, UNUSED, UNUSED], [0, 1, 2])
+    assert offering.offer().owners.tolist() == [1, 2]
+
+
+def test_hears_who_came_and_who_went() -> None:
+    offering = filled(LRU())
+    assert learn(offering, [HIT, UNUSED, UNUSED, ADMITTED, STREAMED], [0, 3, 2]) == (1, 1)
+    assert offering.residency.slot_of.tolist() == [0, -1, 2, 1, -1]
+    offering.residency.check_integrity()
+    assert offering.offer().owners.tolist() == [2, 0, 3]
+    counters = offering._counters
+    assert (counters.hits, counters.misses, counters.loads) == (1, 2, 1)
+
+
+def test_prompts_are_counted_and_say_nothing() -> None:
+    offering = filled(LRU())
+    before = offering.offer().owners.tolist()
+    assert learn(offering, [HIT, UNUSED, UNUSED, STREAMED, STREAMED], [0, 1, 2], prompts=True) == (2, 0)
+    assert offering.offer().owners.tolist() == before
+
+
+def test_slots_change_owners_at_once() -> None:
+    """Two experts swap with two others in one step; the second's slot is not the first's old one by accident."""
+    offering = filled(LRU(), keys=6)
+    learn(offering, [UNUSED, UNUSED, HIT, ADMITTED, ADMITTED, UNUSED], [4, 3, 2])
+    assert offering.residency.slot_of.tolist() == [-1, -1, 2, 1, 0, -1]
+    offering.residency.check_integrity()
+
+
+def test_two_slots_for_one_are_noticed() -> None:
+    offering = filled(LRU())
+    with pytest.raises(AssertionError, match="two slots"):
+        learn(offering, [UNUSED] * 5, [3, 3, 2])

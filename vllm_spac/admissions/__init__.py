@@ -1,0 +1,3 @@
+"""Which missed experts get slots under ``execution=pointers``, and when."""
+
+DEFAULT = "layer"
