@@ -249,32 +249,50 @@ def test_in_the_layer_an_expert_crosses_the_bus_once(made):
 
 
 class Late:
-    """An event that is not seen before there are two more."""
+    """An event that is not seen before there are two more, or before somebody waits for it."""
 
     made = 0
 
     def __init__(self) -> None:
         Late.made += 1
-        self.number = Late.made
+        self.seen_at = Late.made + 2
 
     def done(self) -> bool:
-        return Late.made >= self.number + 2
+        return Late.made >= self.seen_at
 
     def wait(self) -> None:
-        assert self.done()
+        Late.made = max(Late.made, self.seen_at)
+
+
+def late(pool: Pool, patch) -> None:
+    """The host hears of steps late; who asks for the slots waits, so nobody does here but those who must."""
+    patch.setattr(pool.admission.parts.compute, "record", Late)
+    patch.setattr(pool.admission, "check_integrity", lambda: None)
 
 
 def test_who_is_late_offers_what_is_void(made, monkeypatch):
-    """The host hears of a step two steps later: offers name owners of long ago, and bits stay the same."""
+    """Offers name owners of long ago, and bits stay the same."""
     pool, rng = made(8, policy="reuse", admission="layer"), torch.Generator().manual_seed(0)
     with monkeypatch.context() as patch:
-        patch.setattr(pool.admission.parts.compute, "record", Late)
-        patch.setattr(pool.admission, "check_integrity", lambda: None)  # it would wait for all reports
+        late(pool, patch)
         used = sum(pool.check(DECODE, rng) for _ in range(60))
         assert len(pool.admission._reports) == 3, "it was told at once"
         Late.made += 2
     stats = pool.snapshot()
     assert stats["hits"] + stats["misses"] == used and moved(stats, shape())
+    pool.admission.check_integrity()
+
+
+def test_who_stages_waits_for_the_device(made, monkeypatch):
+    """Which experts must be copied into a buffer is known only when the steps before are over."""
+    pool, rng = made(8, staged=True, admission="layer"), torch.Generator().manual_seed(0)
+    late(pool, monkeypatch)
+    for _ in range(10):
+        for _ in range(3):
+            pool.check(DECODE, rng)
+        pool.check(LONG, rng)
+    monkeypatch.undo()
+    assert moved(pool.snapshot(), shape())
     pool.admission.check_integrity()
 
 
