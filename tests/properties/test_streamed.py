@@ -220,7 +220,7 @@ def test_with_a_slot_for_each_nothing_moves(made, admission):
 @every_admission
 def test_dummy_runs_are_not_counted_and_decide_nothing(made, admission):
     """Before the first step, and after one that has left offers."""
-    pool, rng = made(6, admission=admission), torch.Generator().manual_seed(0)
+    pool, rng = made(10, admission=admission), torch.Generator().manual_seed(0)
     pool.end_step()
     assert pool.snapshot()["waves"] == 0
     pool.check(DECODE, rng, ids=torch.tensor([[6, 7]] * 3))
@@ -292,8 +292,8 @@ def test_who_stages_waits_for_the_device(made, monkeypatch):
             pool.check(DECODE, rng)
         pool.check(LONG, rng)
     monkeypatch.undo()
-    assert moved(pool.snapshot(), shape())
     pool.admission.check_integrity()
+    assert pool.snapshot()["loads"] > 0
 
 
 # -- full graphs -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from vllm_spac.metrics import Counters
 from vllm_spac.offers import Offering
 from vllm_spac.policies.lfu import LFU
 from vllm_spac.policies.lru import LRU
+from vllm_spac.policies.reuse import Reuse
 
 
 def filled(policy, keys: int = 5, slots: int = 3) -> Offering:
@@ -76,3 +77,13 @@ def test_two_slots_for_one_are_noticed() -> None:
     offering = filled(LRU())
     with pytest.raises(AssertionError, match="two slots"):
         learn(offering, [UNUSED] * 5, [3, 3, 2])
+
+
+def test_the_policy_hears_what_steps_used() -> None:
+    """By ``reuse`` one that came back is worth more than one that did not, in a slot or without."""
+    offering = filled(Reuse())
+    for _ in range(3):
+        learn(offering, [HIT, UNUSED, UNUSED, STREAMED, UNUSED], [0, 1, 2])
+    offered = offering.offer()
+    assert offered.owners.tolist() == [1, 2, 0] and offered.kept[2] > offered.kept[1]
+    assert offered.used[3] > offered.kept[2] > offered.used[4], "a fourth use of 3, three of 0, a first one of 4"
