@@ -78,5 +78,5 @@ class Offering:
             for key in hits[self.residency.slot_of[hits] != NOWHERE].tolist():
                 policy.touch(key)
         changed = np.flatnonzero(owner != self.residency.owner)
-        self.residency.take_over(changed.tolist(), owner[changed].tolist())
+        self.residency.take_over(changed, owner[changed])
         return len(streamed), len(admitted)

@@ -161,17 +161,18 @@ class Residency:
         """Unpin ``keys``; they stay resident until the policy lets them go. Keys whose load failed are ignored."""
         self._pinned.difference_update(keys)
 
-    def take_over(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+    def take_over(self, slots: np.ndarray, keys: np.ndarray) -> None:
         """Somebody else has filled these READY slots with ``keys``, in place of their owners, which are not pinned."""
-        victims = self.owner[list(slots)].tolist()
+        victims = self.owner[slots].tolist()
+        assert (self.state[slots] == SlotState.READY).all(), "a slot that is free or being loaded has another owner"
         assert not self._pinned.intersection(victims), "a pinned expert has lost its slot"
+        self.slot_of[victims] = NOWHERE
+        assert len(np.unique(keys)) == len(keys) and (self.slot_of[keys] == NOWHERE).all(), "an expert has two slots"
+        self.owner[slots], self.slot_of[keys] = keys, slots
         for victim in victims:
             self.policy.remove(victim)
-        self.slot_of[victims] = NOWHERE
-        for slot, key in zip(slots, keys, strict=True):
-            assert self.state[slot] == SlotState.READY and self.slot_of[key] == NOWHERE, f"{key} has two slots"
+        for key in keys.tolist():
             self.policy.insert(key)
-            self.owner[slot], self.slot_of[key] = key, slot
 
     def check_integrity(self) -> None:
         """Every invariant, in O(slots + keys); raises ``AssertionError``."""
