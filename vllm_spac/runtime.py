@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from vllm_spac.budgeting import BudgetControl
@@ -92,6 +93,7 @@ class Runtime:
         self.trace = trace
         self._clock = clock
         self._step: Step | None = None  # while its layers run
+        self._chosen: list[tuple[int, Tensor, Tensor]] = []  # by the routers of the step, to be recorded behind it
         self._rows = 0  # of that step
         self._warming = False
         self._replayed = False
@@ -118,6 +120,7 @@ class Runtime:
         self._timed = step, self._drafts, self._clock()
         for pool in self.pools:
             pool.begin_step(step)
+        self._chosen.clear()
         if self.trace is not None:
             self.trace.begin_step(step)
 
@@ -163,7 +166,7 @@ class Runtime:
         """A layer is about to run its rows with these experts, [rows, top_k] without padding."""
         pool.observe(layer, ids)
         if self.trace is not None and self._step is not None:
-            self.trace.observe(layer, ids.cpu().numpy(), weights.float().cpu().numpy())
+            self._chosen.append((layer, ids.clone(), weights.clone()))  # what is in them may be overwritten
 
     def end_forward(self) -> None:
         """The layers are done, or failed; what comes until the next step (profiling, warm-up) is not counted."""
@@ -193,6 +196,7 @@ class Runtime:
         """Each request of the step emitted so many tokens; None when they are not known on the host."""
         timed, self._timed = self._timed, None
         if self.trace is not None:
+            self._record()
             self.trace.end_step(None if tokens is None else sum(tokens))
             self._save_sometimes()
         if self.guard is not None and tokens is not None and timed is not None:
@@ -201,6 +205,14 @@ class Runtime:
                 count for count, r in zip(tokens, step.requests, strict=True) if r.kind != RowKind.PREFILL and count
             ]
             self.guard.observe(drafts, emitted, len(step.requests), self._clock() - start)
+
+    def _record(self) -> None:
+        """What the routers of a step chose, at once: in a layer each call into torch costs a microsecond of its token,
+        and on a GPU a copy would wait for the layer."""
+        if self._chosen:
+            layers, ids, weights = zip(*self._chosen, strict=True)
+            self._chosen.clear()
+            self.trace.observe(layers, torch.stack(ids).cpu().numpy(), torch.stack(weights).float().cpu().numpy())
 
     def _save_sometimes(self) -> None:
         """A server may be killed: what it recorded until seconds ago is then in the file. At most 0.5 % of the time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +20,9 @@ _FLUSH_BYTES = 1 << 20  # of ids and weights, as they came
 
 @dataclass(slots=True)
 class _Recorded:
-    """A step as it came, since a layer has no time to lose: columns are made of many steps at once.
+    """A step as it came: columns are made of many steps at once.
 
-    ``ids`` and ``weights`` hold the bytes of each layer's rows, int32 and float32.
+    ``ids`` and ``weights`` hold the bytes of layers' rows, int32 and float32.
     """
 
     step: Step
@@ -35,8 +36,9 @@ class _Recorded:
 class TraceWriter:
     """Records a run in bounded memory: columns grow in files beside ``path`` and become one file at ``save``.
 
-    ``begin_step``, then ``observe`` once for each MoE layer, then ``end_step``. What comes outside of a step, or in a
-    step without requests (a dummy run), is not recorded; a step that is begun again was never ended and is dropped.
+    ``begin_step``, then ``observe`` for all MoE layers, together or one by one, then ``end_step``. What comes outside
+    of a step, or in a step without requests (a dummy run), is not recorded; a step that is begun again was never ended
+    and is dropped.
 
     Args:
         path: the file; what is there is replaced at ``save``.
@@ -61,25 +63,26 @@ class TraceWriter:
         """A forward of the target model begins."""
         self._pending = _Recorded(step, step.rows) if step.requests else None
 
-    def observe(self, layer: int, ids: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """A layer's router has chosen.
+    def observe(self, layers: Sequence[int], ids: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """The routers of these layers have chosen.
 
         Args:
-            layer: number of the layer.
-            ids: int [rows, top_k], on the host; rows beyond those of the step's requests are padding and left out.
-            weights: float [rows, top_k]; not needed without ``weights``.
+            layers: their numbers.
+            ids: int [layers, rows, top_k]; rows beyond those of the step's requests are padding and left out.
+            weights: float of the same shape; not needed without ``weights``.
         """
         pending = self._pending
         if pending is None:
             return
-        rows = pending.rows
-        assert ids.ndim == 2 and ids.shape[1] == self.facts.top_k and len(ids) >= rows, "rows are missing"
-        assert 0 <= layer < self.facts.layers
-        pending.layers.append(layer)
-        pending.ids.append(ids[:rows].astype(np.int32, copy=False).tobytes())
+        rows, facts = pending.rows, self.facts
+        assert ids.ndim == 3 and ids.shape[::2] == (len(layers), facts.top_k), "[layers, rows, top_k]"
+        assert ids.shape[1] >= rows, "rows are missing"
+        assert min(layers) >= 0 and max(layers) < facts.layers
+        pending.layers += layers
+        pending.ids.append(ids[:, :rows].astype(np.int32, copy=False).tobytes())
         if self._weights:
             assert weights is not None and weights.shape == ids.shape, "one weight for each expert"
-            pending.weights.append(weights[:rows].astype(np.float32, copy=False).tobytes())
+            pending.weights.append(weights[:, :rows].astype(np.float32, copy=False).tobytes())
 
     def end_step(self, tokens: int | None = None) -> None:
         """The forward is over; ``tokens`` were emitted. Without it: one for each request if none of them verifies."""

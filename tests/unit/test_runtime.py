@@ -6,6 +6,7 @@ import gc
 import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,6 +144,38 @@ def test_batches_that_warm_up_are_nobodys() -> None:
     run.begin_step(VERIFY)
     assert run.rows(8) == 6 and run.counts_tokens
     assert calls == ["pool", "begin"]
+
+
+def test_what_routers_chose_is_recorded_behind_the_step() -> None:
+    """As it was when they chose, whatever becomes of their tensors; of a step that failed nothing is."""
+    heard = []
+    trace = SimpleNamespace(
+        begin_step=lambda step: None,
+        observe=lambda layers, ids, weights: heard.append((layers, ids, weights)),
+        end_step=lambda tokens: None,
+        save=lambda: None,
+        finish=lambda: None,
+    )
+    pool = SimpleNamespace(
+        begin_step=lambda step: None, observe=lambda *_: None, end_step=lambda: None, close=lambda: None
+    )
+    run = Runtime([pool], BudgetControl([]), trace)
+    for fails in (True, False):
+        run.begin_step(VERIFY)
+        ids, weights = torch.zeros(6, 2, dtype=torch.int32), torch.ones(6, 2, dtype=torch.bfloat16)
+        for layer in (1, 4):
+            run.routed(pool, layer, ids.fill_(layer), weights)
+        ids.fill_(9)
+        run.end_forward()
+        assert not heard
+        if not fails:
+            run.end_step([1, 1])
+    ((layers, ids, weights),) = heard
+    assert layers == (1, 4) and ids.shape == weights.shape == (2, 6, 2)
+    assert (ids[0] == 1).all() and (ids[1] == 4).all() and weights.dtype == np.float32
+    run.routed(pool, 0, torch.zeros(6, 2), torch.zeros(6, 2))
+    run.end_step(None)
+    assert len(heard) == 1, "what runs between steps is nobody's"
 
 
 def test_listeners_hear_no_padding() -> None:

@@ -33,6 +33,10 @@ def chosen(rows: int, seed: int = 0, facts: TraceFacts = FACTS) -> tuple[np.ndar
     return ids, rng.random((rows, facts.top_k), dtype=np.float32)
 
 
+def observe(writer: TraceWriter, layer: int, ids: np.ndarray, weights: np.ndarray | None = None) -> None:
+    writer.observe([layer], ids[None], None if weights is None else weights[None])
+
+
 def same(a: Trace, b: Trace) -> bool:
     return a.facts == b.facts and all(
         np.array_equal(getattr(a, name), getattr(b, name)) and getattr(a, name).dtype == getattr(b, name).dtype
@@ -45,16 +49,16 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "a.trace", FACTS)
     first = Step((RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 6, RowKind.VERIFY, drafts=2)))
     ids, weights = chosen(6)
-    writer.observe(0, ids, weights)  # before any step
+    observe(writer, 0, ids, weights)  # before any step
     writer.begin_step(first)
     for layer in range(3):
-        writer.observe(layer, (ids + layer) % 8, weights)
+        observe(writer, layer, (ids + layer) % 8, weights)
     writer.end_step(tokens=2)
     writer.begin_step(Step())
-    writer.observe(1, ids, weights)
+    observe(writer, 1, ids, weights)
     writer.end_step()
     writer.begin_step(decode(2))
-    writer.observe(2, ids, weights)  # rows 2 to 5 are padding
+    observe(writer, 2, ids, weights)  # rows 2 to 5 are padding
     writer.end_step()
     trace = Trace.load(writer.finish())
 
@@ -75,10 +79,25 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     assert plain[16:].tolist() == np.bincount(ids[:2].ravel(), minlength=8).tolist()
 
 
+def test_layers_together_are_layers_one_by_one(tmp_path: Path) -> None:
+    """Of six rows four are the step's."""
+    both = [chosen(6, seed) for seed in range(3)]
+    ids, weights = (np.stack(parts) for parts in zip(*both, strict=True))
+    traces = []
+    for together in (False, True):
+        writer = TraceWriter(tmp_path / str(together), FACTS)
+        writer.begin_step(decode(4))
+        for layers in [[0, 1, 2]] if together else [[0], [1], [2]]:
+            writer.observe(layers, ids[layers], weights[layers])
+        writer.end_step()
+        traces.append(Trace.load(writer.finish()))
+    assert same(*traces) and traces[0].ids.tolist() == ids[:, :4].reshape(-1, 2).tolist()
+
+
 def test_a_prompt_has_no_counts(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "a.trace", FACTS)
     writer.begin_step(Step((RequestRows(0, 4, RowKind.PREFILL),)))
-    writer.observe(0, *chosen(4))
+    observe(writer, 0, *chosen(4))
     writer.end_step()
     assert list(Trace.load(writer.finish()).step_counts()) == [None]
 
@@ -95,7 +114,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, runs, flush) -> None:
             ids, weights = chosen(rows, number)
             writer.begin_step(decode(rows))
             for layer in range(count):
-                writer.observe(layer, ids, weights)
+                observe(writer, layer, ids, weights)
             if ends:
                 writer.end_step()
                 expected += [ids] * count
@@ -109,7 +128,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, runs, flush) -> None:
 def test_dummy_run_after_a_step_that_failed(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t", FACTS)
     writer.begin_step(decode())
-    writer.observe(0, *chosen(1))
+    observe(writer, 0, *chosen(1))
     writer.begin_step(Step())
     writer.end_step()
     assert Trace.load(writer.finish()).steps == 0
@@ -119,7 +138,7 @@ def test_saving_goes_on_and_finishing_leaves_one_file(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t", FACTS)
     for number in range(3):
         writer.begin_step(decode())
-        writer.observe(0, *chosen(1, number))
+        observe(writer, 0, *chosen(1, number))
         writer.end_step()
         assert Trace.load(writer.save()).steps == number + 1
     assert len(list(tmp_path.iterdir())) > 1
@@ -131,7 +150,7 @@ def test_discarding_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("precious")
     writer = TraceWriter(tmp_path / "t", FACTS)
     writer.begin_step(decode())
-    writer.observe(0, *chosen(1))
+    observe(writer, 0, *chosen(1))
     writer.end_step()
     writer.discard()
     writer.discard()
@@ -157,7 +176,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     for _ in range(300):
         writer.begin_step(decode(1000))
         for layer in range(3):
-            writer.observe(layer, ids, weights)
+            observe(writer, layer, ids, weights)
         writer.end_step()
         assert sum(len(part) for step in writer._recorded for part in (*step.ids, *step.weights)) < 1 << 20
     assert Trace.load(writer.finish()).records == 900
@@ -172,7 +191,7 @@ def test_without_weights_and_with_many_experts(tmp_path: Path) -> None:
     facts = TraceFacts(layers=1, experts=300, top_k=2)
     writer = TraceWriter(tmp_path / "t", facts, weights=False)
     writer.begin_step(decode())
-    writer.observe(0, np.array([[299, 7]]))
+    writer.observe([0], np.array([[[299, 7]]]))
     writer.end_step()
     trace = Trace.load(writer.finish())
     assert trace.weights is None and trace.ids.tolist() == [[299, 7]] and trace.ids.dtype == np.uint16
@@ -184,7 +203,7 @@ def test_misuse_is_an_error(tmp_path: Path) -> None:
     ids, weights = chosen(2)
     for arguments in ((0, ids[:1], weights[:1]), (3, ids, weights), (0, ids[:, :1], weights), (0, ids)):
         with pytest.raises(AssertionError):
-            writer.observe(*arguments)
+            observe(writer, *arguments)
     writer.discard()
 
 
@@ -204,7 +223,7 @@ def test_small_and_quick_enough(tmp_path: Path) -> None:
     for _ in range(1000):
         writer.begin_step(decode(10))
         for layer in range(10):
-            writer.observe(layer, ids, weights)
+            observe(writer, layer, ids, weights)
         writer.end_step()
     took = time.perf_counter() - start
     assert writer.finish().stat().st_size < 2.6e6
