@@ -181,7 +181,7 @@ def draw(result: dict, path: Path) -> None:
             spot.set(title=f"{trace}, {share:g} %", xlabel="experts on their way at once", ylabel="TPOT, ms")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center")
     kind = "toy model's routing" if result["toy_model"] else "recorded routing"
-    figure.suptitle(f"Simulated on {rows[0]['profile']} (calculated): {kind}, grey line: what serves")
+    figure.suptitle(f"Simulated on {rows[0]['profile']} (calculated): {kind}, grey line: admission=step as it serves")
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
