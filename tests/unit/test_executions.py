@@ -107,10 +107,11 @@ def test_it_says_where_its_numbers_come_from(executions, trace, tmp_path):
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "o.json").read_text())
     assert result["provenance"]["git"]["commit"] and result["calculated"]["h200"]["how"] == "calculated"
-    assert [(r["execution"], r["moves"]) for r in result["rows"]] == [
-        ("slots", None),
-        ("admission", None),
-        ("pointers", 0),
-        ("pointers", 3),
+    assert [(r["execution"], r.get("admission"), r["moves"]) for r in result["rows"]] == [
+        ("slots", None, None),
+        ("flashlib", None, None),
+        ("pointers", "layer", None),
+        ("pointers", "step", 0),
+        ("pointers", "step", 3),
     ]
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG") and "impossible" in done.output
