@@ -19,7 +19,7 @@ FLOAT32 = {"dtype": "float32"}
 QUICK = {"qwen3_moe": ("4", "50%"), "gpt_oss": ("2",)}  # the minimum and half; and with biases, gate and up in turns
 CASES = [
     *QUICK.items(),
-    *(pytest.param(f, ("50%", "100%"), marks=pytest.mark.full) for f in zoo.FAMILIES),
+    *(pytest.param(f, ("25%", "50%", "100%"), marks=pytest.mark.full) for f in zoo.FAMILIES),
 ]
 
 
