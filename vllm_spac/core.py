@@ -42,6 +42,11 @@ class Step:
         return max((request.stop for request in self.requests), default=0)
 
     @property
+    def prompts(self) -> bool:
+        """Whether some of the rows are those of prompts."""
+        return any(request.kind == RowKind.PREFILL for request in self.requests)
+
+    @property
     def generating(self) -> list[slice]:
         """The rows of requests that decode or verify, as few slices as they need; prompts are left out."""
         parts: list[slice] = []

@@ -177,7 +177,7 @@ class Runtime:
     @property
     def in_prompt(self) -> bool:
         """Whether the step that was just run had rows of prompts."""
-        return self._timed is not None and any(r.kind == RowKind.PREFILL for r in self._timed[0].requests)
+        return self._timed is not None and self._timed[0].prompts
 
     def draft_length(self) -> int | None:
         """Draft tokens that each request gets for the next step; None leaves it to vLLM."""

@@ -18,7 +18,7 @@ from vllm_spac.kernels.reference import ADMITTED, STREAMED, Experts, Offers, adm
 from vllm_spac.metrics import Counters
 from vllm_spac.offers import Offering
 from vllm_spac.policies.base import Policy
-from vllm_spac.trace import PREFILL, Trace
+from vllm_spac.trace import Trace
 from vllm_spac.virtual_clock import Outcome, Part, Replay
 
 LAUNCHES = 5e-6  # seconds of a layer: one program that decides, and a grid that finds nothing to copy
@@ -56,8 +56,7 @@ class AdmittedReplay(Replay):
         self.experts.owner.copy_(torch.from_numpy(residency.owner))
 
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
-        rows = slice(self.trace.row_start[step], self.trace.row_start[step + 1])
-        self._prompts = bool((self.trace.row_kind[rows] == PREFILL).any())
+        self._prompts = self.has_prompts(step)
         offered = self.offering.offer()
         end = 0 if self._prompts else len(offered.slots)
         self.offers = Offers(torch.tensor([0, end], dtype=torch.int32), *map(torch.from_numpy, offered))

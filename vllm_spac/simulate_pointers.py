@@ -24,7 +24,7 @@ from vllm_spac.metrics import Counters
 from vllm_spac.pointers import Move, Planner, Pointers, most_moves
 from vllm_spac.policies.base import Policy
 from vllm_spac.residency import NOWHERE
-from vllm_spac.trace import PREFILL, Trace
+from vllm_spac.trace import Trace
 from vllm_spac.virtual_clock import Outcome, Part, Replay
 
 
@@ -83,8 +83,7 @@ class PointersReplay(Replay):
         self.pointers.arrived([self.pointers.placed(key) for key in keys])
 
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
-        rows = slice(self.trace.row_start[step], self.trace.row_start[step + 1])
-        self._prompts = bool((self.trace.row_kind[rows] == PREFILL).any())
+        self._prompts = self.has_prompts(step)
         self._between = self.costs.other / max(1, layers)
         self.bus.copy(drafting)
         arrived = self.bus.arrived()

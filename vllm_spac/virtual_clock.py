@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_spac.costs import Costs
-from vllm_spac.trace import DRAFT, ROW_KINDS, STEP_KINDS, Trace
+from vllm_spac.trace import DRAFT, PREFILL, ROW_KINDS, STEP_KINDS, Trace
 
 _PREFILL = STEP_KINDS.index("prefill")
 _VERIFY = ROW_KINDS.index("verify")
@@ -124,6 +124,11 @@ class Replay(ABC):
         outcome.hit_rate = outcome.hits / asked if asked else 1.0
         outcome.ratio = outcome.seconds / outcome.bound_seconds if outcome.bound_seconds else 1.0
         return outcome
+
+    def has_prompts(self, step: int) -> bool:
+        """Whether some of a step's rows are those of prompts."""
+        rows = slice(self.trace.row_start[step], self.trace.row_start[step + 1])
+        return bool((self.trace.row_kind[rows] == PREFILL).any())
 
     def _drafting(self, step: int) -> float:
         """Seconds that a step's draft tokens took."""

@@ -207,11 +207,12 @@ def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], re
     words = torch.tensor([weight[0].nbytes // 8 for weight in pinned], **integers)
     missed = given.ids.unique()
     missed = missed[missed >= slots][:slots]
-    decided = seconds(
-        lambda: (
-            admit(given.ids, given.weights, 0, state, offers, counts, sources, copies) or fetch(copies, state, words)
-        )
-    )
+
+    def decide() -> None:
+        admit(given.ids, given.weights, 0, state, offers, counts, sources, copies)
+        fetch(copies, state, words)
+
+    decided = seconds(decide)
     copies[0] = len(missed)
     copies[1 : 1 + len(missed)] = missed
     copies[1 + shape.experts : 1 + shape.experts + len(missed)] = torch.arange(len(missed), **integers)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.core import MoEShape, RowKind, Step
+from vllm_spac.core import MoEShape, Step
 from vllm_spac.metrics import Counters
 from vllm_spac.moves import ExpertMemory
 from vllm_spac.residency import Residency
@@ -115,9 +115,8 @@ class Admission(ABC, Generic[Known]):
         """Learn what steps did, as far as the host has been told; does not wait."""
         while self._reports and self._reports[0].there.done():
             report = self._reports.popleft()
-            prompts = any(request.kind == RowKind.PREFILL for request in report.step.requests)
             told = [tensor.numpy() for tensor in report.told]
-            missed = self._learn(told, report.known, prompts=prompts)
+            missed = self._learn(told, report.known, prompts=report.step.prompts)
             if not report.staged:
                 self.parts.counters.moved(f"{self.parts.path} streamed", missed * self.parts.shape.expert_bytes)
             self.parts.counters.waves += len(self.parts.shape.layers)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.admissions.base import Admission, Parts
-from vllm_spac.core import RowKind, Step
+from vllm_spac.core import Step
 from vllm_spac.kernels.reference import HIT, STREAMED, UNUSED, Experts, Offers
 from vllm_spac.offers import Offering
 from vllm_spac.residency import NOWHERE, Residency
@@ -71,7 +71,7 @@ class InLayers(Admission[np.ndarray | None]):
 
     def begin(self, step: Step) -> None:
         self.take()
-        if self._holds_all or any(request.kind == RowKind.PREFILL for request in step.requests):
+        if self._holds_all or step.prompts:
             return
         offered = self.offering.offer()
         said = torch.zeros(self._said.shape, dtype=torch.int32, pin_memory=self._said.is_cuda)
