@@ -1,8 +1,8 @@
 """Which missed experts of a layer get a slot before it computes: decided on the device, with no word from the host.
 
 Keys number the experts of all layers; those of this layer are first ... first + N - 1. Between steps the host offers
-slots, those worth least first, each with its owner; a layer takes from where the layers before it stopped. With c_e the
-pairs of expert e::
+slots, those worth least first, each with its owner; a layer takes from where the layers before it stopped. One that
+misses nothing looks at no offer. Else, with c_e the pairs of expert e::
 
     open        o_0 < o_1 < ...   of the next ``lanes(N)`` offers those whose slot is still its owner's, and whose
                                   owner is used neither in this layer nor in one before it in this step
@@ -14,7 +14,8 @@ A slot's old owner is read in host memory from now on, the new one in its slot: 
 launch that reads the table, which ``fetch`` sees to. Everything runs on one stream, so no launch reads a slot or a
 pointer while it changes. Who is not admitted is read where it lies, at no more bytes over the bus.
 
-One program, whose lanes are experts and offers: some microseconds. The same input gives the same decisions.
+One program, whose lanes are experts and offers: some microseconds, of which a layer that misses nothing takes few. The
+same input gives the same decisions.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
-from .route import MAX_EXPERTS, routed
+from .route import MAX_EXPERTS, chunk_for, count, counted_pairs
+from .types import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
+
+_WARP = 256  # lanes that one warp has registers for; it needs no shared memory to sum them, nor to wait for itself
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_pairs", "first"], do_not_specialize_on_alignment=["ids", "weights"])
 def _admit_kernel(
-    ids, weights, slot_of, owner, table, hosts, places, state, slots, owners, kept, used, counts, sources, copies,
+    ids, weights, live, slot_of, owner, table, hosts, places, state, slots, owners, kept, used, counts, sources, copies,
     n_pairs, n_experts, n_keys, n_slots, first,
     NAMES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
     UNUSED: tl.constexpr, HIT: tl.constexpr, STREAMED: tl.constexpr, ADMITTED: tl.constexpr,
@@ -38,12 +41,16 @@ def _admit_kernel(
     lane = tl.arange(0, BINS)
     mine = lane < n_experts
     key = first + lane
-    count = tl.zeros((BINS,), tl.int32)
-    pair = tl.arange(0, CHUNK)
-    for start in range(0, n_pairs, CHUNK):
-        count += tl.histogram(routed(ids, weights, start + pair, n_pairs, n_experts), BINS)
-    tl.store(counts + key, count, mask=mine)
-    tl.debug_barrier()  # offers of this layer's experts read them
+    slot = tl.load(slot_of + key, mask=mine, other=0)
+    uses = count(ids, weights, counted_pairs(live, n_pairs), n_experts, BINS, CHUNK)
+    tl.store(counts + key, uses, mask=mine)
+    needed = mine & (uses > 0)
+    missed = needed & (slot < 0)
+    if tl.sum(missed.to(tl.int32), 0) == 0:
+        tl.store(copies, 0)
+        tl.store(sources + key, tl.where(needed, HIT, UNUSED), mask=mine)
+        return
+    tl.debug_barrier()  # offers of this layer's experts read the counts
 
     begin, end = tl.load(state), tl.load(state + 1)
     offer = begin + lane
@@ -51,14 +58,12 @@ def _admit_kernel(
     old = tl.load(owners + offer, mask=known, other=0)
     limit = tl.load(kept + offer, mask=known, other=float("inf"))
     now = tl.load(owner + tl.load(slots + offer, mask=known, other=0), mask=known, other=-1)
-    uses = tl.load(counts + old, mask=known & (old < first + n_experts), other=0)
-    opened = known & (now == old) & (uses == 0)
+    taking = tl.load(counts + old, mask=known & (old < first + n_experts), other=0)
+    opened = known & (now == old) & (taking == 0)
     opens = tl.sum(opened.to(tl.int32), 0)
     number = tl.cumsum(opened.to(tl.int32), 0) - 1
     lowest = tl.min(tl.where(opened, limit, float("inf")), 0)
 
-    needed = mine & (count > 0)
-    missed = needed & (tl.load(slot_of + key, mask=mine, other=0) < 0)
     worth = tl.load(used + key, mask=mine, other=0.0)
     wants = missed & (worth >= lowest)
     turn = tl.cumsum(wants.to(tl.int32), 0) - 1
@@ -103,6 +108,7 @@ def admit(
     counts: Tensor,
     sources: Tensor,
     copies: Tensor,
+    live: Tensor | None = None,
 ) -> None:
     """Decide for one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -118,25 +124,28 @@ def admit(
             read where it lies) or ``ADMITTED`` (missed, has a slot now).
         copies: [1 + 2 N] int32, is overwritten: how many n were admitted; in [1 : 1 + n] their keys, ascending; in
             [1 + N : 1 + N + n] their slots. The rest means nothing.
+        live: [1] int32, pairs from this one on are padding and left out; default: none.
 
     Raises:
         AssertionError: a shape, dtype or layout is not as above.
     """
     n_experts, (names, keys) = len(copies) // 2, experts.table.shape
-    _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies)
+    _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies, live)
+    bins, chunk = lanes(n_experts), chunk_for(topk_ids.numel())
     _admit_kernel[(1,)](
-        topk_ids, topk_weights, *experts, *offers, counts, sources, copies,
+        topk_ids, topk_weights, live, *experts, *offers, counts, sources, copies,
         topk_ids.numel(), n_experts, keys, len(experts.owner), first,
-        NAMES=names, BINS=lanes(n_experts), CHUNK=min(1024, max(32, triton.next_power_of_2(topk_ids.numel()))),
-        UNUSED=UNUSED, HIT=HIT, STREAMED=STREAMED, ADMITTED=ADMITTED, num_warps=4, enable_fp_fusion=False,
+        NAMES=names, BINS=bins, CHUNK=chunk, UNUSED=UNUSED, HIT=HIT, STREAMED=STREAMED, ADMITTED=ADMITTED,
+        num_warps=1 if max(bins, chunk) <= _WARP else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies) -> None:
+def _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies, live) -> None:
     (names, keys), slots = experts.table.shape, len(experts.owner)
     assert topk_ids.shape == topk_weights.shape and topk_weights.dtype == torch.float32
     assert topk_ids.dtype in (torch.int32, torch.int64), "ids must be int32 or int64"
     assert topk_ids.is_contiguous() and topk_weights.is_contiguous(), "ids and weights must be contiguous"
+    assert live is None or (live.shape == (1,) and live.dtype == torch.int32)
     assert len(copies) == 1 + 2 * n_experts and 1 <= n_experts <= MAX_EXPERTS, f"1 ... {MAX_EXPERTS} experts a layer"
     assert 0 <= first <= keys - n_experts, f"a layer of {n_experts} from {first} on, of {keys} experts"
     assert experts.slot_of.shape == offers.used.shape == counts.shape == sources.shape == (keys,)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import Experts
+from .types import Experts
 
 _PROGRAMS = 64  # a tensor; each has _WORDS * 8 bytes in flight: 512 KB, of which PCIe 5 needs about 100. Not measured.
 _WORDS = 1024

@@ -14,6 +14,10 @@ Rows of gate and up: two halves, but for ``swigluoai``, which has them interleav
 Sums are float32; gate, up, h, y and out are rounded to x's dtype exactly where stock vLLM's separate launches round
 (its GEMM, its activation kernels, its GEMM with the router weight, its sum), act(gate) too, but for ``swigluoai``.
 
+Three launches where no more pairs than experts, and no more than ``FEW``, share blocks of 16 rows: each pair may then
+begin a block, and a program finds out which pairs are in its own (``route.block_of``). Else four: ``route.align`` sorts
+the pairs first. Both put the same rows into the same places of a block: the same bits.
+
 Each launch reads an expert ceil(rows of the expert / block_m) times, and ``tile_for`` makes block_m >= M while
 M <= 64: there every needed expert is read exactly once, also if all rows choose the same. Beyond, the blocks of an
 expert run side by side, and its second reading meets the L2 cache. No atomics, no split of the K sum: deterministic.
@@ -28,8 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import block_bound
-from .route import align
+from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs, routed
+from .types import block_bound, lanes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -68,6 +72,24 @@ _PREFILL = Tile(block_m=128, gate_up_n=64, down_n=128, k_bytes=128, num_warps=8,
 def tile_for(rows: int) -> Tile:
     """The tile for M rows: a fixed table, because nothing may be timed while a graph is captured."""
     return next((tile for most, tile in _TILES if rows <= most), _PREFILL)
+
+
+def _unsorted(pairs: int, experts: int, tile: Tile) -> bool:
+    """Whether programs find their blocks themselves."""
+    return pairs <= min(experts, FEW) and tile.block_m <= 16
+
+
+def rows_to_compile(most: int, top_k: int, experts: int) -> list[int]:
+    """What forwards of 1 ... ``most`` rows are compiled for: the fewest rows of each variant, ascending.
+
+    All that a launch of this module, of ``route`` or of ``admit`` is compiled for follows from these rows, or is the
+    same for all rows of a model.
+    """
+    fewest: dict[tuple, int] = {}
+    for rows in range(1, most + 1):
+        pairs, tile = rows * top_k, tile_for(rows)
+        fewest.setdefault((tile, chunk_for(pairs), _unsorted(pairs, experts, tile)), rows)
+    return list(fewest.values())
 
 
 @triton.jit
@@ -110,18 +132,47 @@ def _place(blocks, columns, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _block(
+    block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M: tl.constexpr, FEW: tl.constexpr
+):
+    """A block's expert, -1 for none, and its pairs: from ``align``'s work list, or without it where there is none."""
+    if pairs is None:
+        n_live = counted_pairs(live, n_pairs)
+        expert, pair = block_of(block, ids, router_weights, n_live, n_pairs, n_experts, BLOCK_M, FEW)
+    else:
+        expert = tl.load(experts + block)
+        pair = tl.load(pairs + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    return expert, pair
+
+
+_VARYING = {  # from launch to launch, or from layer to layer
+    "do_not_specialize": ["n_pairs", "blocks"],
+    "do_not_specialize_on_alignment": ["ids", "router_weights", "counts", "w13", "b13", "w2", "b2"],
+}
+
+
+@triton.jit(**_VARYING)
 def _gate_up_kernel(
-    x, w13, b13, pairs, experts, out, n_pairs, blocks, d, ff,
+    x, w13, b13, ids, router_weights, live, pairs, experts, counts, out, n_pairs, n_experts, blocks, d, ff,
     TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    FEW: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """x [M, d] -> out [M * k, ff], row = pair; see the module. UPCAST: the interpreter cannot multiply bfloat16."""
+    """x [M, d] -> out [M * k, ff], row = pair; see the module. UPCAST: the interpreter cannot multiply bfloat16.
+
+    Where there are ``counts`` to be written, a program behind those of the blocks does that.
+    """
     T: tl.constexpr = x.dtype.element_ty
+    if counts is not None:  # noqa: SIM102 - known when it is compiled
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            bins = tl.arange(0, BINS)
+            found = count(ids, router_weights, counted_pairs(live, n_pairs), n_experts, BINS, FEW)
+            tl.store(counts + bins, found, mask=bins < n_experts)
+            return
     block, strip = _place(blocks, ff, BLOCK_N, GROUP_M)
-    expert = tl.load(experts + block)
+    expert, pair = _block(block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M, FEW)
     if expert < 0:
         return
-    pair = tl.load(pairs + block * BLOCK_M + tl.arange(0, BLOCK_M))
     live = pair < n_pairs
     n = strip * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = n < ff
@@ -154,19 +205,18 @@ def _gate_up_kernel(
     tl.store(out + pair.to(tl.int64)[:, None] * ff + n[None, :], h.to(T), mask=live[:, None] & wanted[None, :])
 
 
-@triton.jit
+@triton.jit(**_VARYING)
 def _down_kernel(
-    h, w2, b2, router_weights, pairs, experts, out, n_pairs, blocks, d, ff,
+    h, w2, b2, ids, router_weights, live, pairs, experts, out, n_pairs, n_experts, blocks, d, ff,
     BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """h [M * k, ff] -> out [M * k, d], times the router weight; row = pair."""
     T: tl.constexpr = h.dtype.element_ty
     block, strip = _place(blocks, d, BLOCK_N, GROUP_M)
-    expert = tl.load(experts + block)
+    expert, pair = _block(block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M, FEW)
     if expert < 0:
         return
-    pair = tl.load(pairs + block * BLOCK_M + tl.arange(0, BLOCK_M))
     live = pair < n_pairs
     n = strip * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = n < d
@@ -190,16 +240,16 @@ def _down_kernel(
     tl.store(out + pair.to(tl.int64)[:, None] * d + n[None, :], y.to(T), mask=live[:, None] & wanted[None, :])
 
 
-@triton.jit
-def _combine_kernel(y, ids, router_weights, out, d, n_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """y [M, k, d] -> out [M, d], summed from slot 0 on. Slots that ``align`` left out were never written: not read."""
+@triton.jit(do_not_specialize=["n_pairs"], do_not_specialize_on_alignment=["ids", "router_weights"])
+def _combine_kernel(y, ids, router_weights, live, out, n_pairs, d, n_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """y [M, k, d] -> out [M, d], summed from slot 0 on. Pairs that are left out were never written: not read."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n_live = counted_pairs(live, n_pairs)
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in range(TOP_K):
         pair = row * TOP_K + slot
-        expert = tl.load(ids + pair)
-        if (expert >= 0) & (expert < n_experts) & (tl.load(router_weights + pair) != 0.0):
+        if routed(ids, router_weights, pair, n_live, n_experts) < n_experts:
             total += tl.load(y + pair * d + column, mask=column < d, other=0.0).to(tl.float32)
     tl.store(out + row * d + column, total.to(out.dtype.element_ty), mask=column < d)
 
@@ -220,6 +270,7 @@ def grouped_gemm(
     out: Tensor | None = None,
     tile: Tile | None = None,
     counts: Tensor | None = None,
+    live: Tensor | None = None,
 ) -> Tensor:
     """Routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -235,6 +286,7 @@ def grouped_gemm(
         out: [M, d] like x, is overwritten; default: a new tensor.
         tile: default ``tile_for(M)``.
         counts: [experts] int32, is overwritten with the pairs of each expert.
+        live: [1] int32, pairs from this one on are padding and left out; default: none.
 
     All addresses are multiples of 16 and valid as long as the launches run: nothing here can check it. Only addresses
     of experts that a pair names are followed.
@@ -242,7 +294,7 @@ def grouped_gemm(
     Raises:
         AssertionError: a shape, dtype or layout is not as above.
     """
-    _check(x, w13, w2, topk_weights, topk_ids, intermediate, b13, b2, activation)
+    _check(x, w13, w2, topk_weights, topk_ids, intermediate, b13, b2, activation, live)
     (rows, d), top_k, experts, ff = x.shape, topk_ids.shape[1], len(w13), intermediate
     out = torch.empty_like(x) if out is None else out
     assert out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous(), "out must be like x"
@@ -252,35 +304,43 @@ def grouped_gemm(
         return out
     tile = tile_for(rows) if tile is None else tile
     block_k = tile.k_bytes // x.element_size()
-    blocks = block_bound(topk_ids.numel(), experts, tile.block_m)
-    order = align(topk_ids, topk_weights, experts, tile.block_m, counts)
-    h, y = x.new_empty(rows * top_k, ff), x.new_empty(rows * top_k, d)
+    pairs = rows * top_k
+    blocks = block_bound(pairs, experts, tile.block_m)
+    if _unsorted(pairs, experts, tile):
+        work, counted = (None, None), counts
+    else:
+        work, counted = align(topk_ids, topk_weights, experts, tile.block_m, counts, live)[:2], None
+    routing = topk_ids, topk_weights, live, *work
+    h, y = x.new_empty(pairs, ff), x.new_empty(pairs, d)
     shared = {
         "BIAS": b13 is not None, "UPCAST": _INTERPRETED, "BLOCK_K": block_k, "BLOCK_M": tile.block_m,
-        "GROUP_M": tile.group_m, "num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False,
+        "GROUP_M": tile.group_m, "FEW": FEW, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+        "enable_fp_fusion": False,
     }  # fmt: skip
-    _gate_up_kernel[(blocks * triton.cdiv(ff, tile.gate_up_n),)](
-        x, w13, b13, order.pairs, order.experts, h, rows * top_k, blocks, d, ff,
-        TOP_K=top_k, ACT=activation, EVEN_K=d % block_k == 0, BLOCK_N=tile.gate_up_n, **shared,
+    _gate_up_kernel[(blocks * triton.cdiv(ff, tile.gate_up_n) + (counted is not None),)](
+        x, w13, b13, *routing, counted, h, pairs, experts, blocks, d, ff,
+        TOP_K=top_k, ACT=activation, EVEN_K=d % block_k == 0, BLOCK_N=tile.gate_up_n, BINS=lanes(experts), **shared,
     )  # fmt: skip
     _down_kernel[(blocks * triton.cdiv(d, tile.down_n),)](
-        h, w2, b2, topk_weights, order.pairs, order.experts, y, rows * top_k, blocks, d, ff,
+        h, w2, b2, *routing, y, pairs, experts, blocks, d, ff,
         EVEN_K=ff % block_k == 0, BLOCK_N=tile.down_n, **shared,
     )  # fmt: skip
-    combine(y.view(rows, top_k, d), topk_weights, topk_ids, experts, out)
+    combine(y.view(rows, top_k, d), topk_weights, topk_ids, experts, out, live)
     return out
 
 
-def combine(y: Tensor, topk_weights: Tensor, topk_ids: Tensor, experts: int, out: Tensor) -> None:
+def combine(
+    y: Tensor, topk_weights: Tensor, topk_ids: Tensor, experts: int, out: Tensor, live: Tensor | None = None
+) -> None:
     """y [M, k, d], already weighted, into out [M, d]; pairs that ``route.align`` leaves out count as zero."""
     rows, top_k, d = y.shape
     block = min(1024, triton.next_power_of_2(d))
     _combine_kernel[(rows, triton.cdiv(d, block))](
-        y, topk_ids, topk_weights, out, d, experts, TOP_K=top_k, BLOCK=block, enable_fp_fusion=False
+        y, topk_ids, topk_weights, live, out, rows * top_k, d, experts, TOP_K=top_k, BLOCK=block, enable_fp_fusion=False
     )
 
 
-def _check(x, w13, w2, topk_weights, topk_ids, intermediate, b13, b2, activation) -> None:
+def _check(x, w13, w2, topk_weights, topk_ids, intermediate, b13, b2, activation, live) -> None:
     assert activation in ACTIVATIONS, f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}"
     assert x.ndim == 2 and x.dtype in DTYPES and x.is_contiguous(), "x must be a contiguous [rows, d] of 16 or 32 bit"
     assert x.data_ptr() % ALIGNMENT == 0, f"x must lie on a multiple of {ALIGNMENT} bytes"
@@ -289,4 +349,6 @@ def _check(x, w13, w2, topk_weights, topk_ids, intermediate, b13, b2, activation
         assert table is None or (table.dtype == torch.int64 and table.shape == w13.shape and table.is_contiguous())
     assert topk_ids.shape == topk_weights.shape and topk_ids.shape[0] == x.shape[0], "one row of top-k a row of x"
     assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous() and topk_ids.is_contiguous()
+    assert len(w13) <= MAX_EXPERTS and topk_ids.numel() < 2**31 - 1024, "pairs are numbered in 32 bit"
+    assert live is None or (live.shape == (1,) and live.dtype == torch.int32), "live must be one int32"
     assert 2 * intermediate * x.shape[1] < 2**31, "offsets inside an expert are 32 bit"

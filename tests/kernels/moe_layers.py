@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from vllm_spac.kernels import reference
+from vllm_spac.kernels.reference import grouped_gemm as reference
 
 EMPTY = 3  # an expert that gets no token and is poisoned, to prove that nobody reads it
 UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of roundings to x's dtype; see bound

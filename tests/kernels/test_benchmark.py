@@ -1,8 +1,10 @@
 """``benchmarks/kernels`` as far as a machine without a GPU can tell."""
 
 import importlib.util
+import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,30 @@ def test_other_answers_are_not_timed(script):
     for wrong in (same * 1.1, same * float("nan")):
         with pytest.raises(script.typer.Exit):
             script.compare(wrong, same, "a")
+
+
+def test_what_was_measured_is_kept_when_a_later_size_fails(script, tmp_path, monkeypatch):
+    """Also on a copy without git: where the numbers come from is asked before anything is measured."""
+    common = sys.modules["common"]
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    facts = types.SimpleNamespace(name="a GPU", major=9, minor=0, L2_cache_size=1)
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(script.torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(script, "make_weights", lambda shape: (torch.ones(1), torch.ones(1)))
+    monkeypatch.setattr(script.torch, "empty_like", lambda weight, **_: weight.clone())
+    monkeypatch.setattr(script, "copy_rates", lambda: {"hbm": 1.0, "pinned": 1.0})
+    monkeypatch.setattr(script, "line", lambda row, rates: "")
+    asked = []
+
+    def measure(shape, rows, *rest):
+        asked.append(rows)
+        if rows > 1:
+            raise RuntimeError("stopped")
+        return {"rows": rows}
+
+    monkeypatch.setattr(script, "measure", measure)
+    with pytest.raises(RuntimeError, match="stopped"):
+        script.main(short=True, output=tmp_path / "kernels.json")
+    kept = json.loads((tmp_path / "kernels.json").read_text())
+    assert kept["rows"] == [{"rows": 1}] and asked == [1, 8]
+    assert kept["provenance"]["git"]["commit"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor
-from vllm_spac.kernels import reference
+from vllm_spac.kernels.reference import grouped_gemm as reference
 
 ops = pytest.importorskip("vllm._custom_ops", reason="the kernel under test is vLLM's")
 if not hasattr(torch.ops._C, "cpu_fused_moe"):

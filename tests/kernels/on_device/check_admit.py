@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from vllm_spac.kernels import reference
 from vllm_spac.kernels.admit import admit
-from vllm_spac.kernels.reference import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
+from vllm_spac.kernels.reference import admit as reference
+from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
 
 NAMES = 2
 
@@ -74,7 +74,8 @@ def naive(ids, weights, first, experts, offers, counts, sources, copies) -> None
     begin, end = offers.state.tolist()
     seen = range(begin, min(end, begin + lanes(n)))
     opened = []
-    for number in seen:
+    missing = any(counts[key] > 0 and experts.slot_of[key] < 0 for key in range(first, first + n))
+    for number in seen if missing else ():
         slot, old = int(offers.slots[number]), int(offers.owners[number])
         over = old < first + n  # of this layer or one before it
         if experts.owner[slot] == old and not (over and counts[old] > 0):
@@ -88,7 +89,7 @@ def naive(ids, weights, first, experts, offers, counts, sources, copies) -> None
     for key, number in zip(wants, opened, strict=False):
         if offers.used[key] >= offers.kept[number]:
             admitted.append((key, int(offers.slots[number]), int(offers.owners[number])))
-    if len(wants) > len(opened) or not opened:
+    if missing and (len(wants) > len(opened) or not opened):
         offers.state[0] = seen.stop
     elif wants:
         offers.state[0] = opened[len(wants) - 1] + 1
@@ -205,6 +206,43 @@ def test_void_offers_do_not_stop_the_next_layers(device):
         state.run(admit, layer, torch.tensor([[0]]), torch.ones(1, 1))
         assert int(state.copies[0]) == taken
     assert state.experts.owner.tolist() == [2]
+
+
+@pytest.mark.parametrize("ids", [[0, 1], [-1, 7], [2, 3]], ids=["hits", "padding", "behind the live pairs"])
+def test_a_layer_that_misses_nothing_leaves_the_offers(device, ids):
+    """Also those that would be void for all layers behind it."""
+    state = State(1, 6, 2, 0)
+    state.experts.owner.copy_(torch.tensor([0, 1]))
+    state.experts.slot_of.copy_(torch.tensor([0, 1, -1, -1, -1, -1]))
+    state.offers = offers([0, 1], [5, 5], [0.0, 0.0], [1.0] * 6)
+    state = state.to(device)
+    before = [tensor.clone() for tensor in (*state.experts, *state.offers)]
+    live = torch.zeros(1, dtype=torch.int32, device=device) if ids == [2, 3] else None
+    given = torch.tensor([ids], device=device), torch.ones(1, 2, device=device)
+    admit(*given, 0, state.experts, state.offers, state.counts, state.sources, state.copies, live)
+    assert int(state.copies[0]) == 0
+    assert all(map(torch.equal, (*state.experts, *state.offers), before))
+    used = [1, 1] if ids == [0, 1] else [0, 0]
+    assert state.counts.tolist() == [*used, 0, 0, 0, 0]
+    assert state.sources.tolist() == [HIT if count else UNUSED for count in state.counts]
+
+
+@pytest.mark.parametrize("live", [0, 3, 8, 100])
+def test_pairs_behind_the_live_ones_are_padding(device, live):
+    """As if their ids were none of the layer's; the rest is decided as ever."""
+    rng = torch.Generator().manual_seed(live)
+    ids = torch.randint(0, 8, (4, 2), generator=rng, dtype=torch.int32)
+    marked = torch.where(torch.arange(8).view(4, 2) < live, ids, -1)
+    state = State(1, 8, 3, 0)
+    state.offer(rng, few=False)
+    marks, limit = state.to(device), state.to(device)
+    marks.run(admit, 0, marked, torch.ones(4, 2))
+    bound = torch.tensor([live], dtype=torch.int32, device=device)
+    admit(
+        ids.to(device), torch.ones(4, 2, device=device), 0, limit.experts, limit.offers, limit.counts, limit.sources,
+        limit.copies, bound,
+    )  # fmt: skip
+    assert marks.said() == limit.said()
 
 
 def test_what_does_not_fit_is_refused(device):

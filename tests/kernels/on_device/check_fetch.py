@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from vllm_spac.kernels import reference
 from vllm_spac.kernels.fetch import fetch
-from vllm_spac.kernels.reference import Experts
+from vllm_spac.kernels.reference import fetch as reference
+from vllm_spac.kernels.types import Experts
 
 KEYS, SLOTS, N = 6, 4, 5
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from moe_layers import EMPTY, Layer, bound, make, truth
 from vllm_spac.kernels import grouped_gemm as kernels
-from vllm_spac.kernels import reference
 from vllm_spac.kernels.grouped_gemm import ACTIVATIONS, Tile, grouped_gemm
+from vllm_spac.kernels.reference import grouped_gemm as reference
+from vllm_spac.kernels.types import block_bound
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -60,7 +61,7 @@ def test_row_blocks_that_take_turns(device):
     """14 blocks in groups of 4, the last one of 2, over several strips of columns in both GEMMs."""
     layer = make(70, 40, 24)
     tile = Tile(block_m=16, gate_up_n=16, down_n=16, k_bytes=64, num_warps=4, num_stages=2, group_m=4)
-    assert reference.block_bound(140, 6, 16) == 14
+    assert block_bound(140, 6, 16) == 14
     assert off(layer, run(layer, device, tile=tile)) <= 1
 
 
@@ -141,6 +142,39 @@ def test_bits_do_not_depend_on_the_rows_beside(device):
         alone = replace(layer, **{name: getattr(layer, name)[part].clone() for name in ("x", "ids", "weights")})
         assert torch.equal(run(alone, device, tile=tile), whole[part])
     assert torch.equal(run(layer, device, tile=tile), whole)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("twice", [False, True], ids=["distinct", "one expert for all"])
+def test_bits_do_not_depend_on_who_finds_the_blocks(device, rows, twice, monkeypatch):
+    """Each program its own, or one launch for all: more pairs of an expert than a block has rows among them."""
+    layer = make(rows, 72, 40, experts=40, k=2, bias=True)
+    if twice:
+        layer.ids.fill_(4)
+    layer.ids[-1, 0] = -1
+    whole, counts = run(layer, device), torch.full((2, 40), -7, dtype=torch.int32, device=device)
+    layer.to(device).call(grouped_gemm, counts=counts[0])
+    monkeypatch.setattr(kernels, "_unsorted", lambda *_: False)
+    assert torch.equal(run(layer, device), whole)
+    layer.to(device).call(grouped_gemm, counts=counts[1])
+    assert torch.equal(counts[0], counts[1]) and int(counts[0].sum()) == 2 * rows - 1
+
+
+@pytest.mark.parametrize("experts", [6, 40], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("live", [0, 2, 9, 100])
+def test_pairs_behind_the_live_ones_are_padding(device, experts, live, monkeypatch):
+    """9 of 18 pairs end in the middle of a row. No expert is read for what is behind: nothing of it is computed."""
+    products, combine = [], kernels.combine
+    monkeypatch.setattr(kernels, "combine", lambda y, *others: (products.append(y), combine(y, *others)))
+    layer = make(9, 40, 24, experts=experts)
+    bound = torch.tensor([live], dtype=torch.int32)
+    marked = replace(layer, ids=torch.where(torch.arange(18).view(9, 2) < live, layer.ids, -1))
+    for function, where in ((grouped_gemm, device), (reference.grouped_gemm, "cpu")):
+        counts = torch.full((2, experts), -7, dtype=torch.int32, device=where)
+        limited = layer.to(where).call(function, counts=counts[0], live=bound.to(where))
+        assert torch.equal(limited, marked.to(where).call(function, counts=counts[1]))
+        assert torch.equal(counts[0], counts[1])
+    assert products[0].view(18, 40).isnan().all(1).tolist() == [pair >= live for pair in range(18)]
 
 
 def test_combine_sums_in_the_order_of_slots(device):

@@ -1,0 +1,114 @@
+"""What a pool over pointers would launch on a GPU, seen on a machine without one.
+
+The launchers run on CPU tensors, each kernel replaced by a recorder; Triton's own binder says what it would compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from vllm_spac.kernels import admit, fetch, grouped_gemm, route
+
+from vllm_spac import components
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.execution.pointers import execution
+from vllm_spac.execution.pointers.admissions.base import Kernels
+from vllm_spac.execution.pointers.execution import StreamedPool
+
+KERNELS = {
+    "gate_up": (grouped_gemm, "_gate_up_kernel"),
+    "down": (grouped_gemm, "_down_kernel"),
+    "combine": (grouped_gemm, "_combine_kernel"),
+    "align": (route, "_align_kernel"),
+    "admit": (admit, "_admit_kernel"),
+    "fetch": (fetch, "_fetch_kernel"),
+}
+D, FF = 48, 32  # multiples of 16 elements, as in all models
+
+
+class Recorder:
+    """Stands in for a kernel: reports what it is launched with, and runs nothing."""
+
+    def __init__(self, kernel, report: Callable[[tuple, dict], object]) -> None:
+        self.kernel, self._report = kernel, report
+
+    def __getitem__(self, grid):
+        assert all(isinstance(size, int) and 0 < size < 2**31 for size in grid)
+        return lambda *arguments, **named: self._report(arguments, named)
+
+
+class Device(TorchDispatchMode):
+    """Every launch while it is entered, in order: names of kernels, and of torch's operations that are no views.
+
+    Attributes:
+        launched: names.
+        keys: of kernels, the name and what Triton compiles for.
+        cold: keys that a capture was the first to launch.
+        capturing: whether launches go into a graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+        self.keys: set[tuple] = set()
+        self.cold: list[tuple] = []
+        self.capturing = False
+        self._binders: dict[str, Callable] = {}
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        """Record the kernels, and let pools that are made from now on launch them."""
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        for name, (module, attribute) in KERNELS.items():
+            kernel = getattr(module, attribute)
+            self._binders[name] = create_function_from_signature(kernel.signature, kernel.params, backend)
+            patch.setattr(module, attribute, Recorder(kernel, lambda *given, name=name: self._launch(name, *given)))
+        launchers = grouped_gemm.grouped_gemm, admit.admit, fetch.fetch, grouped_gemm.rows_to_compile
+        patch.setattr(execution, "_kernels", lambda device: Kernels(*launchers))
+        patch.setattr(execution, "capturing", lambda tensor: self.capturing)
+
+    def _launch(self, name: str, arguments: tuple, named: dict) -> None:
+        self.launched.append(name)
+        _, specialization, options = self._binders[name](*arguments, **named)
+        key = (name, str(specialization), str(options))
+        if self.capturing and key not in self.keys:
+            self.cold.append(key)
+        self.keys.add(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if not func.is_view and not name.startswith(("aten::empty", "aten::new_empty", "aten::_unsafe_view")):
+            self.launched.append(name)
+        return result
+
+
+def pool(experts: int, top_k: int, rows: int, slots: float = 0.25, layers: int = 2, **options) -> StreamedPool:
+    """Filled, in float32, with so many layers of tiny experts; ``slots`` is a share."""
+    specs = {"w13_weight": TensorSpec((2 * FF, D), torch.float32), "w2_weight": TensorSpec((D, FF), torch.float32)}
+    shape = MoEShape(tuple(map(str, range(layers))), experts, top_k, specs)
+    count = max(top_k, int(slots * shape.total))
+    store = components.build("tiers", "host" if count < shape.total else "resident", shape=shape, fingerprint="")
+    blank = {name: torch.zeros(spec.shape) for name, spec in specs.items()}
+    for key in range(shape.total):
+        store.put(key, blank)
+    tensors = getattr(store, "tensors", None) or {n: torch.zeros(count, *s.shape) for n, s in specs.items()}
+    policy = components.build("policies", "lru")
+    made = StreamedPool(shape, count, policy, store, tensors, path="host", rows=rows, **options)
+    for _ in made.fill():
+        pass
+    return made
+
+
+def forward(pool: StreamedPool, rows: int) -> None:
+    """All layers, over rows that come as vLLM's routers give them."""
+    k = pool.shape.top_k
+    x, weights = torch.zeros(rows, D), torch.ones(rows, k)
+    ids = torch.zeros(rows, k, dtype=torch.int32)
+    for layer in range(len(pool.shape.layers)):
+        pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))

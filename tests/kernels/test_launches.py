@@ -1,0 +1,130 @@
+"""What the layers of a pool over pointers launch: how much, and nothing in a capture or a request that compiles."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (there are no wheels for this platform)", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
+
+from launches import D, Device, forward, pool  # noqa: E402
+
+from vllm_spac import components  # noqa: E402
+from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
+from vllm_spac.execution.pointers.execution import StreamedPool  # noqa: E402
+
+MODELS = {
+    "Mixtral": (8, 2),
+    "Phi-MoE": (16, 2),
+    "GPT-OSS-20b": (32, 4),
+    "GPT-OSS-120b": (128, 4),
+    "Qwen3-30B-A3B": (128, 8),
+    "the toy": (64, 8),
+    "DeepSeek-V3": (256, 8),
+    "odd": (7, 3),  # tables and counts of its layers do not all begin on a multiple of 16 bytes
+}
+BATCHED = 2048  # rows of the forward that vLLM measures its memory with
+BEFORE = {"layer": ["admit", "fetch"], "step": []}
+
+
+@pytest.fixture
+def device(monkeypatch) -> Iterator[Device]:
+    device = Device()
+    device.patch(monkeypatch)
+    yield device
+
+
+def captured(most: int) -> list[int]:
+    """vLLM's default sizes of graphs, in the order in which they are captured."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)]
+    return sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+@pytest.mark.parametrize(
+    ("modes", "most"),
+    [(("PIECEWISE", "FULL"), 256), (("FULL",), 512)],
+    ids=["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"],
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, most, admission):
+    """As vLLM starts: a forward to measure memory; of each size, the largest first, one that warms up and a capture."""
+    made = pool(*MODELS[model], BATCHED, staged=True, admission=admission)
+    forward(made, BATCHED)
+    compiled = set(device.keys)
+    for mode in modes:
+        for rows in captured(most):
+            forward(made, rows)
+            device.capturing = mode == "FULL"  # our op runs between pieces, not captured
+            forward(made, rows)
+            device.capturing = False
+    assert device.cold == []
+    for rows in (1, 2, 3, 5, 7, 11, 17, 33, 65, 127, 129, 257, 1000, 1999):
+        made.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
+        forward(made, rows)
+        made.end_step()
+    assert device.keys == compiled
+    names = [name for name, *_ in compiled]
+    assert names.count("combine") == 1 and names.count("fetch") == len(BEFORE[admission]) // 2
+    assert names.count("admit") <= 2 and max(map(names.count, ("gate_up", "down", "align"))) <= 6
+    made.close()
+
+
+def test_what_is_compiled_decides_and_moves_nothing(device):
+    """In a step that has offers and counts of other layers: all is as it was."""
+    made = pool(8, 2, 64)
+    made.begin_step(Step((RequestRows(0, 4, RowKind.DECODE),)))
+    admission = made.admission
+    state = [*admission._experts, *admission._offers, admission.counts, made._live]
+    before = [tensor.clone() for tensor in state]
+    made._compile(0, torch.zeros(4, D), "silu", captured=False)
+    assert device.keys and all(map(torch.equal, state, before))
+    made.close()
+
+
+def test_a_capture_before_anything_ran_is_an_error(device):
+    made = pool(8, 2, 64)
+    device.capturing = True
+    with pytest.raises(AssertionError, match="before one is captured"):
+        forward(made, 4)
+    made.close()
+
+
+FEW, MANY = ["gate_up", "down", "combine"], ["align", "gate_up", "down", "combine"]
+
+
+@pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+@pytest.mark.parametrize(("rows", "launched"), [(1, FEW), (8, FEW), (16, FEW), (17, MANY), (512, MANY)])
+def test_launches_of_a_layer(device, rows, launched, admission):
+    """Captured, launched with padding and without it: the same few, and no operation of torch beside them."""
+    made = pool(128, 8, BATCHED, admission=admission)
+    forward(made, 1)
+    for real, device.capturing in ((rows, False), (rows // 2, False), (rows, True)):
+        made.begin_step(Step((RequestRows(0, real, RowKind.DECODE),)))
+        assert launches(device, made, rows) == BEFORE[admission] + launched
+        made.end_step()
+    made.close()
+
+
+def test_launches_of_a_layer_with_a_slot_for_each(device):
+    made = pool(128, 8, BATCHED, slots=1.0, layers=1)
+    forward(made, 1)
+    assert launches(device, made, 4) == FEW
+    made.close()
+
+
+def launches(device: Device, made: StreamedPool, rows: int) -> list[str]:
+    """Of the last layer, over rows that come as vLLM's routers give them."""
+    x, ids = torch.zeros(rows, D), torch.zeros(rows, made.shape.top_k, dtype=torch.int32)
+    weights, out = torch.ones(ids.shape), torch.empty_like(x)
+    device.launched.clear()
+    with device:
+        assert made.run(len(made.shape.layers) - 1, x, weights, ids, "silu", out) is out
+    return device.launched

@@ -1,0 +1,57 @@
+"""Twin of ``admit``, step by step as its module has it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..types import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
+from .route import routed
+
+
+def admit(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    first: int,
+    experts: Experts,
+    offers: Offers,
+    counts: Tensor,
+    sources: Tensor,
+    copies: Tensor,
+    live: Tensor | None = None,
+) -> None:
+    """Twin of ``admit.admit``."""
+    n, (begin, end) = len(copies) // 2, offers.state.tolist()
+    mine = slice(first, first + n)
+    counts[mine] = torch.bincount(routed(topk_ids, topk_weights, n, live) + 1, minlength=n + 1)[1:].int()
+    needed = counts[mine] > 0
+    missed = needed & (experts.slot_of[mine] < 0)
+    if not missed.any():
+        copies[0] = 0
+        sources[mine] = torch.where(needed, HIT, UNUSED).int()
+        return
+    seen = range(begin, min(end, begin + lanes(n)))
+    old, slots = offers.owners[seen.start : seen.stop].long(), offers.slots[seen.start : seen.stop].long()
+    unused = (old >= first + n) | (counts[old] == 0)
+    opened = ((experts.owner[slots] == old) & unused).nonzero().flatten()
+    worth, kept = offers.used[mine], offers.kept[seen.start : seen.stop]
+    wants = (missed & (worth >= kept[opened[0]])).nonzero().flatten() if len(opened) else opened
+    pairs = min(len(wants), len(opened))
+    expert, offer = wants[:pairs], opened[:pairs]
+    admitted = worth[expert] >= kept[offer]
+    expert, offer = expert[admitted], offer[admitted]
+    if len(wants) > len(opened) or not len(opened):
+        offers.state[0] = seen.stop
+    elif len(wants):
+        offers.state[0] = begin + int(opened[len(wants) - 1]) + 1
+    key, slot, victim, total = first + expert, slots[offer], old[offer], len(expert)
+    copies[0] = total
+    copies[1 : 1 + total], copies[1 + n : 1 + n + total] = key.int(), slot.int()
+    source = torch.where(needed, HIT, UNUSED).masked_fill(missed, STREAMED)
+    source[expert] = ADMITTED
+    sources[mine] = source.int()
+    experts.owner[slot] = key.int()
+    experts.slot_of[victim] = -1
+    experts.slot_of[key] = slot.int()
+    experts.table[:, victim] = experts.hosts[:, victim]
+    experts.table[:, key] = experts.places[:, slot]

@@ -1,0 +1,126 @@
+"""Twin of ``grouped_gemm``, and ``moe``, the truth behind both: naive loops in float64."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .route import routed
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "swigluoai"]
+
+_ALPHA, _LIMIT = 1.702, 7.0  # of swigluoai, fixed by GPT-OSS
+
+
+def moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: Activation = "silu",
+) -> Tensor:
+    """Routed experts of one MoE layer, one token and one expert at a time, summed in the order of top-k.
+
+    Args:
+        x: [tokens, hidden].
+        w13: [experts, 2 * intermediate, hidden]; the rows are as ``gate_up`` says.
+        w2: [experts, hidden, intermediate].
+        topk_weights: [tokens, top_k].
+        topk_ids: [tokens, top_k], each an index into the experts; one may occur twice in a row.
+        b13: [experts, 2 * intermediate] or None.
+        b2: [experts, hidden] or None.
+        activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai``.
+
+    Returns:
+        [tokens, hidden] in float64, whatever the dtype of the inputs: rounding is left to the caller.
+    """
+    x, w13, w2, topk_weights = x.double(), w13.double(), w2.double(), topk_weights.double()
+    out = torch.zeros_like(x)
+    for token, (weights, ids) in enumerate(zip(topk_weights, topk_ids.tolist(), strict=True)):
+        for weight, expert in zip(weights, ids, strict=True):
+            hidden = w13[expert] @ x[token]
+            if b13 is not None:
+                hidden = hidden + b13[expert].double()
+            result = w2[expert] @ activate(hidden, activation)
+            if b2 is not None:
+                result = result + b2[expert].double()
+            out[token] += weight * result
+    return out
+
+
+def gate_up(hidden: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Split [..., 2 * intermediate] into gate and up: two halves, but interleaved for ``swigluoai``."""
+    if activation in ("silu", "gelu", "gelu_tanh"):
+        half = hidden.shape[-1] // 2
+        return hidden[..., :half], hidden[..., half:]
+    if activation == "swigluoai":
+        return hidden[..., ::2], hidden[..., 1::2]
+    raise ValueError(f"activation {activation!r} is not known; use silu, gelu, gelu_tanh or swigluoai")
+
+
+def activate(hidden: Tensor, activation: Activation, rounded: torch.dtype | None = None) -> Tensor:
+    """[..., 2 * intermediate] -> [..., intermediate]; act(gate) goes through ``rounded`` before it multiplies up."""
+    gate, up = gate_up(hidden, activation)
+    if activation == "swigluoai":
+        gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+        return gate * torch.sigmoid(_ALPHA * gate) * (up + 1)
+    if activation == "silu":
+        acted = gate * torch.sigmoid(gate)
+    elif activation == "gelu":
+        acted = 0.5 * gate * (1 + torch.erf(gate * math.sqrt(0.5)))
+    else:
+        acted = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    return (acted if rounded is None else acted.to(rounded).to(acted.dtype)) * up
+
+
+def grouped_gemm(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    intermediate: int,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: Activation = "silu",
+    out: Tensor | None = None,
+    tile: object = None,
+    counts: Tensor | None = None,
+    live: Tensor | None = None,
+) -> Tensor:
+    """Twin of ``grouped_gemm.grouped_gemm``: the addresses are the CPU's, ``tile`` is ignored."""
+    (rows, d), k, dtype = x.shape, topk_ids.shape[1], x.dtype
+    ids, weights = routed(topk_ids, topk_weights, len(w13), live), topk_weights.flatten()
+    if counts is not None:
+        counts.copy_(torch.bincount(ids + 1, minlength=len(w13) + 1)[1:])
+    y = torch.zeros(rows * k, d)
+    for expert in ids.unique().tolist():
+        if expert < 0:
+            continue
+        pairs = (ids == expert).nonzero().flatten()
+        hidden = x[pairs // k].float() @ _at(w13, expert, (2 * intermediate, d), dtype).T
+        if b13 is not None:
+            hidden += _at(b13, expert, (2 * intermediate,), dtype)
+        h = activate(hidden.to(dtype).float(), activation, dtype).to(dtype).float()
+        result = h @ _at(w2, expert, (d, intermediate), dtype).T
+        if b2 is not None:
+            result += _at(b2, expert, (d,), dtype)
+        y[pairs] = (result * weights[pairs, None]).to(dtype).float()
+    total = torch.zeros(rows, d)
+    for slot in range(k):
+        total += y.view(rows, k, d)[:, slot]
+    return total.to(dtype) if out is None else out.copy_(total)
+
+
+def _at(table: Tensor, expert: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor at ``table[expert]``, as float32."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = (ctypes.c_byte * size).from_address(int(table[expert]))
+    return torch.frombuffer(memory, dtype=dtype).view(shape).float()
