@@ -13,10 +13,19 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.printable import brief, shortened
+from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
-    from vllm_spac.budgeting import BudgetSettings
+    from vllm_spac.budget.control import BudgetSettings
 
+
+def _path(value: Any) -> Any:
+    return value if value is None else path_of(value)
+
+
+_SomePath = Annotated[Path | None, BeforeValidator(_path)]
 _SLOTS_HELP = "use a number of experts a layer (32), a percentage of all experts (25%), or auto"
 
 
@@ -76,7 +85,7 @@ def _check_policy(value: str) -> str:
 
 
 def _check_cpu_experts(value: str) -> str:
-    if value not in ("off", "auto") and not re.fullmatch(r"[1-9]\d*", value):
+    if value not in ("off", "auto") and not re.fullmatch(r"[1-9][0-9]{0,5}", value):
         raise ValueError("use off, auto, or a number of experts of a layer, 1 or more")
     return value
 
@@ -84,7 +93,9 @@ def _check_cpu_experts(value: str) -> str:
 def _check_ranking(value: str) -> str:
     if ":" in value:
         return value
-    serving = [name for name in components.names("budgets") if not components.find("budgets", name).offline]
+    serving = [
+        name for name in components.names("budget.rankings") if not components.find("budget.rankings", name).offline
+    ]
     if value not in serving:
         hint = " (it runs every expert: only vllm-spac quality has it)" if value == "oracle" else ""
         raise ValueError(f"no ranking for serving is called {value!r}{hint}; use one of {', '.join(serving)}")
@@ -102,11 +113,11 @@ class SpacConfig(BaseModel):
     store: Literal["host", "disk"] | None = Field(
         None, description="Where the other experts live. Default: host where there is a GPU, else disk."
     )
-    disk_dir: Path | None = Field(
+    disk_dir: _SomePath = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
     )
     policy: Annotated[str, AfterValidator(_check_policy)] = Field(
-        "reuse", description="Which expert makes room: reuse, lru, lfu, utility, or package.module:Class."
+        "reuse", description="Which expert makes room: reuse, lru, layer_lru, lfu, utility, or package.module:Class."
     )
     prefetch: Literal["off", "utility"] = Field(
         "off", description="Read experts ahead of need in the background: by their utility over steps, or not at all."
@@ -124,7 +135,7 @@ class SpacConfig(BaseModel):
     balancer: Literal["none", "threshold", "waterfill"] | None = Field(
         None, description="Decides with cpu_experts=auto: waterfill (the default then) or threshold (MoE-SpAc's)."
     )
-    profile: Path | None = Field(
+    profile: _SomePath = Field(
         None, description="What the balancer weighs, from vllm-spac profile. Default: measured at the start."
     )
     cpu_kernel: Literal["native", "torch", "kt"] | None = Field(
@@ -149,17 +160,25 @@ class SpacConfig(BaseModel):
         "filled a layer ahead: on, off, or auto: if they take no more than a quarter of the free fast memory.",
     )
 
-    trace: Path | None = Field(
-        None, description="Record what the routers choose in this file, for vllm-spac trace and simulate."
+    trace: _SomePath = Field(
+        None,
+        description="Record what the routers choose in this file, for vllm-spac trace and simulate. A trace that is "
+        "there is replaced.",
     )
+    trace_overwrite: bool = Field(False, description="Let the trace replace any other file, too.")
 
     budget: Annotated[int | None, BeforeValidator(_no_bool)] = Field(
         None, ge=1, description="LOSSY: experts a layer may touch in one verify step (B), ranked over all draft tokens."
     )
     budget_mass: Annotated[float | None, BeforeValidator(_no_bool)] = Field(
-        None, gt=0, le=1, description="LOSSY: instead of B, the share of the router mass to keep, e.g. 0.98."
+        None, gt=0, le=1, description="LOSSY: instead of B, the share of the mass to keep, e.g. 0.98."
     )
-    budget_file: Path | None = Field(None, description="LOSSY: a budget for each layer, from vllm-spac tune.")
+    budget_mass_of: Literal["selected", "scores"] | None = Field(
+        None,
+        description="What budget_mass is a share of: selected (default), the routing weights of the selected experts; "
+        "scores, the routers' scores of all experts.",
+    )
+    budget_file: _SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac tune.")
     budget_ranking: Annotated[str, AfterValidator(_check_ranking)] = Field(
         "router", description="Which experts stay: router, static, coactivation or resident."
     )
@@ -169,7 +188,7 @@ class SpacConfig(BaseModel):
     budget_when: Literal["verify", "decode", "all"] = Field(
         "verify", description="Rows that vote and are cut: of verify steps, of decode steps too, or all."
     )
-    calibration: Path | None = Field(
+    calibration: _SomePath = Field(
         None, description="File of vllm-spac calibrate; the rankings static and coactivation need it."
     )
     control: bool = Field(False, description="Open POST /spac/budget: change the budget while the server runs.")
@@ -179,7 +198,16 @@ class SpacConfig(BaseModel):
         given = [name for name in ("budget", "budget_mass", "budget_file") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} bound the same thing; use one of them")
-        if given and self.calibration is None and components.find("budgets", self.budget_ranking).needs_calibration:
+        if self.budget_mass_of is not None and self.budget_mass is None:
+            raise ValueError(
+                f"budget_mass_of={self.budget_mass_of} (--spac-budget-mass-of) says what a share is of; "
+                "add --spac-budget-mass 0.98"
+            )
+        if (
+            given
+            and self.calibration is None
+            and components.find("budget.rankings", self.budget_ranking).needs_calibration
+        ):
             raise ValueError(
                 f"budget_ranking={self.budget_ranking} (--spac-budget-ranking) needs calibration (--spac-calibration "
                 "FILE); write the file with `vllm-spac calibrate`"
@@ -202,6 +230,11 @@ class SpacConfig(BaseModel):
                 raise ValueError(
                     "execution=pointers (--spac-execution) moves experts ahead of need itself; drop --spac-prefetch"
                 )
+            if components.find("policies", self.policy).needs_layers:
+                raise ValueError(
+                    f"policy={self.policy} (--spac-policy) evicts from the layer that asks, and no layer asks the host "
+                    "with execution=pointers (--spac-execution); use --spac-policy lru, or --spac-execution slots"
+                )
         return self
 
     @model_validator(mode="after")
@@ -220,6 +253,12 @@ class SpacConfig(BaseModel):
                 "admission (--spac-admission) is of execution=pointers: with slots, each missing expert is loaded "
                 "before its layer computes; add --spac-execution pointers"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _overwrites_something(self) -> SpacConfig:
+        if self.trace_overwrite and self.trace is None:
+            raise ValueError("trace_overwrite (--spac-trace-overwrite) replaces nothing without --spac-trace FILE")
         return self
 
     @model_validator(mode="after")
@@ -243,13 +282,19 @@ class SpacConfig(BaseModel):
         """The store for a ``device`` of that type: what was asked for, or what suits it."""
         return self.store or ("disk" if device == "cpu" and self.execution == "slots" else "host")
 
+    @property
+    def folder(self) -> Path:
+        """Where experts are packed."""
+        return (self.disk_dir or DISK_DIR).expanduser().absolute()
+
     def budget_settings(self, budget: int | dict[str, int] | None) -> BudgetSettings:
         """The settings of the budget at the start; ``budget`` is B, or B for each layer from the budget file."""
-        from vllm_spac.budgeting import BudgetSettings
+        from vllm_spac.budget.control import BudgetSettings
 
         return BudgetSettings(
             budget=budget,
             mass=self.budget_mass,
+            mass_of=self.budget_mass_of or "selected",
             ranking=self.budget_ranking,
             coverage=self.budget_coverage,
             when=self.budget_when,
@@ -264,7 +309,7 @@ class SpacConfig(BaseModel):
         """
         if not isinstance(raw, dict):
             raise ConfigError(
-                f'spac: the configuration must be a mapping of knobs, e.g. {{"slots": "25%"}}, not {raw!r}'
+                f'spac: the configuration must be a mapping of knobs, e.g. {{"slots": "25%"}}, not {brief(raw)}'
             )
         try:
             return cls(**raw)
@@ -291,12 +336,23 @@ def check_knob(name: str, text: str) -> str:
 
 
 def _explain(item: dict[str, Any]) -> str:
-    message = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ").removeprefix("spac: ")
     if not item["loc"]:  # of several knobs together
         return message
-    name = str(item["loc"][0])
+    name = shortened(str(item["loc"][0]))
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, SpacConfig.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known knobs: {', '.join(SpacConfig.model_fields)}"
         return f"unknown knob {name!r}; {hint}"
-    return f"{name}={item['input']!r} ({flag(name)}): {message}"
+    return f"{name}={brief(item['input'])} ({flag(name)}): {message}"
+
+
+def config_of(additional_config: Any) -> SpacConfig | None:
+    """The plugin's configuration in vLLM's ``additional_config``; None when the user did not ask for the plugin.
+
+    Raises:
+        ConfigError: as ``SpacConfig.parse``.
+    """
+    if not isinstance(additional_config, dict) or "spac" not in additional_config:
+        return None
+    return SpacConfig.parse(additional_config["spac"])

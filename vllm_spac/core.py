@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import torch
 
+NOT_RUN = -1  # in counts per expert: its layer did not run in this step
+
 
 class RowKind(StrEnum):
     """What the rows of one request in a forward are for."""
@@ -111,3 +113,22 @@ class MoEShape:
     def split(self, key: int) -> tuple[int, int]:
         """(layer number, expert) of a key."""
         return divmod(key, self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds, measured on this machine or taken from a profile; never literals.
+
+    Attributes:
+        fast: one expert in fast memory (t_gpu), also for several rows.
+        stream: one expert into fast memory (t_io).
+        cpu: one expert on the CPU at one row (t_cpu): its weights are read once.
+        cpu_row: each row of an expert on the CPU when arithmetic limits it: an expert takes max(cpu, rows * cpu_row).
+        draft: one draft token (t_draft).
+    """
+
+    fast: float
+    stream: float
+    cpu: float
+    cpu_row: float = 0.0
+    draft: float = 0.0

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from vllm_spac.system.printable import printable
+
 
 class SpacError(RuntimeError):
-    """Base of all errors raised by this package on purpose."""
+    """Base of all errors raised by this package on purpose. Its text is one line that a terminal can show."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(SpacError, ValueError):

@@ -12,13 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vllm_spac.budgeting import BudgetControl
+from vllm_spac.budget.control import BudgetControl
+from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, RowKind, Step
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.guard import Guard
-from vllm_spac.residency import Residency
+from vllm_spac.speculation.guard import Guard
 from vllm_spac.tiers.base import ExpertStore
-from vllm_spac.trace_writer import TraceWriter
+from vllm_spac.traces.writer import TraceWriter
 
 _SAVE_SECONDS = 5.0
 

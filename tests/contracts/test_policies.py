@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_spac import components
+from vllm_spac.cache.residency import Residency
 from vllm_spac.policies.base import Policy
 from vllm_spac.policies.belady import Belady
 from vllm_spac.policies.lfu import LFU
 from vllm_spac.policies.lru import LRU
 from vllm_spac.policies.utility import Utility
-from vllm_spac.residency import Residency
-from vllm_spac.utility import UtilityEstimator
+from vllm_spac.predictors.utility import UtilityEstimator
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 KEYS = 8
@@ -176,7 +176,7 @@ def test_standing_is_the_order_of_eviction(name: str, ops: list[tuple]) -> None:
     assert policy.evict(len(held), ()) == expected, "it changed something, or is no order of eviction"
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "utility"])
+@pytest.mark.parametrize("name", ["lru", "layer_lru", "lfu", "utility"])
 @given(ops, keys)
 @settings(max_examples=200, **BUSY)
 def test_standing_says_who_would_come(name: str, ops: list[tuple], newcomer: int) -> None:
@@ -212,12 +212,18 @@ def test_reuse_knows_what_a_use_would_make_of_it(steps: list[np.ndarray], key: i
         assert expected == 0, "before the first step all are alike"
 
 
+def test_only_layer_lru_needs_layers() -> None:
+    assert [name for name in components.names("policies") if components.find("policies", name).needs_layers] == [
+        "layer_lru"
+    ]
+
+
 def test_only_belady_is_offline() -> None:
     offline = [name for name in components.names("policies") if components.find("policies", name).offline]
     assert offline == ["belady"]
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu"])
+@pytest.mark.parametrize("name", ["lru", "layer_lru", "lfu"])
 def test_counts_mean_nothing_to_those_that_know_uses_only(name: str) -> None:
     policy = filled(name)
     policy.observe(np.arange(KEYS)[::-1].copy())

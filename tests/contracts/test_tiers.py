@@ -262,7 +262,7 @@ def test_host_store_says_what_it_needs(available: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(host, "available_host_bytes", lambda: free)
     store = open_store("host", tmp_path, "many odd pages")
     experts = 2**30 // store.shape.expert_bytes + 1
-    with pytest.raises(StoreError, match="needs 1.00 GiB .* for .* experts.*--spac-store disk --spac-disk-dir"):
+    with pytest.raises(StoreError, match=r"needs 1\.0\d GiB .* for .* experts.*--spac-store disk --spac-disk-dir"):
         store.reserve(experts)
     monkeypatch.setattr(host, "available_host_bytes", lambda: 3 * 2**30)
     store.reserve(experts)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm_spac import components
-from vllm_spac.budgeting import BudgetControl
+from vllm_spac.budget.control import BudgetControl
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
-from vllm_spac.integration import experts_layer, opaque, tiles
-from vllm_spac.integration.experts_layer import ManagedExperts, runnable
+from vllm_spac.execution.exchange import Exchange
+from vllm_spac.execution.pointers.streams import CallerStream
+from vllm_spac.execution.slots import ExpertPool
 from vllm_spac.integration.graphs import with_moe_layer
-from vllm_spac.pool import ExpertPool
+from vllm_spac.integration.layers import custom_ops, managed_experts, triton_tiles
+from vllm_spac.integration.layers.managed_experts import ManagedExperts, runnable
 from vllm_spac.runtime import Runtime
 from vllm_spac.tiers.memory import MemoryStore
 
@@ -36,15 +40,27 @@ class Kernel:
         return x * (topk_weights * scale).sum(1, keepdim=True)
 
 
+class CallerLane:
+    """Where the emulated device's copies run: at once."""
+
+    def copy(self, target, source) -> None:
+        target.copy_(source)
+
+    def record(self):
+        return CallerStream().record()
+
+
 class Layer(ManagedExperts, Kernel):
-    def __init__(self, slots: int, on_cpu: bool = True) -> None:
-        store = MemoryStore(SHAPE, "")
-        for key in range(EXPERTS):
+    def __init__(self, slots: int, on_cpu: bool = True, layers: int = 1) -> None:
+        shape = replace(SHAPE, layers=tuple(f"layer {i}" for i in range(layers)))
+        store = MemoryStore(shape, "")
+        for key in range(shape.total):
             store.put(key, {"w": torch.tensor([key + 1.0])})
         policy = components.build("policies", "lru")
-        pool = ExpertPool(SHAPE, slots, policy, store, {"w": torch.empty(slots, 1)}, io_threads=1, path="memory")
+        pool = ExpertPool(shape, slots, policy, store, {"w": torch.empty(slots, 1)}, io_threads=1, path="memory")
         list(pool.fill())
         self.spac = SimpleNamespace(runtime=Runtime([pool], BudgetControl([])), on_cpu=on_cpu, device="cpu")
+        self.spac.exchange = None if on_cpu else Exchange(torch.device("cpu"), CallerLane())
         self.spac_pool, self.spac_index, self.layer_name, self.ran = pool, 0, "layer", []
         self._pointers, self._expert_map, self.seen = False, None, []
 
@@ -87,10 +103,117 @@ def test_off_the_cpu_experts_keep_their_ids_and_a_map_has_their_slots() -> None:
     ids, x, weights = torch.tensor([[7, 5], [5, 6], [4, 3]]), torch.rand(3, WIDTH), torch.rand(3, TOP_K)
     out = layer.spac_in_slots(x, weights, ids)
     assert torch.allclose(out, x * (weights * (ids + 1)).sum(1, keepdim=True))
-    assert torch.equal(torch.cat(layer.seen), ids) and len(layer.seen) == 2, "vLLM sorts rows by fewer than 1,024 ids"
+    assert torch.equal(torch.cat(layer.seen), ids) and len(layer.seen) == 2, "vLLM sorts rows by a layer's experts"
 
 
-def test_off_the_cpu_tiles_are_those_of_a_whole_layer(monkeypatch) -> None:
+@pytest.mark.parametrize("slots", [3, EXPERTS - 1], ids=["waves", "one wave"])
+def test_off_the_cpu_ids_that_all_count_stay_where_they_are(slots: int) -> None:
+    """What the router chose goes down to the host; up goes the map alone, unless padding has changed the ids."""
+    layer, up = Layer(slots, on_cpu=False), []
+    to_device = layer.spac.exchange.to_device
+    layer.spac.exchange.to_device = lambda tensor: up.append(tensor.shape) or to_device(tensor)
+    layer.spac.runtime.begin_step(Step((RequestRows(0, 3, RowKind.PREFILL),)))
+    ids, x, weights = torch.tensor([[7, 5], [5, 6], [4, 3]]), torch.rand(3, WIDTH), torch.rand(3, TOP_K)
+    out = layer.spac_forward(x, weights, ids)
+    layer.spac.runtime.end_forward()
+    assert torch.allclose(out, x * (weights * (ids + 1)).sum(1, keepdim=True))
+    assert set(up) == {(EXPERTS,)}
+    assert all(seen.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr() for seen in layer.seen)
+    layer.spac.runtime.begin_step(Step((RequestRows(0, 3, RowKind.DECODE),)))
+    layer.spac_forward(torch.rand(4, WIDTH), torch.rand(4, TOP_K), padded(1, [-1, -1]))
+    assert up[-1] == (4, TOP_K)
+
+
+@pytest.fixture
+def unhooked(monkeypatch):
+    """vLLM's functions as they are, and again behind the test."""
+    from vllm.model_executor.layers.fused_moe import fused_moe
+    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+
+    for module in (fused_moe, triton_moe):
+        for name in ("try_get_optimal_moe_config", "moe_align_block_size"):
+            monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+    monkeypatch.setattr(triton_tiles, "install", functools.cache(triton_tiles.install.__wrapped__))
+
+
+def align_on_cuda(ids, experts, block, sorted_ids, expert_ids, padded_rows, expert_map=None, scatter=None) -> None:
+    """``moe_align_block_size`` as vLLM's CUDA kernel orders it: mapped first, then counted by ``experts`` counts."""
+    flat = ids.flatten().long()
+    numbers = flat if expert_map is None else expert_map[flat].long()
+    assert numbers.max() < experts, f"number {numbers.max()} is written beyond {experts} counts"
+    sorted_ids.fill_(ids.numel())
+    expert_ids.fill_(-1)
+    start = 0
+    for number in range(experts):
+        rows = (numbers == number).nonzero().flatten()
+        stop = start + -(-len(rows) // block) * block
+        sorted_ids[start : start + len(rows)] = rows
+        expert_ids[start // block : stop // block] = number
+        start = stop
+    padded_rows.fill_(start)
+
+
+def sorted_as_unquantised(ids, config, experts, expert_map):
+    """As ``TritonExperts.apply`` does, also for FP8."""
+    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+
+    sizes = (len(ids), TOP_K, experts, expert_map)
+    return triton_moe._prepare_expert_assignment(ids, config, *sizes, ignore_invalid_experts=True)
+
+
+def sorted_as_int4(ids, config, experts, expert_map):
+    """As ``TritonWNA16Experts.apply`` does."""
+    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+
+    return triton_moe.moe_align_block_size(ids, config["BLOCK_SIZE_M"], experts, expert_map)
+
+
+@pytest.mark.parametrize("sort", [sorted_as_unquantised, sorted_as_int4])
+def test_off_the_cpu_vllm_sorts_by_experts_and_finds_their_slots(unhooked, monkeypatch, sort) -> None:
+    """With vLLM's own functions around the CUDA kernel, and slots that are numbered far beyond a layer's experts."""
+    from vllm import _custom_ops
+
+    class Sorting(Layer):
+        def kernel(self, x, weights, ids):
+            order, blocks, count = sort(ids, {"BLOCK_SIZE_M": 4}, EXPERTS, self._expert_map)
+            out = torch.zeros_like(x)
+            for place in range(int(count)):
+                pair, slot = int(order[place]), blocks[place // 4]
+                if pair < ids.numel():
+                    row = pair // TOP_K
+                    out[row] += x[row] * weights.flatten()[pair] * self.spac_pool.tensors["w"][slot]
+            return out
+
+    monkeypatch.setattr(_custom_ops, "moe_align_block_size", align_on_cuda)
+    monkeypatch.setattr(Kernel, "forward_modular", Sorting.kernel)
+    layer = Sorting(5 * EXPERTS - 1, on_cpu=False, layers=5)
+    x, weights = torch.rand(3, WIDTH), torch.rand(3, TOP_K)
+    ids = torch.tensor([[7, 5], [5, 6], [4, 3]], dtype=torch.int32)
+    for index in (0, 4):
+        layer.spac_index = index
+        out = layer.spac_in_slots(x, weights, ids)
+        expected = x * (weights * (ids + 1 + index * EXPERTS)).sum(1, keepdim=True)
+        assert torch.allclose(out, expected)
+    assert layer._expert_map.max() >= EXPERTS
+
+
+@pytest.mark.parametrize("name", ["try_get_optimal_moe_config", "moe_align_block_size"])
+@pytest.mark.parametrize("found", [None, lambda topk_ids, block_size, num_experts, expert_map=None: None])
+def test_a_vllm_whose_kernels_cannot_be_told_is_refused(unhooked, monkeypatch, name: str, found) -> None:
+    from vllm.model_executor.layers.fused_moe import fused_moe
+    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+
+    before = fused_moe.moe_align_block_size
+    if found is None:
+        monkeypatch.delattr(triton_moe, name)
+    else:
+        monkeypatch.setattr(triton_moe, name, found)
+    with pytest.raises(UnsupportedError, match=rf"triton_moe:{name}.*use a vLLM that it was tested with"):
+        triton_tiles.install()
+    assert fused_moe.moe_align_block_size is before, "all or nothing"
+
+
+def test_off_the_cpu_tiles_are_those_of_a_whole_layer(unhooked, monkeypatch) -> None:
     """vLLM's rule gives few experts and many rows other tiles; the second wave has one row, of three."""
     from vllm.model_executor.layers.fused_moe.experts import triton_moe
 
@@ -101,11 +224,11 @@ def test_off_the_cpu_tiles_are_those_of_a_whole_layer(monkeypatch) -> None:
         chosen.append(triton_moe.try_get_optimal_moe_config((3, 64, 32), (3, 32, 32), TOP_K, None, len(x)))
         return run(self, x, weights, ids)
 
+    def choose(w1_shape, w2_shape, top_k, dtype, M, block_shape=None):  # noqa: N803
+        return w1_shape, w2_shape, M
+
     monkeypatch.setattr(Kernel, "forward_modular", kernel)
-    monkeypatch.setattr(
-        triton_moe, "try_get_optimal_moe_config", lambda w13, w2, top_k, dtype, rows, *_: (w13, w2, rows)
-    )
-    monkeypatch.setattr(tiles, "_install", functools.cache(tiles._install.__wrapped__))
+    monkeypatch.setattr(triton_moe, "try_get_optimal_moe_config", choose)
     layer.spac_in_slots(torch.rand(3, WIDTH), torch.rand(3, TOP_K), torch.tensor([[7, 5], [5, 6], [4, 3]]))
     assert chosen == 2 * [((EXPERTS, 64, 32), (EXPERTS, 32, 32), 3)]
     assert triton_moe.try_get_optimal_moe_config((3, 64, 32), (3, 32, 32), TOP_K, None, 1)[2] == 1, (
@@ -123,11 +246,25 @@ def test_off_the_cpu_vllms_own_ids_reach_its_kernel_untouched() -> None:
     assert torch.equal(seen[0], IDS) and layer.ran == [5]
 
 
-def test_a_graph_holds_no_layer_that_loads(monkeypatch) -> None:
-    layer = Layer(3)
-    monkeypatch.setattr(experts_layer, "capturing", lambda tensor: True)
+@pytest.mark.parametrize(("slots", "on_cpu"), [(3, True), (3, False), (EXPERTS, True)])
+def test_a_graph_holds_no_layer_that_loads(monkeypatch, slots: int, on_cpu: bool) -> None:
+    layer = Layer(slots, on_cpu)
+    monkeypatch.setattr(managed_experts, "capturing", lambda tensor: True)
     with pytest.raises(SpacError, match="--enforce-eager"):
         layer.spac_forward(torch.ones(1, WIDTH), torch.ones(1, TOP_K), torch.zeros(1, TOP_K, dtype=torch.int64))
+
+
+def test_a_graph_holds_a_layer_whose_experts_all_have_a_slot(monkeypatch) -> None:
+    """vLLM's kernel runs what the router chose, and nothing waits for the host or is kept for it."""
+    layer, ids = Layer(EXPERTS, on_cpu=False), padded(2, [7, 7])
+    monkeypatch.setattr(managed_experts, "capturing", lambda tensor: True)
+    with monkeypatch.context() as graph:
+        for name in ("cpu", "numpy", "item", "tolist", "nonzero"):
+            graph.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for the device"))
+        layer.spac_forward(torch.ones(5, WIDTH), torch.ones(5, TOP_K), ids)
+    assert layer.seen == [ids] and layer.spac_pool.snapshot()["hits"] == 0
+    with pytest.raises(UnsupportedError, match="a budget"):
+        layer.spac.runtime.require_host("a budget")
 
 
 def test_a_layer_over_pointers_that_is_captured_is_closed_to_the_host(monkeypatch) -> None:
@@ -137,7 +274,7 @@ def test_a_layer_over_pointers_that_is_captured_is_closed_to_the_host(monkeypatc
     x, weights, runtime = torch.ones(1, WIDTH), torch.ones(1, TOP_K), layer.spac.runtime
     layer.spac_forward(x, weights, ids)
     runtime.require_host("a budget")
-    monkeypatch.setattr(experts_layer, "capturing", lambda tensor: True)
+    monkeypatch.setattr(managed_experts, "capturing", lambda tensor: True)
     assert torch.equal(layer.spac_forward(x, weights, ids), 3 * x)
     with pytest.raises(UnsupportedError, match="a budget"):
         runtime.require_host("a budget")
@@ -161,7 +298,7 @@ def runner(monkeypatch):
             hidden * 2 if shared is None else (shared + 1, hidden * 2 + logits.sum())
         )
     )
-    monkeypatch.setattr(opaque.moe_runner, "get_layer_from_name", lambda name: found)
+    monkeypatch.setattr(custom_ops.moe_runner, "get_layer_from_name", lambda name: found)
     return found
 
 
@@ -169,8 +306,8 @@ def runner(monkeypatch):
 def test_the_op_gives_what_the_layer_gives(runner, shared: bool) -> None:
     hidden, logits = torch.rand(4, 6), torch.rand(4, EXPERTS)
     given = hidden if shared else None
-    name = opaque.layer_argument("layer")
-    got = opaque.moe_layer(shared)(hidden, logits, given, None, name, 0)
+    name = custom_ops.layer_argument("layer")
+    got = custom_ops.moe_layer(shared)(hidden, logits, given, None, name, 0)
     want = runner._forward_impl(hidden, logits, given, None)
     assert all(map(torch.equal, got, want)) if shared else torch.equal(got, want)
 
@@ -178,7 +315,7 @@ def test_the_op_gives_what_the_layer_gives(runner, shared: bool) -> None:
 def test_an_output_may_be_narrower(runner) -> None:
     runner._forward_impl = lambda hidden, *rest: hidden[:, :4]
     hidden = torch.rand(2, 6)
-    got = opaque.moe_layer(False)(hidden, hidden, None, None, opaque.layer_argument("layer"), 4)
+    got = custom_ops.moe_layer(False)(hidden, hidden, None, None, custom_ops.layer_argument("layer"), 4)
     assert torch.equal(got, hidden[:, :4])
 
 
@@ -192,7 +329,7 @@ def test_a_graph_is_split_at_the_op_and_its_output_comes_from_before(runner) -> 
         graphs.append(graph.graph)
         return graph.forward
 
-    forward, name = opaque.moe_layer(shared=False), opaque.layer_argument("layer")
+    forward, name = custom_ops.moe_layer(shared=False), custom_ops.layer_argument("layer")
 
     def model(hidden):
         return forward(hidden.sin(), hidden, None, None, name, 0).cos()

@@ -1,7 +1,8 @@
-"""vLLM's own quantised layers, managed: their conversion runs on a CPU, their (Triton) kernels do not."""
+"""vLLM's own layers, managed, above all quantised: their conversion runs on a CPU, their (Triton) kernels do not."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import resource
@@ -13,14 +14,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_spac import quantisation as quantised
-from vllm_spac.cli import inspect
+from vllm_spac.checkpoint import headers
+from vllm_spac.checkpoint import quantisation as quantised
+from vllm_spac.checkpoint.contents import Checkpoint
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
-from vllm_spac.integration import loading
-from vllm_spac.integration.fingerprint import fingerprint
-from vllm_spac.memory import release_freed_memory
+from vllm_spac.integration.loading import managed_load
+from vllm_spac.integration.loading.fingerprint import fingerprint
+from vllm_spac.system.host_memory import release_freed_memory
+from vllm_spac.tiers.memory import MemoryStore
 
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 256, 128
 GROUP = {"strategy": "group", "group_size": 32, "num_bits": 4, "type": "int", "symmetric": True}
@@ -81,8 +84,8 @@ def triton(monkeypatch):
     monkeypatch.setattr(auto_awq.AutoAWQConfig, "get_min_capability", lambda: -1)  # a CPU has none
 
 
-def build(quantisation: dict, managed: bool = True, **knobs):
-    """A layer as vLLM builds it for a checkpoint with ``quantisation``."""
+def build(quantisation: dict | None, managed: bool = True, **knobs):
+    """A layer as vLLM builds it for a checkpoint with ``quantisation``, or with none."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.layers.quantization import get_quantization_config
@@ -97,11 +100,13 @@ def build(quantisation: dict, managed: bool = True, **knobs):
             "params_dtype": torch.bfloat16,
             "prefix": "layers.0.experts",
         }
-        method = quantised.loader(quantisation) or quantisation["quant_method"]
-        quant = get_quantization_config(method).from_config(quantisation)
+        quant = None
+        if quantisation is not None:
+            method = quantised.loader(quantisation) or quantisation["quant_method"]
+            quant = get_quantization_config(method).from_config(quantisation)
         if not managed:
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
-        with loading.managed_load(SpacConfig(**knobs), config):
+        with managed_load.managed_load(SpacConfig(**knobs), config):
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
 
 
@@ -220,9 +225,28 @@ def test_a_stored_layer_takes_nothing(name):
     packed = stand_in(layer)
     layer.probe()
     layer.spac.is_stored = lambda _: True
-    layer.forget()
     load(layer, {n: t.to("meta") for n, t in checkpoint(METHODS[name]).items()})  # which nobody can read
-    assert packed == [] and all(param.numel() == 0 for param in layer._staged.values())
+    assert packed == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_weight_that_comes_after_its_layer_was_packed(name):
+    """Of a running engine whose weights are changed, or of a checkpoint that has it twice."""
+    layer, tensors = build(METHODS[name]), checkpoint(METHODS[name])
+    stand_in(layer)
+    layer.probe()
+    layer.spac.is_stored = lambda _: layer._packed
+    layer.spac.pack = lambda _: layer.forget()
+    load(layer, tensors)
+    for again in (n for n in tensors if not is_unread(n, name)):
+        with pytest.raises(SpacError, match="came after the layer was packed.*or restart with the new one"):
+            load(layer, tensors, [again])
+    layer = build(METHODS[name])
+    stand_in(layer)
+    layer.spac.is_stored = lambda _: True
+    layer.forget()  # as an engine does whose experts were packed by an earlier start
+    with pytest.raises(SpacError, match="came after the layer was packed"):
+        load(layer, tensors)
 
 
 @pytest.mark.parametrize("name", ["compressed int4, zero points", "gptq int4", "awq int4, zero points"])
@@ -338,13 +362,130 @@ def test_a_kernel_that_was_never_seen_is_refused(monkeypatch):
         build(METHODS["fp8, blocks"])
 
 
+def choose(kernel, monkeypatch) -> None:
+    """Let vLLM choose ``kernel`` for unquantised experts, which a CPU has others for."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantised
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    chosen = UnquantizedMoeBackend.TRITON, kernel
+    monkeypatch.setattr(unquantised, "select_unquantized_moe_backend", lambda *_, **__: chosen)
+
+
+@pytest.fixture
+def unquantised(monkeypatch):
+    """A layer whose (Triton) kernel reads experts as the checkpoint has them, loaded, and what it was given."""
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    choose(TritonExperts, monkeypatch)
+    layer = build(None)
+    stand_in(layer)
+    layer.probe()
+    plain = {n: t for n, t in checkpoint(METHODS["fp8, blocks"]).items() if n.endswith("weight")}
+    load(layer, {n: t.to(torch.bfloat16) for n, t in plain.items()})
+    return layer, {n: p.data.clone() for n, p in layer._staged.items()}
+
+
+def test_what_a_kernel_reads_as_the_checkpoint_has_it_is_not_converted(unquantised):
+    layer, given = unquantised
+    calls, to_kernel = [], layer._to_kernel
+    layer._to_kernel = lambda _: (calls.append(len(layer.w13_weight)), to_kernel(layer))
+    parts = [layer.convert(start, stop) for start, stop in ((0, 2), (2, 5), (5, EXPERTS))]
+    assert calls == [1], "one expert is, to see that it is so"
+    assert same({n: torch.cat([part[n] for part in parts]) for n in given}, given)
+    assert all(
+        t.untyped_storage().data_ptr() == layer._staged[n].untyped_storage().data_ptr() for n, t in parts[0].items()
+    )
+    pool = SimpleNamespace(shape=SimpleNamespace(experts=EXPERTS), holds_all=False, residency=SimpleNamespace(slots=4))
+    pool.tensors = {n: t[:4].clone() for n, t in given.items()}
+    layer.attach(pool)
+    assert layer.w13_weight.data_ptr() == pool.tensors["w13_weight"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.flip(1), lambda t: t.transpose(1, 2).contiguous()], ids=["order", "shape"]
+)
+def test_a_kernel_that_is_given_experts_otherwise_is_noticed(unquantised, change):
+    layer, _ = unquantised
+    to_kernel = layer._to_kernel
+
+    def converted(_):
+        to_kernel(layer)
+        layer.w13_weight.data = change(layer.w13_weight.data)
+
+    layer._to_kernel = converted
+    with pytest.raises(SpacError, match="TritonExperts does not read w13_weight of .* as the checkpoint has it"):
+        layer.convert(0, 2)
+
+
+@pytest.mark.parametrize(("on_cpu", "chunks"), [(True, 6), (False, 1)])
+def test_a_gpu_is_given_many_experts_at_once(on_cpu, chunks):
+    """Each chunk costs it a kernel object and copies; on a CPU a chunk is memory beside the layer."""
+    shape = MoEShape(("layer",), EXPERTS, TOP_K, {"w": TensorSpec((3, 1 << 20), torch.float32)})
+    store, asked, forgotten = MemoryStore(shape, ""), [], []
+    experts = object.__new__(managed_load.ModelExperts)
+    experts.on_cpu, experts._bar = on_cpu, SimpleNamespace(update=lambda: None)
+    experts._stores, experts._put = {"layer": store}, []
+
+    def convert(start, stop):
+        asked.append((start, stop))
+        return {"w": torch.arange(start, stop).float()[:, None, None].expand(-1, 3, 1 << 20)}
+
+    layer = SimpleNamespace(
+        layer_name="layer", spac_index=0, convert=convert, forget=lambda: forgotten.append(len(asked))
+    )
+    experts.pack(layer)
+    assert len(asked) == chunks and forgotten == [chunks]
+    assert [store.view(key)["w"][2, 7].item() for key in range(EXPERTS)] == list(range(EXPERTS))
+
+
+def test_a_load_that_failed_gives_back_its_stores_once_each():
+    """What is pinned stays pinned otherwise, in a process that goes on."""
+    experts, closed = object.__new__(managed_load.ModelExperts), []
+    experts.runtime, experts._open_files = None, SimpleNamespace(close=lambda: closed.append("files"))
+    shared, other = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("shared", "other"))
+    experts._stores, experts._filled = {"first": shared, "second": shared, "third": other}, {}
+    experts.close()
+    assert closed == ["files", "shared", "other"]
+    closed.clear()
+    pool = SimpleNamespace(store=other, close=lambda: (closed.append("pool"), other.close()))
+    experts._filled = {"shape": pool}
+    experts.close()
+    assert closed == ["files", "pool", "other", "shared"]
+
+
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        ("triton_moe.TritonExperts", True),
+        ("flashinfer_cutlass_moe.FlashInferExperts", False),
+        ("trtllm_bf16_moe.TrtLlmBf16ExpertsModular", False),
+        ("fused_batched_moe.BatchedTritonExperts", False),
+    ],
+)
+def test_off_the_cpu_unquantised_experts_need_a_kernel_that_finds_slots(monkeypatch, path, known):
+    """FlashInfer's ignores the map from experts to slots, and is vLLM's choice on sm_100 and sm_120."""
+    from vllm.platforms import current_platform
+
+    module, name = path.split(".")
+    choose(
+        getattr(importlib.import_module(f"vllm.model_executor.layers.fused_moe.experts.{module}"), name), monkeypatch
+    )
+    build(None)  # a CPU's kernels take slots for experts
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    if known:
+        build(None)
+    else:
+        with pytest.raises(UnsupportedError, match=f"{name} is not known .* TritonExperts does; add --moe-backend"):
+            build(None)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_inspect_counts_the_bytes_of_a_slot(name, tmp_path):
     facts = {"num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
     (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": METHODS[name]}))
     tensors = checkpoint(METHODS[name])
     save_file({f"model.layers.0.mlp.experts.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    found = inspect.read_checkpoint(tmp_path)
+    found = headers.read_checkpoint(tmp_path)
     layer = build(METHODS[name])
     stand_in(layer)
     assert found.expert_bytes == [sum(spec.nbytes for spec in layer.probe().values())]
@@ -352,15 +493,23 @@ def test_inspect_counts_the_bytes_of_a_slot(name, tmp_path):
 
 
 def test_packed_experts_are_told_apart():
+    """Also between ranks, which hold other parts of the same experts, or other experts, in the same shapes."""
     shape = MoEShape(("layer",), EXPERTS, TOP_K, {"w13_weight_packed": TensorSpec((4,), torch.uint8)})
+    ranks = [{}, {"tp_size": 2}, {"tp_size": 2, "tp_rank": 1}, {"ep_size": 2, "use_ep": True}]
+    ranks.append({"ep_size": 2, "use_ep": True, "ep_rank": 1})
+    alone = {"tp_size": 1, "tp_rank": 0, "ep_size": 1, "ep_rank": 0, "use_ep": False}
     names = set()
     for change in ({}, {"symmetric": False}, {"type": "float"}):
         entry = compressed(GROUP | change, None, "pack-quantized")
-        hf_config = SimpleNamespace(to_dict=lambda entry=entry: {"quantization_config": entry})
-        model = SimpleNamespace(model="a/b", revision="1", hf_config=hf_config)
+        model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda entry=entry: {"quantization_config": entry}))
         vllm_config = SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto"))
         for kernel in (Tensor, MoEShape):
             for method in ("Fp8MoEMethod", "CompressedTensorsWNA16MoEMethod"):
-                layer = SimpleNamespace(quant_method=type(method, (), {"experts_cls": kernel})())
-                names.add(fingerprint(vllm_config, shape, layer))
-    assert len(names) == 12
+                for rank in ranks:
+                    layer = SimpleNamespace(
+                        quant_method=type(method, (), {"experts_cls": kernel})(),
+                        moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(**alone | rank)),
+                    )
+                    for weights in ("one", "two"):
+                        names.add(fingerprint(vllm_config, shape, layer, Checkpoint([weights])))
+    assert len(names) == 3 * 2 * 2 * len(ranks) * 2

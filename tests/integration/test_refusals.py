@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +33,7 @@ QWEN = {
     "dtype": "bfloat16",
 }
 
+AUTO = {"cpu_experts": "auto", "store": "host"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 
 
@@ -41,7 +45,9 @@ def write_config(folder: Path, config: dict) -> Path:
 
 @pytest.fixture
 def moe(tmp_path) -> Path:
-    return write_config(tmp_path / "moe", QWEN)
+    folder = write_config(tmp_path / "moe", QWEN)
+    (folder / "model.safetensors").write_bytes(b"weights")  # what names the model; nothing is refused so late
+    return folder
 
 
 def engine_config(model: Path, spac, **options):
@@ -83,6 +89,8 @@ def engine_config(model: Path, spac, **options):
         ({"execution": "magic"}, ["execution='magic'", "slots", "pointers"]),
         ({"execution": "pointers", "store": "disk"}, ["--spac-execution", "--spac-store host"]),
         ({"budget_mass": 0}, ["budget_mass=0", "--spac-budget-mass"]),
+        ({"budget_mass_of": "scores"}, ["--spac-budget-mass-of", "add --spac-budget-mass"]),
+        ({"budget_mass": 0.9, "budget_mass_of": "all"}, ["--spac-budget-mass-of", "'selected' or 'scores'"]),
         ({"budget": 8, "budget_mass": 0.9}, ["budget and budget_mass", "use one of them"]),
         ({"budget": 8, "budget_ranking": "oracle"}, ["'oracle'", "vllm-spac quality", "router"]),
         ({"budget": 8, "budget_ranking": "static"}, ["static", "--spac-calibration", "vllm-spac calibrate"]),
@@ -101,19 +109,178 @@ def test_bad_knobs(moe, spac, named):
         assert part in str(caught.value)
 
 
+OUTSIDE = """
+from vllm_spac.budget.rankings import oracle
+from vllm_spac.policies.base import Policy
+from vllm_spac.policies.belady import Belady
+from vllm_spac.policies.lru import LRU
+
+
+class Fine(LRU):
+    pass
+
+
+class Abstract(Policy):
+    pass
+
+
+class Demanding(LRU):
+    def __init__(self, size):
+        super().__init__()
+
+
+class Failing(LRU):
+    def __init__(self):
+        raise OSError("first line\\nsecond line")
+
+
+class Offline(Belady):
+    pass
+
+
+class Oracle(oracle.Oracle):
+    pass
+
+
+instance = Fine()
+"""
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch) -> Path:
+    """A folder of the user's modules and files, some of them bad."""
+    (tmp_path / "spac_outside.py").write_text(OUTSIDE)
+    (tmp_path / "spac_broken.py").write_text("def (")
+    (tmp_path / "spac_exits.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "text").write_text("precious")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    (tmp_path / "other.json").write_text(
+        json.dumps({"format": "spac-budgets-1", "fingerprint": "\x1b[2J", "budgets": {}})
+    )
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("spac", "named"),
+    [
+        ({"policy": "spac_nowhere:X"}, r"policy=spac_nowhere:X \(--spac-policy\).*No module named.*PYTHONPATH"),
+        ({"policy": "spac_outside:Nope"}, "--spac-policy.*has no attribute 'Nope'"),
+        ({"policy": "spac_outside:instance"}, "--spac-policy.*derive it from vllm_spac.policies.base.Policy"),
+        ({"policy": "spac_outside:Oracle"}, "--spac-policy.*derive it from vllm_spac.policies.base.Policy"),
+        ({"policy": "os:path"}, "--spac-policy.*derive it from"),
+        ({"policy": "spac_outside:Abstract"}, "--spac-policy.*cannot be built.*abstract"),
+        ({"policy": "spac_outside:Demanding"}, "--spac-policy.*cannot be built.*size.*give them defaults"),
+        ({"policy": "spac_outside:Failing"}, r"--spac-policy.*cannot be built.*first line\\nsecond line"),
+        ({"policy": "spac_outside:Offline"}, "--spac-policy.*must know the future"),
+        ({"policy": "spac_broken:X"}, "--spac-policy.*SyntaxError"),
+        ({"policy": "spac_exits:X"}, "--spac-policy.*SystemExit"),
+        ({"policy": ":"}, "--spac-policy.*package.module:Class"),
+        ({"budget_ranking": "spac_outside:Fine"}, "--spac-budget-ranking.*vllm_spac.budget.rankings.base.Ranking"),
+        ({"budget_ranking": "spac_outside:Oracle"}, "--spac-budget-ranking.*every expert"),
+        ({"budget": 8, "budget_ranking": "spac_nowhere:X"}, "^spac: cannot load 'spac_nowhere:X'.*No module named"),
+        ({"trace": "/no/such/folder/t"}, "--spac-trace.*No such file or directory; name another file"),
+        ({"trace": "/proc/x"}, "--spac-trace.*cannot be written"),
+        ({"trace": "text"}, "--spac-trace.*no trace.*--spac-trace-overwrite"),
+        ({"trace": "pipe", "trace_overwrite": True}, "--spac-trace.*something else; name another"),
+        ({"trace": "/dev/null", "trace_overwrite": True}, "--spac-trace.*something else; name another"),
+        ({"trace": "."}, "--spac-trace.*something else; name another"),
+        ({"trace": ""}, "--spac-trace.*path is empty"),
+        ({"trace_overwrite": True}, "--spac-trace-overwrite.*--spac-trace FILE"),
+        (AUTO | {"profile": "text"}, "--spac-profile.*no profile of format"),
+        (AUTO | {"profile": "deep"}, "--spac-profile.*no profile of format"),
+        (AUTO | {"profile": "pipe"}, "--spac-profile.*not a regular file"),
+        (AUTO | {"profile": "nosuch"}, "--spac-profile.*there is no profile.*rtx4090"),
+        (AUTO | {"profile": "."}, "--spac-profile"),
+        ({"calibration": "text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
+        ({"calibration": "pipe"}, "--spac-calibration.*no such file"),
+        ({"budget_file": "deep"}, "--spac-budget-file.*nested too deeply.*vllm-spac tune"),
+        ({"budget_file": "other.json"}, r"--spac-budget-file.*another model or revision: \\x1b\[2J"),
+        ({"disk_dir": ""}, "disk_dir=''.*--spac-disk-dir.*path is empty"),
+        ({"disk_dir": "~nouser"}, "--spac-disk-dir.*home folder"),
+        ({"disk_dir": "a\0b"}, "--spac-disk-dir.*NUL"),
+        ({"disk_dir": "x/" * 2500}, "--spac-disk-dir.*too long"),
+        ({"disk_dir": "x" * 300}, "--spac-disk-dir.*too long"),
+        ({"disk_dir": 5}, "--spac-disk-dir.*use a path"),
+        ({"disk_dir": "/proc/x"}, "--spac-disk-dir.*/proc cannot be written to.*name a writable folder"),
+        ({"disk_dir": "/proc"}, "--spac-disk-dir.*/proc cannot be written to.*name a writable folder"),
+        ({"disk_dir": "dangling"}, "--spac-disk-dir.*dangling is a link to nothing"),
+        ({"disk_dir": "dangling/below"}, "--spac-disk-dir.*dangling is a link to nothing"),
+        ({"disk_dir": "loop"}, "--spac-disk-dir.*loop is"),
+        ({"disk_dir": "text"}, "--spac-disk-dir.*text is not a folder"),
+        ({"disk_dir": "pipe/x"}, "--spac-disk-dir.*pipe is not a folder"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_the_user_wrote_is_checked_before_a_worker_starts(moe, outside, spac, named):
+    with pytest.raises(ValueError, match=named) as caught:
+        engine_config(moe, spac)
+    assert str(caught.value).isprintable() and str(caught.value).startswith("spac: ")
+    assert (outside / "text").read_text() == "precious"
+
+
+@pytest.mark.parametrize("value", [5, None, [], "25%", True], ids=repr)
+def test_a_configuration_of_another_type(moe, value):
+    with pytest.raises(ValueError, match="spac: the configuration must be a mapping of knobs"):
+        refused_engine(moe, value)
+
+
+def refused_engine(moe, value):
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs(model=str(moe), additional_config={"spac": value}).create_engine_config()
+
+
+def test_what_may_be_served(moe, outside, caplog):
+    """A class from outside; a trace in place of a trace, with a warning; a packed folder that cannot be written to."""
+    from vllm_spac.traces.synthetic import synthetic_trace
+
+    synthetic_trace(layers=2, experts=8, top_k=2, steps=2).save(outside / "old.trace")
+    with caplog.at_level("WARNING", "vllm.spac"):
+        engine_config(moe, {"policy": "spac_outside:Fine", "trace": "old.trace"})
+    assert "what this engine records replaces it" in caplog.text
+    engine_config(moe, {"trace": "text", "trace_overwrite": True})
+    engine_config(moe, {"slots": "100%", "disk_dir": "/proc/x"})  # nothing is packed
+    assert (outside / "text").read_text() == "precious"
+
+
+def test_a_packed_folder_may_be_read_only(moe, tmp_path, monkeypatch):
+    """Whether it holds all experts is known when they are loaded."""
+    from vllm_spac.integration import preflight
+
+    def refuse(**options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ValueError, match="Read-only file system; name a writable folder"):
+        engine_config(moe, {"disk_dir": str(tmp_path)})
+    (tmp_path / ("0123456789abcdef" * 2)).mkdir()
+    engine_config(moe, {"disk_dir": str(tmp_path)})
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"enable_lora": True}, "--enable-lora"),
-        ({"worker_extension_cls": "collections.OrderedDict"}, "vllm_spac.integration.worker.SpacWorker"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
+        ({"worker_extension_cls": "collections.OrderedDict"}, "vllm_spac.integration.serving.worker.SpacWorker"),
+        ({"worker_extension_cls": "spac_nowhere.X"}, "--worker-extension-cls spac_nowhere.X cannot be imported"),
+        ({"worker_extension_cls": "collections.Nope"}, "--worker-extension-cls collections.Nope cannot be imported"),
+        ({"worker_extension_cls": "nodots"}, "--worker-extension-cls nodots cannot be imported"),
+        ({"worker_extension_cls": "os.getcwd"}, "vllm_spac.integration.serving.worker.SpacWorker"),
+        ({"worker_extension_cls": "."}, "cannot be imported"),
     ],
     ids=str,
 )
 def test_options_that_do_not_go_together(moe, options, named):
     with pytest.raises(ValueError) as caught:
         engine_config(moe, {"slots": "50%"}, **options)
-    assert named in str(caught.value)
+    assert named in str(caught.value) and str(caught.value).isprintable()
 
 
 def test_a_dense_model(tmp_path):
@@ -229,7 +396,7 @@ def test_without_asking_nothing_changes(moe):
     ids=str,
 )
 def test_layers_that_our_kernels_do_not_compute(facts, named):
-    from vllm_spac.integration.experts_layer import ManagedExperts
+    from vllm_spac.integration.layers.managed_experts import ManagedExperts
 
     plain = {"activation": SimpleNamespace(value="silu"), "swiglu_limit": None, "swiglu_alpha": None}
     plain |= {"apply_router_weight_on_input": False, "layer_name": "layers.3"}
@@ -240,7 +407,8 @@ def test_layers_that_our_kernels_do_not_compute(facts, named):
 
 def test_a_worker_extension_built_on_ours_is_kept(moe):
     name = f"{__name__}.OwnExtension"
-    from vllm_spac.integration import preflight, worker
+    from vllm_spac.integration import preflight
+    from vllm_spac.integration.serving import worker
 
     class OwnExtension(worker.SpacWorker):
         pass
@@ -300,6 +468,52 @@ def test_a_flag_without_the_plugin_is_not_ignored():
         parse("--spac-slots", "25%")
 
 
-def test_bad_keys_on_the_command_line_are_one_line():
-    with pytest.raises(SystemExit, match="unknown knob 'slot'"):
-        parse("--additional-config", '{"spac": {"slot": 3}}')
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (['{"spac": {"slot": 3}}'], "unknown knob 'slot'"),
+        (['{"spac": 5}'], "must be a mapping of knobs"),
+        (['{"spac": null}'], "must be a mapping of knobs"),
+        (['{"spac": []}', "--spac-slots", "8"], "must be a mapping of knobs"),
+        (['{"spac": "x\\u001b\\n"}'], "must be a mapping of knobs"),
+        (["[]", "--plugin", "spac"], "--additional-config must be a JSON object"),
+        (["5", "--plugin", "spac"], "--additional-config must be a JSON object"),
+        (['["spac"]', "--spac-slots", "8"], "--additional-config must be a JSON object"),
+    ],
+    ids=str,
+)
+def test_bad_keys_on_the_command_line_are_one_line(flags, said):
+    with pytest.raises(SystemExit, match=said) as caught:
+        parse("--additional-config", *flags)
+    assert str(caught.value).isprintable()
+
+
+# --- as a user sees it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--plugin", "spac", "--spac-policy", "spac_nowhere:X"], "policy=spac_nowhere:X (--spac-policy)"),
+        (["--additional-config", '{"spac": 5}'], "must be a mapping of knobs"),
+    ],
+    ids=["preflight", "arguments"],
+)
+def test_vllm_serve_ends_with_one_line(moe, flags, said):
+    vllm = Path(sys.executable).with_name("vllm")
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    command = [vllm, "serve", str(moe), "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128", *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("vllm: error: spac: ") and said in last
+
+
+def test_an_offline_llm_raises_one_line(moe):
+    from vllm import LLM
+
+    from vllm_spac.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"policy=spac_nowhere:X \(--spac-policy\)") as caught:
+        LLM(str(moe), skip_tokenizer_init=True, additional_config={"spac": {"policy": "spac_nowhere:X"}})
+    assert str(caught.value).isprintable()

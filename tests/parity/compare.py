@@ -23,12 +23,17 @@ METHODS = {
 
 def compare(model: Path, configurations: list[dict | None], **options) -> list[engines.Run]:
     """One run per entry of ``configurations`` (None is stock vLLM), each in a fresh process."""
-    return [_run({"model": str(model), "spac": spac, "options": options}) for spac in configurations]
+    commands = [command(model, spac, **options) for spac in configurations]
+    return [answer(subprocess.run(line, capture_output=True, text=True, timeout=1000)) for line in commands]
 
 
-def _run(request: dict) -> engines.Run:
-    command = [sys.executable, __file__, json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+def command(model: Path, spac: dict | None, **options) -> list[str]:
+    """What runs one engine and prints what it said."""
+    return [sys.executable, __file__, json.dumps({"model": str(model), "spac": spac, "options": options})]
+
+
+def answer(done: subprocess.CompletedProcess) -> engines.Run:
+    """What a ``command`` that is over printed."""
     assert done.returncode == 0, done.stderr[-4000:]
     return engines.Run(**json.loads(done.stdout.strip().splitlines()[-1]))
 

@@ -13,6 +13,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+DTYPE = "bfloat16"
 # Lengths from one token to several chunks of prefill (64 tokens a forward).
 PROMPTS = [
     [(7 * i + j * (i + 3)) % 500 + 5 for j in range(length)] for i, length in enumerate((1, 5, 23, 64, 90, 150, 31, 8))
@@ -21,10 +22,11 @@ PROMPTS = [
 
 @dataclass(frozen=True)
 class Run:
-    """Greedy tokens of each prompt, and the plugin's counters if it was on."""
+    """Greedy tokens of each prompt, the plugin's counters if it was on, and the engine's dtype."""
 
     tokens: list[list[int]]
     stats: dict = field(default_factory=dict)
+    dtype: str = DTYPE
 
 
 @contextlib.contextmanager
@@ -37,7 +39,7 @@ def engine(model: str, spac: dict | None = None, **options: Any) -> Iterator[Any
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "max_model_len": 256,
-        "dtype": "bfloat16",
+        "dtype": DTYPE,
         "max_num_batched_tokens": 64,
         "max_num_seqs": 8,
         "disable_log_stats": False,
@@ -69,4 +71,5 @@ def generate(model: str, spac: dict | None = None, prompts=None, max_tokens: int
 
     with engine(model, spac, **options) as llm:
         tokens = say(llm, prompts, max_tokens)
-        return Run(tokens, vllm_spac.stats(llm)["workers"][0] if spac is not None else {})
+        stats = vllm_spac.stats(llm)["workers"][0] if spac is not None else {}
+        return Run(tokens, stats, options.get("dtype", DTYPE))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import engines
 import pytest
-from compare import compare
+from compare import METHODS, TOY, compare
+from exactness import FLOAT32, agreeing, assert_same_tokens
 
 
 @pytest.fixture(scope="module")
 def exact(checkpoint) -> engines.Run:
-    return engines.generate(checkpoint("qwen3_moe"), dtype="float32")
+    return engines.generate(checkpoint("qwen3_moe"), **FLOAT32)
 
 
 # Policies and numbers of slots take turns, so that each is seen beside each way to divide.
@@ -28,8 +29,8 @@ def exact(checkpoint) -> engines.Run:
     ids=str,
 )
 def test_same_tokens_as_stock_in_float32(spac, exact, checkpoint):
-    run = engines.generate(checkpoint("qwen3_moe"), {**spac, "store": "host"}, dtype="float32")
-    assert run.tokens == exact.tokens
+    run = engines.generate(checkpoint("qwen3_moe"), {**spac, "store": "host"}, **FLOAT32)
+    assert_same_tokens(run, exact)
     assert run.stats["mode"] == "exact up to rounding"
     assert run.stats["cpu_rows"] >= run.stats["cpu_experts"] > 0
     assert spac["cpu_experts"] != 64 or run.stats["loads"] == 0, "all that is missing runs on the CPU"
@@ -39,17 +40,17 @@ def test_same_tokens_as_stock_in_float32(spac, exact, checkpoint):
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "mixtral"])
 def test_other_experts(family, checkpoint):
     """Biases and clamped activations; shared experts; the widest experts."""
-    stock = engines.generate(checkpoint(family), dtype="float32")
-    run = engines.generate(checkpoint(family), {"slots": "40%", "store": "host", "cpu_experts": 1}, dtype="float32")
-    assert run.tokens == stock.tokens and run.stats["cpu_experts"] > 0
+    stock = engines.generate(checkpoint(family), **FLOAT32)
+    run = engines.generate(checkpoint(family), {"slots": "40%", "store": "host", "cpu_experts": 1}, **FLOAT32)
+    assert_same_tokens(run, stock)
+    assert run.stats["cpu_experts"] > 0
 
 
 def test_agreement_in_bfloat16(checkpoint, stock):
     """Tokens until the first near-tie that rounding decides; after it, texts differ. Reported, and not nothing."""
     spac = {"slots": "25%", "store": "host", "cpu_experts": 2}
-    run, same = engines.generate(checkpoint("qwen3_moe"), spac), 0
-    for ours, theirs in zip(run.tokens, stock("qwen3_moe").tokens, strict=True):
-        same += next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), len(ours))
+    run = engines.generate(checkpoint("qwen3_moe"), spac)
+    same = sum(map(agreeing, run.tokens, stock("qwen3_moe").tokens))
     print(f"{same} of {sum(map(len, run.tokens))} tokens before the first difference of a text")
     assert run.stats["cpu_experts"] > 0
     assert same > len(run.tokens), "each text's first token is one forward away from stock's, and more agree"
@@ -58,11 +59,9 @@ def test_agreement_in_bfloat16(checkpoint, stock):
 @pytest.mark.full
 def test_verify_steps(tmp_path):
     """With drafts, a trace and float32: speculation changes which rows run together, and nothing else."""
-    from test_speculation import METHODS, TOY
-
     spac = {"slots": "25%", "store": "host", "cpu_experts": 4, "trace": str(tmp_path / "trace")}
-    options = {"speculative_config": METHODS["eagle3"], "max_tokens": 16, "dtype": "float32"}
+    options = {"speculative_config": METHODS["eagle3"], "max_tokens": 16, **FLOAT32}
     stock, run = compare(TOY / "target", [None, spac], **options)
-    assert run.tokens == stock.tokens
+    assert_same_tokens(run, stock)
     assert run.stats["steps"]["verify"] > 0 and run.stats["cpu_experts"] > 0
     assert (tmp_path / "trace").stat().st_size > 0

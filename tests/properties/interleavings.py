@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_spac.moves import Mover
-from vllm_spac.pointers import Pointers
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.execution.pointers.mover import Mover
+from vllm_spac.execution.pointers.protocol import Pointers
+from vllm_spac.execution.pointers.streams import Stream
 from vllm_spac.policies.lru import LRU
-from vllm_spac.residency import NOWHERE
-from vllm_spac.streams import Stream
 
 
 class Foreign(AssertionError):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_spac.coverage import substitute, truncate
+from vllm_spac.budget.coverage import substitute, truncate
 from vllm_spac.errors import ConfigError
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.balancers.base import Rates
-from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.cpu_experts.base import CpuExperts
-from vllm_spac.cpu_experts.torch import Torch
-from vllm_spac.cpu_group import CpuGroup
+from vllm_spac.cache.knobs import EngineKnobs
+from vllm_spac.core import MoEShape, Rates, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, StoreError
-from vllm_spac.knobs import EngineKnobs
-from vllm_spac.pool import ExpertPool
-from vllm_spac.split import Share, combine
+from vllm_spac.execution.row_shares import Share, combine
+from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.executors._thread import CpuGroup
+from vllm_spac.executors.base import CpuExperts
+from vllm_spac.executors.torch import Torch
 from vllm_spac.tiers.host import HostStore
 
 HIDDEN, EXPERTS, TOP_K, LAYERS = 4, 6, 2, 2
@@ -248,7 +247,7 @@ def test_loads_go_on_beside_and_kernels_wait(make) -> None:
         deadline = time.monotonic() + 30
         while layers.pool.residency.resident == 0 and time.monotonic() < deadline:
             time.sleep(1e-3)
-        assert layers.executor.inside.is_set() and layers.pool.residency.resident > 0, "nothing was loaded meanwhile"
+        assert layers.executor.inside.wait(30) and layers.pool.residency.resident > 0, "nothing was loaded meanwhile"
         assert not forward.done()
         layers.executor.gate.set()
         torch.testing.assert_close(forward.result(30), layers.all_hot(0, *routed(2, 3)))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from vllm_spac import components
-from vllm_spac.engine import Engine
+from vllm_spac.cache.knobs import EngineKnobs
+from vllm_spac.cache.loader import Engine
+from vllm_spac.cache.residency import NOWHERE, Placement, Residency, SlotState
 from vllm_spac.errors import StoreError
-from vllm_spac.knobs import EngineKnobs
 from vllm_spac.metrics import Counters
-from vllm_spac.residency import NOWHERE, Placement, Residency, SlotState
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 LAYERS, EXPERTS, TOP = 3, 6, 4

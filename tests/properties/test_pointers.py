@@ -22,12 +22,12 @@ import pytest
 import torch
 from interleavings import Foreign, ModelMemory, ModelStream, NoWait, Scenario, World, explore, run_randomly
 
+from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.moves import ExpertMemory, Mover
-from vllm_spac.pointers import Pointers
+from vllm_spac.execution.pointers.mover import ExpertMemory, Mover
+from vllm_spac.execution.pointers.protocol import Pointers
+from vllm_spac.execution.pointers.streams import ThreadStream
 from vllm_spac.policies.lru import LRU
-from vllm_spac.residency import NOWHERE
-from vllm_spac.streams import ThreadStream
 from vllm_spac.tiers.memory import MemoryStore
 
 # Three experts in turn through one slot, the first of which comes back; every kernel's experts are those that move.

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import StoreError
+from vllm_spac.execution.slots import ExpertPool
 from vllm_spac.metrics import Counters
-from vllm_spac.pool import ExpertPool
 from vllm_spac.tiers.memory import MemoryStore
-from vllm_spac.utility import NOT_RUN
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 SPECS = {"w13": TensorSpec((3, 2), torch.float32), "w2": TensorSpec((2,), torch.bfloat16)}  # numbers < 256 are exact
@@ -215,7 +214,7 @@ def test_long_prefill(pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> Non
     pools.append(few := Pool(SHAPE.experts - 1))
     narrow = torch.where(ids == 7, 0, ids)
     assert few.check(1, narrow) == [(0, 2500)]
-    monkeypatch.setattr("vllm_spac.pool._WAVE_ROWS", 5)
+    monkeypatch.setattr("vllm_spac.execution.waves._LOOK_AHEAD", 5)
     few.check(0, torch.cat([narrow[:100], ids[:20], narrow[:100]]))
 
 
@@ -365,7 +364,7 @@ def test_fill_tells_a_failure(pools: list[Pool]) -> None:
 
 def test_routing_of_long_prompts_is_not_kept(pools: list[Pool], monkeypatch) -> None:
     """Where all fit, ids wait to be counted, in a GPU's memory: few forwards of many rows must not fill it."""
-    monkeypatch.setattr("vllm_spac.pool._COUNT_PAIRS", 12)
+    monkeypatch.setattr("vllm_spac.execution.slots._COUNT_PAIRS", 12)
     pools.append(pool := Pool(SHAPE.total))
     list(pool.fill())
     for kept in (1, 2, 0):

@@ -5,7 +5,6 @@ Nothing depends on time: where an order of events matters, a gate in the store m
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -16,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_spac import background, components
+from vllm_spac import components
+from vllm_spac.cache import background
+from vllm_spac.cache.knobs import EngineKnobs
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.knobs import EngineKnobs
-from vllm_spac.pool import ExpertPool
+from vllm_spac.execution.slots import ExpertPool
 from vllm_spac.tiers.memory import MemoryStore
 
 SPECS = {"w13": TensorSpec((3, 2), torch.float32), "w2": TensorSpec((2,), torch.bfloat16)}  # numbers < 256 are exact
@@ -417,9 +417,7 @@ def test_stale_ones_are_dropped_at_the_end_of_a_step(make) -> None:
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
-def test_a_read_ahead_that_fails_is_counted_and_tried_again_when_needed(make, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM turns it off when it is imported,
-    caplog.set_level(logging.WARNING, "vllm.spac")  # and the engine tests ask it for errors only
+def test_a_read_ahead_that_fails_is_counted_and_tried_again_when_needed(make, caplog) -> None:
     pool = make(6)
     pool.store.failures[2] = [StoreError("two is gone")]
     pool.want(2)

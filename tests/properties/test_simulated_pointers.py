@@ -9,12 +9,13 @@ from test_streamed import made as made  # the fixture
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.costs import Costs, Rate
-from vllm_spac.simulate import simulate
-from vllm_spac.synthetic import synthetic_trace
-from vllm_spac.trace import PREFILL, STEP_KINDS, Trace
+from vllm_spac.profiling.costs import Costs, Rate
+from vllm_spac.simulation.simulate import simulate
+from vllm_spac.traces.format import PREFILL, STEP_KINDS, Trace
+from vllm_spac.traces.synthetic import synthetic_trace
 
 STEPS, DRAFTS = 60, 3
+ONLINE = [name for name in components.names("policies") if name not in ("belady", "layer_lru")]
 
 
 def recorded(seed: int) -> Trace:
@@ -54,7 +55,7 @@ def follow(pool: Pool, trace: Trace) -> dict:
     return pool.snapshot()
 
 
-@pytest.mark.parametrize("policy", [name for name in components.names("policies") if name != "belady"])
+@pytest.mark.parametrize("policy", ONLINE)
 @pytest.mark.parametrize(("slots", "moves"), [(TOP_K, 1), (7, 0), (7, 1), (7, 3), (18, 100)])
 def test_as_the_pool_that_serves(made, policy: str, moves: int, slots: int):
     """Copies take no time here, as in a pool that is given the time to finish them."""
@@ -70,7 +71,7 @@ def test_as_the_pool_that_serves(made, policy: str, moves: int, slots: int):
     assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())
 
 
-@pytest.mark.parametrize("policy", [name for name in components.names("policies") if name != "belady"])
+@pytest.mark.parametrize("policy", ONLINE)
 @pytest.mark.parametrize("slots", [TOP_K, 7, 18])
 def test_admits_as_the_pool_that_serves(made, policy: str, slots: int):
     trace = recorded(slots)

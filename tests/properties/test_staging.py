@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.config import Slots
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
-from vllm_spac.moves import ExpertMemory
-from vllm_spac.residency import NOWHERE
-from vllm_spac.staging import BUFFERS, ExpertBuffers, Staging, divide, staging_bytes
-from vllm_spac.streams import ThreadStream
+from vllm_spac.execution.pointers.mover import ExpertMemory
+from vllm_spac.execution.pointers.staging import BUFFERS, ExpertBuffers, Staging, divide, staging_bytes
+from vllm_spac.execution.pointers.streams import ThreadStream
 from vllm_spac.tiers.host import HostStore
 
 PROMPT = "prompt"

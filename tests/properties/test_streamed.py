@@ -7,13 +7,14 @@ import random
 import pytest
 import torch
 from replay import Graph
-from vllm_spac.kernels import reference
+from vllm_spac.kernels.reference import grouped_gemm as reference
 
-from vllm_spac import components, streamed
+from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.staging import ROWS
-from vllm_spac.streamed import StreamedPool
+from vllm_spac.execution.pointers import execution
+from vllm_spac.execution.pointers.execution import StreamedPool
+from vllm_spac.execution.pointers.staging import ROWS
 
 LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
 DECODE = Step((RequestRows(0, 3, RowKind.DECODE),))
@@ -88,7 +89,7 @@ def made():
         pool.close()
 
 
-every_admission = pytest.mark.parametrize("admission", components.names("admissions"))
+every_admission = pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
 
 
 @every_admission
@@ -310,7 +311,7 @@ class Replayed:
         kernels = type(pool._kernels)(*map(self.graph.kernel, pool._kernels))
         pool._kernels = kernels
         object.__setattr__(pool.admission.parts, "kernels", kernels)
-        monkeypatch.setattr(streamed, "capturing", lambda tensor: self.graph.capturing)
+        monkeypatch.setattr(execution, "capturing", lambda tensor: self.graph.capturing)
         with self.graph:
             for layer in range(LAYERS):
                 pool.run(layer, self.x[layer], self.weights[layer], self.ids[layer], "silu", self.out[layer])
@@ -396,4 +397,4 @@ def plain(*sizes: tuple[int, int]) -> dict[str, TensorSpec]:
 )
 def test_what_the_kernels_cannot_read_is_refused(layout, named):
     with pytest.raises(UnsupportedError, match=f"{named}.*--spac-execution slots"):
-        streamed.check(layout)
+        execution.check(layout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -10,11 +9,11 @@ import time
 import pytest
 import torch
 
-from vllm_spac import affinity
+from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.machine import Machine
+from vllm_spac.system import cpu_affinity
+from vllm_spac.system.machine import Machine
 from vllm_spac.tiers.memory import MemoryStore
-from vllm_spac.transfers import Transfers
 
 
 @pytest.fixture
@@ -23,8 +22,8 @@ def bound(monkeypatch):
     free = os.sched_getaffinity(0)
     if len(free) < 2:
         pytest.skip("this machine lets the tests use one CPU only")
-    monkeypatch.delenv(affinity.VARIABLE, raising=False)
-    affinity.note()
+    monkeypatch.delenv(cpu_affinity.VARIABLE, raising=False)
+    cpu_affinity.note()
     os.sched_setaffinity(0, {min(free)})
     yield free
     os.sched_setaffinity(0, free)
@@ -53,14 +52,12 @@ def test_reads_on_demand_and_ahead(bound) -> None:
 
 
 def test_who_is_bound_does_not_note_it(bound) -> None:
-    affinity.note()
-    assert affinity.cpus() == bound
+    cpu_affinity.note()
+    assert cpu_affinity.cpus() == bound
     assert Machine.here().cores == len(bound), "a profile fits the workers of this machine"
 
 
 def test_cpus_that_went_away_are_said(bound, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM turns it off when it is imported,
-    caplog.set_level(logging.WARNING, "vllm.spac")  # and the engine tests ask it for errors only
-    monkeypatch.setenv(affinity.VARIABLE, "4095")
-    affinity.unbind()
+    monkeypatch.setenv(cpu_affinity.VARIABLE, "4095")
+    cpu_affinity.unbind()
     assert "stays on the CPUs" in caplog.text and os.sched_getaffinity(0) == {min(bound)}

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from vllm_spac import components
 from vllm_spac.balancers import threshold, waterfill
-from vllm_spac.balancers.base import LayerState, Plan, Rates
+from vllm_spac.balancers.base import LayerState, Plan
+from vllm_spac.core import Rates
 
 RATES = Rates(fast=1e-4, stream=4e-4, cpu=3e-4, cpu_row=1e-4, draft=1e-3)
 EXPERTS = 16

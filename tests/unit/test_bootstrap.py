@@ -1,6 +1,7 @@
 """The parts of .ci/bootstrap.py that decide something: which torch is a CPU build, what may be missing."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -128,3 +129,104 @@ def test_an_interrupted_set_up_is_not_taken_for_complete(bootstrap, tmp_path, mo
     assert not bootstrap.is_ready("auto")
     bootstrap.STAMP.write_text(f'{{"device": "cpu", "key": "{bootstrap.key("auto")}"}}')
     assert bootstrap.is_ready("auto")
+
+
+@pytest.mark.parametrize(
+    ("python", "device", "site", "says"),
+    [
+        ((3, 11, 7), "cpu", "own", None),
+        ((3, 12, 1), "cpu", "own", "pinned for 3.11.*PYTHON=.*SPAC_SITE=system"),
+        ((3, 12, 1), "cpu", "system", None),
+        ((3, 11, 7), "gpu", "own", None),
+        ((3, 12, 1), "gpu", "own", None),
+        ((3, 13, 0), "gpu", "system", None),
+        ((3, 10, 13), "gpu", "own", "3.11, 3.12, 3.13, this is 3.10.13"),
+        ((3, 14, 0), "gpu", "system", "this is 3.14.0"),
+    ],
+)
+def test_which_python_will_do(bootstrap, python, device, site, says):
+    reason = bootstrap.unfit(python, "linux", device, site)
+    assert reason is None if says is None else re.search(says, reason)
+    assert "needs Linux" in bootstrap.unfit(python, "darwin", device, site)
+
+
+def test_the_makefile_takes_the_same_pythons(bootstrap):
+    lowest, highest = bootstrap.PYTHONS[0], bootstrap.PYTHONS[-1]
+    assert f"{lowest} <= sys.version_info[:2] <= {highest}" in (ROOT / "Makefile").read_text()
+    assert f">={'.'.join(map(str, lowest))}" in (ROOT / "setup.py").read_text()
+
+
+@pytest.fixture
+def done(bootstrap, tmp_path, monkeypatch) -> list[str]:
+    """An empty checkout's ``.venv``; the commands that would be run, of which ``venv`` makes what is looked for."""
+    commands: list[str] = []
+
+    def call(command, **options):
+        commands.append(" ".join(map(str, command)))
+        if "venv" in command:
+            (tmp_path / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+            (tmp_path / ".venv" / "bin" / "python").touch()
+            bootstrap.site_packages().mkdir(parents=True, exist_ok=True)
+            seen = "true" if "--system-site-packages" in command else "false"
+            (tmp_path / ".venv" / "pyvenv.cfg").write_text(f"home = x\ninclude-system-site-packages = {seen}\n")
+
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(bootstrap, "STAMP", tmp_path / ".venv" / "stamp.json")
+    monkeypatch.setattr(bootstrap, "call", call)
+    for check in ("check", "check_system"):
+        monkeypatch.setattr(bootstrap, check, lambda: None)
+    return commands
+
+
+def test_system_packages_are_used_without_an_index(bootstrap, done):
+    bootstrap.set_up("gpu", "system")
+    venv, *installs = done
+    assert "--system-site-packages" in venv
+    (project,) = installs
+    assert "--no-index" in project and "--no-deps" in project and "--editable" in project
+    assert (bootstrap.VENV / "bin" / "pytest").read_text().startswith(f"#!{bootstrap.VENV}/bin/python\n")
+    assert bootstrap.is_ready("auto", "system") and not bootstrap.is_ready("auto", "own")
+
+
+def test_an_environment_for_system_packages_is_not_taken_for_an_own_one(bootstrap, done, monkeypatch):
+    """Also when its set-up stopped half-way, before the stamp was written."""
+    bootstrap.make_venv("gpu", "system")
+    monkeypatch.setattr(bootstrap, "installed", lambda name: object() if name == "pip" else None)
+    bootstrap.make_venv("gpu", "system")
+    assert len(done) == 1, "it is one already"
+    bootstrap.make_venv("gpu", "own")
+    assert len(done) == 2 and "--clear" in done[1] and "--system-site-packages" not in done[1]
+
+
+def test_system_packages_that_are_missing_are_named(bootstrap, done, monkeypatch):
+    monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda name: None if name == "vllm" else object())
+    with pytest.raises(bootstrap.SetupError, match="has no vllm;.*PYTHON=.*SPAC_SITE"):
+        bootstrap.set_up("gpu", "system")
+    assert done == []
+
+
+def test_without_a_network_what_helps_is_named(bootstrap, done, monkeypatch):
+    def fail(*arguments, **options):
+        raise bootstrap.SetupError("exit code 1: pip install")
+
+    monkeypatch.setattr(bootstrap, "pip", fail)
+    with pytest.raises(bootstrap.SetupError, match="SPAC_SITE=system make setup.*has both"):
+        bootstrap.install_gpu_vllm()
+    assert "lacks vllm and torch" in bootstrap.offline_hint(["vllm", "torch"])
+
+
+@pytest.mark.parametrize("entry", ["json.tool:main", "logging:Logger.manager"])
+def test_commands_of_system_packages_are_python(bootstrap, entry):
+    compile(bootstrap.script(Path("/venv/bin/python"), entry), "script", "exec")
+    assert bootstrap.script(Path("/p"), "a.b:c.d").splitlines() == [
+        "#!/p",
+        "import sys",
+        "from a.b import c",
+        "sys.exit(c.d())",
+    ]
+
+
+def test_an_unknown_site_is_refused(bootstrap, monkeypatch, capsys):
+    monkeypatch.setenv("SPAC_SITE", "mine")
+    assert bootstrap.main() == 1
+    assert "SPAC_SITE=mine must be own" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import random
 import sys
@@ -10,15 +11,17 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_spac.cli.inspect import Checkpoint
+from vllm_spac.checkpoint.headers import Checkpoint
 from vllm_spac.config import SpacConfig
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving")]
 bound = importlib.import_module("bound")
 plan = importlib.import_module("plan")
+report = importlib.import_module("report")
 summary = importlib.import_module("summary")
 
 W, FAST, SLOW, CPU = 100, 1000.0, 10.0, 50.0
@@ -115,6 +118,7 @@ def run(configuration, seconds=10.0, tokens=((1, 2, 3), (4, 5, 6)), hits=80, mis
     counters, choices = {}, {}
     if configuration != STOCK:
         counters = {"hits": hits, "misses": misses, "loads": misses, "bytes": {"disk": misses * W}}
+        counters |= {"prefetches": 0, "prefetch_hits": 0, "prefetch_wasted": 0}
         counters |= {"cpu_experts": 0, "stall_seconds": 0.5, "waves": 8, "steps": {"prefill": 1, "decode": 3}}
         choices = {"slots": 32 if configuration == FULL else 8, "experts": 32, "expert_bytes": W}
     measured = {"seconds": seconds, "tokens": [list(t) for t in tokens], "ttft": [0.1, 0.2], "tpot": [0.3, None]}
@@ -131,8 +135,10 @@ def test_plan_compares_each_with_stock_and_all_resident():
     assert len(plan.configurations(["10%", "25%"], ["lru", "lfu"], ["none", "ngram"])) == 2 * (2 + 4)
     with pytest.raises(plan.PlanError, match="magic"):
         plan.configurations(["10%"], ["lru"], ["magic"])
-    with pytest.raises(plan.PlanError, match=r"lru\+magic.*\+prefetch, \+cpu, \+pointers"):
+    with pytest.raises(plan.PlanError, match=r"lru\+magic.*\+prefetch, \+cpu, \+threshold, \+pointers"):
         plan.configurations(["10%"], ["lru+magic"], ["none"])
+    with pytest.raises(plan.PlanError, match=r"lru\+threshold: .*add \+cpu"):
+        plan.configurations(["10%"], ["lru+threshold"], ["none"])
 
 
 def test_stocks_offloading_keeps_as_many_bytes():
@@ -157,6 +163,11 @@ def test_stocks_offloading_keeps_as_many_bytes():
         ("lru", {}, False),
         ("lru+prefetch", {"prefetch": "utility"}, False),
         ("lru+prefetch+cpu", {"prefetch": "utility", "cpu_experts": "auto"}, True),
+        (
+            "lru+prefetch+cpu+threshold",
+            {"prefetch": "utility", "cpu_experts": "auto", "balancer": "threshold"},
+            True,
+        ),
         ("lru+pointers", {"execution": "pointers"}, True),
     ],
 )
@@ -197,12 +208,20 @@ def test_other_tokens_have_no_speed_anywhere(wrong):
     assert "seconds" not in str(summary.reported(runs[3], [row])["batches"])
 
 
+def shown(rows) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(report.table(rows, 1, "toy"))
+    return console.file.getvalue()
+
+
 def test_rounding_is_named_and_has_speeds_but_no_bound():
     beside = plan.Configuration("25%", "lru+cpu", "none")
     runs = [run(STOCK), run(FULL), run(beside, 1.0, ((1, 2, 3), (4, 9, 6)), hits=60, misses=20)]
     rows = summary.rows([*PLAN, beside], runs, [1], RATES)
     (row,) = [row for row in rows if row.configuration == beside]
     assert row.verdict == "rounded" and "1 of 2 requests" in row.why
+    assert (row.equal_requests, row.requests) == (1, 2)
+    assert "rounded 1/2" in shown(rows) and "same 2/2" not in shown(rows)
     assert row.ratio_to_stock == pytest.approx(10) and row.ratio_to_bound is None
 
 

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from vllm_spac.budgeting import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.budget import control as budgeting
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import ConfigError, UnsupportedError
 
@@ -46,9 +49,13 @@ def test_only_the_rows_asked_for_are_cut_and_vote(when: str, cut: range, coverag
     assert torch.isin(got_ids[inside], shortlist).all()
     kept = torch.isin(ids[inside], shortlist)
     share = (weights[inside] * ~kept).sum(1) / weights[inside].sum(1)
-    counters = budget.counters
-    assert (counters.rows, counters.shortlists, counters.experts) == (len(cut), 1, len(got_ids[inside].unique()))
-    assert counters.dropped_mass == pytest.approx(share.sum().item(), abs=1e-5)
+    counters = budget.counters.snapshot()
+    assert (counters["rows"], counters["shortlists"], counters["experts"]) == (
+        len(cut),
+        1,
+        len(got_ids[inside].unique()),
+    )
+    assert counters["dropped_weight"] == pytest.approx(share.sum().item(), abs=1e-5)
     if coverage == "truncation":
         assert torch.equal(got_weights[inside], weights[inside] * kept)
     else:
@@ -71,7 +78,7 @@ def test_windows_rank_by_themselves() -> None:
     for start in (4, 6, 8):  # two windows of the first request, one of the second
         rows = slice(start, start + 2)
         assert set(got[rows].unique().tolist()) == set(logits[rows].softmax(-1).sum(0).topk(2).indices.tolist())
-    assert budget.counters.shortlists == 3
+    assert budget.counters.snapshot()["shortlists"] == 3
 
 
 def test_nobody_votes() -> None:
@@ -80,24 +87,109 @@ def test_nobody_votes() -> None:
     budget.change(BudgetSettings(budget=2))
     got = budget.apply(0, logits, weights, ids, Step((PROMPT, DECODE)))
     assert got[0] is weights and got[1] is ids
-    assert budget.counters.rows == 0
+    assert budget.counters.snapshot()["rows"] == 0
 
 
-@pytest.mark.parametrize("settings", [{"budget": EXPERTS}, {"mass": 1.0}])
+@pytest.mark.parametrize("bound", [{"budget": EXPERTS}, {"mass": 1.0}, {"mass": 1.0, "mass_of": "scores"}])
 @pytest.mark.parametrize("coverage", ["truncation", "substitution"])
-def test_everything_within_the_budget_is_unchanged_to_the_bit(settings: dict, coverage: str) -> None:
+def test_everything_within_the_budget_is_unchanged_to_the_bit(bound: dict, coverage: str) -> None:
     logits, weights, ids = routing()
     budget = control()
-    budget.change(BudgetSettings(**settings, coverage=coverage, when="all"))
+    budget.change(BudgetSettings(**bound, coverage=coverage, when="all"))
     got = budget.apply(0, logits, weights, ids, MIXED)
     assert torch.equal(got[0], weights) and torch.equal(got[1], ids)
-    assert budget.counters.dropped_mass == 0 and budget.counters.rows == 10
+    counted = budget.counters.snapshot()
+    assert counted["dropped_weight"] == 0 and counted["rows"] == 10 and counted["experts"] == len(ids[:10].unique())
 
 
-def test_mass_is_held() -> None:
+def test_rows_that_the_shortlist_covers_are_the_router_s_own(monkeypatch) -> None:
+    """To the bit, and no row is chosen again for it."""
+    logits, weights, ids = routing()
+    logits[:, 4:] -= 50
+    ids = logits.topk(TOP_K).indices.int()
+    monkeypatch.setattr(budgeting, "substitute", None)
+    budget = control()
+    budget.change(BudgetSettings(budget=4))
+    got = budget.apply(0, logits, weights, ids, MIXED)
+    assert got[0] is weights and got[1] is ids
+    assert budget.counters.snapshot() == {
+        "rows": 6, "dropped_weight": 0, "shortlists": 1, "experts": len(ids[4:10].unique()), "dropped_share": 0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("coverage", ["truncation", "substitution"])
+def test_what_is_counted_later_is_what_was(coverage: str) -> None:
+    """Of more layers than are counted at once, by tensors that are overwritten meanwhile."""
+    together, times = control(), 150
+    alone = dict.fromkeys(("rows", "dropped_weight", "shortlists", "experts"), 0)
+    together.change(BudgetSettings(budget=3, coverage=coverage))
+    for seed in range(times):
+        logits, weights, ids = routing(seed)
+        one = control()
+        one.change(BudgetSettings(budget=3, coverage=coverage))
+        one.apply(0, logits, weights, ids, MIXED)
+        alone = {name: alone[name] + one.counters.snapshot()[name] for name in alone}
+        for tensor in (*together.apply(0, logits, weights, ids, MIXED), logits, weights, ids):
+            tensor.zero_()
+    counted = together.counters.snapshot()
+    assert counted["dropped_share"] == counted["dropped_weight"] / counted["rows"] > 0
+    assert {name: counted[name] for name in alone} == pytest.approx(alone)
+    together.counters.reset()
+    assert set(together.counters.snapshot().values()) == {0}
+
+
+@pytest.mark.parametrize(("mass_of", "kept"), [("selected", {0, 1}), ("scores", {0, 1, 2, 3, 4, 5})])
+def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
+    """Weights 0.6 and 0.4 of the two selected; the scores of all: 0.5 with two experts, 0.9 with six."""
+    probs = torch.tensor([[0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05]] * 4)
+    routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
+    budget = control()
+    budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
+    shortlist = budget._shortlist(0, probs, *routed, EXPERTS, None)
+    assert set(shortlist.tolist()) == kept
+    assert budget.settings.describe() == f"lossy (budget 0.85 of the mass {mass_of}, router, substitution, verify rows)"
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    mass=st.floats(0.01, 0.999),
+    scale=st.sampled_from([1.0, 2.5]),
+    renormalize=st.booleans(),
+    spread=st.sampled_from([0.1, 1.0, 4.0]),
+)
+def test_the_selected_mass_is_held_by_the_least_experts(seed, mass, scale, renormalize, spread) -> None:
+    """By the ranking, those that no row selected left out."""
+    rows, verify = 6, slice(4, 10)
+    logits = spread * torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    weights, ids = logits.softmax(-1).topk(TOP_K)
+    weights = scale * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
+    budget = control()
+    budget.change(BudgetSettings(mass=mass, coverage="truncation"))
+    kept, used = (found[verify] for found in budget.apply(0, logits, weights, ids, MIXED))
+    whole = weights[verify].double().sum()
+    assert kept.double().sum() >= mass * whole * (1 - 1e-12)
+    ranked = [
+        i for i in logits[verify].softmax(-1).double().sum(0).argsort(descending=True).tolist() if i in ids[verify]
+    ]
+    count = budget.counters.snapshot()["experts"]
+    assert count <= len(ranked) <= TOP_K * rows
+    assert set(used[kept > 0].tolist()) == set(ranked[:count])
+    fewer = weights[verify][torch.isin(ids[verify], torch.tensor(ranked[: count - 1]))].double().sum()
+    assert fewer < mass * whole * (1 + 1e-12)
+
+
+def test_the_selected_mass_never_takes_fewer_than_a_row_needs() -> None:
     logits, weights, ids = routing()
     budget = control()
-    budget.change(BudgetSettings(mass=0.8, coverage="truncation"))
+    budget.change(BudgetSettings(mass=0.01))
+    assert len(budget.apply(0, logits, weights, ids, MIXED)[1][4:10].unique()) == TOP_K
+
+
+def test_the_mass_of_all_scores_is_held() -> None:
+    logits, weights, ids = routing()
+    budget = control()
+    budget.change(BudgetSettings(mass=0.8, mass_of="scores", coverage="truncation"))
     got_weights, got_ids = budget.apply(0, logits, weights, ids, MIXED)
     mass = logits[4:10].softmax(-1).sum(0)
     used = got_ids[4:10][got_weights[4:10] > 0].unique()
@@ -136,6 +228,8 @@ def test_resident_experts_are_preferred() -> None:
         ({"mass": 1.5}, "above 0 and at most 1"),
         ({"mass": 0.0}, "above 0 and at most 1"),
         ({"budget": 4, "mass": 0.5}, "use one of them"),
+        ({"budget": 4, "mass_of": "scores"}, "give mass as well"),
+        ({"mass": 0.5, "mass_of": "softmax"}, "'selected' or 'scores'"),
         ({"budget": True}, "use a number"),
         ({"budgets": 4}, "known: budget, mass"),
         ({"budget": 4, "ranking": "oracle"}, "evaluation only"),

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vllm_spac import calibration as module
-from vllm_spac.calibration import Calibration, CalibrationRecorder, read_budgets, tune, write_budgets
+from vllm_spac.budget import calibration as module
+from vllm_spac.budget.calibration import Calibration, CalibrationRecorder, read_budgets, tune, write_budgets
 from vllm_spac.errors import ConfigError
 
 LAYERS, EXPERTS, TOP_K, WINDOW = ("model.layers.0.mlp", "model.layers.1.mlp"), 6, 2, 4
@@ -37,7 +37,8 @@ def observe(recorder: CalibrationRecorder, scores: list[Tensor], chunks: tuple[i
     for start, stop in zip(bounds, bounds[1:], strict=False):
         for layer, probs in enumerate(scores):
             rows = probs[start:stop]
-            recorder.observe(layer, rows, rows.topk(TOP_K).indices.int())
+            weights, ids = rows.topk(TOP_K)
+            recorder.observe(layer, rows, weights, ids.int())
     recorder.end_text()
 
 
@@ -59,13 +60,27 @@ def test_by_hand() -> None:
     """Two windows of two tokens and a remainder, in a layer of three experts."""
     probs = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.1, 0.8], [0.1, 0.3, 0.6], [1.0, 0.0, 0.0]])
     made = CalibrationRecorder("f", "toy", ["only"], 3, 1, window=2)
-    made.observe(0, probs, probs.argmax(1, keepdim=True))
+    made.observe(0, probs, *probs.topk(1))
     made.end_text()
     found = made.result()
     assert found.tokens == 5 and found.counts.tolist() == [[3, 0, 2]]
     assert found.pairs.tolist() == [[[3, 0, 0], [0, 0, 0], [0, 0, 2]]]
     first, second = [1.2 / 2, 1.8 / 2, 1], [1.4 / 2, 1.8 / 2, 1]
-    torch.testing.assert_close(found.curves, (torch.tensor([first]) + torch.tensor([second])) / 2)
+    torch.testing.assert_close(found.curve("scores"), (torch.tensor([first]) + torch.tensor([second])) / 2)
+    assert found.curve("selected").tolist() == [[1, 1, 1]], "in each window the best expert is the only one selected"
+
+
+def test_selected_mass_by_hand() -> None:
+    """Scores add up to .7 .5 .4 .4, so the router ranks 0 1 2 3; the weights of the two selected add up to 1."""
+    probs = torch.tensor([[0.6, 0.2, 0.15, 0.05], [0.1, 0.3, 0.25, 0.35]])
+    made = CalibrationRecorder("f", "toy", ["only"], 4, 2, window=2)
+    made.observe(0, probs, torch.tensor([[0.75, 0.25], [0.55, 0.45]]), torch.tensor([[0, 1], [3, 1]]))
+    made.end_text()
+    found = made.result()
+    torch.testing.assert_close(found.curve("scores"), torch.tensor([[0.35, 0.6, 0.8, 1.0]]))
+    torch.testing.assert_close(found.curve("selected"), torch.tensor([[0.375, 0.725, 0.725, 1.0]]))
+    assert tune(found, 0.7) == tune(found, 0.7, mass_of="selected") == {"only": 2}
+    assert tune(found, 0.7, mass_of="scores") == {"only": 3}
 
 
 def test_counts_against_loops() -> None:
@@ -100,8 +115,9 @@ def test_a_window_does_not_reach_into_the_next_text() -> None:
 
 def test_curves_are_shares() -> None:
     curves = recorded().curves
-    assert (curves[:, 1:] >= curves[:, :-1]).all() and torch.allclose(curves[:, -1], torch.ones(2))
-    assert (curves[:, 0] >= 1 / EXPERTS).all()
+    assert curves.shape == (2, len(LAYERS), EXPERTS)
+    assert (curves[..., 1:] >= curves[..., :-1]).all() and torch.allclose(curves[..., -1], torch.ones(2))
+    assert (curves[..., 0] >= 1 / EXPERTS).all()
 
 
 def test_nothing_observed_is_refused() -> None:
@@ -112,7 +128,7 @@ def test_nothing_observed_is_refused() -> None:
 def test_layers_must_see_the_same_tokens() -> None:
     made = recorder()
     observe(made, text(0))
-    made.observe(0, text(1)[0], text(1)[0].topk(TOP_K).indices)
+    made.observe(0, text(1)[0], *text(1)[0].topk(TOP_K))
     with pytest.raises(AssertionError, match="different numbers"):
         made.result()
 
@@ -127,13 +143,13 @@ def test_the_file_is_as_documented(tmp_path: Path) -> None:
     recorded().save(tmp_path / "a")
     with safe_open(tmp_path / "a", framework="pt") as file:
         metadata = file.metadata()
-    assert metadata["format"] == "spac-calibration-1" and json.loads(metadata["layers"]) == list(LAYERS)
+    assert metadata["format"] == "spac-calibration-2" and json.loads(metadata["layers"]) == list(LAYERS)
     assert (metadata["tokens"], metadata["window"], metadata["top_k"], metadata["experts"]) == ("33", "4", "2", "6")
     tensors = {name: (str(t.dtype), tuple(t.shape)) for name, t in load_file(tmp_path / "a").items()}
     assert tensors == {
         "pairs": ("torch.int64", (2, 6, 6)),
         "counts": ("torch.int64", (2, 6)),
-        "curves": ("torch.float32", (2, 6)),
+        "curves": ("torch.float32", (2, 2, 6)),
     }
 
 
@@ -161,7 +177,7 @@ def damaged(path: Path, metadata: dict[str, str | None], **tensors: Tensor | Non
 @pytest.mark.parametrize(
     "change",
     [
-        {"metadata": {"format": "spac-calibration-2"}},
+        {"metadata": {"format": "spac-calibration-3"}},
         {"metadata": {"format": None}},
         {"metadata": {"tokens": None}},
         {"metadata": {"tokens": "34"}},
@@ -175,8 +191,9 @@ def damaged(path: Path, metadata: dict[str, str | None], **tensors: Tensor | Non
         {"pairs": torch.zeros(2, 6, 6)},
         {"pairs": torch.zeros(2, 6, 6, dtype=torch.int64)},
         {"counts": torch.zeros(2, 6, dtype=torch.int64)},
-        {"curves": torch.zeros(2, 5)},
-        {"curves": torch.full((2, 6), float("nan"))},
+        {"curves": torch.zeros(2, 2, 5)},
+        {"curves": torch.zeros(2, 6)},
+        {"curves": torch.full((2, 2, 6), float("nan"))},
     ],
     ids=str,
 )
@@ -185,6 +202,14 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: dict) -> None:
     damaged(tmp_path / "a", **{"metadata": {}} | change)
     with pytest.raises(ConfigError, match=AGAIN):
         Calibration.load(tmp_path / "a", FINGERPRINT, LAYERS, EXPERTS)
+
+
+def test_a_file_that_knows_one_mass_is_refused(tmp_path: Path) -> None:
+    """Format 1 had the curves of the routers' scores alone: its masses would be taken for others."""
+    recorded().save(tmp_path / "a")
+    damaged(tmp_path / "a", {"format": "spac-calibration-1"}, curves=recorded().curve("scores").clone())
+    with pytest.raises(ConfigError, match=f"not a calibration of format spac-calibration-2 but of .*-1.; .*{AGAIN}"):
+        Calibration.read(tmp_path / "a")
 
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors", None], ids=str)
@@ -233,7 +258,7 @@ def test_the_file_appears_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    for write in (recorded().save, lambda path: write_budgets(path, FINGERPRINT, {"a": 1})):
+    for write in (recorded().save, lambda path: write_budgets(path, FINGERPRINT, {"a": 1}, {})):
         with pytest.raises(ConfigError, match="cannot be written"):
             write(tmp_path / "no" / "a")
 
@@ -251,7 +276,7 @@ def test_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_progress_is_saved_between_texts() -> None:
     made = recorder()
-    made.observe(0, text(0)[0], text(0)[0].topk(TOP_K).indices)
+    made.observe(0, text(0)[0], *text(0)[0].topk(TOP_K))
     with pytest.raises(AssertionError, match="not over"):
         made.save_progress("never")
 
@@ -280,20 +305,6 @@ def test_a_calibration_is_no_progress_nor_the_other_way_round(tmp_path: Path) ->
         Calibration.load(tmp_path / "p", FINGERPRINT, LAYERS, EXPERTS)
 
 
-def test_parts_add_up() -> None:
-    parts = recorder(), recorder(source="others")
-    observe(parts[0], text(0))
-    observe(parts[1], text(1))
-    observe(parts[1], text(2))
-    parts[0].merge(parts[1])
-    assert parts[0].texts == 3 and same(parts[0].result(), recorded())
-
-
-def test_parts_of_different_models_do_not() -> None:
-    with pytest.raises(ConfigError, match="cannot be added"):
-        recorder().merge(recorder(window=5))
-
-
 def test_a_result_does_not_change_afterwards() -> None:
     made = recorder()
     observe(made, text(0))
@@ -306,7 +317,7 @@ def test_a_result_does_not_change_afterwards() -> None:
 def with_curves(*curves: list[float]) -> Calibration:
     return Calibration(
         FINGERPRINT, "toy", LAYERS, TOP_K, WINDOW, 8, torch.zeros(2, EXPERTS, EXPERTS, dtype=torch.int64),
-        torch.tensor(curves)
+        torch.stack((torch.tensor(curves), torch.tensor(curves).flip(0)))
     )  # fmt: skip
 
 
@@ -326,6 +337,7 @@ CURVES = [0.5, 0.75, 0.9, 0.95, 1.0, 1.0], [0.97, 0.98, 0.99, 0.995, 0.999, 1.0]
 )
 def test_tuned_to_a_share(mass: float, coverage: str, budgets: list[int]) -> None:
     assert tune(with_curves(*CURVES), mass, coverage) == dict(zip(LAYERS, budgets, strict=True))
+    assert tune(with_curves(*CURVES), mass, coverage, "scores") == dict(zip(LAYERS, budgets[::-1], strict=True))
 
 
 def test_a_share_is_met_by_the_curve_that_says_so() -> None:
@@ -349,11 +361,14 @@ def test_tuning_without_a_window_is_refused() -> None:
 def test_tuning_for_an_unknown_coverage_is_refused() -> None:
     with pytest.raises(ConfigError, match="use truncation or substitution"):
         tune(recorded(), 0.9, "both")
+    with pytest.raises(ConfigError, match="--spac-budget-mass-of.*use selected or scores"):
+        tune(recorded(), 0.9, mass_of="softmax")
 
 
 def test_budgets_are_read_back(tmp_path: Path) -> None:
     budgets = {LAYERS[1]: 5, LAYERS[0]: 2}
-    write_budgets(tmp_path / "b.json", FINGERPRINT, budgets)
+    asked = {"mass": 0.9, "mass_of": "scores", "coverage": "truncation"}
+    write_budgets(tmp_path / "b.json", FINGERPRINT, budgets, asked)
     assert list(read_budgets(tmp_path / "b.json", FINGERPRINT, LAYERS, EXPERTS).items()) == [
         (LAYERS[0], 2),
         (LAYERS[1], 5),
@@ -361,6 +376,7 @@ def test_budgets_are_read_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b.json").read_text()) == {
         "format": "spac-budgets-1",
         "fingerprint": FINGERPRINT,
+        "tuned_to": asked,
         "budgets": budgets,
     }
 
@@ -387,7 +403,7 @@ def test_budgets_are_read_back(tmp_path: Path) -> None:
 def test_budgets_that_are_refused(tmp_path: Path, content: dict | str | None, says: str) -> None:
     path = tmp_path / "b.json"
     if isinstance(content, dict):
-        write_budgets(path, FINGERPRINT, {LAYERS[0]: 2, LAYERS[1]: 5})
+        write_budgets(path, FINGERPRINT, {LAYERS[0]: 2, LAYERS[1]: 5}, {})
         path.write_text(json.dumps(json.loads(path.read_text()) | content))
     elif content is not None:
         path.write_bytes(content.encode(errors="surrogateescape"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_spac.calibration import CalibrationRecorder, read_budgets
+from vllm_spac.budget.calibration import CalibrationRecorder, read_budgets
 from vllm_spac.cli.main import app
 
 LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
@@ -28,7 +28,7 @@ def calibration(tmp_path: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     for layer, sharpness in enumerate((1.0, 6.0)):
         probs = (sharpness * torch.randn(30, 8, generator=generator)).softmax(1)
-        recorder.observe(layer, probs, probs.topk(2).indices)
+        recorder.observe(layer, probs, *probs.topk(2))
     recorder.end_text()
     recorder.result().save(tmp_path / "c.safetensors")
     return tmp_path / "c.safetensors"
@@ -44,8 +44,24 @@ def test_tune_prints_and_writes(calibration: Path, tmp_path: Path) -> None:
     text = run("tune", calibration, "--mass", "0.9", "--output", output)
     budgets = read_budgets(output, "f" * 32, LAYERS, 8)
     assert budgets[LAYERS[0]] > budgets[LAYERS[1]] >= 2, "a layer of sharp routers needs fewer"
-    for part in ("tiny: budgets for 90% of the router mass", *LAYERS, "calibrated on 30 tokens", f"written: {output}"):
+    for part in ("tiny: budgets for 90% of the mass selected", *LAYERS, "calibrated on 30 tokens", "selected kept"):
         assert part in text
+    assert f"written: {output}" in text
+    assert json.loads(output.read_text())["tuned_to"] == {
+        "mass": 0.9,
+        "mass_of": "selected",
+        "coverage": "substitution",
+    }
+
+
+def test_the_scores_of_all_experts_take_more_experts_to_hold(calibration: Path, tmp_path: Path) -> None:
+    found = {}
+    for mass_of in ("selected", "scores"):
+        text = run("tune", calibration, "--mass", "0.98", "--mass-of", mass_of, "--output", tmp_path / "b.json")
+        assert f"98% of the mass {mass_of}" in text
+        found[mass_of] = json.loads((tmp_path / "b.json").read_text())
+        assert found[mass_of]["tuned_to"]["mass_of"] == mass_of
+    assert found["scores"]["budgets"][LAYERS[0]] > found["selected"]["budgets"][LAYERS[0]]
 
 
 def test_truncation_may_go_below_top_k(calibration: Path, tmp_path: Path) -> None:
@@ -59,6 +75,7 @@ def test_truncation_may_go_below_top_k(calibration: Path, tmp_path: Path) -> Non
     [
         (("--mass", "1.5"), "at most 1"),
         (("--coverage", "none"), "truncation or substitution"),
+        (("--mass-of", "softmax"), "selected or scores"),
         (("--output", "/none/b.json"), "name another file"),
     ],
 )

@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from vllm_spac import __version__, slots
-from vllm_spac.cli import inspect, packed, stats
+from vllm_spac import __version__
+from vllm_spac.cache import sizing
+from vllm_spac.checkpoint import headers
+from vllm_spac.cli import stats
 from vllm_spac.cli.main import app
 from vllm_spac.config import Slots
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.errors import ConfigError
+from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.tiers import disk
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -31,7 +33,8 @@ TWO_OF_EIGHT = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
 
 def run(*arguments, code: int = 0, **options) -> str:
     """Output of the command on a wide terminal, with lines of text joined."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "NO_COLOR": "1"}, **options)
+    environment = {"COLUMNS": "200", "NO_COLOR": "1", "VLLM_API_KEY": None, "OPENAI_API_KEY": None}
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env=environment, **options)
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 
@@ -85,7 +88,7 @@ def fused(layers=(0, 1, 2)) -> dict[str, tuple[int, ...]]:
 )
 def test_inspect_reads_sizes(tmp_path, names, config, layers):
     folder = write_model(tmp_path, names, **config)
-    found = inspect.read_checkpoint(folder)
+    found = headers.read_checkpoint(folder)
     assert (found.experts, found.top_k, len(found.layer_bytes)) == (EXPERTS, TOP_K, layers)
     assert found.expert_bytes == [W_E]
     assert sum(found.layer_bytes.values()) + found.other_bytes == sum(2 * torch.Size(s).numel() for s in names.values())
@@ -94,13 +97,13 @@ def test_inspect_reads_sizes(tmp_path, names, config, layers):
 
 def test_inspect_counts_slots_as_the_plugin_does(tmp_path):
     folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT)
-    found = inspect.read_checkpoint(folder)
+    found = headers.read_checkpoint(folder)
     shape = MoEShape(("1", "2"), EXPERTS, TOP_K, {"w": TensorSpec((W_E // 2,), torch.bfloat16)})
     smallest = found.smallest_percent()
     for percent in range(smallest, 101):
-        assert found.slots(percent) == [(slots.resolve(Slots.parse(f"{percent}%"), shape, 1 << 30), W_E)]
+        assert found.slots(percent) == [(sizing.resolve(Slots.parse(f"{percent}%"), shape, 1 << 30), W_E)]
     with pytest.raises(ConfigError):
-        slots.resolve(Slots.parse(f"{smallest - 1}%"), shape, 1 << 30)
+        sizing.resolve(Slots.parse(f"{smallest - 1}%"), shape, 1 << 30)
     assert f"smallest --spac-slots: {smallest}%" in run("inspect", folder)
 
 
@@ -124,7 +127,7 @@ def test_inspect_says_how_to_serve(tmp_path, quantisation, flags):
 
 def test_inspect_leaves_draft_layers_out(tmp_path):
     folder = write_model(tmp_path, one_by_one((1, 2, 3)), **TWO_OF_EIGHT)
-    found = inspect.read_checkpoint(folder)
+    found = headers.read_checkpoint(folder)
     assert list(found.layer_bytes) == [1, 2] and found.draft_bytes == EXPERTS * W_E
 
 
@@ -132,7 +135,7 @@ def test_inspect_reads_only_files_of_the_index(tmp_path):
     folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     save_file({"copy": torch.zeros(1000)}, folder / "consolidated.safetensors")
-    assert inspect.read_checkpoint(folder).other_bytes < 4000
+    assert headers.read_checkpoint(folder).other_bytes < 4000
 
 
 @pytest.mark.parametrize(
@@ -157,6 +160,14 @@ def test_inspect_refuses_what_is_no_checkpoint(tmp_path):
     assert "has no *.safetensors" in run("inspect", tmp_path, code=1)
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 16)
     assert "is not a complete safetensors file" in run("inspect", tmp_path, code=1)
+    assert "is not a folder" in run("inspect", "x" * 5000, code=1)
+
+
+@pytest.mark.parametrize("name", ["packed", "profile"])
+@pytest.mark.parametrize("folder", ["~nouser", "x" * 5000])
+def test_a_folder_that_no_machine_has(name, folder):
+    options = ["--expert-bytes", "10000"] if name == "profile" else []
+    assert "--disk-dir" in run(name, "--disk-dir", folder, *options, code=1)
 
 
 # -- stats --
@@ -219,6 +230,76 @@ def test_stats_says_what_is_wrong(serve, status, body, message):
     assert "no server answers at http://127.0.0.1:9" in run("stats", "127.0.0.1:9", code=1)
 
 
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {},
+        "x",
+        [1],
+        [[]],
+        [{"hits": "x", "misses": 1}],
+        [{"bytes": {"disk": "x"}}],
+        [{"slot_bytes": None}],
+        [{"slot_bytes": 10**400}],
+        [{"stall_seconds": []}],
+        [{"bytes": {"a": 1, "b": {}}}],
+    ],
+    ids=str,
+)
+def test_stats_of_something_else_are_one_line(serve, workers):
+    assert "error: " in run("stats", serve(200, json.dumps({"workers": workers})), code=1)
+    assert "error: " in run("stats", serve(200, "[" * 100_000), code=1)
+
+
+def test_stats_prints_what_a_server_says_and_does_not_obey_it(serve):
+    odd = {"mode": "\x1b[2J[red]exact", "a\nb\x1b]0;owned\x07": {"\u202ekey": "[link=http://x]y[/link]"}}
+    text = run("stats", serve(200, json.dumps({"workers": [odd]})))
+    assert not set(text) & set("\x1b\x07\u202e")
+    for part in (r"\x1b[2J[red]exact", r"a\nb\x1b]0;owned\x07: \u202ekey", "[link=http://x]y[/link]"):
+        assert part in text
+
+
+@pytest.fixture
+def guarded():
+    """``guarded(status, headers)`` -> URL of a server, and the keys that it was sent."""
+    servers, keys = [], []
+
+    def start(status: int, headers: dict[str, str]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                keys.append(self.headers["Authorization"])
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(json.dumps({"workers": [WORKER]}).encode())
+
+            log_message = lambda *args: None  # noqa: E731
+
+        servers.append(HTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start, keys
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_key_goes_to_the_server_that_was_named_and_to_no_other(guarded):
+    start, keys = guarded
+    second = start(200, {})
+    assert "75.0%" in run("stats", start(302, {"Location": f"{second}/spac/stats"}), "--api-key", "secret")
+    assert keys == ["Bearer secret", None]
+
+
+def test_stats_says_that_a_key_is_wanted(guarded):
+    url = guarded[0](401, {})
+    assert "wants a key; name its own with --api-key or VLLM_API_KEY" in run("stats", url, code=1)
+    assert "refuses this key" in run("stats", url, "--api-key", "x", code=1)
+    assert "no HTTP header can carry" in run("stats", url, "--api-key", "x\ny", code=1)
+
+
 @pytest.fixture
 def store(tmp_path) -> disk.DiskStore:
     """Two layers of two experts, written by the plugin's own store."""
@@ -230,7 +311,6 @@ def store(tmp_path) -> disk.DiskStore:
 
 
 def test_packed_lists(store):
-    assert (packed.FORMAT, packed.HEADER) == (disk.FORMAT, disk.HEADER)
     (store.folder.parent / "something-else").mkdir()
     text = run("packed", "--disk-dir", store.folder.parent)
     assert f"{FINGERPRINT} 2 (3..5) 4 36.0 KiB" in text and "something-else" not in text
@@ -263,8 +343,41 @@ def test_packed_finds_damage(store, damage, message):
     assert message in text and str(store.path(2)) in text and "1 files are damaged" in text
 
 
+def test_packed_repairs(store):
+    """What is damaged is gone, and what was set aside: the next start packs exactly what is missing."""
+    root, whole = store.folder.parent, store.path(1).read_bytes()
+    assert "all 4 files are as they were packed" in run("packed", "--disk-dir", root, "--repair")
+    for key in (0, 2):
+        flip(store.path(key), disk.HEADER + 9)
+    store.path(3).with_suffix(".corrupt").write_bytes(b"x")
+    with pytest.raises(StoreError):
+        store.read(0, {"w": torch.empty(40, 64, dtype=torch.bfloat16)})
+    assert (store.folder / disk.MARK).exists()
+    text = run("packed", "--disk-dir", root, "--repair")
+    assert f"{store.path(2)} is not what was packed (checksum)" in text and "deleted 1 damaged files" in text
+    assert sorted(path for path in store.folder.rglob("*") if path.is_file()) == [store.path(1), store.path(3)]
+    assert store.path(1).read_bytes() == whole
+    again = disk.DiskStore(store.shape, FINGERPRINT, root)
+    assert [again.holds(key) for key in range(4)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("strange", [False, True], ids=["in use", "with a strange file"])
+def test_packed_repairs_nothing(store, strange):
+    root = store.folder.parent
+    flip(store.path(2), disk.HEADER + 9)
+    if strange:
+        (store.folder / "notes.txt").touch()
+    with open(root / f"{FINGERPRINT}.lock", "w") as lock:
+        if not strange:
+            fcntl.flock(lock, fcntl.LOCK_SH)  # a server
+        text = run("packed", "--disk-dir", root, "--repair", code=1)
+    assert ("was not written by packing" if strange else "in use") in text and "nothing was deleted" in text
+    assert store.path(2).exists()
+
+
 def test_packed_deletes_one_folder(store):
     root = store.folder.parent
+    (store.folder / disk.MARK).touch()
     store.path(0).with_suffix(".corrupt").write_bytes(b"x")
     store.path(0).with_suffix(".123.partial").write_bytes(b"x")
     (root / f"{FINGERPRINT}.lock").touch()

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.cli.simulate import swept
-from vllm_spac.costs import Costs
-from vllm_spac.simulate import simulate
-from vllm_spac.synthetic import synthetic_trace
-from vllm_spac.trace import Trace, TraceFacts
-from vllm_spac.trace_writer import TraceWriter
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.simulate import simulate
+from vllm_spac.traces.format import Trace, TraceFacts
+from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.traces.writer import TraceWriter
 
 
 def run(*arguments, code: int = 0) -> str:
@@ -39,6 +39,8 @@ def test_help_has_examples() -> None:
 def test_show(recorded: Path, tmp_path: Path) -> None:
     text = run("trace", "show", recorded, "--picture", tmp_path / "heat.png")
     for part in ("2 x 20 = 40", "30 verify", "30 verify, 60 draft", "comes back after", "hits of LRU"):
+        assert part in text
+    for part in ("nothing is hot", "as in the last step", "an LRU a layer"):
         assert part in text
     assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
 
@@ -78,7 +80,7 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
         assert (found[row]["hits"], found[row]["bytes"], found[row]["tpot"]) == (same.hits, same.bytes, same.tpot)
     assert picture.read_bytes().startswith(b"\x89PNG")
     both = run("simulate", recorded, *options)
-    assert both.count("pointers, 128.0 MiB a step") == both.count("pointers, in the layer") == 3
+    assert both.count("pointers, 128.0 MiB a step") == both.count("pointers, in the layer") == 4
     assert both.count("belady") == 1, "a ceiling for slots only"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 common = importlib.import_module("common")
+origins = importlib.import_module("vllm_spac.system.provenance")
 
 
 @pytest.fixture
 def in_git(monkeypatch):
     """Answers of git, so that the tests also run on a copy of the sources."""
     answers = {"rev-parse": "c0ffee", "status": ""}
-    monkeypatch.setattr(common, "_ask_git", lambda command, *rest: answers[command])
+    monkeypatch.setattr(origins, "_ask_git", lambda root, command, *rest: answers[command])
     return answers
 
 
@@ -38,10 +40,28 @@ def test_provenance_carries_the_disk_rate(in_git):
     assert common.provenance(rate)["machine"]["disk_read"]["bytes_per_second"]["median"] == 2.0
 
 
-def test_no_provenance_outside_git(tmp_path, monkeypatch):
+def test_a_copy_without_git_is_said_to_be_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    with pytest.raises(common.ProvenanceError, match="traced"):
-        common.provenance()
+    monkeypatch.delenv("SPAC_COMMIT", raising=False)
+    found = common.provenance()
+    assert found["git"] == {"commit": "unknown commit", "dirty": None, "why": "no git checkout"}
+    assert "unknown commit (no git checkout)" in capsys.readouterr().err
+    common.write_result(tmp_path / "result.json", {"provenance": found})
+    monkeypatch.setenv("SPAC_COMMIT", "c0ffee")
+    assert common.provenance()["git"]["commit"] == "c0ffee"
+    assert "c0ffee, named by SPAC_COMMIT (no git checkout)" in capsys.readouterr().err
+
+
+def test_a_repository_around_a_copy_is_not_its_commit(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    (tmp_path / "copy").mkdir()
+    assert origins.code(tmp_path / "copy")["why"] == "no git checkout"
+    assert origins.code(tmp_path)["why"].startswith("git rev-parse: "), "it has no commit yet"
+
+
+def test_what_git_knows_is_not_overridden(in_git, monkeypatch):
+    monkeypatch.setenv("SPAC_COMMIT", "another")
+    assert common.provenance()["git"]["commit"] == "c0ffee"
 
 
 def test_result_is_written_with_provenance(tmp_path, in_git):

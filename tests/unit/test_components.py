@@ -12,6 +12,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.policies.lfu import LFU
 from vllm_spac.policies.lru import LRU
 
+FAMILIES = sorted(path.parent.name for path in Path(vllm_spac.__file__).parent.glob("*/base.py"))
 CLASS = "from vllm_spac.policies.lru import LRU\n\n\nclass {name}(LRU):\n    pass\n"
 
 
@@ -88,7 +89,31 @@ def test_missing_component_from_outside(name: str) -> None:
         components.find("policies", name)
 
 
-@pytest.mark.parametrize("name", ["os:path", "os:getcwd"])
-def test_a_component_from_outside_must_be_a_class(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
+@pytest.mark.parametrize(
+    "name",
+    ["os:path", "os:getcwd", "collections:OrderedDict", "vllm_spac.budget.rankings.router:Router", "builtins:int"],
+)
+def test_a_component_from_outside_must_be_a_class_of_the_family(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*derive it from vllm_spac.policies.base.Policy"):
         components.find("policies", name)
+
+
+@pytest.mark.parametrize("name", [":", ":X", "os:", ".os:path", "a b:c", "x\0y:z"])
+def test_half_a_name_from_outside(name: str) -> None:
+    with pytest.raises(ConfigError, match="name package.module:Class"):
+        components.find("policies", name)
+
+
+@pytest.mark.parametrize("text", ["1 / 0", "def (", "import sys; sys.exit(3)", "raise KeyError('x')", "import nosuch"])
+def test_a_module_from_outside_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    (tmp_path / "spac_test_failing.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot load 'spac_test_failing:X' for policies") as caught:
+        components.find("policies", "spac_test_failing:X")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_one_base(family: str) -> None:
+    base = components.base(family)
+    assert all(issubclass(components.find(family, name), base) for name in components.names(family))

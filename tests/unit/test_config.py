@@ -170,6 +170,7 @@ def test_staging_is_of_pointers() -> None:
         ({"store": "disk"}, r"a disk has no addresses; use --spac-store host"),
         ({"disk_dir": "/x"}, r"a disk has no addresses; .*without --spac-disk-dir"),
         ({"prefetch": "utility"}, r"drop --spac-prefetch"),
+        ({"policy": "layer_lru"}, r"policy=layer_lru \(--spac-policy\).*use --spac-policy lru"),
     ],
 )
 def test_pointers_need_memory_and_move_experts_themselves(others: dict, message: str) -> None:
@@ -188,7 +189,7 @@ def test_flags() -> None:
 
 
 def test_policy_that_must_know_the_future_cannot_serve() -> None:
-    with pytest.raises(ConfigError, match=r"no policy is called 'belady'; use one of lfu, lru"):
+    with pytest.raises(ConfigError, match=r"no policy is called 'belady'; use one of layer_lru, lfu, lru"):
         SpacConfig.parse({"policy": "belady"})
 
 

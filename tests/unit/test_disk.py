@@ -19,13 +19,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
-from vllm_spac.memory import gib
 from vllm_spac.metrics import Counters
+from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers import disk
 from vllm_spac.tiers.disk import PAGE, DiskStore
-from vllm_spac.transfers import Transfers
 
 LAYERS = ("model.layers.3.mlp.experts", "model.layers.5.mlp.experts")
 SPECS = {
@@ -269,6 +269,10 @@ def test_leftovers_of_killed_processes_are_harmless(tmp_path: Path) -> None:
     for key in (1, 2):
         again.put(key, expert(SHAPE, key))
     assert_holds(again, 0, 1, 2)
+    again.sweep()
+    assert_holds(again, 0, 1, 2)
+    left = {path.name for path in store.folder.rglob("*") if path.is_file()}
+    assert left == {store.path(key).name for key in (0, 1, 2)} | {store.path(2).with_suffix(".corrupt").name}
 
 
 def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +359,8 @@ def test_no_room(count: int, tmp_path: Path, free: Callable[[int], None]) -> Non
     free(count)
     with pytest.raises(StoreError, match="5000 experts.*--spac-disk-dir") as error:
         store.reserve(5000)
-    assert gib(5000 * store.file_bytes) in str(error.value) and gib(count) in str(error.value)
+    assert f"{gib(5000 * store.file_bytes)} for them and 256.0 MiB that stay free" in str(error.value)
+    assert gib(5000 * store.file_bytes + (256 << 20)) in str(error.value) and gib(count) in str(error.value)
     assert str(tmp_path) in str(error.value)
     store.reserve(0)
 
@@ -391,6 +396,98 @@ def test_missing_folders_are_made_and_nothing_else_is_left_in_them(tmp_path: Pat
     assert files(tmp_path) == []
     store.put(0, expert(SHAPE, 0))
     assert files(tmp_path) == [store.path(0)]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=["read-only", "another user's"])
+def test_a_complete_folder_that_cannot_be_written_to(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = packed(tmp_path)
+
+    def refuse(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
+    again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert again.direct == store.direct and "read-only" in again.describe()
+    again.reserve(0)
+    assert_holds(again, *range(SHAPE.total))
+    assert list(again.verify(2)) == [None] * SHAPE.total
+    raw = bytearray(store.path(1).read_bytes())
+    raw[-1] ^= 1
+    with open(store.path(1), "wb") as file:
+        file.write(raw)
+    for use in (lambda: again.read(1, blank(SHAPE)), lambda: list(again.verify(2))):
+        with pytest.raises(StoreError, match="damaged and cannot be moved aside.*packed --repair"):
+            use()
+    store.path(1).unlink()
+    with pytest.raises(StoreError, match=f"{os.strerror(code)}, and 1 of 6 experts are not packed there; name a writ"):
+        DiskStore(SHAPE, FINGERPRINT, tmp_path)
+
+
+# -- what an earlier run found -----------------------------------------------------------------------------------
+
+
+def test_after_damage_all_files_are_checked_once(tmp_path: Path) -> None:
+    store = packed(tmp_path)
+    for key in (1, 3, 4):
+        flip(store.path(key), -1)
+    assert not store.suspect
+    with pytest.raises(StoreError):
+        store.read(3, blank(SHAPE))
+    again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert again.suspect
+    assert [problem is None for problem in again.verify(3)] == [True, False, True, False, True]
+    assert_holds(again, 0, 2, 5)
+    for key in (1, 3, 4):
+        again.put(key, expert(SHAPE, key))
+    assert_holds(again, *range(SHAPE.total))
+    assert not DiskStore(SHAPE, FINGERPRINT, tmp_path).suspect
+
+
+def test_a_disk_that_failed_is_checked_and_what_can_be_read_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = packed(tmp_path)
+
+    def fail(*args) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", fail)
+        with pytest.raises(StoreError, match="Input/output error"):
+            store.read(1, blank(SHAPE))
+    again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert again.suspect and list(again.verify(2)) == [None] * SHAPE.total
+    assert_holds(again, *range(SHAPE.total))
+    real = DiskStore._read_file
+
+    def broken_sector(self, path, buffer):
+        return fail() if path == store.path(2) else real(self, path, buffer)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(DiskStore, "_read_file", broken_sector)
+        assert [problem is None for problem in again.verify(2)] == [key != 2 for key in range(SHAPE.total)]
+    again.put(2, expert(SHAPE, 2))  # somewhere else on the disk
+    assert_holds(again, *range(SHAPE.total))
+
+
+def test_experts_beside_missing_ones_are_suspect(tmp_path: Path) -> None:
+    store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
+    assert not store.suspect
+    store.put(0, expert(SHAPE, 0))
+    assert DiskStore(SHAPE, FINGERPRINT, tmp_path).suspect
+    for key in range(1, SHAPE.total):
+        store.put(key, expert(SHAPE, key))
+    assert not DiskStore(SHAPE, FINGERPRINT, tmp_path).suspect
+
+
+def test_what_was_dropped_is_found_by_nobody(tmp_path: Path) -> None:
+    store = packed(tmp_path)
+    store.drop(2)
+    assert_holds(store, 0, 1, 3, 4, 5)
+    assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), 0, 1, 3, 4, 5)
 
 
 # -- ways of reading ---------------------------------------------------------------------------------------------

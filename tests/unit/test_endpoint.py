@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +13,37 @@ pytest.importorskip("vllm", reason="the routes are vLLM's plugin interface")
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-from vllm_spac.integration import endpoint
-from vllm_spac.integration.endpoint import SpacEndpoint, WorkerCollector
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.integration.serving import endpoint
+from vllm_spac.integration.serving.endpoint import SpacEndpoint, WorkerCollector
+from vllm_spac.integration.serving.worker import SpacWorker
+
+KEYS = st.sampled_from([*BudgetSettings.model_fields, "layers.0"]) | st.text(max_size=5)
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["router", "static", "resident", "truncation", "substitution", "verify", "decode", "all"])
+)
 
 
 class Engine:
     """Answers as an engine client does."""
 
+    resets: tuple[dict, ...] = ()
+
+    async def reset_prefix_cache(self, **options: bool) -> bool:
+        self.resets += (options,)
+        return True
+
     async def collective_rpc(self, method: str, args: tuple = ()) -> list:
-        return [{"asked": method, "args": list(args)}]
+        return [{"settings": {"asked": method, "args": list(args)}}]
 
 
 @pytest.fixture
@@ -37,14 +60,208 @@ def test_routes_answer_404_without_the_plugin(app: FastAPI) -> None:
 
 
 def test_control_is_closed_unless_it_was_opened(app: FastAPI) -> None:
-    app.state.spac_client, app.state.spac_control = Engine(), False
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), False, {"router"}
     response = TestClient(app).post("/spac/budget", json={"budget": 4})
     assert response.status_code == 403 and "--spac-control" in response.json()["detail"]
     app.state.spac_control = True
     response = TestClient(app).post("/spac/budget", json={"budget": 4})
     assert response.status_code == 200
-    assert response.json()["workers"][0]["asked"] == "spac_budget"
+    assert response.json()["workers"][0]["asked"] == "spac_try_budget"
     assert TestClient(app).post("/spac/budget", content=b"{").status_code == 400
+
+
+def test_a_change_of_budget_empties_the_prefix_cache(app: FastAPI) -> None:
+    """Also of requests that run; a change that is refused does not."""
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = engine, *_ = Engine(), True, {"router"}
+    assert TestClient(app).post("/spac/budget", json={"budget": 4}).status_code == 200
+    assert engine.resets == ({"reset_running_requests": True, "reset_connector": True},)
+    assert TestClient(app).post("/spac/budget", json={"budgets": 4}).status_code == 400
+    assert len(engine.resets) == 1
+
+
+# --- who may ask ------------------------------------------------------------------------------------------------------
+
+ROUTES = [("GET", "/spac/stats"), ("POST", "/spac/budget")]
+
+
+def guarded(monkeypatch, flag: list[str] | None, variable: str | None) -> TestClient:
+    """A server with vLLM's own middleware, built in vLLM's order."""
+    app = FastAPI()
+    SpacEndpoint().attach_router(app)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("VLLM_API_KEY", variable)
+    names = ("allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers", "middleware")
+    args = SimpleNamespace(**dict.fromkeys(names, []), api_key=flag, enable_request_id_headers=False)
+    init_entrypoints_middleware(args, app, ())
+    app.get("/v1/models")(lambda: {})
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), True, {"router"}
+    return TestClient(app)
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "valid"),
+    [
+        (["one"], None, ["one"]),
+        (["one", "two"], None, ["one", "two"]),
+        (None, "three", ["three"]),
+        (["one"], "three", ["one"]),
+        (["", "one"], None, ["one"]),
+    ],
+    ids=str,
+)
+def test_a_key_covers_all_our_routes_as_it_covers_vllms(monkeypatch, flag, variable, valid) -> None:
+    client = guarded(monkeypatch, flag, variable)
+    headers = ["", "Bearer", "Bearer ", "Bearer wrong", "Basic one", "one", "Bearer onetwo", "Bearer one two"]
+    headers += [f"{scheme} {key}" for key in ("one", "two", "three") for scheme in ("Bearer", "bearer")]
+    for header in headers:
+        expected = 200 if header.lower() in [f"bearer {key}" for key in valid] else 401
+        for method, path in [*ROUTES, ("GET", "/v1/models")]:
+            answer = client.request(method, path, json={}, headers={"Authorization": header})
+            assert answer.status_code == expected, (header, path)
+    for method, path in ROUTES:
+        refusal = client.request(method, path, content=b"x" * 10**6)
+        assert refusal.status_code == 401 and "API key" in refusal.json()["detail"]
+
+
+def test_each_of_our_routes_is_guarded(app: FastAPI) -> None:
+    ours = [route for route in app.routes if getattr(route, "path", "").startswith("/spac")]
+    assert {(method, route.path) for route in ours for method in route.methods} == set(ROUTES)
+    assert all(endpoint._authenticated in [d.call for d in route.dependant.dependencies] for route in ours)
+
+
+def test_without_a_key_all_may_ask(monkeypatch) -> None:
+    client = guarded(monkeypatch, None, None)
+    assert [client.request(method, path, json={}).status_code for method, path in ROUTES] == [200, 200]
+
+
+# --- what they may send -----------------------------------------------------------------------------------------------
+
+LAYER = BudgetedLayer("layers.0", 16, 4, RoutingRule())
+
+
+class Worker(SpacWorker):
+    """One with a budget and no model."""
+
+    def __init__(self) -> None:
+        self.runtime = SimpleNamespace(budget=BudgetControl([LAYER]), require_host=lambda what: None)
+
+    def _spac_experts(self):
+        return SimpleNamespace(runtime=self.runtime)
+
+
+class Served:
+    """An engine client whose worker raises nothing: what it raises, vLLM logs with a traceback."""
+
+    def __init__(self) -> None:
+        self.worker = Worker()
+
+    async def reset_prefix_cache(self, **options: bool) -> bool:
+        return True
+
+    async def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        encoded = json.dumps([method, *args], ensure_ascii=False).encode()
+        method, *args = json.loads(encoded)
+        return [getattr(self.worker, method)(*args)]
+
+
+@pytest.fixture(scope="module")
+def open_server() -> TestClient:
+    app = FastAPI()
+    SpacEndpoint().attach_router(app)
+    app.state.spac_client, app.state.spac_control = Served(), True
+    app.state.spac_rankings = {"router", "static", "outside_ranking:Ours"}
+    return TestClient(app)
+
+
+def refusal(server: TestClient, body: bytes) -> tuple[int, str]:
+    before = server.app.state.spac_client.worker.runtime.budget.settings
+    answer = server.post("/spac/budget", content=body)
+    assert server.app.state.spac_client.worker.runtime.budget.settings is before, "a refused change changes nothing"
+    return answer.status_code, answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b'{"budget": 8, "ranking": "\xff"}', "not JSON"),
+        (b"{}\0", "not JSON"),
+        (b"[" * 60000, "nested too deeply"),
+        (b'{"budget": ' * 5000, "nested too deeply"),
+        (b'{"mass": NaN}', "NaN"),
+        (b'{"mass": -Infinity}', "Infinity"),
+        (b'{"mass": 1e999}', "mass: Input should be a finite number"),
+        (b'{"mass": 2}', "above 0 and at most 1"),
+        (b'{"mass": 0}', "above 0 and at most 1"),
+        (b'{"budget": 7.5}', "budget"),
+        (b'{"budget": true}', "use a number"),
+        (b'{"budget": "many"}', "budget"),
+        (b'{"budget": -1}', "greater than or equal to 0"),
+        (b'{"budget": 0}', "budget"),
+        (b'{"budget": 3}', "every token 4 experts"),
+        (b'{"budget": 17}', "16 experts"),
+        (b'{"budget": 1' + b"0" * 30 + b"}", "less than or equal to 1048576"),
+        (b'{"budget": 1' + b"0" * 5000 + b"}", "not JSON"),
+        (b'{"budget": 8, "mass": 0.5}', "use one of them"),
+        (b'{"budget": {"layers.0": true}}', "budget.layers.layers.0: use a number"),
+        (b'{"budget": {"other": 8}}', "no experts for layers.0"),
+        (b'{"budget": {"\\ud800": 8}}', "not JSON"),
+        (b'{"budget": {' + b",".join(b'"%d": "x"' % i for i in range(3000)) + b"}}", "and 2997 more"),
+        (b'{"window": -1}', "window"),
+        (b'{"window": 1e30}', "window"),
+        (b'{"when": "never"}', "when"),
+        (b'{"' + b"k" * 60000 + b'": 1}', "characters"),
+        (b'{"\\u001b[31m\\n": 1}', "\\x1b[31m\\n"),
+        (b'{"budget": 8, "ranking": "\\ud800"}', "not JSON"),
+        (b'{"budget": 8, "ranking": "nosuch"}', "this server has outside_ranking:Ours, router, static"),
+        (b'{"budget": 8, "ranking": "static"}', "calibration"),
+        (b'{"budget": 8, "ranking": ["router"]}', "ranking"),
+        (b"8", "mapping"),
+        (b"null", "mapping"),
+        (b"[]", "mapping"),
+        (b'[["budget", 8]]', "mapping"),
+        (b'"' + b"x" * 60000 + b'"', "mapping"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_no_budget_is_refused_in_one_line(open_server, body, named) -> None:
+    status, detail = refusal(open_server, body)
+    assert status == 400 and named in detail
+    assert detail.isprintable() and len(detail) < 1000
+
+
+def test_a_large_body_is_refused_before_it_is_read(open_server) -> None:
+    sent = 0
+
+    def parts():
+        nonlocal sent
+        for _ in range(100):
+            sent += 1 << 16
+            yield b" " * (1 << 16)
+
+    for body in (b"{}" + b" " * (1 << 16), parts()):
+        assert refusal(open_server, body)[0] == 413
+
+
+def test_a_request_imports_nothing(open_server, tmp_path, monkeypatch) -> None:
+    (tmp_path / "outside_ranking.py").write_text("import sys\nsys.spac_was_imported = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, detail = refusal(open_server, b'{"budget": 8, "ranking": "outside_ranking:Theirs"}')
+    assert status == 400 and "this server has" in detail
+    assert not hasattr(sys, "spac_was_imported") and "outside_ranking" not in sys.modules
+
+
+@given(st.binary(max_size=64) | st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner)))
+@settings(max_examples=200, deadline=None)
+def test_any_body_is_a_budget_or_one_line(open_server, body) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = open_server.post("/spac/budget", content=content)
+    if answer.status_code != 200:
+        assert answer.status_code == 400 and answer.json()["detail"].isprintable()
+    open_server.app.state.spac_client.worker.spac_budget({})
 
 
 class Busy(Engine):

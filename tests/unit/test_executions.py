@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from vllm_spac.costs import Costs
-from vllm_spac.simulate import filling, parts, simulate
-from vllm_spac.synthetic import synthetic_trace
-from vllm_spac.virtual_clock import Outcome
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.replay import Outcome
+from vllm_spac.simulation.simulate import filling, parts, simulate
+from vllm_spac.traces.synthetic import synthetic_trace
 
 REPLAY = Path(__file__).resolve().parents[2] / "benchmarks" / "replay"
 
@@ -114,4 +114,8 @@ def test_it_says_where_its_numbers_come_from(executions, trace, tmp_path):
         ("pointers", "step", 0),
         ("pointers", "step", 3),
     ]
+    times = [row["tpot_ms"] for row in result["rows"]]
+    expected = {"slots": times[0] / times[2], "flashlib": times[1] / times[2]}
+    found = result["time_over_admission_in_the_layer"]["run"]
+    assert found == {way: [round(ratio, 3)] * 2 for way, ratio in expected.items()}, "3 moves are not the default"
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG") and "impossible" in done.output

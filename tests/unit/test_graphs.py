@@ -9,10 +9,11 @@ import pytest
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.pointers.staging import ROWS
 from vllm_spac.integration import graphs
-from vllm_spac.staging import ROWS
 
 SLOTS, POINTERS = SpacConfig(), SpacConfig(execution="pointers")
+ALL = SpacConfig(slots="100%")  # execution=slots, and each expert has one
 FULL = ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
 
@@ -38,15 +39,20 @@ def test_left_to_vllm_graphs_become_piecewise_where_layers_need_the_host(cuda) -
     assert given.cudagraph_mode is None, "the user's own object, which another engine may use"
 
 
-def test_pointers_leave_the_mode_to_vllm(cuda) -> None:
+@pytest.mark.parametrize("config", [POINTERS, ALL], ids=["pointers", "all slots"])
+def test_where_nothing_is_decided_in_a_layer_the_mode_is_left_to_vllm(cuda, config: SpacConfig) -> None:
     args = arguments(None)
-    graphs.request(args, POINTERS)
+    graphs.request(args, config)
     assert args.compilation_config.cudagraph_mode is None
 
 
 @pytest.mark.parametrize(
     ("mode", "config"),
-    [("NONE", SLOTS), ("PIECEWISE", SLOTS), ("PIECEWISE", POINTERS), *((mode, POINTERS) for mode in FULL)],
+    [
+        ("NONE", SLOTS),
+        ("PIECEWISE", SLOTS),
+        *((mode, config) for mode in ("PIECEWISE", *FULL) for config in (POINTERS, ALL)),
+    ],
 )
 def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
     args = arguments(mode)
@@ -55,7 +61,7 @@ def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
 
 
 HOST = {
-    "--spac-execution pointers": {},
+    "--spac-execution pointers or --spac-slots 100%": {},
     "--spac-trace": {"trace": "file"},
     "--spac-budget,": {"budget": 8},
     "--spac-budget-mass": {"budget_mass": 0.9},
@@ -65,9 +71,12 @@ HOST = {
 
 
 @pytest.mark.parametrize("mode", FULL)
+@pytest.mark.parametrize("none_decided", [{"execution": "pointers"}, {"slots": "100%"}], ids=str)
 @pytest.mark.parametrize("flag", HOST)
-def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(cuda, mode: str, flag: str) -> None:
-    config = SpacConfig(**HOST[flag], **({"execution": "pointers"} if HOST[flag] else {}))
+def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(
+    cuda, mode: str, flag: str, none_decided: dict
+) -> None:
+    config = SpacConfig(**HOST[flag], **(none_decided if HOST[flag] else {}))
     with pytest.raises(
         UnsupportedError, match=rf"cudagraph_mode {mode} .*{flag}.*'{{\"cudagraph_mode\": \"PIECEWISE\"}}'"
     ):
@@ -119,6 +128,22 @@ def test_only_graphs_are_split() -> None:
         made = config(mode)
         graphs.split(made, POINTERS)
         assert made.compilation_config.splitting_ops == ops
+
+
+@pytest.mark.parametrize("mode", FULL)
+def test_graphs_over_slots_of_all_experts_are_vllms_own(monkeypatch, mode: str) -> None:
+    made = config(mode)
+    graphs.split(made, ALL)
+    assert made.compilation_config.splitting_ops == ["a::b"]
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    graphs.split(made, ALL)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"trace": "file"}], ids=str)
+def test_graphs_over_slots_of_all_experts_are_split_where_that_was_asked_for_or_needed(knobs: dict) -> None:
+    made = config("PIECEWISE")
+    graphs.split(made, SpacConfig(slots="100%", **knobs))
+    assert made.compilation_config.splitting_ops == ["a::b", graphs.MOE_LAYER]
 
 
 def test_graphs_that_became_full_on_the_way_are_refused() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_spac import memory
+from vllm_spac.system import host_memory
 
 GIB = 2**30
 
@@ -16,8 +16,8 @@ GIB = 2**30
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A machine with 10 GiB available; call it to write the files of its container."""
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
 
     def write(**files: str | int) -> None:
         for name, value in files.items():
@@ -27,33 +27,33 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_container(cgroup) -> None:
-    assert memory.available_host_bytes() == 10 * GIB
+    assert host_memory.available_host_bytes() == 10 * GIB
 
 
 def test_container_without_a_limit(cgroup) -> None:
     cgroup(max="max", current=3 * GIB)
-    assert memory.available_host_bytes() == 10 * GIB
+    assert host_memory.available_host_bytes() == 10 * GIB
 
 
 def test_container_with_a_limit(cgroup) -> None:
     cgroup(max=4 * GIB, current=GIB)
-    assert memory.available_host_bytes() == 3 * GIB
+    assert host_memory.available_host_bytes() == 3 * GIB
 
 
 def test_machine_has_less_than_the_container_may_use(cgroup) -> None:
     cgroup(max=64 * GIB, current=GIB)
-    assert memory.available_host_bytes() == 10 * GIB
+    assert host_memory.available_host_bytes() == 10 * GIB
 
 
 def test_container_above_its_limit(cgroup) -> None:
     cgroup(max=4 * GIB, current=5 * GIB)
-    assert memory.available_host_bytes() == 0
+    assert host_memory.available_host_bytes() == 0
 
 
 @pytest.mark.parametrize("files", [{"max": 4 * GIB}, {"current": GIB}, {"max": "", "current": ""}])
 def test_half_a_container_is_none(cgroup, files: dict) -> None:
     cgroup(**files)
-    assert memory.available_host_bytes() == 10 * GIB
+    assert host_memory.available_host_bytes() == 10 * GIB
 
 
 def test_page_cache_of_the_container_can_be_used(cgroup) -> None:
@@ -62,11 +62,11 @@ def test_page_cache_of_the_container_can_be_used(cgroup) -> None:
     Otherwise a container that has read a 60 GiB checkpoint once has no memory left for its experts.
     """
     cgroup(max=8 * GIB, current=7 * GIB, stat=f"anon {GIB}\nfile {6 * GIB}\ninactive_file {6 * GIB}\nactive_file 0")
-    assert memory.available_host_bytes() == 7 * GIB
+    assert host_memory.available_host_bytes() == 7 * GIB
 
 
 def test_this_machine() -> None:
-    assert memory.available_host_bytes() > 0
+    assert host_memory.available_host_bytes() > 0
 
 
 def test_releasing_the_pages_of_checkpoints_changes_no_byte(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_releasing_the_pages_of_checkpoints_changes_no_byte(tmp_path: Path) -> N
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
         pages[5000:5004] = b"mine"
         expected = bytes(pages)
-        memory.release_file_pages()
+        host_memory.release_file_pages()
         assert bytes(pages) == expected
     assert path.read_bytes() == bytes(range(256)) * 64
 
@@ -94,4 +94,4 @@ def test_releasing_the_pages_of_checkpoints_changes_no_byte(tmp_path: Path) -> N
     ],
 )
 def test_gib(count: float, text: str) -> None:
-    assert memory.gib(count) == text
+    assert host_memory.gib(count) == text

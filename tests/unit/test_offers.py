@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllm_spac.kernels.reference import ADMITTED, HIT, STREAMED, UNUSED
+from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
 
+from vllm_spac.execution.pointers.slot_offers import Offering
 from vllm_spac.metrics import Counters
-from vllm_spac.offers import Offering
 from vllm_spac.policies.lfu import LFU
 from vllm_spac.policies.lru import LRU
 from vllm_spac.policies.reuse import Reuse

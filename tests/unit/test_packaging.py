@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_spac.cli.alias import install_alias
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.system.vllm_alias import install_alias
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +30,14 @@ def test_triton_kernels_is_not_importable_under_that_name(tmp_path):
 def test_triton_kernels_is_vllm_spac_kernels(tmp_path):
     code = "import importlib.util as u; print(*u.find_spec('vllm_spac.kernels').submodule_search_locations)"
     assert Path(run_python(code, tmp_path)).name in ("triton_kernels", "kernels")
+
+
+def test_all_kernels_are_built(tmp_path):
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", tmp_path]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    sources = {path.relative_to(ROOT / "triton_kernels") for path in (ROOT / "triton_kernels").rglob("*.py")}
+    built = tmp_path / "vllm_spac" / "kernels"
+    assert {path.relative_to(built) for path in built.rglob("*.py")} == sources
 
 
 def test_pytest_does_not_expose_the_checkout():
@@ -55,7 +63,7 @@ def test_entry_points():
     assert found == {
         ("console_scripts", "vllm-spac", "vllm_spac.cli.main:app"),
         ("vllm.general_plugins", "spac", "vllm_spac:register"),
-        ("vllm.endpoint_plugins", "spac", "vllm_spac.integration.endpoint:make"),
+        ("vllm.endpoint_plugins", "spac", "vllm_spac.integration.serving.endpoint:make"),
     }
 
 

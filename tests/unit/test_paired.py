@@ -18,6 +18,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving")]
 paired = importlib.import_module("paired")
 plan = importlib.import_module("plan")
 processes = importlib.import_module("processes")
+run = importlib.import_module("run")
 
 
 def test_sides() -> None:
@@ -25,6 +26,13 @@ def test_sides() -> None:
     side = paired.Side.parse("spac policy=lru io_threads=2", "25%")
     assert side.knobs == {"slots": "25%", "policy": "lru", "io_threads": "2"} and side.speculation == "none"
     assert paired.Side.parse("spac slots=8", "25%").knobs["slots"] == "8", "what a side says of itself counts"
+
+
+def test_both_sides_have_the_dtype_that_was_asked_for() -> None:
+    drafts = plan.Drafts(4, Path("eagle3"), Path("draft"))
+    settings = paired.Settings(Path("m"), (1,), 8, 8, 0, True, None, Path("d"), drafts, 1.0, dtype="float32")
+    jobs = [paired.Side.parse(text, "25%").job(settings) for text in ("stock", "spac policy=lru")]
+    assert [job["options"]["dtype"] for job in jobs] == ["float32", "float32"]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,56 @@ def test_what_one_engine_cannot_be(base: str, other: str) -> None:
 def test_each_is_as_often_first() -> None:
     first = [order[0] for order, _ in zip(paired.orders(1), range(100), strict=False)]
     assert sum(first) == 50 and len({tuple(first[i : i + 2]) for i in range(0, 100, 2)}) == 2
+
+
+def test_three_take_turns_in_every_order() -> None:
+    found = [order for order, _ in zip(paired.orders(1, 3), range(120), strict=False)]
+    assert all(order == other[::-1] for order, other in zip(found[::2], found[1::2], strict=True))
+    assert len(set(found)) == 6 and all(sorted(order) == [0, 1, 2] for order in found)
+
+
+def test_the_base_may_have_an_engine_of_its_own() -> None:
+    base, other = paired.Side.parse("spac", "25%"), paired.Side.parse("spac speculation=eagle3", "25%")
+    arm, pauses = paired.Arm, other.beyond(base)
+    assert paired._arms((base, other), [], False) == [arm(base), arm(other)]
+    assert paired._arms((base, other), pauses, False) == [arm(other, ("speculation",)), arm(other)]
+    assert paired._arms((base, other), pauses, True) == [arm(other, ("speculation",)), arm(other), arm(base)]
+    drafts = plan.Drafts(4, Path("e"), Path("f"))
+    job = base.job(run.Settings(Path("m"), (1,), 4, 4, 0, True, None, Path("d"), drafts, 1.0))
+    assert job["speculative"] is None, "no drafter is loaded"
+
+
+def answer(tokens: int, seconds: float) -> dict:
+    return {
+        "tokens": [list(range(tokens))], "seconds": seconds, "tpot": [0.1], "ttft": [0.1], "counters": {}, "choices": {}
+    }  # fmt: skip
+
+
+def test_a_row_compares_with_both_bases_by_turns_and_by_totals() -> None:
+    """The first turn of a start is warm. Then 10 tokens in 1, 2 and 4 s against 2 s, and against 1 s."""
+    said = [[[answer(10, 2.0), answer(10, 9.0), answer(10, 1.0)]] + [
+        [answer(10, 2.0), answer(10, seconds), answer(10, 1.0)] for seconds in (1.0, 2.0, 4.0)
+    ]]  # fmt: skip
+    row = paired._row("25%", said, 1, 0)
+    assert row["ratios"] == [2.0, 1.0, 0.5] and row["ratio"] == 1.0 and row["tokens_equal"]
+    assert row["ratio_of_totals"] == pytest.approx(6 / 7), "30 tokens in 7 s against 30 in 6 s"
+    assert row["own_base"]["ratio"] == 0.5 and row["own_base"]["ratio_of_totals"] == pytest.approx(3 / 7)
+    assert row["own_base"]["base"]["tokens_per_second"] == [10.0] * 3 and row["ratio_of_starts"] == [1.0]
+    assert "own_base" not in paired._row("25%", [[turn[:2] for turn in start] for start in said], 1, 0)
+    said[0][2][2]["tokens"] = [[7]]
+    assert not paired._row("25%", said, 1, 0)["tokens_equal"], "of all arms"
+
+
+def test_the_table_and_the_picture_show_both(tmp_path, monkeypatch) -> None:
+    said = [[[answer(10, 2.0), answer(10, 1.0), answer(10, 4.0)]] * 2]
+    result = {"base": "spac", "other": "spac speculation=eagle3", "label": "toy model", "rows": []}
+    result["rows"] = [paired._row(size, said, 0, 0) for size in ("5%", "25%")]
+    with paired.Console(width=160, record=True) as console:
+        paired._show(console, result)
+    text = console.export_text()
+    assert "of totals" in text and "5% own base" in text and "2.000" in text and "4.000" in text
+    paired._picture(result, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 1000
 
 
 def test_the_interval_of_a_median() -> None:

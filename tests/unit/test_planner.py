@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.execution.pointers.protocol import Move, Planner, Pointers, most_moves
 from vllm_spac.metrics import Counters
-from vllm_spac.pointers import Move, Planner, Pointers, most_moves
 from vllm_spac.policies.lru import LRU
-from vllm_spac.residency import NOWHERE
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_spac.guard import Guard
-from vllm_spac.integration.planning import PlannedDrafts, attach
+from vllm_spac.integration.stepping.draft_planning import PlannedDrafts, attach
+from vllm_spac.speculation.guard import Guard
 
 
 class Told:

@@ -9,15 +9,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_spac import profile
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape
-from vllm_spac.costs import Costs
-from vllm_spac.cpu_experts.torch import Torch
-from vllm_spac.cpu_group import CpuGroup
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.machine import Machine
-from vllm_spac.profile import ExpertSize, fit_compute, fit_load, measure, measurements
+from vllm_spac.executors._thread import CpuGroup
+from vllm_spac.executors.torch import Torch
+from vllm_spac.profiling import measure as profile
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.profiling.fit import fit_compute, fit_load
+from vllm_spac.profiling.measure import ExpertSize, measure, measurements
+from vllm_spac.profiling.serving import serving_rates
+from vllm_spac.system.machine import Machine
 from vllm_spac.tiers.host import HostStore
 
 NBYTES = 6 * 64 * 32
@@ -156,7 +158,7 @@ def test_rates_are_measured_in_the_engine_that_serves() -> None:
     group = CpuGroup(Torch(shape, 1, "silu"))
     try:
         options = {"hidden": size.hidden, "device": torch.device("cpu"), "io_threads": 2, "seconds": 0.001}
-        rates = profile.serving_rates(store, group, lambda: calls.append(1), **options)
+        rates = serving_rates(store, group, lambda: calls.append(1), **options)
     finally:
         group.close()
     assert min(rates.fast, rates.stream, rates.cpu) > 0 and rates.cpu_row >= 0 and rates.draft == 0

@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_spac import quality, quality_pictures, quality_report, reconstruction
 from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
-from vllm_spac.provenance import provenance
-from vllm_spac.quality import Point
+from vllm_spac.evaluation import figures, reconstruction, report
+from vllm_spac.evaluation import points as quality
+from vllm_spac.evaluation.points import Point
+from vllm_spac.system.provenance import provenance
 
 FACTS = {"experts": 16, "top_k": 4, "custom": False}
 
@@ -33,10 +34,10 @@ def test_points_are_all_combinations_that_the_model_can_run() -> None:
     found, skipped = quality.points(["router", "oracle"], list(quality.COVERAGES), [2, 8], [0.9], FACTS)
     assert found == [
         Point("router", "substitution", budget=8),
-        Point("router", "substitution", mass=0.9),
+        Point("router", "substitution", mass=0.9, mass_of="selected"),
         Point("router", "truncation", budget=2),
         Point("router", "truncation", budget=8),
-        Point("router", "truncation", mass=0.9),
+        Point("router", "truncation", mass=0.9, mass_of="selected"),
     ]
     assert skipped == ["substitution with B=2: every token gets 4 experts"]
 
@@ -56,10 +57,20 @@ def test_points_that_are_refused(budgets: list, masses: list, says: str) -> None
 
 
 def test_settings_are_those_of_the_control() -> None:
-    from vllm_spac.budgeting import BudgetSettings
+    from vllm_spac.budget.control import BudgetSettings
 
     settings = BudgetSettings.parse(Point("router", "truncation", budget=8).settings("all", 9))
     assert (settings.budget, settings.when, settings.window, settings.coverage) == (8, "all", 9, "truncation")
+    [point], _ = quality.points(["router"], ["truncation"], [], [0.9], FACTS, "scores")
+    settings = BudgetSettings.parse(point.settings("all", 9))
+    assert (settings.budget, settings.mass, settings.mass_of) == (None, 0.9, "scores")
+
+
+def test_results_say_which_mass_and_old_ones_meant_the_scores() -> None:
+    old = {"ranking": "router", "coverage": "truncation", "budget": None, "mass": 0.9}
+    assert report.point_of(old).label == "0.9 of scores"
+    assert report.point_of(old | {"mass_of": "selected"}).label == "0.9 of selected"
+    assert report.point_of(old | {"budget": 8, "mass": None}) == Point("router", "truncation", 8)
 
 
 def test_rankings_by_default_are_those_that_can_be_had() -> None:
@@ -73,6 +84,7 @@ def test_rankings_by_default_are_those_that_can_be_had() -> None:
         ((), "--budgets 8,16,32"),
         (("--budgets", "8,x"), "--budgets: invalid literal"),
         (("--mass", "most"), "--mass: could not convert"),
+        (("--mass", "0.9", "--mass-of", "softmax"), "selected or scores"),
         (("--budgets", "8", "--rankings", "best"), "there is no 'best'"),
         (("--budgets", "8", "--rankings", "router,router"), "names something twice"),
         (("--budgets", "8", "--rankings", "static"), "static needs --calibration FILE"),
@@ -151,7 +163,7 @@ def results() -> dict:
 
 def printed(results: dict) -> str:
     console = Console(width=400, file=io.StringIO())
-    console.print(quality_report.table(results), *quality_report.sentences(results))
+    console.print(report.table(results), *report.sentences(results))
     return " ".join(console.file.getvalue().split())
 
 
@@ -179,11 +191,11 @@ def test_resident_that_ranks_like_router_is_said(results: dict) -> None:
 
 
 def test_pictures(results: dict, tmp_path: Path) -> None:
-    quality_pictures.pareto(results, tmp_path / "pareto.png")
-    quality_pictures.figures(results, tmp_path / "figures.png")
+    figures.pareto(results, tmp_path / "pareto.png")
+    figures.figures(results, tmp_path / "figures.png")
     results |= {"generation": [], "reconstruction": None}
-    quality_pictures.pareto(results, tmp_path / "bare.png")
-    quality_pictures.figures(results, tmp_path / "bare-figures.png")
+    figures.pareto(results, tmp_path / "bare.png")
+    figures.figures(results, tmp_path / "bare-figures.png")
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_spac.budgeting import BudgetedLayer, RoutingRule
-from vllm_spac.calibration import CalibrationRecorder
-from vllm_spac.reconstruction import Reconstruction, combined, recent, whole_step
+from vllm_spac.budget.calibration import CalibrationRecorder
+from vllm_spac.budget.control import BudgetedLayer, RoutingRule
+from vllm_spac.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
 
 ROWS, EXPERTS, TOP_K, WIDTH = 6, 8, 3, 5
 
@@ -25,7 +25,7 @@ def reconstruction(calibrated: bool = True) -> Reconstruction:
     layer = BudgetedLayer("layer", EXPERTS, TOP_K, RoutingRule())
     recorder = CalibrationRecorder("", "", ["layer"], EXPERTS, TOP_K, 2)
     _, logits, _, ids = routed(seed=1)
-    recorder.observe(0, logits.softmax(1), ids)
+    recorder.observe(0, logits.softmax(1), logits.softmax(1).gather(1, ids), ids)
     recorder.end_text()
     return Reconstruction([layer], recorder.result() if calibrated else None)
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from vllm_spac.cache.knobs import EngineKnobs
 from vllm_spac.core import RequestRows, RowKind
-from vllm_spac.costs import Costs
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.knobs import EngineKnobs
-from vllm_spac.simulate import simulate
-from vllm_spac.synthetic import synthetic_trace
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.simulate import simulate
 from vllm_spac.tiers import disk
+from vllm_spac.traces.synthetic import synthetic_trace
 
 NBYTES = 4096
 
@@ -50,7 +50,7 @@ def one(run, trace, store, slots, policy, **knobs):
 @pytest.mark.parametrize("store", ["disk", "host"])
 def test_moves_what_the_simulator_says(run, trace, store: str, tmp_path: Path) -> None:
     with run.packed(trace, NBYTES, store, tmp_path) as held:
-        for policy in ("lru", "reuse", "utility@upper=1", "belady"):
+        for policy in ("lru", "layer_lru", "reuse", "utility@upper=1", "belady"):
             for slots in (4, 9, 24):
                 case = one(run, trace, held, slots, policy)
                 same = simulate(trace, slots, Costs.read("h200"), policy=policy)
@@ -81,7 +81,7 @@ def test_time_is_bounded(run, trace, tmp_path: Path) -> None:
 def test_a_wrong_expert_is_noticed(run, trace, tmp_path: Path) -> None:
     with run.packed(trace, NBYTES, "host", tmp_path) as held:
         for block in held._layers.values():
-            block["w"][3, 0] += 1
+            block.tensors["w"][3, 0] += 1
         with pytest.raises(ConfigError, match="does not hold expert"):
             one(run, trace, held, 23, "lru")
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.integration.runners import sampled_plainly, step_v2, tokens_of
+from vllm_spac.integration.stepping.runner_hooks import tokens_of
+from vllm_spac.integration.stepping.runner_v1 import sampled_plainly
+from vllm_spac.integration.stepping.runner_v2 import step_of
 
 
 def batch(lengths: list[int], prefilling: list[bool], drafts: list[int] | None, padding: int = 0):
@@ -25,7 +27,7 @@ def batch(lengths: list[int], prefilling: list[bool], drafts: list[int] | None, 
 
 
 def test_a_batch_of_every_kind() -> None:
-    step = step_v2(batch([5, 1, 4, 7], [True, False, False, True], [0, 0, 3, 0], padding=7))
+    step = step_of(batch([5, 1, 4, 7], [True, False, False, True], [0, 0, 3, 0], padding=7))
     assert step == Step(
         (
             RequestRows(0, 5, RowKind.PREFILL, 0),
@@ -39,14 +41,14 @@ def test_a_batch_of_every_kind() -> None:
 
 
 def test_without_drafts_vllm_gives_none() -> None:
-    assert step_v2(batch([1, 1], [False, False], None, padding=2)).kind == "decode"
-    assert step_v2(batch([9, 3], [True, True], None)).kind == "prefill"
+    assert step_of(batch([1, 1], [False, False], None, padding=2)).kind == "decode"
+    assert step_of(batch([9, 3], [True, True], None)).kind == "prefill"
 
 
 def test_a_step_is_made_of_plain_numbers() -> None:
     """It outlives the batch, whose arrays vLLM writes again."""
     given = batch([4], [False], [3])
-    step = step_v2(given)
+    step = step_of(given)
     given.query_start_loc_np[:] = 0
     assert step.requests == (RequestRows(0, 4, RowKind.VERIFY, 3),)
     assert {type(step.requests[0].start), type(step.requests[0].drafts)} == {int}

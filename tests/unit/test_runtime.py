@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_spac.budgeting import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.worker import SpacWorker
+from vllm_spac.integration.serving.worker import SpacWorker
 from vllm_spac.runtime import Runtime
 
 VERIFY = Step((RequestRows(0, 3, RowKind.VERIFY, 2), RequestRows(3, 6, RowKind.VERIFY, 2)))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vllm_spac.scores import Scores
+from vllm_spac.evaluation.token_scores import Scores
 
 
 def naive(logits, reference, following) -> dict:

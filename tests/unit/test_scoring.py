@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_spac.budgeting import BudgetControl, BudgetedLayer, RoutingRule
-from vllm_spac.calibration import CalibrationRecorder
+from vllm_spac.budget.calibration import CalibrationRecorder
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer, RoutingRule
 from vllm_spac.errors import SpacError
-from vllm_spac.integration.evaluation import Calibrating, Evaluation
-from vllm_spac.integration.scoring import Scoring
-from vllm_spac.integration.study import Study, fits
-from vllm_spac.reconstruction import combined
+from vllm_spac.evaluation.reconstruction import combined
+from vllm_spac.integration.evaluation.actions import Calibrating, Evaluation
+from vllm_spac.integration.evaluation.routing_study import Study, fits
+from vllm_spac.integration.evaluation.scoring import Scoring
 
 VOCABULARY, EXPERTS, TOP_K, WIDTH, LAYERS = 11, 8, 2, 4, 2
 
@@ -170,7 +170,11 @@ def test_calibrating_records_scores_and_not_logits() -> None:
     recorder.end_text()
     mass = logits.double().sigmoid().view(2, 2, EXPERTS).sum(1).sort(descending=True).values
     curve = (mass.cumsum(1) / mass.sum(1, keepdim=True)).mean(0)
-    torch.testing.assert_close(recorder.result().curves[0], curve.float())
+    torch.testing.assert_close(recorder.result().curve("scores")[0], curve.float())
+    order = logits.double().sigmoid().view(2, 2, EXPERTS).sum(1).sort(descending=True).indices
+    mass = torch.zeros(4, EXPERTS).scatter(1, ids, weights).view(2, 2, EXPERTS).sum(1).gather(1, order)
+    curve = (mass.cumsum(1) / mass.sum(1, keepdim=True)).mean(0)
+    torch.testing.assert_close(recorder.result().curve("selected")[0], curve.float())
 
 
 @pytest.mark.parametrize("action", ["call", "_keep", "__init__", "nothing", "_model"])

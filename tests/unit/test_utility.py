@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.utility import NOT_RUN, UtilityEstimator
+from vllm_spac.core import NOT_RUN
+from vllm_spac.predictors.utility import UtilityEstimator
 
 
 class Expert:

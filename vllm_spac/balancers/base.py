@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from vllm_spac.core import Rates
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -41,25 +43,6 @@ class LayerState:
     resident: np.ndarray
     scores: np.ndarray
     free_slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Seconds, measured on this machine or taken from a profile; never literals.
-
-    Attributes:
-        fast: one expert in fast memory (t_gpu), also for several rows.
-        stream: one expert into fast memory (t_io).
-        cpu: one expert on the CPU at one row (t_cpu): its weights are read once.
-        cpu_row: each row of an expert on the CPU when arithmetic limits it: an expert takes max(cpu, rows * cpu_row).
-        draft: one draft token (t_draft).
-    """
-
-    fast: float
-    stream: float
-    cpu: float
-    cpu_row: float = 0.0
-    draft: float = 0.0
 
 
 class Balancer(ABC):

@@ -10,6 +10,8 @@ import numpy as np
 
 from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
 
+_HORIZON = 64  # forwards of a layer over which its means are taken
+
 
 def solve(
     r_c: Sequence[float],
@@ -90,14 +92,13 @@ class Threshold(Balancer):
     """Misses that score at least tau are fetched, the others run on the CPU.
 
     A layer's r_c, r_g, n and b are means over its forwards so far, the newest counting for at least
-    ``1 / horizon``; its first forward decides with its own. ``fixed`` is a tau that stays (ablation "w/o HetWB": 2).
+    one in 64; its first forward decides with its own. ``fixed`` is a tau that stays (ablation "w/o HetWB": 2).
     """
 
     needs_scores: ClassVar[bool] = True
 
-    def __init__(self, *, horizon: int = 64, fixed: int | None = None, **shape) -> None:
+    def __init__(self, *, fixed: int | None = None, **shape) -> None:
         super().__init__(**shape)
-        self._horizon = horizon
         self._fixed = fixed
         self._seen: dict[int, int] = {}
         self._means: dict[int, np.ndarray] = {}
@@ -142,7 +143,7 @@ class Threshold(Balancer):
                 np.full(self.upper, distinct),
             )
         ).astype(np.float64)
-        seen = self._seen[state.layer] = min(self._horizon, self._seen.get(state.layer, 0) + 1)
+        seen = self._seen[state.layer] = min(_HORIZON, self._seen.get(state.layer, 0) + 1)
         mean = self._means.get(state.layer, sample)
         mean = mean + (sample - mean) / seen
         mean[0] = np.maximum.accumulate(mean[0])  # as the samples are; rounding may have undone it

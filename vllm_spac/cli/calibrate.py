@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 
 EXAMPLES = """[bold]Examples[/]
@@ -42,6 +42,8 @@ LimitTokens = Annotated[int | None, typer.Option(help="Stop after so many tokens
 Window = Annotated[int, typer.Option(help="Tokens of a verify step: 1 + its draft tokens.", min=1)]
 Engine = Annotated[str | None, typer.Option(metavar="JSON", help="More arguments of vllm.LLM.")]
 
+MASS_OF = "What --mass is a share of: selected, the routing weights of selected experts, or scores, all router scores."
+
 _SAVE_SECONDS = 10
 
 
@@ -59,8 +61,8 @@ def calibrate(
     engine: Engine = None,
 ) -> None:
     """Let the model read texts, and write how its routers select experts: for tune, and the rankings that need it."""
-    from vllm_spac.integration import offline
-    from vllm_spac.prompts import checksum, read
+    from vllm_spac.evaluation.prompts import checksum, read
+    from vllm_spac.integration.evaluation import engine as offline
 
     output = output or Path(f"{re.split('[/]', model.rstrip('/'))[-1]}.calibration.safetensors")
     _check_target(output)
@@ -72,7 +74,7 @@ def calibrate(
 
 
 def _run(llm, pieces: list[list[int]], window: int, source: str, output: Path) -> None:
-    from vllm_spac.integration.offline import Interruptible, ask, read
+    from vllm_spac.integration.evaluation.engine import Interruptible, ask, read
 
     progress_file, console = output.with_name(f"{output.name}.progress"), Console(stderr=True)
     done = ask(llm, "calibrate", window, source, str(progress_file))
@@ -93,44 +95,46 @@ def _run(llm, pieces: list[list[int]], window: int, source: str, output: Path) -
                 raise typer.Exit(130)
     count = ask(llm, "save_calibration", str(output.absolute()))
     progress_file.unlink(missing_ok=True)
-    Console().print(f"{escape(str(output))}: {count:,} tokens of {len(pieces)} texts", highlight=False, soft_wrap=True)
+    Console().print(f"{shown(output)}: {count:,} tokens of {len(pieces)} texts", highlight=False, soft_wrap=True)
 
 
 def tune(
     calibration: Annotated[Path, typer.Argument(help="File of vllm-spac calibrate.")],
-    mass: Annotated[float, typer.Option(help="Share of the router mass that each layer keeps.")] = 0.98,
+    mass: Annotated[float, typer.Option(help="Share of the mass that each layer keeps.")] = 0.98,
+    mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
     coverage: Annotated[
         str, typer.Option(help="What a token does without an expert: substitution or truncation.")
     ] = "substitution",
     output: Annotated[Path | None, typer.Option(help="Write the budgets to this file, e.g. budgets.json.")] = None,
 ) -> None:
     """Choose a budget for each layer, for --spac-budget-file."""
-    from vllm_spac.calibration import Calibration, write_budgets
-    from vllm_spac.calibration import tune as smallest
+    from vllm_spac.budget.calibration import Calibration, write_budgets
+    from vllm_spac.budget.calibration import tune as smallest
 
     found = Calibration.read(calibration)
-    budgets, console = smallest(found, mass, coverage), Console()
-    console.print(_table(found, budgets, mass, coverage))
+    budgets, console = smallest(found, mass, coverage, mass_of), Console()
+    asked = {"mass": mass, "mass_of": mass_of, "coverage": coverage}
+    console.print(_table(found, budgets, **asked))
     if output is not None:
         _check_target(output)
-        write_budgets(output, found.fingerprint, budgets)
-        console.print(f"written: {escape(str(output))}", highlight=False, soft_wrap=True)
+        write_budgets(output, found.fingerprint, budgets, asked)
+        console.print(f"written: {shown(output)}", highlight=False, soft_wrap=True)
 
 
-def _table(calibration, budgets: dict[str, int], mass: float, coverage: str) -> Table:
+def _table(calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
     experts, uses = calibration.experts, calibration.counts
     title = (
-        f"{escape(calibration.model)}: budgets for {100 * mass:g}% of the router mass in steps of "
+        f"{shown(calibration.model)}: budgets for {100 * mass:g}% of the mass {mass_of} in steps of "
         f"{calibration.window} tokens, {coverage}"
     )
     mean = sum(budgets.values()) / len(budgets)
     caption = f"{mean:.1f} of {experts} experts in the mean; calibrated on {calibration.tokens:,} tokens"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for name in ("layer", "budget", "of", "mass kept", "experts used"):
+    for name in ("layer", "budget", "of", f"{mass_of} kept", "experts used"):
         table.add_column(name, justify="left" if name == "layer" else "right")
     for number, (name, budget) in enumerate(budgets.items()):
-        held = float(calibration.curves[number, budget - 1])
-        table.add_row(name, str(budget), str(experts), f"{100 * held:.2f}%", str(int((uses[number] > 0).sum())))
+        held = float(calibration.curve(mass_of)[number, budget - 1])
+        table.add_row(shown(name), str(budget), str(experts), f"{100 * held:.2f}%", str(int((uses[number] > 0).sum())))
     return table
 
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from vllm_spac import __version__
-from vllm_spac.cli import calibrate, inspect, packed, profile, quality, simulate, stats, trace
+from vllm_spac.cli import calibrate, inspect, knobs, packed, profile, quality, simulate, stats, trace
+from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError
 
 app = typer.Typer(
@@ -46,7 +46,7 @@ def _reported(command: Callable) -> Callable:
         try:
             return command(*args, **kwargs)
         except SpacError as error:
-            Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            Console(stderr=True).print(f"[bold red]error:[/] {shown(error)}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
 
     return run
@@ -54,6 +54,7 @@ def _reported(command: Callable) -> Callable:
 
 for _examples, _command in (
     (inspect.EXAMPLES, inspect.inspect),
+    (knobs.EXAMPLES, knobs.knobs),
     (stats.EXAMPLES, stats.stats),
     (packed.EXAMPLES, packed.packed),
     (simulate.EXAMPLES, simulate.simulate),

@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
-from vllm_spac.memory import gib
+from vllm_spac.system.host_memory import gib
+from vllm_spac.system.untrusted import path_of
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -47,12 +48,12 @@ def profile(
     nbytes = _size(model, expert_bytes)
     if store not in (None, "host", "disk"):
         raise ConfigError(f"--store {store}: use host or disk")
-    folder = disk_dir.expanduser()
-    path = (output or folder / "profile.json").expanduser()
+    folder = _expanded(disk_dir, "--disk-dir")
+    path = _expanded(output or folder / "profile.json", "--output")
     _write(path, None)  # before any work is done
 
-    from vllm_spac.integration import cpu_kernel
-    from vllm_spac.profile import measure, measurements
+    from vllm_spac.integration.layers import cpu_kernel
+    from vllm_spac.profiling.measure import measure, measurements
 
     options = {"store": store, "io_threads": io_threads, "seconds": seconds, "draft": draft, "other": other}
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -70,7 +71,14 @@ def profile(
     _write(path, costs)
     console = Console()
     console.print(_table(costs, nbytes))
-    console.print(f"written: {escape(str(path))}", highlight=False, soft_wrap=True)
+    console.print(f"written: {shown(path)}", highlight=False, soft_wrap=True)
+
+
+def _expanded(path: Path, option: str) -> Path:
+    try:
+        return path_of(path)
+    except ValueError as error:
+        raise ConfigError(f"{option} {path}: {error}") from error
 
 
 def _size(model: str | None, expert_bytes: int | None) -> int:
@@ -78,7 +86,7 @@ def _size(model: str | None, expert_bytes: int | None) -> int:
         raise ConfigError("say how large an expert is: either --model MODEL_DIR or --expert-bytes N")
     if expert_bytes is not None:
         return expert_bytes
-    from vllm_spac.cli.inspect import find_folder, read_checkpoint
+    from vllm_spac.checkpoint.headers import find_folder, read_checkpoint
 
     return max(read_checkpoint(find_folder(model)).expert_bytes)
 
@@ -104,7 +112,7 @@ def _write(path: Path, costs) -> None:
 
 def _table(costs, nbytes: int) -> Table:
     origin = costs.provenance
-    table = Table(title=f"one expert of {gib(nbytes)} on {escape(str(origin.machine))}", title_justify="left")
+    table = Table(title=f"one expert of {gib(nbytes)} on {shown(origin.machine)}", title_justify="left")
     for name in ("measured", "at", "seconds", "a second"):
         table.add_column(name, justify="left" if name == "measured" else "right")
     for name, points in origin.points.items():

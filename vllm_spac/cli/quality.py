@@ -7,9 +7,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from vllm_spac.cli.calibrate import DiskDir, Engine, LimitTokens, Model, Prompts, Slots, TextTokens, Window, bar
+from vllm_spac.cli.calibrate import (
+    MASS_OF,
+    DiskDir,
+    Engine,
+    LimitTokens,
+    Model,
+    Prompts,
+    Slots,
+    TextTokens,
+    Window,
+    bar,
+)
+from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 
 EXAMPLES = """[bold]Examples[/]
@@ -27,7 +38,8 @@ def quality(
     model: Model,
     prompts: Prompts,
     budgets: Annotated[str, typer.Option(help="Experts a layer (B), with commas.")] = "",
-    mass: Annotated[str, typer.Option(help="Shares of the router mass, with commas.")] = "",
+    mass: Annotated[str, typer.Option(help="Shares of the mass to keep, with commas.")] = "",
+    mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
     rankings: Annotated[
         str | None, typer.Option(help="router, static, coactivation, resident, oracle.", show_default="all")
     ] = None,
@@ -50,15 +62,18 @@ def quality(
     engine: Engine = None,
 ) -> None:
     """Sweep rankings, coverages and budgets: perplexity, agreement and bytes and, with drafts, speed."""
-    from vllm_spac import quality as sweeps
-    from vllm_spac.integration import offline
-    from vllm_spac.prompts import read
+    from vllm_spac.budget.limits import check_mass_of
+    from vllm_spac.evaluation import points as sweeps
+    from vllm_spac.evaluation.prompts import read
+    from vllm_spac.integration.evaluation import engine as offline
 
+    check_mass_of(mass_of)
     asked = {
         "rankings": sweeps.rankings(rankings, calibration is not None),
         "coverages": sweeps.coverages(coverages),
         "budgets": sweeps.bounds(budgets, "--budgets", int),
         "masses": sweeps.bounds(mass, "--mass", float),
+        "mass_of": mass_of,
     }
     if not asked["budgets"] and not asked["masses"]:
         raise ConfigError("nothing to evaluate; name budgets (--budgets 8,16,32) or masses (--mass 0.9,0.98)")
@@ -76,7 +91,7 @@ def quality(
 
 
 def _run(llm, pieces: list[list[int]], run: dict, asked: dict, output: Path, title: str | None) -> None:
-    from vllm_spac.integration.quality_run import QualityRun
+    from vllm_spac.integration.evaluation.quality_run import QualityRun
 
     console = Console(stderr=True)
     with bar(console) as progress:
@@ -86,20 +101,20 @@ def _run(llm, pieces: list[list[int]], run: dict, asked: dict, output: Path, tit
 
 
 def _show(results: dict, output: Path) -> None:
-    from vllm_spac import quality_pictures, quality_report
+    from vllm_spac.evaluation import figures, report
 
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 140)  # a table in a log is not to be folded
-    console.print(quality_report.table(results))
+    console.print(report.table(results))
     for skipped in results["skipped"]:
-        console.print(f"left out: {escape(skipped)}", highlight=False, soft_wrap=True)
-    for sentence in quality_report.sentences(results):
-        console.print(escape(sentence), highlight=False, soft_wrap=True)
-    quality_pictures.pareto(results, output / "pareto.png")
-    quality_pictures.figures(results, output / "figures.png")
+        console.print(f"left out: {shown(skipped)}", highlight=False, soft_wrap=True)
+    for sentence in report.sentences(results):
+        console.print(shown(sentence), highlight=False, soft_wrap=True)
+    figures.pareto(results, output / "pareto.png")
+    figures.figures(results, output / "figures.png")
     names = ", ".join(str(output / name) for name in ("quality.json", "pareto.png", "figures.png"))
-    console.print(f"written: {escape(names)}", highlight=False, soft_wrap=True)
+    console.print(f"written: {shown(names)}", highlight=False, soft_wrap=True)
 
 
 def _portable(drafts: dict) -> dict:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from vllm_spac import admissions, components
+from vllm_spac import components
+from vllm_spac.cache.sizing import parse_list, slot_counts
+from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
-from vllm_spac.memory import gib
+from vllm_spac.execution.pointers import admissions
+from vllm_spac.system.host_memory import gib
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -43,8 +44,8 @@ def simulate(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="Policies, each with knobs if need be: name@knob=value. belady is for slots only.",
-            show_default="lru,lfu,utility,belady",
+            help="Policies, each with knobs if need be: name@knob=value. layer_lru and belady are for slots only.",
+            show_default="lru,layer_lru,lfu,utility,reuse,belady",
         ),
     ] = None,
     slots: Annotated[str, typer.Option(help="Sizes of fast memory, as --spac-slots.")] = "5%,10%,25%,50%",
@@ -71,16 +72,16 @@ def simulate(
     picture: Annotated[Path | None, typer.Option(help="Draw hit rate and TPOT over the slots, e.g. tpot.png.")] = None,
 ) -> None:
     """Show what policies would have done with a recorded run: hits, bytes, stalls, time a token, and the bound."""
-    from vllm_spac.costs import Costs
-    from vllm_spac.simulate import simulate as replay
-    from vllm_spac.trace import Trace
+    from vllm_spac.profiling.costs import Costs
+    from vllm_spac.simulation.simulate import simulate as replay
+    from vllm_spac.traces.format import Trace
 
     costs, recorded = Costs.read(profile), Trace.load(trace)
     cases = [
         {"slots": count, "policy": name} | case
-        for count in _slots(slots, recorded.facts)
+        for count in slot_counts(slots, recorded.facts)
         for case in _executions(execution, admission, step_bytes)
-        for name in swept(_list(policy) if policy else _policies(case["execution"]), sweep or [])
+        for name in swept(parse_list(policy) if policy else _policies(case["execution"]), sweep or [])
     ]
     common = {"balancer": balancer, "overlap": overlap, "expert_bytes": expert_bytes}
     outcomes = [
@@ -98,13 +99,13 @@ def simulate(
 
 def _executions(execution: str, admission: str, step_bytes: str | None) -> list[dict]:
     """Arguments of ``simulate`` for each way to reach experts."""
-    from vllm_spac.pointers import STEP_BYTES
-    from vllm_spac.simulate import EXECUTIONS
+    from vllm_spac.execution.pointers.protocol import STEP_BYTES
+    from vllm_spac.simulation.simulate import EXECUTIONS
 
-    asked, sizes = _one_or_both("execution", execution, EXECUTIONS), _list(step_bytes or str(STEP_BYTES))
+    asked, sizes = _one_or_both("execution", execution, EXECUTIONS), parse_list(step_bytes or str(STEP_BYTES))
     if not sizes or not all(size.isdigit() for size in sizes):
         raise ConfigError(f"--step-bytes {step_bytes}: use one or more numbers of bytes, e.g. 0,{STEP_BYTES}")
-    admitting = _one_or_both("admission", admission, components.names("admissions"))
+    admitting = _one_or_both("admission", admission, components.names("execution.pointers.admissions"))
     if step_bytes is not None and "step" not in admitting:
         raise ConfigError("--step-bytes is of --admission step: a layer that admits copies what it misses")
     ways = {"layer": [{"admission": "layer"}]}
@@ -114,7 +115,7 @@ def _executions(execution: str, admission: str, step_bytes: str | None) -> list[
 
 
 def _one_or_both(option: str, said: str, known: Collection[str]) -> list[str]:
-    asked = _list(said)
+    asked = parse_list(said)
     if not asked or not set(asked) <= set(known):
         raise ConfigError(f"--{option} {said}: use {', '.join(known)}, or both")
     return asked
@@ -122,7 +123,9 @@ def _one_or_both(option: str, said: str, known: Collection[str]) -> list[str]:
 
 def _policies(execution: str) -> list[str]:
     """What is compared unless somebody says otherwise, with the ceiling where there is one."""
-    return ["lru", "lfu", "utility", *(["belady"] if execution == "slots" else [])]
+    if execution == "slots":
+        return ["lru", "layer_lru", "lfu", "utility", "reuse", "belady"]
+    return ["lru", "lfu", "utility", "reuse"]
 
 
 def swept(policies: list[str], sweeps: list[str]) -> list[str]:
@@ -133,7 +136,7 @@ def swept(policies: list[str], sweeps: list[str]) -> list[str]:
     """
     for sweep in sweeps:
         knob, _, values = sweep.partition("=")
-        if not knob or not _list(values):
+        if not knob or not parse_list(values):
             raise ConfigError(f"--sweep {sweep}: use KNOB=VALUE,VALUE,… as in upper=1,2,4")
         having = [spec for spec in policies if knob in _knobs(spec)]
         if not having:
@@ -141,7 +144,7 @@ def swept(policies: list[str], sweeps: list[str]) -> list[str]:
         policies = [
             variant
             for spec in policies
-            for variant in ([f"{spec}@{knob}={value}" for value in _list(values)] if spec in having else [spec])
+            for variant in ([f"{spec}@{knob}={value}" for value in parse_list(values)] if spec in having else [spec])
         ]
     return policies
 
@@ -150,39 +153,9 @@ def _knobs(spec: str) -> Collection[str]:
     return inspect.signature(components.find("policies", spec.partition("@")[0])).parameters
 
 
-def _list(text: str) -> list[str]:
-    """Split at commas outside of brackets."""
-    found, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "," and depth == 0:
-            found.append("")
-        else:
-            found[-1] += letter
-    return [item.strip() for item in found if item.strip()]
-
-
-def _slots(text: str, facts) -> list[int]:
-    """Numbers of slots, as ``--spac-slots`` computes them; ``ConfigError`` for what it would refuse."""
-    from vllm_spac.config import Slots
-
-    found = []
-    for item in _list(text):
-        try:
-            slots = Slots.parse(item)
-        except ValueError as error:
-            raise ConfigError(f"--slots: {error}") from error
-        if slots.per_layer is None and slots.share is None:
-            raise ConfigError("--slots: auto needs a machine; name percentages or numbers a layer")
-        found.append(
-            slots.per_layer * facts.layers if slots.per_layer is not None else math.ceil(slots.share * facts.total)
-        )
-    return found
-
-
 def _table(trace: Path, costs, outcomes) -> Table:
-    title = f"{escape(str(trace))} on {escape(costs.name)} ({costs.provenance.how})"
-    table = Table(title=title, title_justify="left", caption=escape(costs.provenance.source), caption_justify="left")
+    title = f"{shown(trace)} on {shown(costs.name)} ({costs.provenance.how})"
+    table = Table(title=title, title_justify="left", caption=shown(costs.provenance.source), caption_justify="left")
     amounts = ("hit rate", "moved", "streamed", "on the CPU", "stalled", "TPOT ms", "bound ms", "ratio")
     for name in ("slots", "execution", "policy", *amounts):
         table.add_column(name, justify="left" if name in ("execution", "policy") else "right")
@@ -194,7 +167,7 @@ def _table(trace: Path, costs, outcomes) -> Table:
         table.add_row(
             f"{outcome.slots} ({100 * outcome.share:.0f}%)",
             _execution(outcome),
-            escape(outcome.policy),
+            shown(outcome.policy),
             f"{100 * outcome.hit_rate:.1f}%",
             gib(outcome.bytes),
             gib(outcome.streamed_bytes),
@@ -227,7 +200,7 @@ def _draw(outcomes, path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from vllm_spac.cli.trace import save_picture
+    from vllm_spac.system.pictures import save_picture
 
     figure, (hits, times) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for name in dict.fromkeys((_execution(outcome), outcome.policy) for outcome in outcomes):

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
-import urllib.error
-import urllib.request
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
+from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError
-from vllm_spac.memory import gib
+from vllm_spac.system.host_memory import gib
+from vllm_spac.system.server_stats import fetch
 
 EXAMPLES = """[bold]Examples[/]
 
 vllm-spac stats http://localhost:8000
 
 vllm-spac stats localhost:8000 --watch --interval 1
+
+vllm-spac stats https://example.org --api-key KEY   [dim]# or in VLLM_API_KEY, or OPENAI_API_KEY[/]
 """
 
-_TIMEOUT_SECONDS = 10
 _ORDER = (
     "mode",
     "execution",
@@ -44,53 +42,41 @@ def stats(
     url: Annotated[str, typer.Argument(help="Where the server listens.")] = "http://localhost:8000",
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until interrupted.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 2.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=["VLLM_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="The --api-key of the server."),
+    ] = None,
 ) -> None:
     """Show the counters of a running vllm serve --plugin spac."""
     url = _normal(url)
     if not watch:
-        Console().print(table(url, fetch(url)))
+        Console().print(_table(url, fetch(url, api_key)))
         return
-    with Live(table(url, fetch(url)), auto_refresh=False) as live:
+    with Live(_table(url, fetch(url, api_key)), auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(interval)
-                live.update(table(url, fetch(url)), refresh=True)
+                live.update(_table(url, fetch(url, api_key)), refresh=True)
         except KeyboardInterrupt:  # how a watch ends
             return
 
 
-def fetch(url: str) -> list[dict[str, Any]]:
-    """The counters of each worker of the server at ``url``.
-
-    Raises:
-        SpacError: no server answers, it is not vLLM's, or it runs without the plugin.
-    """
-    address = f"{url}/spac/stats"
+def _table(url: str, workers: list[dict[str, Any]]) -> Table:
     try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT_SECONDS) as response:
-            workers = json.load(response)["workers"]
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
-            raise SpacError(f"the server at {url} runs without spac; start it with --plugin spac") from error
-        raise SpacError(f"{address} answers {error.code} {error.reason}; see the log of that server") from error
-    except urllib.error.URLError as error:
-        raise SpacError(f"no server answers at {url} ({error.reason}); is vllm serve running there?") from error
-    except TimeoutError as error:
-        raise SpacError(f"the server at {url} does not answer within {_TIMEOUT_SECONDS} s") from error
-    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException) as error:
-        raise SpacError(f"what listens at {url} is not vllm serve: {address} gives no counters") from error
-    return workers
+        return table(url, workers)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise SpacError(f"{url} gives counters that are none ({error!r}); is it vllm serve --plugin spac?") from error
 
 
 def table(url: str, workers: list[dict[str, Any]]) -> Table:
     """One column a worker."""
-    view = Table(title=escape(url), title_justify="left")
+    view = Table(title=shown(url), title_justify="left")
     view.add_column("")
     for index in range(len(workers)):
         view.add_column(f"worker {index}", justify="right")
     described = [_describe(worker) for worker in workers]
     for name in dict.fromkeys(name for worker in described for name in worker):
-        view.add_row(name, *(worker.get(name, "") for worker in described))
+        view.add_row(shown(name), *(shown(worker.get(name, "")) for worker in described))
     return view
 
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
-from vllm_spac.memory import gib
+from vllm_spac.system.host_memory import gib
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -20,6 +20,7 @@ vllm-spac trace show run.trace
 vllm-spac trace show run.trace --picture heat.png
 """
 
+_LARGEST = 100  # inches of a picture
 SHARES = (5, 10, 17, 25, 50, 75)
 
 
@@ -30,8 +31,8 @@ def show(
     ] = None,
 ) -> None:
     """Show who is popular, how soon experts come back, and what an LRU cache of each size would hit."""
-    from vllm_spac import trace_stats
-    from vllm_spac.trace import Trace
+    from vllm_spac.traces import statistics
+    from vllm_spac.traces.format import Trace
 
     trace = Trace.load(file)
     if trace.records == 0:
@@ -39,8 +40,10 @@ def show(
     console = Console()
     console.print(_facts(file, trace))
     console.print(_layers(trace))
-    stack, steps = trace_stats.distances(trace)
-    console.print(_curve(trace, trace_stats.lru_curve(stack, trace.facts.total)))
+    stack, steps = statistics.distances(trace)
+    own, _ = statistics.distances(trace, by_layer=True)
+    facts = trace.facts
+    console.print(_curve(trace, statistics.lru_curve(stack, facts.total), statistics.lru_curve(own, facts.experts)))
     again = steps[steps >= 0]
     if len(again):
         import numpy as np
@@ -48,22 +51,22 @@ def show(
         half, most = np.percentile(again, [50, 90])
         console.print(f"an expert comes back after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
     if picture is not None:
-        _draw(trace_stats.uses(trace), picture, file.name)
-        console.print(f"picture: {escape(str(picture))}", highlight=False, soft_wrap=True)
+        _draw(statistics.uses(trace), picture, file.name)
+        console.print(f"picture: {shown(picture)}", highlight=False, soft_wrap=True)
 
 
 def _facts(file: Path, trace) -> Table:
     import numpy as np
 
-    from vllm_spac.trace import ROW_KINDS, STEP_KINDS
+    from vllm_spac.traces.format import ROW_KINDS, STEP_KINDS
 
     def kinds(codes: np.ndarray, names: tuple[str, ...]) -> str:
         counts = np.bincount(codes, minlength=len(names)).tolist()
         return ", ".join(f"{count:,} {name}" for count, name in zip(counts, names, strict=True) if count) or "none"
 
     facts = trace.facts
-    table = Table(title=escape(str(file)), show_header=False, title_justify="left")
-    table.add_row("model", escape(facts.model) or "?")
+    table = Table(title=shown(file), show_header=False, title_justify="left")
+    table.add_row("model", shown(facts.model) or "?")
     table.add_row("MoE layers x experts", f"{facts.layers} x {facts.experts} = {facts.total}")
     table.add_row("experts a token (top-k)", str(facts.top_k))
     table.add_row("one expert", gib(facts.expert_bytes) if facts.expert_bytes else "?")
@@ -75,27 +78,33 @@ def _facts(file: Path, trace) -> Table:
 
 
 def _layers(trace) -> Table:
-    from vllm_spac import trace_stats
+    from vllm_spac.traces import statistics
 
-    table = Table(title="layers", title_justify="left")
-    names = ("layer", "experts used", "uses by the top 10%", "predicted by utility", "with K = 1")
+    caption = "right: hot or cold in the next step, of all experts; a prediction is worth what it adds to the last two"
+    table = Table(title="layers", title_justify="left", caption=caption, caption_justify="left")
+    names = ("layer", "experts used", "uses by the top 10%")
+    names += tuple(f"right: {name}" for name in ("utility", "with K = 1", "nothing is hot", "as in the last step"))
     for name in names:
         table.add_column(name, justify="right")
-    used = (trace_stats.uses(trace) > 0).sum(axis=1)
-    columns = (trace_stats.skew(trace), trace_stats.accuracy(trace), trace_stats.accuracy(trace, upper=1))
+    used = (statistics.uses(trace) > 0).sum(axis=1)
+    columns = (statistics.skew(trace), statistics.accuracy(trace), statistics.accuracy(trace, upper=1))
+    columns += (statistics.nothing_is_hot(trace), statistics.as_last_step(trace))
     for layer, values in enumerate(zip(*columns, strict=True)):
         table.add_row(str(layer), str(used[layer]), *(_percent(value) for value in values))
     return table
 
 
-def _curve(trace, curve) -> Table:
+def _curve(trace, whole, layered) -> Table:
+    """Hit rates over slots: of all layers together, and over the slots of each layer, all of which have as many."""
     table = Table(title="hits of LRU, starting empty", title_justify="left")
-    for name in ("share", "slots", "hit rate"):
+    for name in ("share", "slots", "one LRU", "slots a layer", "an LRU a layer"):
         table.add_column(name, justify="right")
     for share in SHARES:
         slots = -(-share * trace.facts.total // 100)
         if slots >= trace.facts.top_k:
-            table.add_row(f"{share}%", str(slots), _percent(curve[slots]))
+            each = slots // trace.facts.layers
+            own = _percent(layered[each]) if each >= trace.facts.top_k else "-"
+            table.add_row(f"{share}%", str(slots), _percent(whole[slots]), str(each), own)
     return table
 
 
@@ -110,22 +119,13 @@ def _draw(uses, path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from vllm_spac.system.pictures import save_picture
+
     layers, experts = uses.shape
     shares = uses / np.maximum(1, uses.sum(axis=1, keepdims=True)) * experts
-    figure, axes = pyplot.subplots(figsize=(max(6, experts / 12), max(2.5, layers / 5)), layout="constrained")
+    size = (min(max(6, experts / 12), _LARGEST), min(max(2.5, layers / 5), _LARGEST))
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     image = axes.imshow(shares, aspect="auto", cmap="magma", interpolation="nearest")
     figure.colorbar(image, label="uses, 1 = even")
     axes.set(xlabel="expert", ylabel="layer", title=title)
     save_picture(figure, path)
-
-
-def save_picture(figure, path: Path) -> None:
-    """``ConfigError`` when the file cannot be written or its ending names no kind of picture."""
-    from matplotlib import pyplot
-
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the picture {path} cannot be written: {error}; name e.g. picture.png") from error
-    finally:
-        pyplot.close(figure)

@@ -7,6 +7,7 @@ from packaging.version import Version
 
 from vllm_spac.errors import UnsupportedError
 
+WORKER_EXTENSION = "vllm_spac.integration.serving.worker.SpacWorker"
 SUPPORTED = SpecifierSet(">=0.32,<0.34", prereleases=True)
 
 

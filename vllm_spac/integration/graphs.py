@@ -2,7 +2,7 @@
 
 A graph of a whole forward repeats for ever what the host decided while it was captured. Where experts are loaded
 between layers, routing is recorded or a budget cuts it, that would be wrong. With ``execution=pointers`` and none of
-these the host decides between steps alone (``streamed``).
+these the host decides between steps alone (``streamed``); with a slot for each expert it decides nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.staging import ROWS
+from vllm_spac.execution.pointers.staging import ROWS
 
 logger = logging.getLogger("vllm.spac")
 
@@ -24,8 +24,8 @@ _PIECEWISE = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enfo
 
 def needs_host(config: SpacConfig) -> tuple[str, str] | None:
     """(what the host does in a layer, the flag without which it does nothing there), or None."""
-    if config.execution != "pointers":
-        return "experts are loaded between the pieces", "use --spac-execution pointers"
+    if config.execution != "pointers" and config.parsed_slots.share != 1:
+        return "experts are loaded between the pieces", "use --spac-execution pointers or --spac-slots 100%"
     if config.trace is not None:
         return "routing is recorded between the pieces", "drop --spac-trace"
     for name in ("budget", "budget_mass", "budget_file"):
@@ -63,6 +63,9 @@ def request(engine_args, config: SpacConfig) -> None:
 def split(vllm_config, config: SpacConfig) -> None:
     """Split the pieces of a checked configuration at our op too; vLLM's own ops to split at, or the user's, stay.
 
+    Graphs of vLLM's own kernels over experts that all have a slot may hold them: these are left as they are, unless
+    ``PIECEWISE`` was asked for.
+
     Raises:
         UnsupportedError: as ``check``.
     """
@@ -73,10 +76,14 @@ def split(vllm_config, config: SpacConfig) -> None:
     mode = compilation.cudagraph_mode
     if mode == CUDAGraphMode.NONE:
         return
+    host = needs_host(config)
+    if host is None and config.execution == "slots" and mode != CUDAGraphMode.PIECEWISE:
+        logger.info("spac: CUDA graphs are %s, as without the plugin; hits in them are not counted", mode.name)
+        return
     check(mode.name, config, breakable=envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
     compilation.splitting_ops = with_moe_layer(compilation.splitting_ops)
     if mode == CUDAGraphMode.PIECEWISE:
-        reason, _ = needs_host(config) or ("as was asked for", None)
+        reason, _ = host or ("as was asked for", None)
         logger.info("spac: CUDA graphs are PIECEWISE, split at the MoE layers: %s", reason)
     else:
         logger.info("spac: CUDA graphs are %s: the full ones hold the MoE layers, which need no host", mode.name)

@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-from vllm_spac import affinity
-from vllm_spac.config import SpacConfig
-
-WORKER_EXTENSION = "vllm_spac.integration.worker.SpacWorker"
-
-
-def config_of(additional_config: Any) -> SpacConfig | None:
-    """The plugin's configuration, or None when the user did not ask for the plugin."""
-    if not isinstance(additional_config, dict) or "spac" not in additional_config:
-        return None
-    return SpacConfig.parse(additional_config["spac"])
+from vllm_spac.config import SpacConfig, config_of
+from vllm_spac.errors import SpacError
+from vllm_spac.integration import arguments, patches
+from vllm_spac.system import cpu_affinity
 
 
 def install() -> None:
-    """Hook the engine's arguments and the model loader; a second call does nothing."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    from vllm_spac.integration import cli
-
-    affinity.note()
-    if getattr(EngineArgs.create_engine_config, "_spac", False):
-        return
-    cli.install(EngineArgs)
-    EngineArgs.create_engine_config = _checked(EngineArgs.create_engine_config)
-    BaseModelLoader.load_model = _managed(BaseModelLoader.load_model)
+    """Wrap the engine's arguments and the model loader; a second call does nothing."""
+    cpu_affinity.note()
+    arguments.install()
+    patches.wrap(f"{patches.ENGINE_ARGS}.create_engine_config", _checked)
+    patches.wrap(f"{patches.LOADER}.load_model", _managed)
 
 
 def _checked(create_engine_config):
     """Refuse what cannot work before an engine starts, and let workers answer for their counters."""
 
-    @functools.wraps(create_engine_config)
     def create(self, *args, **kwargs):
-        config = config_of(self.additional_config)
-        if config is None:
-            return create_engine_config(self, *args, **kwargs)
+        try:
+            config = config_of(self.additional_config)
+            if config is None:
+                return create_engine_config(self, *args, **kwargs)
+            return _create(self, config, *args, **kwargs)
+        except SpacError as error:
+            if not getattr(self, "spac_command", False):
+                raise
+            raise arguments.refused(error) from None
+
+    def _create(self, config: SpacConfig, *args, **kwargs):
         from vllm_spac.integration import compat, graphs, preflight
 
         compat.require_supported_vllm()
+        patches.check("frontend")
+        preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         graphs.request(self, config)
         vllm_config = create_engine_config(self, *args, **kwargs)
@@ -51,22 +43,23 @@ def _checked(create_engine_config):
         preflight.check(config, vllm_config)
         return vllm_config
 
-    create._spac = True
     return create
 
 
 def _managed(load_model):
     """Build the target model of an engine that asks for spac with its experts outside; drafts stay stock."""
 
-    @functools.wraps(load_model)
     def load(self, vllm_config, model_config, *args, **kwargs):
         config = config_of(vllm_config.additional_config)
         if config is None or model_config.runner_type == "draft":
             return load_model(self, vllm_config, model_config, *args, **kwargs)
         from vllm_spac.integration import compat
-        from vllm_spac.integration.loading import managed_load
+        from vllm_spac.integration.loading import updates
+        from vllm_spac.integration.loading.managed_load import managed_load
+        from vllm_spac.integration.stepping import drafts
 
         compat.request_amx()
+        patches.check("worker", "v2" if drafts.plans_drafts(vllm_config) else "v1")
         load_weights = self.load_weights
 
         def prepared(model, *rest):
@@ -77,6 +70,7 @@ def _managed(load_model):
             self.load_weights = prepared  # of this loader object, which loads this one model
             model = load_model(self, vllm_config, model_config, *args, **kwargs)
             experts.finish()
+        updates.install(vllm_config, model)
         return model
 
     return load

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_spac import quantisation, slots
-from vllm_spac.budgets.base import validate
+from vllm_spac import components
+from vllm_spac.budget.calibration import Calibration, read_budgets
+from vllm_spac.budget.limits import validate
+from vllm_spac.cache import sizing
+from vllm_spac.checkpoint import quantisation
 from vllm_spac.config import SpacConfig
 from vllm_spac.config import flag as knob_flag
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration import device, runners
-from vllm_spac.integration.plugin import WORKER_EXTENSION
+from vllm_spac.integration import device
+from vllm_spac.integration.compat import WORKER_EXTENSION
+from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
+from vllm_spac.integration.stepping import drafts
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.system.printable import printable
+from vllm_spac.traces.writer import check_target
 
+logger = logging.getLogger("vllm.spac")
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"}
 
 
@@ -19,19 +35,59 @@ def worker_extension(asked: str) -> str:
     """The worker extension to use: ours, unless the user's own is built on ours.
 
     Raises:
-        UnsupportedError: the user named an extension that is not.
+        UnsupportedError: the user named an extension that is not, or cannot be imported.
     """
     if not asked or asked == WORKER_EXTENSION:
         return WORKER_EXTENSION
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from vllm_spac.integration.worker import SpacWorker
+    from vllm_spac.integration.serving.worker import SpacWorker
 
-    if issubclass(resolve_obj_by_qualname(asked), SpacWorker):
+    try:
+        found = resolve_obj_by_qualname(asked)
+    except (Exception, SystemExit) as error:  # whatever its module does when it is imported
+        raise UnsupportedError(
+            f"spac: --worker-extension-cls {asked} cannot be imported: {type(error).__name__}: {error}; name "
+            f"package.module.Class, derived from {WORKER_EXTENSION}"
+        ) from error
+    if isinstance(found, type) and issubclass(found, SpacWorker):
         return asked
     raise UnsupportedError(
         f"spac: --worker-extension-cls {asked} leaves the plugin without its own; derive it from {WORKER_EXTENSION}"
     )
+
+
+def check_knobs(config: SpacConfig) -> None:
+    """Refuse what no model could be served with: classes that are none, files that cannot be read or written.
+
+    Raises:
+        ConfigError: names the knob.
+    """
+    with _naming(config, "policy"):
+        policy = components.find("policies", config.policy)
+        if policy.offline:
+            raise ConfigError("it must know the future: for the simulator only")
+        try:
+            policy()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"it cannot be built without arguments: {problem}; give them defaults") from error
+    with _naming(config, "budget_ranking"):
+        if components.find("budget.rankings", config.budget_ranking).offline:
+            raise ConfigError("it runs every expert: for vllm-spac quality only")
+    for name in ("calibration", "budget_file"):
+        path = getattr(config, name)
+        if path is not None and not os.path.isfile(path):
+            raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file")
+    if config.profile is not None:
+        with _naming(config, "profile"):
+            Costs.read(config.profile)
+    if config.trace is not None:
+        with _naming(config, "trace"):
+            replaced = check_target(config.trace, config.trace_overwrite)
+        if replaced is not None:
+            held = printable(f"{config.trace} holds a trace of {replaced.model or 'an unnamed model'}")
+            logger.warning("spac: %s; what this engine records replaces it", held)
 
 
 def check(config: SpacConfig, vllm_config) -> None:
@@ -47,7 +103,7 @@ def check(config: SpacConfig, vllm_config) -> None:
             f"spac: {model.model} is a dense model: it has no experts to keep outside; drop --plugin spac"
         )
     if top_k := model.get_num_experts_per_tok():
-        slots.check(config.parsed_slots, model.get_num_experts(), top_k)
+        sizing.check(config.parsed_slots, model.get_num_experts(), top_k)
         if config.budget is not None:
             validate(config.budget, model.get_num_experts(), top_k, config.budget_coverage)
     _check_quantisation(model)
@@ -61,12 +117,9 @@ def check(config: SpacConfig, vllm_config) -> None:
             pinned=keeps_on_the_host(config, model.get_num_experts()),
             unified=config.execution == "pointers",
         )
-    _check_folder(config)
+    _check_folder(config, model.get_num_experts())
     _check_cpu_experts(config)
-    for name in ("calibration", "budget_file"):
-        path = getattr(config, name)
-        if path is not None and not path.expanduser().is_file():
-            raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file")
+    _check_files(config, vllm_config)
 
 
 def _refusals(vllm_config):
@@ -78,6 +131,11 @@ def _refusals(vllm_config):
     yield parallel.enable_eplb, "--enable-eplb", "drop it: placement is what spac decides"
     yield vllm_config.lora_config is not None, "--enable-lora", "merge the adapter into the checkpoint"
     yield model.enable_sleep_mode, "--enable-sleep-mode", "drop it"
+    yield (
+        getattr(vllm_config, "weight_transfer_config", None) is not None,
+        "--weight-transfer-config",
+        "drop it, and restart the engine with the new checkpoint: the experts are packed when it starts",
+    )
     yield str(load.load_format) not in _LOAD_FORMATS, f"--load-format {load.load_format}", "use --load-format auto"
     yield (
         getattr(vllm_config.cache_config, "cpu_offload_gb", 0) > 0 or _offloads(vllm_config),
@@ -112,33 +170,83 @@ def _offloads(vllm_config) -> bool:
 def check_guard(config: SpacConfig, vllm_config) -> None:
     """``UnsupportedError`` where the guard was asked for and cannot change draft lengths."""
     asked = config.guard == "on" and "guard" in config.model_fields_set
-    if asked and vllm_config.speculative_config is not None and (reason := runners.unguarded(vllm_config)):
+    if asked and vllm_config.speculative_config is not None and (reason := drafts.unguarded(vllm_config)):
         raise UnsupportedError(f"spac: guard=on (--spac-guard) cannot work here: {reason}, or use --spac-guard off")
 
 
 def keeps_on_the_host(config: SpacConfig, experts: int) -> bool:
     """Whether experts may lie in host memory on a machine with a GPU."""
+    return config.store != "disk" and not _holds_all(config, experts)
+
+
+def _holds_all(config: SpacConfig, experts: int) -> bool:
+    """Whether each expert has a slot, so that none lies outside."""
     slots = config.parsed_slots
-    return config.store != "disk" and slots.share != 1 and slots.per_layer != experts
+    return slots.share == 1 or slots.per_layer == experts
+
+
+def _store(config: SpacConfig) -> str:
+    from vllm.platforms import current_platform
+
+    return config.store_on("cpu" if current_platform.is_cpu() else "cuda")
 
 
 def _check_cpu_experts(config: SpacConfig) -> None:
-    from vllm.platforms import current_platform
-
-    store = config.store_on("cpu" if current_platform.is_cpu() else "cuda")
-    if config.cpu_experts != "off" and store == "disk":
+    if config.cpu_experts != "off" and _store(config) == "disk":
         raise ConfigError(
             f"spac: cpu_experts={config.cpu_experts} (--spac-cpu-experts) computes experts where they lie, and with "
             "store=disk that is no memory; add --spac-store host"
         )
 
 
-def _check_folder(config: SpacConfig) -> None:
-    folder = config.disk_dir
-    if folder is None:
+def _check_files(config: SpacConfig, vllm_config) -> None:
+    """Those of another model are refused; what depends on its layers is checked when they are built."""
+    if config.calibration is None and config.budget_file is None:
         return
-    if config.store == "host":
+    experts = vllm_config.model_config.get_num_experts()
+    calibration = None if config.calibration is None else Calibration.read(config.calibration)
+    if config.budget_file is not None:
+        read_budgets(config.budget_file, None, None, experts)
+    model = model_fingerprint(content_of(vllm_config, config.folder))  # may read the whole checkpoint
+    if calibration is not None:
+        calibration.check_model(config.calibration, model, None, experts)
+    if config.budget_file is not None:
+        read_budgets(config.budget_file, model, None, experts)
+
+
+def _check_folder(config: SpacConfig, experts: int) -> None:
+    if config.disk_dir is not None and config.store == "host":
         raise ConfigError("spac: disk_dir (--spac-disk-dir) means nothing with store=host; drop it or use store=disk")
-    existing = next(path for path in (folder.expanduser(), *folder.expanduser().absolute().parents) if path.exists())
-    if not Path(existing).is_dir():
-        raise ConfigError(f"spac: disk_dir={folder} (--spac-disk-dir): {existing} is not a folder; name another")
+    packs = _store(config) == "disk" and not _holds_all(config, experts)
+    if config.disk_dir is None and not packs:
+        return
+    folder = config.folder
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    what = f"spac: disk_dir={folder} (--spac-disk-dir)"
+    if not there.is_dir():
+        problem = "is a link to nothing" if there.is_symlink() and not there.exists() else "is not a folder"
+        raise ConfigError(f"{what}: {there} {problem}; name another")
+    if not packs or (there == folder and _holds_packed(folder)):  # with all that it needs, it may be read-only
+        return
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{what}: {there} cannot be written to: {error.strerror}; name a writable folder") from error
+
+
+def _holds_packed(folder: Path) -> bool:
+    try:
+        return any(map(_FINGERPRINT.fullmatch, os.listdir(folder)))
+    except OSError:  # nothing that could be read, and the attempt to write says why
+        return False
+
+
+@contextmanager
+def _naming(config: SpacConfig, name: str) -> Iterator[None]:
+    """An error inside is one of this knob."""
+    try:
+        yield
+    except ConfigError as error:
+        problem = str(error).removeprefix("spac: ")
+        raise ConfigError(f"spac: {name}={getattr(config, name)} ({knob_flag(name)}): {problem}") from error

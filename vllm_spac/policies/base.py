@@ -34,9 +34,11 @@ class Policy(ABC):
 
     Attributes:
         offline: it must know the future: for the simulator, never for serving.
+        needs_layers: it must know which layer asks, by ``enter``: not for ``execution=pointers``, where none does.
     """
 
     offline: ClassVar[bool] = False
+    needs_layers: ClassVar[bool] = False
 
     @abstractmethod
     def insert(self, key: int) -> None:

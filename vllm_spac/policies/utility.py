@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from itertools import islice
-
 import numpy as np
-from sortedcontainers import SortedSet
 
-from vllm_spac.policies.base import Policy, Standing
-from vllm_spac.utility import UtilityEstimator, Variant
+from vllm_spac.policies._sorted import SortedPolicy
+from vllm_spac.policies.base import Standing
+from vllm_spac.predictors.utility import UtilityEstimator, Variant
 
 
-class Utility(Policy):
+class Utility(SortedPolicy):
     """The victim is the expert with the lowest score, among equals the one used longest ago.
 
     Scores change in ``observe`` only, O(log n) for each resident expert whose score changed; before the first one
@@ -34,6 +31,7 @@ class Utility(Policy):
         boundaries: tuple[int, int] | None = None,
         recycle: bool = False,
     ) -> None:
+        super().__init__()
         self._knobs = (gamma, upper, forget, variant)
         self._boundaries = boundaries
         self._recycle = recycle
@@ -41,33 +39,12 @@ class Utility(Policy):
         self._estimator: UtilityEstimator | None = None
         self._scores: np.ndarray = np.zeros(0, dtype=np.int64)
         self._clock = 0
-        self._rank: dict[int, tuple[int, int, int]] = {}
-        self._order: SortedSet = SortedSet()
         self._recycled: set[int] = set()
 
     @property
     def scores(self) -> np.ndarray:
         """int64 [keys], the scores after the last ``observe``; empty before the first. Not to be written to."""
         return self._scores
-
-    def insert(self, key: int) -> None:
-        assert key not in self._rank, f"{key} is resident already"
-        self._use(key)
-
-    def touch(self, key: int) -> None:
-        self._order.remove(self._rank[key])
-        self._use(key)
-
-    def remove(self, key: int) -> None:
-        self._order.remove(self._rank.pop(key))
-
-    def evict(self, count: int, pinned: Container[int]) -> list[int]:
-        victims = [rank[2] for rank in islice((rank for rank in self._order if rank[2] not in pinned), count)]
-        if len(victims) < count:
-            raise LookupError(f"{count} victims wanted, {len(victims)} are not in use")
-        for key in victims:
-            self.remove(key)
-        return victims
 
     def observe(self, counts: np.ndarray) -> None:
         if self._estimator is None:
@@ -77,34 +54,20 @@ class Utility(Policy):
         changed = np.flatnonzero(before != self._scores).tolist()
         for key in self._recycled.union(changed) if self._recycled else changed:
             if key in self._rank:
-                self._place(key, self._score(key), self._rank[key][1])
+                self._place(key, (self._score(key), self._rank[key][1], key))
         self._recycled.clear()
 
     def standing(self, keys: int) -> Standing:
-        ranks = list(self._order)
         used = np.zeros(keys)
         if not self._recycle:
             used[: len(self._scores)] = self._scores
-        order = np.array([rank[2] for rank in ranks], dtype=np.int64)
-        return Standing(order, np.array([rank[0] for rank in ranks], dtype=np.float64), used)
+        return Standing(*self._held(), used)
 
-    def __len__(self) -> int:
-        return len(self._rank)
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._rank
-
-    def _use(self, key: int) -> None:
+    def _rank_of_use(self, key: int) -> tuple:
         self._clock += 1
         if self._recycle:
             self._recycled.add(key)
-        self._rank[key] = (0 if self._recycle else self._score(key), self._clock, key)
-        self._order.add(self._rank[key])
-
-    def _place(self, key: int, score: int, used: int) -> None:
-        self._order.remove(self._rank[key])
-        self._rank[key] = (score, used, key)
-        self._order.add(self._rank[key])
+        return (0 if self._recycle else self._score(key), self._clock, key)
 
     def _score(self, key: int) -> int:
         return int(self._scores[key]) if key < len(self._scores) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +57,27 @@ class ExpertStore(ABC):
         Raises:
             StoreError: the expert is missing or is not what was packed. ``into`` is then undefined.
         """
+
+    @property
+    def suspect(self) -> bool:
+        """Whether experts that an earlier run packed may be damaged, so that ``verify`` should come before ``read``."""
+        return False
+
+    def verify(self, threads: int) -> Iterator[str | None]:
+        """Read every expert that it holds, ``threads`` at a time; ``holds`` is false for the damaged ones from then on.
+
+        Yields for each what is wrong with it, or None.
+
+        Raises:
+            StoreError: a damaged one cannot be given up.
+        """
+        return iter(())
+
+    def drop(self, key: int) -> None:
+        """Give up expert ``key``, which is not what it should be: no later run finds it."""
+
+    def sweep(self) -> None:
+        """Remove what processes that were killed while they packed have left; nobody may be packing."""
 
     def view(self, key: int) -> Mapping[str, Tensor]:
         """The tensors of expert ``key`` where they lie, contiguous, not to be written; only of stores in memory.

@@ -2,8 +2,8 @@
 
 Each file is a valid safetensors file whose header is padded to one page, so that the data can be read with
 O_DIRECT. The header names the fingerprint, the layer, the expert and the checksum of the data; a read
-returns exactly what was packed, or fails. A file that fails its check is moved aside, so that the next
-start packs it again from the checkpoint.
+returns exactly what was packed, or fails. A file that fails its check is moved aside and the folder is marked,
+so that the next start checks all files and packs those that are damaged again from the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +24,13 @@ import xxhash
 from safetensors.torch import save
 from torch import Tensor
 
+from vllm_spac.checkpoint.packed_format import FORMAT, HEADER, MARK, PAGE
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
-from vllm_spac.memory import gib
+from vllm_spac.system.cpu_affinity import unbind
+from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers.base import ExpertStore, copy_bytes
 
-PAGE = 4096  # alignment that O_DIRECT asks for on every common file system
-HEADER = PAGE
-FORMAT = "spac-expert-1"
 _RESERVE = 256 << 20  # left free on the disk
 _NO_CHECKSUM = "0" * 32
 
@@ -45,9 +45,14 @@ class DiskStore(ExpertStore):
         self.file_bytes = HEADER + shape.expert_bytes
         self._blank = self._headers_example()
         self._local = threading.local()
-        _make_writable(self.folder)
-        self.direct = _supports_direct(self.folder)
         self._held = {key for key in range(shape.total) if self._intact(key)}
+        self._read_only = _why_unwritable(self.folder)
+        if self._read_only and len(self._held) < shape.total:
+            raise StoreError(
+                f"spac: cannot write to {self.folder}: {self._read_only}, and {shape.total - len(self._held)} of "
+                f"{shape.total} experts are not packed there; name a writable folder with --spac-disk-dir DIR"
+            )
+        self.direct = _supports_direct(self.path(0)) if self._read_only else _supports_direct_in(self.folder)
 
     def path(self, key: int) -> Path:
         """The file of one expert."""
@@ -61,8 +66,9 @@ class DiskStore(ExpertStore):
         needed, free = experts * self.file_bytes, shutil.disk_usage(self.folder).free
         if experts and needed + _RESERVE > free:
             raise StoreError(
-                f"spac: packing {experts} experts needs {gib(needed)} in {self.folder}, {gib(free)} are free; "
-                "free some room, or name another disk with --spac-disk-dir DIR"
+                f"spac: packing {experts} experts needs {gib(needed + _RESERVE)} in {self.folder}, {gib(needed)} for "
+                f"them and {gib(_RESERVE)} that stay free, and {gib(free)} are free; free some room, or name another "
+                "disk with --spac-disk-dir DIR"
             )
 
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
@@ -84,26 +90,39 @@ class DiskStore(ExpertStore):
             ) from error
         self._held.add(key)
 
+    def sweep(self) -> None:
+        for pattern in ("layer-*/expert-*.partial", ".probe-*"):
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
+
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
-        buffer, views = self._buffer()
-        path = self.path(key)
-        try:
-            size = self._read_file(path, buffer)
-        except OSError as error:
-            raise StoreError(f"spac: cannot read {path}: {error.strerror}; {self._remedy(key)}") from error
-        if size != self.file_bytes:
-            self._set_aside(path)
-            raise StoreError(f"spac: {path} has {size} bytes, not {self.file_bytes}; {self._remedy(key)}")
-        data = memoryview(buffer)[HEADER : self.file_bytes]
-        if buffer[:HEADER] != self._header(key, xxhash.xxh3_128_hexdigest(data)):
-            self._set_aside(path)
-            raise StoreError(f"spac: {path} is not what was packed (checksum or header differ); {self._remedy(key)}")
-        for name, source in views.items():
+        for name, source in self._checked(key).items():
             copy_bytes(into[name], torch.from_numpy(source))
         return self.shape.expert_bytes
 
+    @property
+    def suspect(self) -> bool:
+        """After a read that failed, and beside experts that are missing."""
+        return (self.folder / MARK).exists() or 0 < len(self._held) < self.shape.total
+
+    def verify(self, threads: int) -> Iterator[str | None]:
+        keys = sorted(self._held)
+        with ThreadPoolExecutor(threads, thread_name_prefix="spac-check", initializer=unbind) as pool:
+            for key, problem in zip(keys, pool.map(self._problem, keys), strict=True):
+                if problem is not None:
+                    self._held.discard(key)
+                    self._set_aside(self.path(key))  # also what cannot be read
+                yield problem
+        if not self._read_only:
+            (self.folder / MARK).unlink(missing_ok=True)
+
+    def drop(self, key: int) -> None:
+        self._held.discard(key)
+        self.path(key).unlink(missing_ok=True)
+
     def describe(self) -> str:
         how = "direct I/O" if self.direct else "buffered I/O, pages dropped: this file system has no direct I/O"
+        how += ", read-only" if self._read_only else ""
         return f"disk ({self.folder}, {gib(self.shape.total * self.file_bytes)}, {how})"
 
     def _intact(self, key: int) -> bool:
@@ -111,6 +130,37 @@ class DiskStore(ExpertStore):
             return self.path(key).stat().st_size == self.file_bytes
         except OSError:  # absent, or unreadable: it will be packed again, and that reports what is wrong
             return False
+
+    def _problem(self, key: int) -> str | None:
+        try:
+            self._checked(key)
+        except StoreError as error:
+            return str(error)
+        return None
+
+    def _checked(self, key: int) -> dict[str, np.ndarray]:
+        """The tensors of an expert, as bytes in this thread's buffer."""
+        buffer, views = self._buffer()
+        path = self.path(key)
+        try:
+            size = self._read_file(path, buffer)
+        except OSError as error:
+            self._mark()
+            raise StoreError(f"spac: cannot read {path}: {error.strerror}; {self._remedy(key)}") from error
+        problem = None
+        if size != self.file_bytes:
+            problem = f"has {size} bytes, not {self.file_bytes}"
+        elif buffer[:HEADER] != self._header(key, xxhash.xxh3_128_hexdigest(memoryview(buffer)[HEADER:size])):
+            problem = "is not what was packed (checksum or header differ)"
+        if problem is not None:
+            self._mark()
+            self._set_aside(path)
+            raise StoreError(f"spac: {path} {problem}; {self._remedy(key)}")
+        return views
+
+    def _mark(self) -> None:
+        with contextlib.suppress(OSError):  # the error that brought us here says more
+            (self.folder / MARK).touch()
 
     def _read_file(self, path: Path, buffer: mmap.mmap) -> int:
         """Fill ``buffer`` from ``path``; returns the size of what was there, at most a page more than expected."""
@@ -170,36 +220,48 @@ class DiskStore(ExpertStore):
     def _set_aside(self, path: Path) -> None:
         try:
             os.replace(path, path.with_suffix(".corrupt"))
+        except FileNotFoundError:  # somebody else did
+            pass
         except OSError as error:
-            raise StoreError(f"spac: {path} is damaged and cannot be moved aside: {error.strerror}") from error
+            raise StoreError(
+                f"spac: {path} is damaged and cannot be moved aside: {error.strerror}; run `vllm-spac packed --repair` "
+                "where it can be written to, or name another folder with --spac-disk-dir DIR"
+            ) from error
 
 
 def _data_of(serialized: bytes) -> memoryview:
     return memoryview(serialized)[8 + int.from_bytes(serialized[:8], "little") :]
 
 
-def _make_writable(folder: Path) -> None:
+def _why_unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to ``folder``, which is made where it is missing; None where it can."""
+    probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(PAGE))  # not nothing, for which a full disk has room
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
-        raise StoreError(
-            f"spac: cannot write to {folder}: {error.strerror}; name a writable folder with --spac-disk-dir DIR"
-        ) from error
+        return error.strerror
+    return None
 
 
-def _supports_direct(folder: Path) -> bool:
+def _supports_direct_in(folder: Path) -> bool:
     probe = folder / f".probe-{os.getpid()}"
     probe.write_bytes(bytes(PAGE))
     try:
-        descriptor = os.open(probe, os.O_RDONLY | os.O_DIRECT)
+        return _supports_direct(probe)
+    finally:
+        probe.unlink()
+
+
+def _supports_direct(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
             return os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 0) == PAGE
         finally:
             os.close(descriptor)
     except OSError:  # EINVAL, e.g. tmpfs: said in the start-up line
         return False
-    finally:
-        probe.unlink()

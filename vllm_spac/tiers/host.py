@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
-from vllm_spac.memory import available_host_bytes, gib
+from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.tiers._host_blocks import HostBlock, block_bytes
 from vllm_spac.tiers.base import ExpertStore, copy_bytes
 
 _RESERVE = 1 << 30  # left to the rest of the machine
@@ -21,7 +22,7 @@ class HostStore(ExpertStore):
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         super().__init__(shape, fingerprint, folder)
-        self._layers: dict[int, dict[str, Tensor]] = {}
+        self._layers: dict[int, HostBlock] = {}
         self._packed: set[int] = set()
         self._pin = torch.cuda.is_available()
 
@@ -29,7 +30,8 @@ class HostStore(ExpertStore):
         return key in self._packed
 
     def reserve(self, experts: int) -> None:
-        needed, available = experts * self.shape.expert_bytes, available_host_bytes()
+        layers = -(-experts // self.shape.experts)
+        needed, available = layers * self._layer_bytes, available_host_bytes()
         if experts and needed + _RESERVE > available:
             raise StoreError(
                 f"spac: store=host needs {gib(needed)} of host memory for {experts} experts, "
@@ -40,8 +42,8 @@ class HostStore(ExpertStore):
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         layer, expert = self.shape.split(key)
         if layer not in self._layers:
-            self._layers[layer] = {name: self._block(spec) for name, spec in self.shape.tensors.items()}
-        for name, block in self._layers[layer].items():
+            self._layers[layer] = HostBlock(self.shape.tensors, self.shape.experts, self._pin)
+        for name, block in self._layers[layer].tensors.items():
             block[expert].copy_(tensors[name])
         self._packed.add(key)
 
@@ -54,25 +56,24 @@ class HostStore(ExpertStore):
         if key not in self._packed:
             raise StoreError(f"expert {self.shape.split(key)} was never packed")
         layer, expert = self.shape.split(key)
-        return {name: block[expert] for name, block in self._layers[layer].items()}
-
-    def _block(self, spec: TensorSpec) -> Tensor:
-        try:
-            return torch.empty((self.shape.experts, *spec.shape), dtype=spec.dtype, device="cpu", pin_memory=self._pin)
-        except RuntimeError as error:  # the driver refuses; torch says so in CUDA's words
-            kind, reason = "pinned host memory" if self._pin else "host memory", str(error).splitlines()[0]
-            raise StoreError(
-                f"spac: the system gives no {kind} for store=host ({reason}); "
-                "use --spac-store disk --spac-disk-dir DIR, or raise the limit of locked memory (ulimit -l)"
-            ) from error
+        return {name: block[expert] for name, block in self._layers[layer].tensors.items()}
 
     def layer(self, number: int) -> Mapping[str, Tensor]:
-        return self._layers[number]
+        return self._layers[number].tensors
 
     def describe(self) -> str:
         kind = "pinned host memory" if self._pin else "host memory"
-        return f"host ({kind}, {gib(self.shape.total * self.shape.expert_bytes)})"
+        return f"host ({kind}, {gib(len(self.shape.layers) * self._layer_bytes)})"
+
+    @property
+    def _layer_bytes(self) -> int:
+        return block_bytes(self.shape.tensors.values(), self.shape.experts)
 
     def close(self) -> None:
+        blocks = [block for _, block in sorted(self._layers.items())]
         self._layers.clear()
         self._packed.clear()
+        if self._pin and blocks:
+            torch.cuda.synchronize()  # kernels may read experts where they lie
+        for block in blocks:
+            block.close()

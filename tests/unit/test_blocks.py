@@ -1,0 +1,157 @@
+"""Host memory for experts: as much as is needed, pinned once and given back once. CUDA's runtime is a stand-in."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+from enum import IntEnum
+
+import pytest
+import torch
+
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.errors import StoreError
+from vllm_spac.tiers import host
+from vllm_spac.tiers._host_blocks import HostBlock, block_bytes
+from vllm_spac.tiers.host import HostStore
+
+PAGE = mmap.PAGESIZE
+SPECS = {
+    "w13_weight": TensorSpec((3, PAGE), torch.bfloat16),  # six pages an expert
+    "w2_weight": TensorSpec((PAGE - 1,), torch.uint8),
+    "w2_bias": TensorSpec((1,), torch.float32),
+}
+EXPERTS = 3  # 18 pages, 3 pages less 3 bytes, 12 bytes
+SHAPE = MoEShape(("first", "second", "third"), EXPERTS, 1, SPECS)
+
+
+class Cudart:
+    """Keeps what is registered, and refuses what the driver does: overlaps, strangers, more than the limit."""
+
+    class cudaError(IntEnum):  # noqa: N801
+        success = 0
+        cudaErrorMemoryAllocation = 2
+        cudaErrorHostMemoryAlreadyRegistered = 712
+        cudaErrorHostMemoryNotRegistered = 713
+
+    def __init__(self, limit: int = 1 << 40) -> None:
+        self.limit, self.registered, self.log = limit, {}, []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int):  # noqa: N802
+        self.log.append(("register", address, nbytes, flags))
+        if sum(self.registered.values()) + nbytes > self.limit:
+            return self.cudaError.cudaErrorMemoryAllocation
+        if any(a < address + nbytes and address < a + n for a, n in self.registered.items()):
+            return self.cudaError.cudaErrorHostMemoryAlreadyRegistered
+        self.registered[address] = nbytes
+        return self.cudaError.success
+
+    def cudaHostUnregister(self, address: int):  # noqa: N802
+        self.log.append(("unregister", address))
+        if self.registered.pop(address, None) is None:
+            return self.cudaError.cudaErrorHostMemoryNotRegistered
+        return self.cudaError.success
+
+    def cudaGetErrorString(self, error) -> str:  # noqa: N802
+        return {2: "out of memory"}.get(int(error), error.name)
+
+
+@pytest.fixture
+def cudart(monkeypatch) -> Cudart:
+    found = Cudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: found.log.append(("synchronize",)))
+    return found
+
+
+def fill(store: HostStore) -> None:
+    for key in range(SHAPE.total):
+        tensors = {n: torch.full((s.nbytes,), key, dtype=torch.uint8).view(s.dtype) for n, s in SPECS.items()}
+        store.put(key, {n: t.view(SPECS[n].shape) for n, t in tensors.items()})
+
+
+def test_a_store_pins_exactly_its_layers_and_unpins_each_once(cudart) -> None:
+    store = HostStore(SHAPE, "")
+    fill(store)
+    assert [entry[0] for entry in cudart.log] == 3 * ["register"]
+    assert list(cudart.registered.values()) == 3 * [(18 + 3 + 1) * PAGE], "torch would take 32 + 4 + 1 pages"
+    assert not any(address % PAGE for address in cudart.registered)
+    for key in range(SHAPE.total):
+        for name, tensor in store.view(key).items():
+            block = list(cudart.registered)[key // EXPERTS]
+            assert block <= tensor.data_ptr() < tensor.data_ptr() + tensor.nbytes <= block + 22 * PAGE
+            assert (tensor.view(-1).view(torch.uint8) == key).all(), name
+    assert all(tensor.data_ptr() % PAGE == 0 for tensor in store.layer(1).values())
+    store.close()
+    store.close()
+    assert not cudart.registered
+    assert [entry[0] for entry in cudart.log[3:]] == ["synchronize", *3 * ["unregister"]]
+
+
+def test_what_is_reserved_is_what_is_pinned(cudart, monkeypatch) -> None:
+    store = HostStore(SHAPE, "")
+    needed = 3 * 22 * PAGE
+    monkeypatch.setattr(host, "available_host_bytes", lambda: needed + host._RESERVE - 1)
+    with pytest.raises(StoreError, match="264.0 KiB" if PAGE == 4096 else "needs"):
+        store.reserve(SHAPE.total)
+    monkeypatch.setattr(host, "available_host_bytes", lambda: needed + host._RESERVE)
+    store.reserve(SHAPE.total)
+    fill(store)
+    assert sum(cudart.registered.values()) == needed
+    assert "264.0 KiB" in store.describe() or PAGE != 4096
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_with_a_remedy(cudart) -> None:
+    cudart.limit = 2 * 22 * PAGE
+    store = HostStore(SHAPE, "")
+    with pytest.raises(StoreError, match=r"of memory, error 2\); raise .*ulimit -l.*memlock=-1.* --spac-store disk"):
+        fill(store)
+    store.close()
+    assert not cudart.registered
+
+
+def test_memory_that_cannot_be_unpinned_is_an_error(cudart) -> None:
+    block = HostBlock(SPECS, EXPERTS, pin=True)
+    cudart.registered.clear()
+    with pytest.raises(StoreError, match="NotRegistered"):
+        block.close()
+
+
+def test_without_a_gpu_nothing_is_pinned(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("there is none"))
+    block = HostBlock(SPECS, EXPERTS, pin=False)
+    assert block.nbytes == block_bytes(SPECS.values(), EXPERTS) == 22 * PAGE
+    assert all(not tensor.view(torch.uint8).any() for tensor in block.tensors.values())
+    block.close()
+
+
+def test_tensors_outlive_their_block(cudart) -> None:
+    block = HostBlock(SPECS, EXPERTS, pin=True)
+    tensor = block.tensors["w13_weight"]
+    block.close()
+    del block
+    tensor.fill_(1)
+    assert tensor.sum() == tensor.numel()
+
+
+def test_more_than_the_address_space_is_refused() -> None:
+    with pytest.raises(StoreError, match="no .* of host memory for store=host .*--spac-store disk"):
+        HostBlock({"w": TensorSpec((1 << 50,), torch.uint8)}, 1 << 10, pin=False)
+
+
+def test_pinned_memory_is_not_shared_with_a_forked_process() -> None:
+    """A copy on write would leave the GPU with the page that the parent no longer writes."""
+    code = """
+import re, sys, torch
+from vllm_spac.tiers._host_blocks import HostBlock
+from vllm_spac.core import TensorSpec
+torch.cuda.cudart = lambda: type("C", (), {"cudaHostRegister": staticmethod(lambda *_: 0)})
+address = HostBlock({"w": TensorSpec((1 << 20,), torch.uint8)}, 4, True).tensors["w"]
+text = open("/proc/self/smaps").read()
+entry = next(e for e in re.split(r"\\n(?=[0-9a-f]+-[0-9a-f]+ )", text) if e.startswith(f"{address.data_ptr():x}-"))
+print(re.search("VmFlags: (.*)", entry)[1])
+"""
+    flags = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "dc" in flags, "do not copy on fork"

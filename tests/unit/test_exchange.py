@@ -1,0 +1,120 @@
+"""Copies between host and device through buffers that are used again, with copies that come as late as they may."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_spac.execution.exchange import Exchange
+from vllm_spac.execution.pointers.streams import ThreadStream
+
+
+class LateLane:
+    """Runs nothing until somebody waits: what CUDA may do."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.run = 0
+        self.waits = 0
+
+    def copy(self, target, source) -> None:
+        self.waiting.append((target, source))
+
+    def record(self) -> Reached:
+        return Reached(self, len(self.waiting))
+
+    def finish(self, stop: int) -> None:
+        for target, source in self.waiting[self.run : stop]:
+            target.copy_(source)
+        self.run = max(self.run, stop)
+
+
+class Reached:
+    def __init__(self, lane: LateLane, stop: int) -> None:
+        self.lane, self.stop = lane, stop
+
+    def done(self) -> bool:
+        return self.lane.run >= self.stop
+
+    def wait(self) -> None:
+        self.lane.waits += not self.done()
+        self.lane.finish(self.stop)
+
+
+class ThreadLane:
+    def __init__(self) -> None:
+        self.stream = ThreadStream("test-lane")
+
+    def copy(self, target, source) -> None:
+        self.stream.submit(target.copy_, source)
+
+    def record(self):
+        return self.stream.record()
+
+
+DTYPES = [torch.int32, torch.int64, torch.uint8]
+CALLS = st.lists(
+    st.tuples(st.sampled_from([False] * 9 + [True]), st.integers(0, 40), st.integers(1, 3), st.sampled_from(DTYPES)),
+    min_size=1,
+    max_size=30,
+)
+
+
+def check(exchange: Exchange, calls) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    kept = []
+    for number, (down, rows, width, dtype) in enumerate(calls):
+        tensor = torch.full((rows, width), number + 1, dtype=dtype)
+        found = exchange.to_host(tensor.clone()) if down else exchange.to_device(tensor)
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        kept.append((found, tensor.clone()))
+        if not down:
+            tensor.zero_()  # the caller's own, and free again
+        else:
+            assert torch.equal(*kept[-1]), "complete when it returns"
+    return kept
+
+
+@given(CALLS)
+def test_each_arrives_whenever_copies_run(calls) -> None:
+    lane = LateLane()
+    kept = check(Exchange(torch.device("cpu"), lane), calls)
+    lane.finish(len(lane.waiting))
+    assert all(torch.equal(found, sent) for found, sent in kept), "a buffer was written while it was being read"
+
+
+@given(CALLS)
+def test_each_arrives_beside_a_thread(calls) -> None:
+    lane = ThreadLane()
+    kept = check(Exchange(torch.device("cpu"), lane), calls)
+    lane.stream.close()
+    assert all(torch.equal(found, sent) for found, sent in kept)
+
+
+def test_a_buffer_is_not_written_while_it_is_read() -> None:
+    lane = LateLane()
+    kept = check(Exchange(torch.device("cpu"), lane), 9 * [(False, 8, 1, torch.int32)])
+    lane.finish(len(lane.waiting))
+    assert [found[0].item() for found, _ in kept] == list(range(1, 10))
+
+
+def test_sending_waits_for_no_copy_but_the_buffers_last() -> None:
+    lane = LateLane()
+    exchange = Exchange(torch.device("cpu"), lane)
+    for _ in range(4):
+        exchange.to_device(torch.ones(3))
+    assert lane.waits == 0
+    exchange.to_device(torch.ones(3))
+    assert lane.waits == 1 and lane.run == 1
+    exchange.to_host(torch.ones(3))  # in every layer: all that was sent before has arrived
+    for _ in range(4):
+        exchange.to_device(torch.ones(3))
+    assert lane.waits == 2
+
+
+def test_what_came_is_not_overwritten() -> None:
+    """The ids of a step's layers are kept until it ends."""
+    exchange = Exchange(torch.device("cpu"), LateLane())
+    first = exchange.to_host(torch.tensor([1, 2]))
+    exchange.to_host(torch.tensor([3, 4]))
+    assert first.tolist() == [1, 2]

@@ -1,0 +1,55 @@
+"""The test of `make soak` for growth: what it must see, and what it must not take for growth."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
+
+from trend import trend  # noqa: E402
+
+STEPS = np.linspace(0, 1e5, 1200)
+MIB = 2**20
+
+
+def drifting(seed: int) -> np.ndarray:
+    """Noise as memory has it: 1 MiB up or down for minutes, by which neighbours are alike."""
+    rng = np.random.default_rng(seed)
+    noise = np.zeros(len(STEPS))
+    for i in range(1, len(STEPS)):
+        noise[i] = 0.98 * noise[i - 1] + rng.normal(0, 0.2 * MIB)
+    return 3e9 + noise
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_not_growth(seed):
+    assert not trend(STEPS, drifting(seed), 8 * MIB).grows
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_leak_is(seed):
+    found = trend(STEPS, drifting(seed) + 400 * STEPS, 8 * MIB)  # 400 bytes a step
+    assert found.grows
+    assert found.growth == pytest.approx(0.75 * 400 * 1e5, rel=0.15)  # the noise is a tenth of it
+
+
+@pytest.mark.parametrize("at", [0.3, 0.5, 0.9])
+def test_neither_warm_up_nor_one_step_is(at):
+    once = np.where(at * STEPS[-1] <= STEPS, 64 * MIB, 0)
+    assert not trend(STEPS, drifting(0) + once, 8 * MIB).grows
+    warm = 300 * MIB * np.minimum(STEPS / 2e4, 1)
+    assert not trend(STEPS, drifting(1) + warm, 8 * MIB).grows
+
+
+def test_one_descriptor_a_thousand_steps_is():
+    assert trend(STEPS, 40 + STEPS // 1000 + np.random.default_rng(0).integers(0, 9, len(STEPS)), 3).grows
+    assert not trend(STEPS, np.full(len(STEPS), 40), 3).grows
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(AssertionError, match="too few"):
+        trend(STEPS[:20], STEPS[:20], 1)

@@ -1,0 +1,380 @@
+"""What a model's routers do on a sample of text: one safetensors file, and budgets for each layer from it.
+
+Format ``spac-calibration-2``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
+order of execution), ``experts`` N, ``top_k``, ``window`` M, ``tokens``. Tensors, L layers:
+
+    pairs   int64   [L, N, N]  tokens that selected both experts; on the diagonal, the selections of one
+    counts  int64   [L, N]     that diagonal
+    curves  float32 [2, L, N]  share of a mass that the B best experts hold, B = 1 .. N: the mean over windows of M
+                               consecutive tokens (a verify step's rows), each with its own best, by the ranking
+                               ``router``. First of the mass ``selected``, the routing weights of the experts that the
+                               tokens selected, then of ``scores``, the routers' scores of all experts (``MASSES``)
+
+Format 1 had the second curves only, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_spac.budget.limits import MASSES, check_mass, check_mass_of
+from vllm_spac.errors import ConfigError
+from vllm_spac.system.printable import brief
+from vllm_spac.system.untrusted import parse_json, read_header, read_text
+
+FORMAT = "spac-calibration-2"
+PROGRESS_FORMAT = "spac-calibration-progress-2"
+BUDGETS_FORMAT = "spac-budgets-1"
+_DTYPES = {"I64", "F32", "F64"}
+_AGAIN = "write it again with `vllm-spac calibrate`"
+_TUNE_AGAIN = "write it again with `vllm-spac tune`"
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """A calibration in memory; see above.
+
+    Attributes:
+        fingerprint: names the model, its revision and its weights.
+        model: its name, for people.
+        layers: names of the MoE layers, in the order of execution.
+        top_k: experts that a token uses.
+        window: tokens in a window of ``curves``; 1 + the draft tokens of a step.
+        tokens: tokens observed.
+    """
+
+    fingerprint: str
+    model: str
+    layers: tuple[str, ...]
+    top_k: int
+    window: int
+    tokens: int
+    pairs: Tensor
+    curves: Tensor
+
+    @property
+    def experts(self) -> int:
+        return self.pairs.shape[1]
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [L, N], selections of each expert."""
+        return self.pairs.diagonal(dim1=1, dim2=2).contiguous()
+
+    def curve(self, mass_of: str) -> Tensor:
+        """float32 [L, N], the curves of one of ``MASSES``."""
+        return self.curves[MASSES.index(mass_of)]
+
+    @classmethod
+    def load(cls, path: str | Path, fingerprint: str, layers: Sequence[str] | None, experts: int) -> Calibration:
+        """Read the file that was written for this model; None: its layers are not known yet.
+
+        Raises:
+            ConfigError: it cannot be read, is damaged or no calibration, or belongs to another model or revision.
+        """
+        found = cls.read(path)
+        found.check_model(path, fingerprint, layers, experts)
+        return found
+
+    def check_model(self, path: str | Path, fingerprint: str, layers: Sequence[str] | None, experts: int) -> None:
+        """``ConfigError`` if this, which ``path`` holds, belongs to another model or revision; see ``load``."""
+        expected = self.layers if layers is None else tuple(layers)
+        if self.fingerprint != fingerprint or self.layers != expected or self.experts != experts:
+            raise ConfigError(
+                f"spac: {path} was made for {self.model} ({self.fingerprint[:12]}, {len(self.layers)} layers of "
+                f"{self.experts} experts), not for this model or revision ({fingerprint[:12]}, {len(expected)} layers "
+                f"of {experts}); run `vllm-spac calibrate` for this one"
+            )
+
+    @classmethod
+    def read(cls, path: str | Path) -> Calibration:
+        """Read the file of any model; ``ConfigError`` when it cannot be read, is damaged or no calibration."""
+        metadata, tensors = _read(Path(path), FORMAT, "a calibration", _AGAIN)
+        try:
+            return cls._of(metadata, tensors)
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ConfigError(f"spac: {path} is damaged: {error!r}; {_AGAIN}") from error
+
+    @classmethod
+    def _of(cls, metadata: dict[str, str], tensors: dict[str, Tensor]) -> Calibration:
+        texts = {name: metadata[name] for name in ("fingerprint", "model")}
+        numbers = {name: int(metadata[name]) for name in ("top_k", "window", "tokens")}
+        layers, experts = _names(metadata["layers"]), int(metadata["experts"])
+        pairs, curves, counts = tensors["pairs"], tensors["curves"], tensors["counts"]
+        _check(pairs.shape == (len(layers), experts, experts) and pairs.dtype == torch.int64, "pairs has another type")
+        shape = len(MASSES), len(layers), experts
+        _check(curves.shape == shape and curves.dtype == torch.float32, "curves has another type")
+        found = cls(**texts, **numbers, layers=layers, pairs=pairs, curves=curves)
+        _check(counts.dtype == torch.int64 and torch.equal(counts, found.counts), "counts and pairs differ")
+        _check(0 < found.top_k <= experts and found.window > 0, "impossible model")
+        _check(bool((found.counts.sum(1) == found.tokens * found.top_k).all()), "counts and tokens differ")
+        _check(bool(curves.isfinite().all()), "a curve is not a number")
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, all or nothing; ``ConfigError`` when it cannot be written."""
+        tensors = {"pairs": self.pairs, "counts": self.counts, "curves": self.curves}
+        _write(Path(path), tensors, self._metadata(FORMAT))
+
+    def _metadata(self, format: str) -> dict[str, str]:
+        names = ("fingerprint", "model", "experts", "top_k", "window", "tokens")
+        return {"format": format, "layers": json.dumps(self.layers)} | {n: str(getattr(self, n)) for n in names}
+
+
+class CalibrationRecorder:
+    """Adds up what the routers do while a model runs; bounded memory.
+
+    ``observe`` once for each MoE layer and forward, with rows of one text in their order; then ``end_text``. What a
+    text leaves behind its last whole window counts as tokens, but not in the curves.
+
+    Args:
+        fingerprint, model, layers, top_k, window: see ``Calibration``.
+        experts: routed experts in a layer (N).
+        source: names the texts, e.g. their checksum: progress with others is not continued.
+
+    Attributes:
+        texts: those that are complete.
+    """
+
+    def __init__(
+        self,
+        fingerprint: str,
+        model: str,
+        layers: Sequence[str],
+        experts: int,
+        top_k: int,
+        window: int,
+        source: str = "",
+    ) -> None:
+        assert layers and 1 <= top_k <= experts and window >= 1
+        self.facts = {
+            "fingerprint": fingerprint,
+            "model": model,
+            "layers": json.dumps(list(layers)),
+            "experts": str(experts),
+            "top_k": str(top_k),
+            "window": str(window),
+            "source": source,
+        }
+        self.texts = 0
+        self._layers, self._top_k, self._window = tuple(layers), top_k, window
+        self._sums = {
+            "pairs": torch.zeros(len(layers), experts, experts, dtype=torch.int64),
+            "curves": torch.zeros(len(MASSES), len(layers), experts, dtype=torch.float64),
+            "windows": torch.zeros(len(layers), dtype=torch.int64),
+            "tokens": torch.zeros(len(layers), dtype=torch.int64),
+        }
+        self._open: dict[int, Tensor] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that every layer has seen."""
+        return int(self._sums["tokens"].min())
+
+    def observe(self, layer: int, probs: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+        """A layer's router has scored the next rows of a text.
+
+        Args:
+            layer: its number.
+            probs: float [rows, N], router scores over all experts.
+            topk_weights: float [rows, k], the routing weights.
+            topk_ids: int [rows, k], the natural choice.
+        """
+        experts = self._sums["pairs"].shape[1]
+        assert probs.shape == (len(topk_ids), experts) and topk_ids.shape[1] == self._top_k
+        chosen = torch.zeros_like(probs, dtype=torch.float32).scatter(1, topk_ids.long(), 1.0)
+        self._sums["pairs"][layer] += (chosen.T @ chosen).to("cpu", torch.int64)
+        self._sums["tokens"][layer] += len(probs)
+        selected = torch.zeros_like(probs).scatter(1, topk_ids.long(), topk_weights.to(probs.dtype))
+        rows = torch.stack((selected, probs.detach()), 1).to("cpu", torch.float64)
+        if layer in self._open:
+            rows = torch.cat((self._open[layer], rows))
+        whole = len(rows) // self._window
+        self._open[layer] = rows[whole * self._window :].clone()
+        mass = rows[: whole * self._window].view(whole, self._window, len(MASSES), experts).sum(1)
+        order = mass[:, MASSES.index("scores")].sort(dim=1, descending=True, stable=True).indices
+        held = mass.gather(2, order[:, None].expand_as(mass)).cumsum(2)
+        self._sums["curves"][:, layer] += (held / held[:, :, -1:]).sum(0)
+        self._sums["windows"][layer] += whole
+
+    def end_text(self) -> None:
+        """A text is over: no window reaches across its end."""
+        self._open.clear()
+        self.texts += 1
+
+    def result(self) -> Calibration:
+        """What was recorded; ``ConfigError`` when there was nothing."""
+        sums = self._sums
+        if self.tokens == 0:
+            raise ConfigError("spac: the calibration saw no token; use prompts that are not empty")
+        assert int(sums["tokens"].max()) == self.tokens, "the layers saw different numbers of tokens"
+        return Calibration(
+            fingerprint=self.facts["fingerprint"],
+            model=self.facts["model"],
+            layers=self._layers,
+            top_k=self._top_k,
+            window=self._window,
+            tokens=self.tokens,
+            pairs=sums["pairs"].clone(),
+            curves=(sums["curves"] / sums["windows"].clamp(min=1)[:, None]).to(torch.float32),
+        )
+
+    def save_progress(self, path: str | Path) -> None:
+        """Write the state between two texts, all or nothing; ``ConfigError`` when it cannot be written."""
+        assert not self._open, "a text is not over"
+        _write(Path(path), self._sums, {"format": PROGRESS_FORMAT, "texts": str(self.texts)} | self.facts)
+
+    def resume(self, path: str | Path) -> None:
+        """Go on from ``save_progress``; skip the first ``texts`` texts then.
+
+        Raises:
+            ConfigError: the file cannot be read or belongs to another model, window or ``source``.
+        """
+        remedy = "delete it to start from the first text"
+        metadata, sums = _read(Path(path), PROGRESS_FORMAT, "the progress of a calibration", remedy)
+        same = all(metadata.get(name) == value for name, value in self.facts.items())
+        same = same and metadata.get("texts", "").isdecimal()
+        if not same or {k: (v.shape, v.dtype) for k, v in sums.items()} != {
+            k: (v.shape, v.dtype) for k, v in self._sums.items()
+        }:
+            raise ConfigError(f"spac: {path} is the progress of another model, window or set of texts; {remedy}")
+        self.texts, self._sums = int(metadata["texts"]), sums
+        self._open.clear()
+
+
+def tune(
+    calibration: Calibration, mass: float, coverage: str = "substitution", mass_of: str = "selected"
+) -> dict[str, int]:
+    """The smallest budget of each layer whose best experts hold ``mass`` of a window's mass in the mean.
+
+    Args:
+        mass: share in (0, 1]; 1.0 gives N.
+        mass_of: what it is a share of, one of ``MASSES``.
+        coverage: no budget is below ``top_k`` under ``substitution``, nor below 1 under ``truncation``.
+
+    Returns:
+        name of each layer -> budget.
+
+    Raises:
+        ConfigError: ``mass`` is out of range, ``mass_of`` or ``coverage`` unknown, or the calibration saw no whole
+            window.
+    """
+    check_mass(mass)
+    check_mass_of(mass_of)
+    if coverage not in ("truncation", "substitution"):
+        raise ConfigError(f"spac: coverage={coverage!r}: use truncation or substitution")
+    curves = calibration.curve(mass_of)
+    if not bool((curves[:, -1] > 0).all()):
+        raise ConfigError(
+            f"spac: the calibration saw {calibration.tokens} tokens and no window of {calibration.window}; calibrate "
+            "with more text"
+        )
+    least = calibration.top_k if coverage == "substitution" else 1
+    if mass == 1.0:
+        return dict.fromkeys(calibration.layers, calibration.experts)
+    needed = 1 + (curves[:, :-1] < torch.tensor(mass, dtype=torch.float32)).sum(1)
+    return {name: max(least, budget) for name, budget in zip(calibration.layers, needed.tolist(), strict=True)}
+
+
+def write_budgets(path: str | Path, fingerprint: str, budgets: dict[str, int], asked: dict[str, Any]) -> None:
+    """Write a budget file, all or nothing; ``ConfigError`` when it cannot be written.
+
+    Args:
+        budgets: name of each layer -> B.
+        asked: for people, what they were tuned to: ``mass``, ``mass_of`` and ``coverage``.
+    """
+    content = {"format": BUDGETS_FORMAT, "fingerprint": fingerprint, "tuned_to": asked, "budgets": budgets}
+    text = json.dumps(content, indent=2) + "\n"
+    with _replacing(Path(path)) as partial:
+        partial.write_text(text)
+
+
+def read_budgets(
+    path: str | Path, fingerprint: str | None, layers: Sequence[str] | None, experts: int
+) -> dict[str, int]:
+    """The budget of each layer, in the order of ``layers``; None for the model or its layers: not known yet.
+
+    Raises:
+        ConfigError: the file cannot be read, is no budget file, belongs to another model or revision, lacks a layer,
+            names an unknown one, or has a budget that is no number from 1 to ``experts``.
+    """
+    try:
+        content = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"spac: {path} (--spac-budget-file) cannot be read: {error}; {_TUNE_AGAIN}") from error
+    if not isinstance(content, dict) or content.get("format") != BUDGETS_FORMAT:
+        raise ConfigError(f"spac: {path} (--spac-budget-file) is no budget file of {BUDGETS_FORMAT}; {_TUNE_AGAIN}")
+    budgets = content.get("budgets")
+    layers = budgets if layers is None else layers
+    other = fingerprint is not None and content.get("fingerprint") != fingerprint
+    if other or not isinstance(budgets, dict) or set(budgets) != set(layers):
+        raise ConfigError(
+            f"spac: {path} (--spac-budget-file) was made for another model or revision: {content.get('fingerprint')}, "
+            f"not {fingerprint}, or its layers differ; run `vllm-spac calibrate` and `vllm-spac tune` for this one"
+        )
+    for name, budget in budgets.items():
+        if type(budget) is not int or not 1 <= budget <= experts:
+            raise ConfigError(
+                f"spac: {path} (--spac-budget-file): the budget of {name} is {budget!r}; use 1 to {experts}"
+            )
+    return {name: budgets[name] for name in layers}
+
+
+def _read(path: Path, format: str, what: str, remedy: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    try:
+        metadata, entries = read_header(path)
+        if metadata.get("format") != format:
+            found = brief(metadata.get("format", "unknown"))
+            raise ConfigError(f"spac: {path} is not {what} of format {format} but of {found}; {remedy}")
+        _check({entry["dtype"] for entry in entries.values()} <= _DTYPES, "it has tensors of other types")
+        with safe_open(str(path), framework="pt") as file:
+            return metadata, {name: file.get_tensor(name) for name in entries}
+    except ConfigError:
+        raise
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ConfigError(f"spac: {path} cannot be read as {what}: {error}; {remedy}") from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Of the layers, from JSON."""
+    names = parse_json(text)
+    _check(isinstance(names, list) and all(isinstance(name, str) for name in names), "layers are no list of names")
+    _check(0 < len(names) == len(set(names)), "a layer is named twice, or none is")
+    return tuple(names)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    with _replacing(path) as partial:
+        save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial, metadata)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file beside ``path`` that takes its place, unless the block fails."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"spac: {path} cannot be written: {error}; name another file") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _check(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)

@@ -1,0 +1,61 @@
+"""What bounds a budget: the masses, and the numbers of experts that a layer can be served with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_spac.errors import ConfigError
+
+MASSES = ("selected", "scores")  # what a share is of: ``selected_mass`` or ``router_mass``
+
+
+def check_mass(mass: float) -> None:
+    """``ConfigError`` unless ``mass`` is above 0 and at most 1."""
+    if not 0 < mass <= 1:
+        raise ConfigError(
+            f"spac: budget_mass={mass} (--spac-budget-mass): use a share of the mass above 0 and at most 1, e.g. 0.98"
+        )
+
+
+def mass_cut(order: Tensor, scores: Tensor, mass: float, least: int = 1) -> int:
+    """The smallest B whose first B experts of a full ranking hold a share of the mass.
+
+    Args:
+        order: int64 [N], all experts, the best first.
+        scores: float [N], the mass of each (``selected_mass`` or ``router_mass``).
+        mass: share of the sum of ``scores``; 1.0 gives N always.
+        least: B is never below it: ``top_k`` under substitution, which cannot do with fewer.
+
+    Raises:
+        ConfigError: ``mass`` is not in (0, 1].
+    """
+    check_mass(mass)
+    assert len(order) == len(scores) and 1 <= least <= len(order)
+    if mass == 1.0:
+        return len(order)
+    held = scores[order].to(torch.float64).cumsum(0)
+    return max(least, 1 + int((held < mass * held[-1]).sum()))
+
+
+def check_mass_of(mass_of: str) -> None:
+    """``ConfigError`` unless ``mass_of`` is one of ``MASSES``."""
+    if mass_of not in MASSES:
+        raise ConfigError(f"spac: budget_mass_of={mass_of!r} (--spac-budget-mass-of): use {' or '.join(MASSES)}")
+
+
+def validate(budget: int, experts: int, top_k: int, coverage: str) -> None:
+    """``ConfigError`` unless ``budget`` experts a layer can serve a layer of ``experts`` under ``coverage``."""
+    if coverage not in ("truncation", "substitution"):
+        raise ConfigError(
+            f"spac: budget_coverage={coverage!r} (--spac-budget-coverage): use truncation or substitution"
+        )
+    least = top_k if coverage == "substitution" else 1
+    problem = f"spac: budget={budget} (--spac-budget): "
+    if 1 <= budget < least:
+        raise ConfigError(
+            f"{problem}substitution gives every token {top_k} experts; use {least} to {experts}, or truncation "
+            "(--spac-budget-coverage truncation)"
+        )
+    if not least <= budget <= experts:
+        raise ConfigError(f"{problem}a layer has {experts} experts; use {least} to {experts}")

@@ -1,0 +1,139 @@
+"""The contract of a ranking, and what rankings share (MoE-Spec §3.2; specification §2)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_spac.budget.calibration import Calibration
+
+
+@dataclass(frozen=True, eq=False)
+class LayerContext:
+    """What a ranking may know beside the router's scores; each uses its part and ignores the rest.
+
+    Attributes:
+        layer: number of the MoE layer in the order of execution.
+        resident: bool [N], experts in fast memory.
+        mixing: float [rows, N], the natural mixing weights; 0 for experts outside a row's top-k.
+        outputs: float [rows, N, d], every expert's output of every row. Offline only.
+    """
+
+    layer: int = 0
+    resident: Tensor | None = None
+    mixing: Tensor | None = None
+    outputs: Tensor | None = None
+
+
+class Ranking(ABC):
+    """Orders the experts of a layer. Holds tensors that no call changes; deterministic, equals by the lowest id.
+
+    Attributes:
+        offline: it needs every expert's output: for evaluation, never for serving.
+        needs_calibration: it is built from a calibration file.
+    """
+
+    offline: ClassVar[bool] = False
+    needs_calibration: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, calibration: Calibration | None = None, **knobs: Any) -> Self:
+        """An instance from what was calibrated, if it needs that, and its knobs; ``ConfigError`` without it."""
+        if not cls.needs_calibration:
+            return cls(**knobs)
+        if calibration is None:
+            name = cls.__module__.rpartition(".")[2]
+            raise ConfigError(
+                f"spac: the ranking {name} needs a calibration file; write one with `vllm-spac calibrate` and name it"
+            )
+        return cls(**cls._calibrated(calibration), **knobs)
+
+    @classmethod
+    def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def to(self, device: torch.device | str) -> Self:
+        """Its tensors moved to ``device``, in place; ``rank`` wants them where ``probs`` is."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        return self
+
+    @abstractmethod
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        """The shortlist of a layer for one forward.
+
+        Args:
+            probs: float [rows, N], router scores over all experts, before any top-k, bias or renormalisation.
+            votes: bool [rows], at least one; what stands in the other rows does not matter, NaN neither. None: all do.
+            budget: how many, from 1 to N.
+            context: the layer, and what else this ranking needs.
+
+        Returns:
+            int64 [budget], distinct experts, the most important first; on the device of ``probs``. A smaller budget
+            gives a prefix of it.
+        """
+
+
+def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:
+    """float64 [N]: s_i, the sum of the scores of the rows that vote, by default all (MoE-Spec Eq. 5)."""
+    if votes is None:
+        return probs.sum(0, dtype=torch.float64)
+    assert probs.ndim == 2 and votes.shape == probs.shape[:1] and votes.dtype == torch.bool
+    assert votes.is_cuda or bool(votes.any()), "no row votes: such a step has no shortlist"
+    return probs.masked_fill(~votes[:, None], 0).sum(0, dtype=torch.float64)
+
+
+def selected_mass(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """float64 [N]: the sum of the routing weights that rows give to the experts selected for them.
+
+    Args:
+        weights: float [rows, k], as the router gives them: after top-k, renormalised and scaled if the model does so.
+        ids: int [rows, k], the natural choice.
+        experts: N.
+    """
+    zeros = torch.zeros(experts, dtype=torch.float64, device=ids.device)
+    return zeros.index_add_(0, ids.flatten().long(), weights.flatten().double())
+
+
+def best(scores: Tensor, budget: int) -> Tensor:
+    """int64 [budget]: the highest of ``scores`` [N], the best first, equals by the lowest id."""
+    assert 1 <= budget <= len(scores), f"a budget of {budget} for {len(scores)} experts"
+    return scores.sort(descending=True, stable=True).indices[:budget]
+
+
+def least_residual(gram: Tensor, budget: int, target: Tensor | None = None, prior: Tensor | None = None) -> Tensor:
+    """Greedy choice of the vectors whose sum comes closest to a target, from inner products alone.
+
+    Each step adds the i with the smallest ||o - sum_{j in S + i} v_j||^2, that is with the largest
+    2 <o, v_i> - <v_i, v_i> - 2 sum_{j in S} <v_i, v_j>: O(N) a step, on the host.
+
+    Args:
+        gram: float [N, N], <v_i, v_j>.
+        budget: how many.
+        target: float [N], <o, v_i>; by default o is the sum of all v.
+        prior: float [N], added to the gains: what decides between experts that are worth the same.
+
+    Returns:
+        int64 [budget], in the order of the steps, equals by the lowest id; on the device of ``gram``.
+    """
+    inner = gram.to("cpu", torch.float64).numpy()
+    assert 1 <= budget <= len(inner), f"a budget of {budget} for {len(inner)} experts"
+    along = inner.sum(1) if target is None else target.to("cpu", torch.float64).numpy()
+    gain = 2 * along - inner.diagonal()
+    if prior is not None:
+        gain += prior.to("cpu", torch.float64).numpy()
+    order = np.empty(budget, dtype=np.int64)
+    for step in range(budget):
+        order[step] = chosen = gain.argmax()
+        gain -= 2 * inner[chosen]
+        gain[chosen] = -np.inf
+    return torch.from_numpy(order).to(gram.device)

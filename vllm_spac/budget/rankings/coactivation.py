@@ -1,0 +1,100 @@
+"""Marginal covered mass given co-activation: the oracle's greedy choice without the experts' outputs (ours).
+
+What truncation loses in row t is sum_{i not in S} w_ti E_i(h_t), whose square is
+
+    sum_{i, j not in S} w_ti w_tj <E_i, E_j>.
+
+Outputs are not known before the experts are loaded. Assume that they are equally long, and alike as far as the
+selections of one expert explain those of the other in the calibration, rho_ij in [0, 1] (``similarity``); MoE-Spec's
+appendix D gives that as the reason why the oracle beats the router's ranking. Over the rows that vote
+
+    loss(S) = sum_{i, j not in S} rho_ij (W^T W)_ij,    W [rows, N]: natural mixing weights,
+
+and the covered mass loss({}) - loss(S) grows by
+
+    gain(i | S) = (W^T W)_ii + 2 sum_{j not in S + i} rho_ij (W^T W)_ij
+
+when i joins S: less, the more of i's partners are covered. With all rho_ij = 1 a row's loss is the square of its
+uncovered mass; with rho = identity experts are scored one by one, by the square of their weights. The greedy choice is
+``least_residual`` with rho * W^T W as its matrix of inner products.
+
+Where outputs of partners are in truth not alike, most of what this gains over ``router`` comes from the squares: a few
+large weights matter more than many small ones. The correlation itself in place of its square would then do harm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_spac.budget.rankings.base import LayerContext, Ranking, least_residual, router_mass
+
+if TYPE_CHECKING:
+    from vllm_spac.budget.calibration import Calibration
+
+
+@dataclass(kw_only=True, eq=False)
+class Coactivation(Ranking):
+    """Greedy by the gain above.
+
+    Attributes:
+        alike: float [L, N, N], ``similarity`` of each layer.
+        top_k: experts that a token uses; for calls without ``context.mixing``.
+        prior: share of the router's own ranking in the gain. Above 0 it also ranks experts that no row's top-k has.
+    """
+
+    alike: Tensor
+    top_k: int
+    prior: float = 0.01
+    needs_calibration: ClassVar[bool] = True
+
+    @classmethod
+    def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:
+        layers = [similarity(calibration.pairs[layer], calibration.tokens) for layer in range(len(calibration.pairs))]
+        return {"alike": torch.stack(layers), "top_k": calibration.top_k}
+
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        context = context or LayerContext()
+        mixing = natural(probs, self.top_k) if context.mixing is None else context.mixing
+        return rank(probs, votes, budget, self.alike[context.layer], mixing, self.prior)
+
+
+def rank(
+    probs: Tensor, votes: Tensor | None, budget: int, alike: Tensor, mixing: Tensor | None = None, prior: float = 0.01
+) -> Tensor:
+    """float [rows, N], bool [rows], float [N, N], float [rows, N] -> int64 [budget]; see ``Ranking.rank``.
+
+    Without ``mixing`` the scores of all experts take its place.
+    """
+    mass = router_mass(probs, votes)
+    assert alike.shape == (len(mass), len(mass)), "a similarity for each pair of experts"
+    weights = (probs if mixing is None else mixing).to(torch.float64)
+    if votes is not None:
+        weights = weights.masked_fill(~votes[:, None], 0)
+    gram = alike * (weights.T @ weights)
+    return least_residual(gram, budget, prior=prior * mass * gram.diagonal().sum() / mass.sum())
+
+
+def similarity(pairs: Tensor, tokens: int) -> Tensor:
+    """How alike experts are selected: the square of Pearson's correlation over tokens, negative ones taken as 0.
+
+    Args:
+        pairs: int64 [N, N], tokens that selected both; selections of one on the diagonal.
+        tokens: how many were observed.
+
+    Returns:
+        float64 [N, N] in [0, 1], symmetric, 1 on the diagonal.
+    """
+    both, alone = pairs.to(torch.float64), pairs.diagonal().to(torch.float64)
+    spread = (alone * (tokens - alone)).sqrt()
+    rho = (tokens * both - alone[:, None] * alone) / (spread[:, None] * spread).clamp(min=1)
+    return rho.clamp(0, 1).square().fill_diagonal_(1)
+
+
+def natural(probs: Tensor, top_k: int) -> Tensor:
+    """float [rows, N]: the scores of each row's ``top_k`` best experts (equals: the lowest ids), 0 elsewhere."""
+    ids = probs.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    return torch.zeros_like(probs).scatter(1, ids, probs.gather(1, ids))

@@ -1,0 +1,36 @@
+"""Router mass with a bonus for what is in fast memory already: the budget then falls on the misses (ours)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_spac.budget.rankings.base import LayerContext, Ranking, best, router_mass
+from vllm_spac.errors import ConfigError
+
+
+@dataclass(kw_only=True, eq=False)
+class Resident(Ranking):
+    """The experts with the highest s_i + bonus * mean(s) * resident_i.
+
+    Attributes:
+        bonus: >= 0, in mean router masses: what an average expert is worth. 0 is ``router``.
+    """
+
+    bonus: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.bonus >= 0:
+            raise ConfigError(f"spac: bonus={self.bonus}: use 0 or more")
+
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        assert context is not None and context.resident is not None, "the ranking resident needs context.resident"
+        return rank(probs, votes, budget, context.resident, self.bonus)
+
+
+def rank(probs: Tensor, votes: Tensor | None, budget: int, resident: Tensor, bonus: float = 1.0) -> Tensor:
+    """float [rows, N], bool [rows], bool [N] -> int64 [budget]; see ``Ranking.rank``."""
+    mass = router_mass(probs, votes)
+    assert resident.shape == mass.shape, "whether each expert is resident"
+    return best(mass + bonus * mass.mean() * resident, budget)

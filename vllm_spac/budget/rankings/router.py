@@ -1,0 +1,22 @@
+"""MoE-Spec's ranking (Eq. 5): the router mass of the rows that vote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_spac.budget.rankings.base import LayerContext, Ranking, best, router_mass
+
+
+@dataclass(kw_only=True, eq=False)
+class Router(Ranking):
+    """The experts with the highest s_i = sum_t g_i(h_t)."""
+
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        return rank(probs, votes, budget)
+
+
+def rank(probs: Tensor, votes: Tensor | None, budget: int) -> Tensor:
+    """float [rows, N], bool [rows] -> int64 [budget]; see ``Ranking.rank``."""
+    return best(router_mass(probs, votes), budget)

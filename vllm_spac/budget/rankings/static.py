@@ -1,0 +1,38 @@
+"""MoE-Spec's fixed ranking (Eq. 4): how often the calibration selected an expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from vllm_spac.budget.rankings.base import LayerContext, Ranking, best
+
+if TYPE_CHECKING:
+    from vllm_spac.budget.calibration import Calibration
+
+
+@dataclass(kw_only=True, eq=False)
+class Static(Ranking):
+    """The same experts in every step.
+
+    Attributes:
+        counts: int64 [L, N], selections of each expert.
+    """
+
+    counts: Tensor
+    needs_calibration: ClassVar[bool] = True
+
+    @classmethod
+    def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:
+        return {"counts": calibration.counts}
+
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        return rank(probs, votes, budget, self.counts[(context or LayerContext()).layer])
+
+
+def rank(probs: Tensor, votes: Tensor | None, budget: int, counts: Tensor) -> Tensor:
+    """float [rows, N], bool [rows], selections int64 [N] of the layer -> int64 [budget]; see ``Ranking.rank``."""
+    assert counts.shape == probs.shape[1:], "one count for each expert"
+    return best(counts, budget)

@@ -1,0 +1,207 @@
+"""Which expert lies in which slot: the state machine of fast memory. No tensors, no threads, no I/O.
+
+A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and says what must be loaded; ``admit`` finds
+a slot for what may be needed later, ``exchange`` for what was used without one; ``loaded`` or ``failed`` answer for
+each load; ``release`` unpins. LOADING and pinned slots are frozen: never a victim. Weights are read-only, so eviction
+only forgets: nothing is ever copied back. Only the forward thread calls, so that no state changes between two lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from vllm_spac.policies.base import Policy
+
+NOWHERE = -1
+
+
+class SlotState(IntEnum):
+    FREE = 0
+    LOADING = 1
+    READY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a call did and what follows from it.
+
+    Attributes:
+        hits: keys that were READY.
+        loads: (key, slot) pairs to load now.
+        waits: (key, slot) pairs that are being loaded already.
+        victims: keys that lost their slot.
+    """
+
+    hits: int
+    loads: tuple[tuple[int, int], ...]
+    waits: tuple[tuple[int, int], ...] = ()
+    victims: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Better:
+    """Keys that may not make room for one that scores ``limit``: the frozen ones, and those that score as much."""
+
+    frozen: Collection[int]
+    scores: np.ndarray
+    limit: int
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.frozen or self.scores[key] >= self.limit
+
+
+class Residency:
+    """Slots ``0 .. slots-1`` for expert keys ``0 .. keys-1``.
+
+    Args:
+        keys: number of experts that could be resident.
+        slots: number of slots.
+        policy: chooses victims; owned by this object.
+    """
+
+    def __init__(self, keys: int, slots: int, policy: Policy) -> None:
+        assert 0 < slots <= keys, f"{slots} slots for {keys} experts"
+        self.policy = policy
+        self.slot_of = np.full(keys, NOWHERE, dtype=np.int32)
+        self.owner = np.full(slots, NOWHERE, dtype=np.int32)
+        self.state = np.full(slots, SlotState.FREE, dtype=np.int8)
+        self._free = list(range(slots - 1, -1, -1))
+        self._pinned: set[int] = set()
+        self._loading: set[int] = set()
+
+    @property
+    def slots(self) -> int:
+        return len(self.owner)
+
+    @property
+    def resident(self) -> int:
+        """Experts that are ready in a slot."""
+        return int((self.state == SlotState.READY).sum())
+
+    @property
+    def pinned(self) -> int:
+        """Experts that a layer is using; between steps there are none."""
+        return len(self._pinned)
+
+    def prepare(self, keys: Sequence[int]) -> Placement:
+        """Pin ``keys`` (distinct, none pinned already) and find a slot for each that is missing.
+
+        All or nothing: raises ``LookupError`` and changes nothing when there are not enough slots that are neither
+        pinned nor LOADING.
+        """
+        assert not self._pinned.intersection(keys), "an expert is prepared twice"
+        slots = self.slot_of[list(keys)] if keys else ()
+        missing = [key for key, slot in zip(keys, slots, strict=True) if slot == NOWHERE]
+        waits = [(key, int(self.slot_of[key])) for key in keys if key in self._loading] if self._loading else []
+        pinned = self._pinned.union(keys)
+        frozen = pinned | self._loading if self._loading else pinned
+        victims = self.policy.evict(max(0, len(missing) - len(self._free)), frozen)
+        for victim in victims:
+            assert victim not in frozen, "the policy gives a frozen expert away"
+            self._vacate(victim)
+        for key, slot in zip(keys, slots, strict=True):
+            if slot != NOWHERE:
+                self.policy.touch(key)
+        self._pinned = pinned
+        loads = tuple((key, self._occupy(key)) for key in missing)
+        return Placement(len(keys) - len(missing) - len(waits), loads, tuple(waits), tuple(victims))
+
+    def admit(self, key: int, scores: np.ndarray) -> Placement | None:
+        """Find a slot for ``key``, which is nowhere, to be loaded before it is needed; it is not pinned.
+
+        The slot is a free one, or else the policy's first victim among those that score less than ``key``. Where
+        there is neither, nothing changes and the answer is None: a better expert never goes for a worse one.
+        """
+        assert self.slot_of[key] == NOWHERE, f"expert {key} has a slot"
+        victims: list[int] = []
+        if not self._free:
+            try:
+                victims = self.policy.evict(1, _Better(self._pinned | self._loading, scores, int(scores[key])))
+            except LookupError:
+                return None
+            assert victims[0] not in self._pinned | self._loading, "the policy gives a frozen expert away"
+            self._vacate(victims[0])
+        return Placement(0, ((key, self._occupy(key)),), victims=tuple(victims))
+
+    def exchange(self, key: int) -> Placement | None:
+        """Find a slot for ``key``, which is nowhere and was just used, to be loaded beside what runs; it is not pinned.
+
+        The slot is a free one, or else that of the policy's first victim, ``key`` being one of those that it chooses
+        from: where it would give ``key`` away first, nothing changes and the answer is None.
+        """
+        assert self.slot_of[key] == NOWHERE, f"expert {key} has a slot"
+        self.policy.insert(key)
+        victims: list[int] = []
+        if not self._free:
+            victims = self.policy.evict(1, self._pinned | self._loading)
+            if victims == [key]:
+                return None
+            assert victims[0] not in self._pinned | self._loading, "the policy gives a frozen expert away"
+            self._vacate(victims[0])
+        return Placement(0, ((key, self._seat(key)),), victims=tuple(victims))
+
+    def is_loading(self, key: int) -> bool:
+        """Whether ``key`` has a slot that may not be read yet."""
+        return key in self._loading
+
+    def loaded(self, key: int) -> None:
+        """The load of ``key`` is complete: its slot may be read."""
+        assert key in self._loading, f"expert {key} was not loading"
+        self._loading.remove(key)
+        self.state[self.slot_of[key]] = SlotState.READY
+
+    def failed(self, key: int) -> None:
+        """The load of ``key`` did not happen: its slot is free again and the key is neither resident nor pinned."""
+        assert key in self._loading, f"expert {key} was not loading"
+        self._loading.remove(key)
+        self._pinned.discard(key)
+        self.policy.remove(key)
+        self._vacate(key)
+
+    def release(self, keys: Iterable[int]) -> None:
+        """Unpin ``keys``; they stay resident until the policy lets them go. Keys whose load failed are ignored."""
+        self._pinned.difference_update(keys)
+
+    def take_over(self, slots: np.ndarray, keys: np.ndarray) -> None:
+        """Somebody else has filled these READY slots with ``keys``, in place of their owners, which are not pinned."""
+        victims = self.owner[slots].tolist()
+        assert (self.state[slots] == SlotState.READY).all(), "a slot that is free or being loaded has another owner"
+        assert not self._pinned.intersection(victims), "a pinned expert has lost its slot"
+        self.slot_of[victims] = NOWHERE
+        assert len(np.unique(keys)) == len(keys) and (self.slot_of[keys] == NOWHERE).all(), "an expert has two slots"
+        self.owner[slots], self.slot_of[keys] = keys, slots
+        for victim in victims:
+            self.policy.remove(victim)
+        for key in keys.tolist():
+            self.policy.insert(key)
+
+    def check_integrity(self) -> None:
+        """Every invariant, in O(slots + keys); raises ``AssertionError``."""
+        owned = np.flatnonzero(self.owner != NOWHERE)
+        assert (self.slot_of[self.owner[owned]] == owned).all(), "owner and slot_of disagree"
+        assert (self.slot_of != NOWHERE).sum() == len(owned), "a key points to a slot that it does not own"
+        assert ((self.state == SlotState.FREE) == (self.owner == NOWHERE)).all(), "a free slot has an owner"
+        assert self._loading == set(self.owner[self.state == SlotState.LOADING].tolist()), "a load is forgotten"
+        assert sorted(self._free) == np.flatnonzero(self.owner == NOWHERE).tolist(), "the free list is wrong"
+        assert len(self.policy) == len(owned), "the policy holds other keys than the slots"
+        assert all(int(key) in self.policy for key in self.owner[owned]), "a resident key is unknown to the policy"
+        assert all(self.slot_of[key] != NOWHERE for key in self._pinned), "a pinned key is not resident"
+
+    def _occupy(self, key: int) -> int:
+        self.policy.insert(key)
+        return self._seat(key)
+
+    def _seat(self, key: int) -> int:
+        slot = self._free.pop()
+        self.owner[slot], self.slot_of[key], self.state[slot] = key, slot, SlotState.LOADING
+        self._loading.add(key)
+        return slot
+
+    def _vacate(self, key: int) -> None:
+        slot = int(self.slot_of[key])
+        self.owner[slot], self.slot_of[key], self.state[slot] = NOWHERE, NOWHERE, SlotState.FREE
+        self._free.append(slot)

@@ -1,0 +1,109 @@
+"""From the knob ``slots`` to a number of slots. Pure."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.system.host_memory import gib
+
+if TYPE_CHECKING:  # the command line parses sizes, and starts without torch
+    from vllm_spac.config import Slots
+    from vllm_spac.core import MoEShape
+
+
+def check(slots: Slots, experts: int, top_k: int) -> None:
+    """Refuse a count a layer that this model cannot meet; possible before anything is loaded.
+
+    Raises:
+        ConfigError: fewer experts a layer than one token needs, or more than there are.
+    """
+    if slots.per_layer is None:
+        return
+    if slots.per_layer < top_k:
+        raise ConfigError(
+            f"spac: slots={slots.per_layer} (--spac-slots) keeps {slots.per_layer} experts a layer, but one token of "
+            f"this model needs {top_k}; use --spac-slots {top_k} or more, or a percentage, whose slots all layers share"
+        )
+    if slots.per_layer > experts:
+        raise ConfigError(
+            f"spac: slots={slots.per_layer} (--spac-slots) is more than the {experts} experts of a layer; "
+            f"use --spac-slots {experts} or --spac-slots 100%"
+        )
+
+
+def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
+    """Slots for all layers of ``shape`` together.
+
+    Args:
+        slots: what the user asked for.
+        shape: the layers and experts.
+        free_bytes: fast memory that may be used; decides ``auto`` and is checked otherwise.
+
+    Raises:
+        ConfigError: fewer slots than one token needs, or more than fit into ``free_bytes``.
+    """
+    check(slots, shape.experts, shape.top_k)
+    fitting = min(shape.total, max(0, free_bytes) // shape.expert_bytes)
+    if slots.per_layer is not None:
+        count = slots.per_layer * len(shape.layers)
+    elif slots.share is not None:
+        count = math.ceil(slots.share * shape.total)
+    else:
+        count = fitting
+    if fitting < shape.top_k:
+        raise ConfigError(
+            f"spac: one token needs {shape.top_k} experts at once ({gib(shape.top_k * shape.expert_bytes)}) whatever "
+            f"slots (--spac-slots) are asked for, {gib(max(0, free_bytes))} of fast memory are left for experts: "
+            "raise --gpu-memory-utilization or lower --max-model-len"
+        )
+    if count < shape.top_k:
+        least = math.ceil(Fraction(100 * shape.top_k, shape.total))
+        fits = math.ceil(Fraction(least, 100) * shape.total) <= fitting
+        instead = f"--spac-slots {least}% or more" if fits else "--spac-slots auto"
+        raise ConfigError(
+            f"spac: slots={100 * float(slots.share):g}% (--spac-slots) gives {count} of {shape.total} experts, but one "
+            f"token needs {shape.top_k} of them at once; use {instead}"
+        )
+    if count > fitting:
+        most = 100 * fitting // shape.total
+        ok = math.ceil(Fraction(most, 100) * shape.total) >= shape.top_k
+        raise ConfigError(
+            f"spac: {count} slots (--spac-slots) need {gib(count * shape.expert_bytes)} of fast memory, "
+            f"{gib(max(0, free_bytes))} are left; use "
+            + (f"at most --spac-slots {most}%, or " if ok else "")
+            + "--spac-slots auto"
+        )
+    return count
+
+
+def parse_list(text: str) -> list[str]:
+    """Split at commas outside of brackets."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [item.strip() for item in found if item.strip()]
+
+
+def slot_counts(text: str, facts) -> list[int]:
+    """Numbers of slots, as ``--spac-slots`` computes them; ``ConfigError`` for what it would refuse."""
+    from vllm_spac.config import Slots
+
+    found = []
+    for item in parse_list(text):
+        try:
+            slots = Slots.parse(item)
+        except ValueError as error:
+            raise ConfigError(f"--slots: {error}") from error
+        if slots.per_layer is None and slots.share is None:
+            raise ConfigError("--slots: auto needs a machine; name percentages or numbers a layer")
+        found.append(
+            slots.per_layer * facts.layers if slots.per_layer is not None else math.ceil(slots.share * facts.total)
+        )
+    return found

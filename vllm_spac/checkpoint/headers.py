@@ -1,0 +1,178 @@
+"""What a checkpoint says of itself: its config.json and the headers of its safetensors files; no weight is read."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_spac.checkpoint import quantisation
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.system.printable import brief
+from vllm_spac.system.untrusted import parse_json, read_header, read_text
+
+# The families call the same facts by other names; the first one that a config has counts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
+LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+
+
+_MOST_INDEX = 100_000_000  # bytes
+_EXPERT = re.compile(r".*?\b(?:layers?|blocks|h)\.(?P<index>\d{1,6})\..*?\bexperts\.(?:(?P<expert>\d{1,6})\.)?")
+_MOST = 1 << 20  # experts or layers that a config may claim
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the files say.
+
+    Attributes:
+        name: name of the model type.
+        experts: routed experts in a layer.
+        top_k: experts that one token uses.
+        layer_bytes: bytes of all experts of each MoE layer, in the order of the layers.
+        other_bytes: bytes of everything else.
+        draft_bytes: bytes of layers after the last, which only a draft of the same checkpoint uses.
+        dtypes: element types of the experts.
+        quantisation: the ``quantization_config`` of a quantised checkpoint.
+    """
+
+    name: str
+    experts: int
+    top_k: int
+    layer_bytes: dict[int, int]
+    other_bytes: int
+    draft_bytes: int = 0
+    dtypes: frozenset[str] = field(default_factory=frozenset)
+    quantisation: Mapping | None = None
+
+    @property
+    def expert_bytes(self) -> list[int]:
+        """Bytes of one expert, each size that occurs once."""
+        return sorted({count // self.experts for count in self.layer_bytes.values()})
+
+    @property
+    def total(self) -> int:
+        return self.experts * len(self.layer_bytes)
+
+    def slots(self, percent: int) -> list[tuple[int, int]]:
+        """(slots, bytes of an expert) of each shape at ``--spac-slots percent%``, computed as the plugin does."""
+        layers_of = Counter(count // self.experts for count in self.layer_bytes.values())
+        return [(math.ceil(percent / 100 * (layers * self.experts)), size) for size, layers in layers_of.items()]
+
+    def smallest_percent(self) -> int:
+        """The smallest whole percentage that leaves each shape enough slots for one token."""
+        return next(p for p in range(1, 101) if all(count >= self.top_k for count, _ in self.slots(p)))
+
+
+def find_folder(model: str) -> Path:
+    """The folder of ``model``: itself, or its snapshot in the Hugging Face cache.
+
+    Raises:
+        UnsupportedError: it is neither.
+    """
+    if os.path.isdir(model):
+        return Path(model)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not os.path.exists(model):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(model, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError) as error:
+            raise UnsupportedError(
+                f"{model} is neither a folder nor in the Hugging Face cache; run: hf download {model}"
+            ) from error
+    raise UnsupportedError(f"{model} is not a folder; name a folder with config.json and *.safetensors")
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read ``folder``.
+
+    Raises:
+        UnsupportedError: there is no such checkpoint, or it has no experts.
+    """
+    config = _read_config(folder)
+    experts, top_k = _first(config, EXPERTS), _first(config, TOP_K)
+    if not experts:
+        raise UnsupportedError(f"{folder} is a dense model: it has no experts to keep outside; serve it without spac")
+    if not top_k:
+        raise UnsupportedError(f"{folder}/config.json does not say how many experts a token uses ({', '.join(TOP_K)})")
+    if top_k > experts:
+        raise UnsupportedError(f"{folder}/config.json says that a token uses {top_k} of {experts} experts")
+    layers = _first(config, LAYERS) or math.inf
+    layer_bytes: Counter[int] = Counter()
+    dtypes, draft, other, named = set(), 0, 0, set()
+    quantised = quantisation.of(config)
+    for name, entry in _tensors(folder):
+        size = entry["data_offsets"][1] - entry["data_offsets"][0]
+        match = _EXPERT.match(name)
+        if name.startswith("mtp.") or (match and int(match["index"]) >= layers):
+            draft += size
+        elif match:
+            if quantised:
+                size = quantisation.kept_bytes(quantised, name, entry["shape"], size)
+            layer_bytes[int(match["index"])] += size
+            dtypes.add(entry["dtype"])
+            named.add(match["expert"])
+        else:
+            other += size
+    if not layer_bytes:
+        raise UnsupportedError(f"{folder} speaks of {experts} experts, but none of its tensors is one")
+    if None not in named and len(named) != experts:
+        raise UnsupportedError(f"{folder} has the tensors of {len(named)} experts, config.json says {experts}")
+    return Checkpoint(
+        name=str(config.get("model_type", "?")),
+        experts=experts,
+        top_k=top_k,
+        layer_bytes=dict(sorted(layer_bytes.items())),
+        other_bytes=other,
+        draft_bytes=draft,
+        dtypes=frozenset(dtypes),
+        quantisation=quantised,
+    )
+
+
+def _read_config(folder: Path) -> dict:
+    try:
+        config = parse_json(read_text(folder / "config.json"), strict=False)
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{folder}/config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedError(f"{folder}/config.json is no mapping")
+    return config
+
+
+def _first(config: dict, names: tuple[str, ...]) -> int:
+    found = (part[name] for part in quantisation.parts(config) for name in names if part.get(name))
+    value = next(found, 0)
+    values = value if isinstance(value, list) else [value]
+    if not all(type(number) is int and 0 <= number <= _MOST for number in values):
+        raise UnsupportedError(f"config.json says {names[0]}={brief(value)}; it must be a number up to {_MOST}")
+    return max(values)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, dict]]:
+    """(name, header entry) of each tensor that the checkpoint's index names, or of all files when it has none."""
+    index = folder / "model.safetensors.index.json"
+    if os.path.lexists(index):
+        try:
+            names = set(parse_json(read_text(index, _MOST_INDEX))["weight_map"].values())
+            if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
+                raise ValueError(f"{outside[0]} is outside of its folder")
+            files = sorted(folder / name for name in names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UnsupportedError(f"{index} is not an index of safetensors files: {error!r}") from error
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UnsupportedError(f"{folder} has no *.safetensors; convert the checkpoint, or download it completely")
+    for path in files:
+        try:
+            yield from read_header(path)[1].items()
+        except (OSError, ValueError) as error:
+            raise UnsupportedError(f"{path} is not a complete safetensors file: {error}") from error

@@ -1,0 +1,140 @@
+"""What ``config.json`` says of a checkpoint's quantised experts: whether slots can hold them, and in how many bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+# Where multimodal models describe their language model, and what vLLM calls the quantisation in either place.
+INNER_CONFIGS = ("text_config", "language_config", "llm_config", "ffn_config")
+QUANTISED = ("quantization_config", "compression_config", "quant_config")
+
+_REMEDY = (
+    "use one in FP8 (scales by block or channel), in INT4 by group (compressed-tensors, AWQ, GPTQ with sym and without "
+    "desc_act), or an unquantised one"
+)
+_PER_TENSOR = (
+    "FP8 experts with one scale a tensor, whose activations share a scale with other rows or experts: their result "
+    "depends on what is computed beside them"
+)
+_METADATA = {"weight_shape", "g_idx"}  # in checkpoints only
+_WNA16 = ("gptq", "awq")  # what vLLM's moe_wna16 reads; its own methods for them give the experts to Marlin
+
+
+def parts(config: Mapping) -> Iterator[Mapping]:
+    """The config itself, then those of its parts."""
+    yield config
+    for name in INNER_CONFIGS:
+        if isinstance(config.get(name), Mapping):
+            yield config[name]
+
+
+def of(config: Mapping) -> Mapping | None:
+    """The quantisation that a checkpoint's ``config.json`` names, or None."""
+    entry = next((part[name] for part in parts(config) for name in QUANTISED if part.get(name)), None)
+    return entry if entry is None or isinstance(entry, Mapping) else {"quant_method": entry}
+
+
+def method(quantisation: Mapping) -> str:
+    """The name of its method."""
+    return str(quantisation.get("quant_method", "unnamed method"))
+
+
+def refusal(quantisation: Mapping) -> str | None:
+    """Which experts cannot be kept in slots, and what can; None where these can.
+
+    The scheme may differ from layer to layer: if one of its groups can be kept, the layers themselves decide.
+    """
+    reason = _REASONS.get(method(quantisation), _unknown)(quantisation)
+    return None if reason is None else f"{reason} ({method(quantisation)}): not supported; {_REMEDY}"
+
+
+def flags(quantisation: Mapping) -> tuple[str, ...]:
+    """vLLM's options with which its Triton kernels run these experts, which are the ones that slots are for."""
+    loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()
+    return (*loaded_by, "--moe-backend triton")
+
+
+def loader(quantisation: Mapping) -> str | None:
+    """vLLM's ``--quantization`` that keeps these experts as slots need them; None if that is the checkpoint's own."""
+    return "moe_wna16" if method(quantisation) in _WNA16 else None
+
+
+def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: int) -> int:
+    """Bytes in a slot of the checkpoint's tensor ``name``, which has ``nbytes`` there.
+
+    Scales of FP8 become float32 and those of GPTQ and AWQ the model's 16 bits; GPTQ has zero points and biases that no
+    kernel reads.
+    """
+    last = name.rpartition(".")[2]
+    if last in _METADATA:
+        return 0
+    if method(quantisation) in _WNA16:
+        if last == "bias" or (last == "qzeros" and not _has_zero_points(quantisation)):
+            return 0
+        return 2 * math.prod(shape) if last == "scales" else nbytes
+    fp8 = method(quantisation) == "fp8" or any(_is_fp8(group) for group in _groups(quantisation))
+    return 4 * math.prod(shape) if fp8 and last.startswith("weight_scale") else nbytes
+
+
+def _unknown(_: Mapping) -> str:
+    return "quantised experts"
+
+
+def _fp8(quantisation: Mapping) -> str | None:
+    return None if quantisation.get("weight_block_size") else _PER_TENSOR
+
+
+def _gptq(quantisation: Mapping) -> str | None:
+    bits, group = quantisation.get("bits"), quantisation.get("group_size")
+    if bits not in (4, 8):
+        return f"experts of {bits} bits"
+    if group == -1:
+        return "experts with one scale a channel (group_size=-1)"
+    if quantisation.get("desc_act"):
+        return "experts with activation ordering (desc_act)"
+    return "experts with zero points (sym=false), which vLLM does not load" if not quantisation.get("sym") else None
+
+
+def _awq(quantisation: Mapping) -> str | None:
+    bits, group = quantisation.get("bits"), quantisation.get("group_size")
+    if bits != 4:
+        return f"experts of {bits} bits"
+    return "experts with one scale a channel (group_size=-1)" if group == -1 else None
+
+
+def _has_zero_points(quantisation: Mapping) -> bool:
+    return bool(quantisation.get("zero_point")) if method(quantisation) == "awq" else not quantisation.get("sym")
+
+
+def _compressed(quantisation: Mapping) -> str | None:
+    reasons = [_group(group) for group in _groups(quantisation)]
+    return None if None in reasons else next(iter(reasons), "quantised experts")
+
+
+def _groups(quantisation: Mapping) -> list[Mapping]:
+    return list(map(_mapping, _mapping(quantisation.get("config_groups")).values()))
+
+
+def _group(group: Mapping) -> str | None:
+    weights, activations = _mapping(group.get("weights")), _mapping(group.get("input_activations"))
+    if _is_fp8(group):
+        return None if weights.get("strategy") in ("channel", "block") else _PER_TENSOR
+    if activations:
+        return f"experts with quantised activations ({activations.get('type')}{activations.get('num_bits')})"
+    if (weights.get("type"), weights.get("num_bits"), weights.get("strategy")) != ("int", 4, "group"):
+        return f"{weights.get('type')}{weights.get('num_bits')} experts by {weights.get('strategy')}"
+    return "experts with activation ordering (actorder)" if weights.get("actorder") == "group" else None
+
+
+def _mapping(value: object) -> Mapping:
+    """``value``, or an empty mapping for anything else that a config may hold there."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_fp8(group: Mapping) -> bool:
+    kinds = [_mapping(group.get(name)) for name in ("weights", "input_activations")]
+    return all((kind.get("type"), kind.get("num_bits")) == ("float", 8) for kind in kinds)
+
+
+_REASONS = {"fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}

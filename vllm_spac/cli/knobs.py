@@ -1,0 +1,79 @@
+"""``vllm-spac knobs``: every knob with its flag, values and default, from the configuration itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+EXAMPLES = """[bold]Examples[/]
+
+vllm-spac knobs
+
+vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
+"""
+
+_HEAD = """# Knobs
+
+Flags of `vllm serve --plugin spac`, and keys of `additional_config["spac"]`. From `vllm-spac knobs --markdown`.
+
+| knob | flag | values | default | what it does |
+|---|---|---|---|---|
+"""
+# The folder whose files a knob names, where its values are components.
+_FAMILIES = {
+    "store": "tiers",
+    "policy": "policies",
+    "prefetch": "predictors",
+    "cpu_kernel": "executors",
+    "balancer": "balancers",
+    "admission": "execution/pointers/admissions",
+    "budget_ranking": "budget/rankings",
+}
+
+
+def knobs(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown document, on standard output.")] = False,
+) -> None:
+    """List every knob of the plugin."""
+    if markdown:
+        print(document(), end="")
+        return
+    table = Table("knob", "flag", "values", "default", "what it does", show_lines=True)
+    for row in rows():
+        table.add_row(*map(escape, row))
+    Console().print(table)
+
+
+def document() -> str:
+    """``vllm_spac/KNOBS.md``."""
+    lines = (
+        f"| `{name}` | `{option}` | {values} | `{default}` | {text} |" for name, option, values, default, text in rows()
+    )
+    families = "\n".join(f"- `{knob}`: a file of `{folder}/`" for knob, folder in _FAMILIES.items())
+    return f"{_HEAD}{chr(10).join(lines)}\n\nKnobs that name a component of a family:\n\n{families}\n"
+
+
+def rows() -> list[tuple[str, str, str, str, str]]:
+    """(knob, flag, values, default, description) of each knob, in the order of the configuration."""
+    from vllm_spac.config import SpacConfig, flag  # torch, which takes seconds
+
+    found = []
+    for name, field in SpacConfig.model_fields.items():
+        default = "" if field.default is None else str(field.default)
+        found.append(
+            (name, flag(name), _values(field.annotation), default, (field.description or "").replace("|", "/"))
+        )
+    return found
+
+
+def _values(annotation: Any) -> str:
+    kinds = [annotation, *get_args(annotation)]
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            return ", ".join(map(str, get_args(kind)))
+    names = {"Path": "a path", "int": "a number", "float": "a share", "bool": "true, false", "str": "see right"}
+    return next((names[kind.__name__] for kind in kinds if getattr(kind, "__name__", "") in names), "")

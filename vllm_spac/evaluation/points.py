@@ -1,0 +1,123 @@
+"""What a budget costs in quality and saves in bytes: the points of a sweep, and what follows from their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from vllm_spac import components
+from vllm_spac.budget.limits import check_mass, validate
+from vllm_spac.errors import ConfigError
+from vllm_spac.evaluation.reconstruction import ORDER
+
+COVERAGES = ("substitution", "truncation")
+RANKINGS = (*ORDER, "resident")
+AGREEMENT, PERPLEXITY = 0.99, 0.01
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of the budget: ``budget`` experts a layer, or ``mass``, the share of the mass ``mass_of``."""
+
+    ranking: str
+    coverage: str
+    budget: int | None = None
+    mass: float | None = None
+    mass_of: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.mass:g} of {self.mass_of}" if self.budget is None else f"B={self.budget}"
+
+    def settings(self, when: str, window: int | None = None) -> dict:
+        """For ``spac_budget``."""
+        bound = {name: value for name, value in asdict(self).items() if value is not None}
+        return bound | {"when": when, "window": window}
+
+
+def rankings(text: str | None, calibrated: bool) -> list[str]:
+    """Names from the command line; by default all that can be had.
+
+    Raises:
+        ConfigError: a name is unknown or twice, or needs a calibration and there is none.
+    """
+    known = components.names("budget.rankings")
+    needs = {name for name in known if components.find("budget.rankings", name).needs_calibration}
+    if text is None:
+        return [name for name in RANKINGS if calibrated or name not in needs]
+    asked = _listed(text, "--rankings")
+    for name in asked:
+        if name not in known:
+            raise ConfigError(f"--rankings: there is no {name!r}; use some of {', '.join(known)}")
+        if name in needs and not calibrated:
+            raise ConfigError(f"--rankings: {name} needs --calibration FILE; write it with `vllm-spac calibrate`")
+    return asked
+
+
+def coverages(text: str) -> list[str]:
+    """Names from the command line."""
+    asked = _listed(text, "--coverages")
+    if unknown := [name for name in asked if name not in COVERAGES]:
+        raise ConfigError(f"--coverages: there is no {unknown[0]!r}; use {' or '.join(COVERAGES)}")
+    return asked
+
+
+def bounds(text: str, name: str, number: type) -> list:
+    """Numbers from the command line, rising."""
+    try:
+        return sorted({number(item) for item in _listed(text, name)}) if text.strip() else []
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}; use numbers with commas between them") from error
+
+
+def points(
+    rankings: Sequence[str],
+    coverages: Sequence[str],
+    budgets: Sequence[int],
+    masses: Sequence[float],
+    facts: dict,
+    mass_of: str = "selected",
+) -> tuple[list[Point], list[str]]:
+    """What a sweep runs, and in words what it leaves out because the model cannot be run so.
+
+    Args:
+        rankings: those that need every expert's output are left to the reconstruction study.
+        facts: ``experts``, ``top_k``, and ``custom``: whether the model routes by a function of its own.
+        mass_of: what ``masses`` are shares of.
+
+    Raises:
+        ConfigError: a bound is out of range, or nothing is left.
+    """
+    for budget in budgets:
+        validate(budget, facts["experts"], facts["top_k"], "truncation")
+    for mass in masses:
+        check_mass(mass)
+    found, skipped = [], []
+    for coverage in coverages:
+        if coverage == "substitution" and facts["custom"]:
+            skipped.append("substitution: the model routes by a function of its own")
+            continue
+        few = [b for b in budgets if coverage == "substitution" and b < facts["top_k"]]
+        skipped += [f"substitution with B={b}: every token gets {facts['top_k']} experts" for b in few]
+        for ranking in (r for r in rankings if not components.find("budget.rankings", r).offline):
+            found += [Point(ranking, coverage, budget=b) for b in budgets if b not in few]
+            found += [Point(ranking, coverage, mass=m, mass_of=mass_of) for m in masses]
+    if not found:
+        raise ConfigError(f"no budget is left to evaluate; {'; '.join(skipped) or 'name some with --budgets'}")
+    return found, skipped
+
+
+def verdict(results: Sequence[dict]) -> dict | None:
+    """The point with the fewest distinct experts among those that keep the quality; None when none does.
+
+    Kept is a top-1 agreement of 99 % or more and a perplexity within 1 %.
+    """
+    good = [r for r in results if r["agreement"] >= AGREEMENT and abs(r["perplexity_change"]) <= PERPLEXITY]
+    return min(good, key=lambda r: (r["distinct"], -r["agreement"])) if good else None
+
+
+def _listed(text: str, name: str) -> list[str]:
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    if not items or len(set(items)) < len(items):
+        raise ConfigError(f"{name}: {text!r} is empty or names something twice; use names with commas between them")
+    return items

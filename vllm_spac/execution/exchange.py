@@ -1,0 +1,91 @@
+"""Small tensors between host and device, through pinned buffers that are used again.
+
+From memory that is not pinned CUDA copies by way of a buffer of its own, and makes the caller wait for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_spac.execution.pointers.streams import Event
+
+_BUFFERS = 4  # for what is on its way to the device
+
+
+class Lane(Protocol):
+    """Copies that run in order, behind what the caller launched before, and maybe later than the call returns."""
+
+    def copy(self, target: Tensor, source: Tensor) -> object: ...
+    def record(self) -> Event: ...
+
+
+class _CudaEvent:
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CurrentStream:
+    """The CUDA stream that the caller launches on."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def record(self) -> _CudaEvent:
+        return _CudaEvent()
+
+
+class Exchange:
+    """Called by one thread.
+
+    A buffer is written by the host, and read by a copy that was launched afterwards; it is written again once the event
+    behind that copy is reached. What the device receives is memory of its own, ordered by its stream.
+    """
+
+    def __init__(self, device: torch.device, lane: Lane | None = None) -> None:
+        self._device = device
+        self._lane = lane or CurrentStream()
+        self._in = _grown(None, 0)
+        self._out = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
+        self._next = 0
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """``tensor`` of the device, in memory of the caller's own; waits for the device."""
+        self._in = _grown(self._in, tensor.nbytes)
+        arrived = _as(self._in, tensor)
+        self._lane.copy(arrived, tensor)
+        self._lane.record().wait()
+        return arrived.clone()
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """``tensor`` of the CPU, on the device, for what is launched from now on; does not wait for its copy."""
+        buffer, event = self._out[self._next]
+        if event is not None:
+            event.wait()
+        buffer = _grown(buffer, tensor.nbytes)
+        leaves = _as(buffer, tensor)
+        leaves.copy_(tensor)
+        arrives = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        self._lane.copy(arrives, leaves)
+        self._out[self._next] = buffer, self._lane.record()
+        self._next = (self._next + 1) % _BUFFERS
+        return arrives
+
+
+def _grown(buffer: Tensor | None, nbytes: int) -> Tensor:
+    if buffer is not None and buffer.numel() >= nbytes:
+        return buffer
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+def _as(buffer: Tensor, like: Tensor) -> Tensor:
+    return buffer[: like.nbytes].view(like.dtype).view(like.shape)

@@ -1,0 +1,124 @@
+"""In the layer that misses it, before it computes: an expert crosses the bus once, and the device decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.core import Step
+from vllm_spac.execution.pointers.admissions.base import Admission, Parts
+from vllm_spac.execution.pointers.slot_offers import Offering
+from vllm_spac.kernels.types import HIT, STREAMED, UNUSED, Experts, Offers
+
+_WORD = 8  # bytes
+
+
+class InLayers(Admission[np.ndarray | None]):
+    """Two launches before the kernel of a layer: one gives slots to experts that it misses, one copies them.
+
+    ``offers`` has the host's part, ``vllm_spac.kernels.admit`` the device's. Everything is ordered by one stream; the
+    host hears of it behind the step. Steps with prompts are offered nothing: they would fill the slots with what they
+    alone need.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        shape, memory, device = parts.shape, parts.memory, parts.memory.device
+        self.offering = Offering(shape.total, parts.slots, parts.policy, parts.counters)
+        made = {"dtype": torch.int32, "device": device}
+        self._experts = Experts(
+            torch.full((shape.total,), NOWHERE, **made),
+            torch.full((parts.slots,), NOWHERE, **made),
+            memory.addresses,
+            torch.from_numpy(memory.host_addresses).to(device, copy=True),
+            torch.from_numpy(memory.slot_addresses).to(device, copy=True),
+        )
+        # What the host says of a step, in one piece: it is one copy. Floats lie in it as their bits.
+        self._said = torch.zeros(2 + 3 * parts.slots + shape.total, **made)
+        state, slots, owners, kept, used = self._said.split([2, *[parts.slots] * 3, shape.total])
+        self._offers = Offers(state, slots, owners, kept.view(torch.float32), used.view(torch.float32))
+        self._sources = torch.full((shape.total,), NOWHERE, **made)
+        self._copies = torch.zeros(1 + 2 * shape.experts, **made)
+        self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
+
+    @property
+    def residency(self) -> Residency:
+        return self.offering.residency
+
+    @property
+    def _holds_all(self) -> bool:
+        return self.parts.slots == self.parts.shape.total
+
+    def seat(self, key: int) -> int:
+        ((_, slot),) = self.residency.prepare([key]).loads
+        self.residency.release([key])
+        return slot
+
+    def seated(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self.residency.loaded(key)
+        slots = self.residency.slot_of[list(keys)]
+        self.parts.compute.submit(self.parts.memory.point, keys, slots)
+        self.parts.compute.submit(self._tell_slots)
+
+    def _tell_slots(self) -> None:
+        self._experts.slot_of.copy_(torch.from_numpy(self.residency.slot_of))
+        self._experts.owner.copy_(torch.from_numpy(self.residency.owner))
+
+    def begin(self, step: Step) -> None:
+        self.take()
+        if self._holds_all or step.prompts:
+            return
+        offered = self.offering.offer()
+        said = torch.zeros(self._said.shape, dtype=torch.int32, pin_memory=self._said.is_cuda)
+        state, *places, used = said.split([2, *[self.parts.slots] * 3, self.parts.shape.total])
+        state[1] = len(offered.slots)
+        for place, values in zip((*places, used), offered, strict=True):
+            place[: len(values)] = torch.from_numpy(values.view(np.int32))
+        self.parts.compute.submit(self._said.copy_, said, True)
+
+    def slots(self) -> np.ndarray:
+        """Waits for the steps that were launched: the device alone knows what they did."""
+        if self._reports:
+            self._reports[-1].there.wait()
+            self.take()
+        return self.residency.slot_of
+
+    def enter(self, layer: int, ids: Tensor, weights: Tensor, live: Tensor) -> None:
+        if not self._holds_all:
+            first = layer * self.parts.shape.experts
+            kernels, copies = self.parts.kernels, self._copies
+            kernels.admit(ids, weights, first, self._experts, self._offers, self.counts, self._sources, copies, live)
+            kernels.fetch(copies, self._experts, self._words)
+
+    def end(self, step: Step, *, staged: bool) -> None:
+        super().end(step, staged=staged)
+        self.parts.compute.submit(self._offers.state.zero_)  # what runs until the next step is nobody's
+
+    def check_integrity(self) -> None:
+        """Of what the device says too, for which it waits."""
+        slot_of = self.slots()
+        super().check_integrity()
+        experts = Experts(*(tensor.cpu().numpy() for tensor in self._experts))
+        assert (experts.slot_of == slot_of).all() and (experts.owner == self.residency.owner).all()
+        expected = np.where(slot_of == NOWHERE, experts.hosts, experts.places[:, slot_of])
+        assert (experts.table == expected).all(), "a pointer is not where its expert is"
+
+    def _tells(self) -> Sequence[Tensor]:
+        return [self.counts, self._sources, self._experts.owner]
+
+    def _known(self, staged: bool) -> np.ndarray | None:
+        """bool [keys], who had a slot while the step ran, if its layers were not asked; a staged step has waited."""
+        return self.residency.slot_of != NOWHERE if staged or self._holds_all else None
+
+    def _learn(self, told: Sequence[np.ndarray], known: np.ndarray | None, *, prompts: bool) -> int:
+        counts, sources, owner = told
+        if known is not None:
+            sources = np.where(counts > 0, np.where(known, HIT, STREAMED), UNUSED)
+        streamed, admitted = self.offering.learn(counts, sources, owner, prompts=prompts)
+        self.parts.counters.moved(self.parts.path, admitted * self.parts.shape.expert_bytes)
+        return streamed

@@ -1,0 +1,295 @@
+"""The layers of a shape over a table of pointers: a hit is read in its slot, a miss where it lies, in one launch.
+
+No layer waits for the host. Between steps the host reads what a step did that is over, and sees to it that experts get
+slots (``admissions``: it moves them itself, or offers slots to the layers that miss them). Long prompts take their
+misses from buffers that are filled a layer ahead (``staging``). On a CPU the launches are the torch twins of the
+kernels: the same addresses and the same rounding, made to be compared with and not to be fast.
+
+So a step may also be one CUDA graph. A replay runs launches and no line of this module, and what differs from step to
+step lies in memory that stays where it is: the table, the offers, where padding begins, the counts. Some is written
+before the replay and some read behind it, on the stream that it runs on, by ``begin_step`` and ``end_step``.
+
+Nothing can be compiled while a graph is captured, and nobody should wait for it in a request. So the first forward,
+with which vLLM measures its memory, first launches every variant of the kernels that any forward can need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.core import MoEShape, Step
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution.pointers import admissions
+from vllm_spac.execution.pointers.admissions.base import Admission, Kernels, Parts
+from vllm_spac.execution.pointers.mover import ALIGNMENT, ExpertMemory
+from vllm_spac.execution.pointers.protocol import STEP_BYTES
+from vllm_spac.execution.pointers.staging import ROWS, ExpertBuffers, Staging
+from vllm_spac.execution.pointers.streams import capturing, streams
+from vllm_spac.execution.waves import filled_experts
+from vllm_spac.metrics import Counters
+from vllm_spac.policies.base import Policy
+from vllm_spac.tiers.base import ExpertStore
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
+MAX_EXPERTS = 1024  # of a layer; what the kernels' routing takes
+_TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+_FILL_BATCH = 16
+_ALL = 2**31 - 1  # pairs; none is padding
+
+logger = logging.getLogger("vllm.spac")
+
+
+def check(shape: MoEShape) -> None:
+    """Refuse experts that the kernels cannot read; possible before anything is loaded.
+
+    Raises:
+        UnsupportedError: names what does not fit and the execution that takes it.
+    """
+    d, ff = shape.tensors["w2_weight"].shape
+    odd = [name for name, spec in shape.tensors.items() if spec.nbytes % ALIGNMENT]
+    reason = None
+    if set(shape.tensors) not in ({*_TENSORS[:2]}, {*_TENSORS}):
+        reason = f"experts of {', '.join(sorted(shape.tensors))}"
+    elif shape.tensors["w13_weight"].shape != (2 * ff, d):
+        reason = f"experts whose activation has no gate (w13 is {list(shape.tensors['w13_weight'].shape)})"
+    elif odd:
+        reason = f"experts whose {odd[0]} is no multiple of {ALIGNMENT} bytes"
+    elif shape.experts > MAX_EXPERTS:
+        reason = f"layers of more than {MAX_EXPERTS} experts"
+    elif 2 * ff * d >= 2**31:
+        reason = "experts of 2**31 weights and more"
+    if reason is not None:
+        raise UnsupportedError(
+            f"spac: execution=pointers cannot run {reason}; use --spac-execution slots, which loads missing experts "
+            "into slots and runs vLLM's own kernel"
+        )
+
+
+class StreamedPool:
+    """Slots shared by all layers of one shape, the table of their experts, and the launches that read it.
+
+    Args:
+        shape: the layers, experts and tensors: ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or
+            none, as in the checkpoint.
+        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
+        policy: says who makes room; owned.
+        store: holds every expert in memory that the device can address; owned.
+        tensors: name -> slots of shape [slots, ...], on the device that computes.
+        path: name of the store in the counters.
+        rows: the most of a forward; the kernels are compiled for as many.
+        admission: how missed experts get slots, a name of ``admissions``.
+        step_bytes: of ``step``: bytes that are on their way into slots at once, at most, but one expert at least; 0:
+            none moves.
+        staged: forwards of many rows read what has no slot from buffers of ``staging_bytes``, else in place.
+        poison: fill slots with NaN before they are written; for tests.
+    """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        slots: int,
+        policy: Policy,
+        store: ExpertStore,
+        tensors: Mapping[str, Tensor],
+        *,
+        path: str,
+        rows: int,
+        admission: str = admissions.DEFAULT,
+        step_bytes: int = STEP_BYTES,
+        staged: bool = False,
+        poison: bool = False,
+    ) -> None:
+        assert shape.top_k <= slots <= shape.total
+        check(shape)
+        self.shape = shape
+        self.counters = Counters()
+        self.tensors = tensors
+        self.store = store
+        self._path = path
+        device = next(iter(tensors.values())).device
+        self._compute, copy = streams(device)
+        self._kernels = _kernels(device)
+        memory = ExpertMemory(store, tensors, shape.total, poison)
+        parts = Parts(shape, slots, policy, memory, self.counters, self._compute, copy, self._kernels, path, step_bytes)
+        self.admission: Admission = components.build("execution.pointers.admissions", admission, parts=parts)
+        self._buffers = self._staging = None
+        if staged and slots < shape.total:
+            self._buffers = ExpertBuffers(store, memory, tensors, poison)
+            self._staging = Staging(self._buffers, len(shape.layers), self._compute, copy)
+        self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
+        self._counts = self.admission.counts.view(-1, shape.experts)
+        self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts)
+        self._compiled: set[str] = set()  # activations
+        # int32 [1], pairs of the rows of requests; what comes behind them is padding. And where nothing is.
+        self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
+        self._all = self._live.clone()
+        self._rows: int | None = None  # of requests; None: all
+        self._step: Step | None = None
+        self._staged = False  # some layer of the step
+
+    keeps_bits = False  # the kernels sum in another order than vLLM's
+
+    @property
+    def residency(self) -> Residency:
+        return self.admission.residency
+
+    @property
+    def staged(self) -> bool:
+        """Whether forwards of many rows read what has no slot from buffers."""
+        return self._staging is not None
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every expert has its slot, so that nothing is ever decided or moved."""
+        return self.residency.slots == self.shape.total
+
+    # -- between steps -------------------------------------------------------------------------------------
+
+    def begin_step(self, step: Step) -> None:
+        """A forward of the target model starts for real requests: see to slots, as its admission has it."""
+        self._step, self._staged = step, False
+        self._pad_from(step.rows)
+        if self._staging is not None:
+            self._staging.begin()
+        self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
+        self.admission.begin(step)
+
+    def _pad_from(self, rows: int) -> None:
+        """Rows from ``rows`` on are padding, in this step and until the next; one launch if that is new."""
+        if rows != self._rows:
+            self._compute.submit(self._live.fill_, rows * self.shape.top_k)
+        self._rows = rows
+
+    def end_step(self) -> None:
+        """The layers were launched; what comes until the next step (profiling, warm-up) is not counted."""
+        step, self._step = self._step, None
+        if step is not None:
+            self.admission.end(step, staged=self._staged)
+
+    def observe(self, layer: int, ids: Tensor) -> None:
+        """The launches count what is routed; nothing is to be remembered."""
+
+    def snapshot(self) -> dict:
+        """The counters as plain data, up to the last step whose counts have come."""
+        self.admission.take()
+        return self.counters.snapshot()
+
+    # -- a layer -------------------------------------------------------------------------------------------
+
+    def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: str, out: Tensor) -> Tensor:
+        """Routed experts of one layer. No host synchronisation: may be captured in a CUDA graph, which is never staged.
+
+        Rows behind those of the step are padding and run nothing: in a graph, behind those of the step that replays it.
+
+        Args:
+            layer: number of the layer in ``shape.layers``.
+            x: [T, d] of the experts' dtype.
+            weights: [T, k] float32; a pair with weight 0 is left out.
+            ids: [T, k] int32 or int64; ids outside 0 ... experts - 1 are padding and left out.
+            activation: one of ``ACTIVATIONS``.
+            out: [T, d] like x, is overwritten.
+        """
+        captured = capturing(ids)
+        if activation not in self._compiled:
+            self._compile(layer, x, activation, captured)
+        live = self._live if captured or self._step is not None else self._all
+        routed = ids.int().contiguous(), weights.float().contiguous(), live
+        with self._reading(layer, *routed, captured) as tables:
+            return self._launch(tables, layer, x.contiguous(), *routed, activation, out)
+
+    def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
+        """Launch each variant that forwards like ``x`` need, over rows that are all padding; decides and moves nothing.
+
+        Of a layer whose own launch comes next and overwrites its counts.
+        """
+        assert not (captured and self._sizes), "a forward must run before one is captured"
+        start = time.perf_counter()
+        for rows in self._sizes:
+            padding = x.new_zeros(rows, x.shape[1])
+            ids = torch.full((rows, self.shape.top_k), -1, dtype=torch.int32, device=x.device)
+            routed = ids, torch.zeros(ids.shape, device=x.device), self._all
+            self.admission.enter(layer, *routed)
+            self._launch(self._tables_of(layer), layer, padding, *routed, activation, torch.empty_like(padding))
+        self._compiled.add(activation)
+        if self._sizes:
+            logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
+
+    def _launch(
+        self,
+        tables: Mapping[str, Tensor],
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        live: Tensor,
+        activation: str,
+        out: Tensor,
+    ) -> Tensor:
+        ff, (w13, w2, b13, b2) = self.shape.tensors["w2_weight"].shape[1], map(tables.get, _TENSORS)
+        return self._kernels.grouped_gemm(
+            x, w13, w2, weights, ids, ff, b13, b2, activation, out=out, counts=self._counts[layer], live=live
+        )
+
+    def _tables_of(self, layer: int) -> Mapping[str, Tensor]:
+        return {name: table[layer] for name, table in self._tables.items()}
+
+    @contextlib.contextmanager
+    def _reading(
+        self, layer: int, ids: Tensor, weights: Tensor, live: Tensor, captured: bool
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """The tables that the launch of a layer reads, name -> int64 [experts]."""
+        if self._staging is None or captured or ids.numel() < ROWS * self.shape.experts:
+            self.admission.enter(layer, ids, weights, live)
+            yield self._tables_of(layer)
+            return
+        slots = self.admission.slots().reshape(len(self.shape.layers), -1)  # does not change within a staged step
+        with self._staging.layer(layer, slots) as buffer:
+            yield self._buffers.tables[buffer]
+        if self._step is not None:
+            self._staged = True
+            missing = int((slots[layer] == NOWHERE).sum())
+            self.counters.moved(f"{self._path} staged", missing * self.shape.expert_bytes)
+
+    # -- start and end -------------------------------------------------------------------------------------
+
+    def fill(self) -> Iterator[int]:
+        """Copy experts into the free slots, an equal share of each layer, before anything runs; yields how many.
+
+        With a slot for each expert, slot and key are the same number.
+        """
+        for share in filled_experts(len(self.shape.layers), self.shape.experts, self.residency.slots):
+            for start in range(0, len(share), _FILL_BATCH):
+                keys = share[start : start + _FILL_BATCH]
+                for key in keys:
+                    slot = self.admission.seat(key)
+                    self.store.read(key, {name: tensor[slot] for name, tensor in self.tensors.items()})
+                self.admission.seated(keys)
+                yield len(keys)
+
+    def close(self) -> None:
+        """Finish the copies in flight and give back the store."""
+        self.admission.close()
+        self.store.close()
+
+
+def _kernels(device: torch.device) -> Kernels:
+    """What is launched on ``device``."""
+    if device.type == "cpu":
+        from vllm_spac.kernels.reference.admit import admit
+        from vllm_spac.kernels.reference.fetch import fetch
+        from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
+
+        return Kernels(grouped_gemm, admit, fetch, lambda *_: ())
+    from vllm_spac.kernels.admit import admit
+    from vllm_spac.kernels.fetch import fetch
+    from vllm_spac.kernels.grouped_gemm import grouped_gemm, rows_to_compile
+
+    return Kernels(grouped_gemm, admit, fetch, rows_to_compile)

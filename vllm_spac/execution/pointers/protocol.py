@@ -1,0 +1,196 @@
+"""Where kernels find each expert, and how one moves while they run. No tensors, no threads, no I/O.
+
+A table has one pointer for each expert: at a slot in fast memory, or at the expert's copy in host memory, which is
+never written and never goes away. Both can be read at any time, so that a kernel needs no host to run: a *miss* is
+computed from the host copy. What is moved is decided one step late, between steps, from the counts of a step that is
+over. Moving e_new into the slot of e_old takes four steps:
+
+1. point e_old at its host copy;
+2. wait until no kernel runs that may have read the old pointer;
+3. copy the bytes of e_new into the slot;
+4. point e_new at the slot.
+
+**Where each step runs.** 1 and 4 are writes on the *compute stream*, before the kernels of the next step; 3 runs on
+the *copy stream*, behind an event F recorded on the compute stream right after 1 (that is 2); 4 is submitted when the
+host sees that the event D, recorded on the copy stream right after 3, is done, and the compute stream waits for D,
+which costs nothing by then. The host asks between steps and never waits.
+
+**Why this is right for every interleaving.** Let k be a kernel that reads slot s through the pointer p of an expert.
+
+- *k was submitted before step 1 of a move out of s.* It may be running, with p in its registers, while anything else
+  happens. The compute stream runs in order, so k is over when F is reached; step 3 begins after F. Hence nothing is
+  written to s while k reads it.
+- *k was submitted between steps 1 and 4 of that move.* The stream has run step 1 before k begins: p is not at s for
+  e_old; for e_new it is not yet. No other expert owns s. Hence k does not read s at all.
+- *k was submitted after step 4.* The stream has waited for D: all bytes are there. They stay until the next move out
+  of s, for which the first case holds again.
+
+A table never changes while kernels of a step run: no kernel races with a pointer write, a launch sees one pointer for
+both of its GEMMs, and what was a hit in a step is known exactly.
+
+**A step may be one replay of a CUDA graph.** The argument asks of k where it was submitted, and no more: not in which
+order the kernels of a step run, nor whether they run at once. A replay submits them all at one point of the compute
+stream, behind the pointers' writes of its step and before those of the next. What was captured is where the table
+lies, not what it says, and the table stays there; no move, and no wait for one, is ever captured.
+
+**Why not all four on the copy stream,** as the idea is usually put, with F recorded after the last use? A copy stream
+lags: kernels that were submitted *after* F may begin before step 1 has run, read the old pointer, and be reading when
+step 3 begins. To be right, F would have to be recorded after the host has seen that step 1 is over, or the compute
+stream would have to wait for a stream that is busy copying. ``tests/properties/test_pointers.py`` finds the
+interleaving, and enumerates those of the protocol above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_spac.cache.residency import NOWHERE, Residency, SlotState
+from vllm_spac.metrics import Counters
+from vllm_spac.policies.base import Policy
+
+STEP_BYTES = 128 << 20  # on their way into slots at once at most, at least one expert: 5 ms of PCIe 4
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Expert ``key`` goes into ``slot``, which was ``victim``'s, or nobody's (NOWHERE)."""
+
+    key: int
+    slot: int
+    victim: int = NOWHERE
+
+
+class Pointers:
+    """What the table says to the kernels that are submitted next; called between steps, by one thread.
+
+    Args:
+        keys: experts of all layers.
+        slots: experts that fast memory holds.
+        policy: says who makes room; owned.
+    """
+
+    def __init__(self, keys: int, slots: int, policy: Policy) -> None:
+        self.residency = Residency(keys, slots, policy)
+        self.at = np.full(
+            keys, NOWHERE, dtype=np.int32
+        )  # the slot that an expert's pointer is at; NOWHERE: its host copy
+        self.moving = 0
+        self._next = 0  # the key after the last one that was considered for a move
+
+    def observe(self, counts: np.ndarray) -> None:
+        """A step selected experts: int [keys], as ``Policy.observe`` has it."""
+        policy = self.residency.policy
+        policy.observe(counts)
+        for key in np.flatnonzero((counts > 0) & (self.residency.slot_of != NOWHERE)).tolist():
+            policy.touch(key)
+
+    def choose(self, counts: np.ndarray, most: int) -> list[Move]:
+        """Steps 1 of the moves that the policy wants after a step with ``counts``; at most ``most`` are on their way.
+
+        Of the experts that were missed, twice as many as may move are considered: those with the highest counts, among
+        equals in turn from where the last call stopped, so that no layer has to wait for those before it. One moves in
+        if the policy would rather keep it than some other that is not moving; what is on its way is left alone.
+        """
+        room = most - self.moving
+        missed = np.flatnonzero((counts > 0) & (self.residency.slot_of == NOWHERE))
+        turn = (missed - self._next) % len(self.at)
+        moves: list[Move] = []
+        for key in missed[np.lexsort((turn, -counts[missed]))][: 2 * room].tolist():
+            if len(moves) == room:
+                break
+            self._next = key + 1
+            placement = self.residency.exchange(key)
+            if placement is not None:
+                victim = next(iter(placement.victims), NOWHERE)
+                if victim != NOWHERE:
+                    self.at[victim] = NOWHERE
+                moves.append(Move(key, placement.loads[0][1], victim))
+        self.moving += len(moves)
+        return moves
+
+    def arrived(self, moves: Iterable[Move]) -> None:
+        """Steps 4: the bytes of these moves are in their slots."""
+        for move in moves:
+            self.residency.loaded(move.key)
+            self.at[move.key] = move.slot
+            self.moving -= 1
+
+    def placed(self, key: int) -> Move:
+        """Give ``key``, which is nowhere, a free slot, to be filled and ``arrived`` before any kernel runs."""
+        ((_, slot),) = self.residency.prepare([key]).loads
+        self.residency.release([key])
+        self.moving += 1
+        return Move(key, slot)
+
+    def check_integrity(self) -> None:
+        """Every invariant, in O(slots + keys); raises ``AssertionError``."""
+        self.residency.check_integrity()
+        slot_of, state = self.residency.slot_of, self.residency.state
+        ready = (slot_of != NOWHERE) & (state[slot_of] == SlotState.READY)
+        assert (self.at == np.where(ready, slot_of, NOWHERE)).all(), "a pointer is at a slot that is not its expert's"
+        assert self.moving == (state == SlotState.LOADING).sum(), "a move is forgotten"
+
+
+class Planner:
+    """What to move, from step to step, and what became of it. Pure; called between steps, by one thread.
+
+    Args:
+        pointers: what the table says; shared with whoever writes the table.
+        most: experts that are on their way at once, at most; 0: none ever moves.
+        counters: ``hits``, ``misses`` and ``prefetches`` with what became of them are counted here.
+    """
+
+    def __init__(self, pointers: Pointers, most: int, counters: Counters) -> None:
+        self.most = most
+        self._pointers, self._counters = pointers, counters
+        self._last: np.ndarray | None = None  # counts of the last step that says something about the next
+        self._unused: set[int] = set()  # moved in and not needed yet
+
+    def moved_in(self, key: int) -> None:
+        """The bytes of an expert have come, and its pointer is at its slot."""
+        self._unused.add(key)
+        self._counters.prefetches += 1
+
+    def learn(self, counts: np.ndarray, resident: np.ndarray, *, prompts: bool) -> int:
+        """A step is over and its counts are known; returns how many experts it missed.
+
+        Rows of prompts say little about the next step and are counted with the others: a step that has some decides
+        nothing.
+
+        Args:
+            counts: int [keys], rows that selected each expert.
+            resident: bool [keys], whose pointer was at a slot while the step ran.
+            prompts: some of the step's rows were those of prompts.
+        """
+        used = counts > 0
+        hits = np.flatnonzero(used & resident)
+        misses = int(used.sum()) - len(hits)
+        self._counters.hits += len(hits)
+        self._counters.misses += misses
+        first = self._unused.intersection(hits.tolist())
+        self._unused -= first
+        self._counters.prefetch_hits += len(first)
+        if not prompts:
+            self._pointers.observe(counts)
+            self._last = counts
+        return misses
+
+    def choose(self) -> list[Move]:
+        """Steps 1 of the moves that pay after the last step that said something; none if it was asked already."""
+        if self._last is None:
+            return []
+        moves = self._pointers.choose(self._last, self.most)
+        self._last = None
+        wasted = self._unused.intersection(move.victim for move in moves)
+        self._unused -= wasted
+        self._counters.prefetch_wasted += len(wasted)
+        return moves
+
+
+def most_moves(step_bytes: int, expert_bytes: int) -> int:
+    """Experts that may be on their way at once: as many as ``step_bytes`` hold, but one at least; of 0 bytes none."""
+    assert step_bytes >= 0
+    return max(1, step_bytes // expert_bytes) if step_bytes else 0

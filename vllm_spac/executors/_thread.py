@@ -1,0 +1,127 @@
+"""The thread that computes experts on the CPU while the forward thread streams others and runs its kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+from torch._C import set_num_threads  # not torch's own name for it, which vLLM replaces on a CPU machine
+
+from vllm_spac.errors import SpacError
+from vllm_spac.executors.base import CpuExperts
+from vllm_spac.system.futures import finish
+
+_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # the environment variables of OpenMP
+
+
+class Computation:
+    """Rows that are being computed in the group's thread.
+
+    Attributes:
+        waited: seconds that the forward thread waited for it.
+    """
+
+    def __init__(self, job: Future[Tensor], exclusive: bool) -> None:
+        self._job = job
+        self._exclusive = exclusive
+        self.waited = 0.0
+
+    def give_way(self) -> None:
+        """The forward thread is about to run a kernel: wait, if that may not run beside this one."""
+        if self._exclusive:
+            start = time.perf_counter()
+            finish([self._job])
+            self.waited += time.perf_counter() - start
+
+    def result(self) -> Tensor:
+        """[m, hidden] as ``CpuExperts.run`` says; waits for it.
+
+        Raises:
+            SpacError: they could not be computed; the cause is attached.
+        """
+        start = time.perf_counter()
+        try:
+            return self._job.result()
+        except CancelledError:
+            raise SpacError("spac: no expert is computed on the CPU any more, the engine is shutting down") from None
+        except Exception as error:
+            raise SpacError(f"spac: experts could not be computed on the CPU: {error}") from error
+        finally:
+            self.waited += time.perf_counter() - start
+
+
+class CpuGroup:
+    """Runs an executor in one thread.
+
+    OpenMP gives each thread that computes a team of its own, whose size is that thread's own setting: it is set here
+    for the group's thread alone.
+
+    Args:
+        executor: computes; owned.
+        layers: the experts of each layer that will be computed, see ``CpuExperts.prepare``.
+    """
+
+    def __init__(self, executor: CpuExperts, layers: Iterable[Mapping[str, Tensor]] = ()) -> None:
+        self.executor = executor
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="spac-cpu")
+        mine = torch.get_num_threads()
+        self._pool.submit(set_num_threads, executor.threads).result()
+        set_num_threads(mine)  # torch also keeps the newest as what threads to come start with
+        try:
+            for experts in layers:
+                self._pool.submit(executor.prepare, experts).result()
+        except BaseException:
+            self.close()
+            raise
+
+    @contextlib.contextmanager
+    def computing(
+        self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]
+    ) -> Iterator[Computation]:
+        """Compute while the caller does something else; over when the block is, however it ends.
+
+        Args as ``CpuExperts.run``, but ``x`` and ``weights`` may lie on another device.
+
+        Raises:
+            SpacError: the group is closed.
+        """
+        try:
+            job = self._pool.submit(self.executor.run, x.cpu(), weights.cpu(), ids, experts)
+        except RuntimeError as error:
+            raise SpacError("spac: no expert is computed on the CPU any more, the engine is shutting down") from error
+        try:
+            yield Computation(job, self.executor.exclusive)
+        except Exception as error:
+            finish([job])
+            also = None if job.cancelled() else job.exception()
+            if also is not None and error.__cause__ is not also:
+                error.add_note(f"spac: beside it, experts could not be computed on the CPU: {also}")
+            raise
+        finally:
+            finish([job])
+
+    def describe(self) -> str:
+        """For the start-up line."""
+        return f"{self.executor.describe()} in {self.executor.threads} threads"
+
+    def close(self) -> None:
+        """Wait for what is being computed, drop what waits, stop the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.executor.close()
+
+
+def threads_of(device: torch.device) -> int:
+    """How many threads compute experts: where fast memory is RAM half of them, because the others copy meanwhile; else
+    all cores but the forward thread's."""
+    threads = torch.get_num_threads() // 2 if device.type == "cpu" else len(os.sched_getaffinity(0)) - 1
+    return max(1, threads)
+
+
+def binding() -> str | None:
+    """The environment variable by which OpenMP pins the teams of all threads to the same cores; None: they are free."""
+    return next((name for name in _BINDINGS if os.environ.get(name)), None)

@@ -1,0 +1,91 @@
+"""The contract of an executor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import ConfigError
+
+# (x, weights, ids, experts) -> output, as ``CpuExperts.run``.
+Kernel = Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor]], Tensor]
+
+
+class CpuExperts(ABC):
+    """Computes experts of one layer at a time. One thread calls, always the same.
+
+    Attributes:
+        layout: of the experts: ``plain`` is ``w13_weight`` [experts, 2 * intermediate, hidden] (rows as
+            ``kernels.reference.grouped_gemm.gate_up`` says), ``w2_weight`` [experts, hidden, intermediate], and perhaps
+            ``w13_bias`` [experts, 2 * intermediate], ``w2_bias`` [experts, hidden]; ``kernel`` is what the kernel reads
+            that serves the slots.
+        exclusive: no kernel of the layers may run meanwhile; loads may.
+
+    Args:
+        shape: layers and experts.
+        threads: that it may use.
+        activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai``.
+        kernel: the one that serves the slots, if it runs on the CPU; callable from any thread.
+
+    Raises:
+        ConfigError: it cannot run here, or not these experts; says what could.
+    """
+
+    layout: ClassVar[Literal["plain", "kernel"]] = "plain"
+    exclusive: ClassVar[bool] = False
+
+    def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
+        self.shape = shape
+        self.threads = threads
+        self.activation = activation
+
+    def prepare(self, experts: Mapping[str, Tensor]) -> None:
+        """The experts of a layer, as ``run`` will get them; once for each layer, before the first ``run``.
+
+        Raises:
+            ConfigError: they cannot be computed here.
+        """
+
+    @abstractmethod
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        """The sum over each row's experts of weight * expert(row).
+
+        Args:
+            x: [m, hidden] on the CPU, in the dtype of the weights.
+            weights: [m, top_k] float32, 0 for a pair that does not count.
+            ids: [m, top_k], int32 or int64: experts of the layer; one may occur twice in a row.
+            experts: name -> tensors of all experts of the layer, [experts, ...], in ``layout``; the same object for
+                the same layer in every call.
+
+        Returns:
+            [m, hidden] on the CPU, in float32 or the dtype of ``x``.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """A few words for the start-up line."""
+
+    def close(self) -> None:
+        """Give back what is held; not used afterwards."""
+
+
+def check_same(found: Tensor, expected: Tensor, dtype: torch.dtype, terms: int, where: str) -> None:
+    """Two executions of the same experts in ``dtype`` differ by rounding only.
+
+    ``expected`` is the size of things: what is rounded to ``dtype`` (the middle of an expert, its result, the sum) is
+    off by units of ``eps``; sums of ``terms`` products in float32 by as many units of its own. A wrong layout, a wrong
+    expert or zeros are off by about 1.
+
+    Raises:
+        ConfigError: they do not; says ``where``.
+    """
+    size = expected.float().abs().max()
+    off = float((found.float() - expected.float()).abs().max() / size)
+    allowed = 8 * torch.finfo(dtype).eps + terms * torch.finfo(torch.float32).eps
+    if not off <= allowed:  # also NaN
+        raise ConfigError(f"spac: {where}: results differ by {off:.3g} of the greatest, {allowed:.3g} is rounding")

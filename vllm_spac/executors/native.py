@@ -1,0 +1,35 @@
+"""The kernel that serves the slots: on a CPU machine vLLM's fused MoE, over experts that have no slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import ConfigError
+from vllm_spac.executors.base import CpuExperts, Kernel
+
+
+class Native(CpuExperts):
+    """The layer's own kernel: a row whose experts all run here keeps its bits.
+
+    vLLM's CPU kernels share one scratch buffer a process, which the larger one reallocates: of two at once, each
+    overwrites the other's, and one may crash. Hence ``exclusive``.
+    """
+
+    layout: ClassVar[Literal["plain", "kernel"]] = "kernel"
+    exclusive: ClassVar[bool] = True
+
+    def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
+        super().__init__(shape, threads, activation, kernel)
+        if kernel is None:
+            raise ConfigError("spac: cpu_kernel=native needs layers whose kernel runs on the CPU; use torch")
+        self._kernel = kernel
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        return self._kernel(x, weights, ids, experts)
+
+    def describe(self) -> str:
+        return "native (the kernel of the slots)"

@@ -1,0 +1,101 @@
+"""``--plugin spac`` and one ``--spac-*`` flag a knob, on stock ``vllm serve``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib.metadata import entry_points
+
+from vllm_spac.config import SpacConfig, check_knob, flag
+from vllm_spac.errors import ConfigError
+from vllm_spac.integration import patches
+from vllm_spac.system.printable import brief, printable
+
+_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+    "vllm.endpoint_plugins",
+)
+
+
+def install() -> None:
+    """Add the flags to ``EngineArgs.add_cli_args`` and fold them into ``additional_config``."""
+    patches.wrap(f"{patches.ENGINE_ARGS}.add_cli_args", _adding)
+    patches.wrap(f"{patches.ENGINE_ARGS}.from_cli_args", _folding)
+
+
+def _adding(add_cli_args):
+    def add(parser):
+        parser = add_cli_args(parser)
+        group = parser.add_argument_group(
+            "SpacConfig", "Experts outside fast memory, e.g. --plugin spac --spac-slots 25%%."
+        )
+        group.add_argument("--plugin", choices=["spac"], action="append", help="Serve with a plugin: spac.")
+        for name, field in SpacConfig.model_fields.items():
+            text = (field.description or "").replace("%", "%%")
+            switch = {"nargs": "?", "const": "true", "metavar": "BOOL"} if field.annotation is bool else {}
+            group.add_argument(flag(name), type=_knob(name), default=None, help=text, **switch)
+        return parser
+
+    return add
+
+
+def _folding(from_cli_args):
+    def from_args(cls, args: argparse.Namespace):
+        fold(args)
+        made = from_cli_args(cls, args)
+        made.spac_command = True
+        return made
+
+    return from_args
+
+
+def fold(args: argparse.Namespace) -> None:
+    """Move the ``--spac-*`` flags of ``args`` into ``args.additional_config["spac"]``."""
+    knobs = {
+        name: value for name in SpacConfig.model_fields if (value := getattr(args, f"spac_{name}", None)) is not None
+    }
+    asked = "spac" in (getattr(args, "plugin", None) or [])
+    given = getattr(args, "additional_config", None)
+    if not isinstance(given, dict | None):
+        if not knobs and not asked:
+            return  # vLLM's own affair
+        raise refused(f"--additional-config must be a JSON object, e.g. '{{\"spac\": {{}}}}', not {brief(given)}")
+    additional = dict(given or {})
+    if knobs and not asked and "spac" not in additional:
+        raise refused(f"{flag(next(iter(knobs)))} needs --plugin spac")
+    if not asked and "spac" not in additional:
+        return
+    spac = additional.get("spac", {})
+    additional["spac"] = {**spac, **knobs} if isinstance(spac, dict) else spac
+    try:
+        SpacConfig.parse(additional["spac"])
+    except ConfigError as error:
+        raise refused(error) from None
+    args.additional_config = additional
+    _allow_endpoint()
+
+
+def refused(problem: object) -> SystemExit:
+    """What ends a command with one line and code 1."""
+    return SystemExit(f"vllm: error: {printable(problem)}")
+
+
+def _knob(name: str):
+    def parse(text: str) -> str:
+        try:
+            return check_knob(name, text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def _allow_endpoint() -> None:
+    """vLLM loads an endpoint plugin only when ``VLLM_PLUGINS`` names it, and then loads no plugin it does not name."""
+    if "VLLM_PLUGINS" in os.environ:
+        return
+    names = {entry.name for group in _PLUGIN_GROUPS[:-1] for entry in entry_points(group=group)}
+    os.environ["VLLM_PLUGINS"] = ",".join(sorted(names | {"spac"}))

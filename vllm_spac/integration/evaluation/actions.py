@@ -1,0 +1,138 @@
+"""What ``vllm-spac calibrate`` and ``quality`` ask of the worker while the model reads texts one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
+from vllm_spac.budget.control import BudgetedLayer
+from vllm_spac.errors import SpacError
+from vllm_spac.integration.evaluation.routing_study import Study
+from vllm_spac.integration.evaluation.scoring import Scoring
+
+
+class Calibrating:
+    """A ``runtime.Listener`` that hands the routers' scores to a recorder."""
+
+    def __init__(self, layers: Sequence[BudgetedLayer], recorder: CalibrationRecorder) -> None:
+        self._layers = layers
+        self.recorder = recorder
+
+    def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+        self.recorder.observe(layer, self._layers[layer].rule.probs(logits), weights, ids)
+
+
+class Evaluation:
+    """Each public method but ``call`` is an action of ``SpacWorker.spac_evaluate``; arguments and results are plain.
+
+    Args:
+        experts: the worker's ``ModelExperts``.
+        model: the target model.
+    """
+
+    def __init__(self, experts, model: torch.nn.Module) -> None:
+        self._experts, self._model = experts, model
+        self._runtime, self._control = experts.runtime, experts.runtime.budget
+        self._calibrating: Calibrating | None = None
+        self._study: Study | None = None
+        self._scoring = Scoring(model)
+
+    def call(self, action: str, *arguments: Any) -> Any:
+        """Run one action by its name."""
+        if action.startswith("_") or action == "call" or not callable(getattr(self, action, None)):
+            raise SpacError(f"spac: there is no evaluation {action!r}")
+        return getattr(self, action)(*arguments)
+
+    def facts(self) -> dict:
+        """What the model is: names and sizes."""
+        layers, pools = self._control.layers, self._runtime.pools
+        return {
+            "model": Path(self._experts.vllm_config.model_config.model).name,
+            "fingerprint": self._experts.model_name(),
+            "layers": [layer.name for layer in layers],
+            "experts": max(layer.experts for layer in layers),
+            "top_k": layers[0].top_k,
+            "custom": any(layer.rule.custom for layer in layers),
+            "expert_bytes": max(pool.shape.expert_bytes for pool in pools),
+            "resident": all(pool.holds_all for pool in pools),
+        }
+
+    # -- calibration ---------------------------------------------------------------------------------------
+
+    def calibrate(self, window: int, source: str, progress: str) -> int:
+        """Listen from now on; returns how many texts were done before, if ``progress`` is the file of such a run."""
+        facts = self.facts()
+        known = {name: facts[name] for name in ("fingerprint", "model", "layers", "experts", "top_k")}
+        recorder = CalibrationRecorder(**known, window=window, source=source)
+        if Path(progress).exists():
+            recorder.resume(progress)
+        self._calibrating = Calibrating(self._control.layers, recorder)
+        self._runtime.listeners.append(self._calibrating)
+        return recorder.texts
+
+    def calibrated_text(self) -> int:
+        """A text was read; returns the tokens so far."""
+        self._calibrating.recorder.end_text()
+        return self._calibrating.recorder.tokens
+
+    def save_progress(self, path: str) -> None:
+        """Write what a later run continues from."""
+        self._calibrating.recorder.save_progress(path)
+
+    def save_calibration(self, path: str) -> int:
+        """Write the calibration and stop listening; returns its tokens."""
+        found = self._calibrating.recorder.result()
+        found.save(path)
+        self._runtime.listeners.remove(self._calibrating)
+        self._calibrating = None
+        return found.tokens
+
+    # -- scores --------------------------------------------------------------------------------------------
+
+    def score(self, reference: bool) -> None:
+        """Score the texts from now on, against themselves if they are the ``reference``."""
+        self._control.counters.reset()
+        self._scoring.begin(reference)
+
+    def scored_text(self, ids: list[int]) -> None:
+        """The text ``ids`` was read."""
+        self._scoring.end_text(ids)
+
+    def scores(self) -> dict:
+        """The scores, and what the budget did meanwhile."""
+        return self._scoring.end() | {"budget": self._control.counters.snapshot()}
+
+    # -- routing -------------------------------------------------------------------------------------------
+
+    def capture(self, window: int, every: int) -> None:
+        """Keep the routing of the texts from now on, and hidden states of each ``every``-th window."""
+        path = self._experts.config.calibration  # of this model, or it would not have loaded
+        calibration = None if path is None else Calibration.read(path.expanduser())
+        self._study = Study(self._experts, _managed(self._model), calibration, window, every)
+        self._runtime.listeners.append(self._study)
+
+    def captured_text(self) -> None:
+        """A text was read."""
+        self._study.end_text()
+
+    def end_capture(self) -> None:
+        """Keep no more."""
+        self._runtime.listeners.remove(self._study)
+
+    def routing(self, sizes: list[int], budgets: list[int], coverage: str) -> dict:
+        """See ``Study.routing``."""
+        return self._study.routing(sizes, budgets, coverage)
+
+    def reconstruction(self, layer: int, budgets: list[int], rankings: list[str], coverages: list[str]) -> dict:
+        """See ``Study.reconstruction``."""
+        return self._study.reconstruction(layer, budgets, rankings, coverages)
+
+
+def _managed(model: torch.nn.Module) -> list:
+    """The managed layers, in the order of execution."""
+    return sorted((m for m in model.modules() if hasattr(m, "spac_number")), key=lambda layer: layer.spac_number)

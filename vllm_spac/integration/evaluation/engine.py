@@ -1,0 +1,119 @@
+"""vLLM in this process, for commands that look inside a model while it reads texts: one text at a time, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_spac.config import SpacConfig
+from vllm_spac.errors import ConfigError
+from vllm_spac.evaluation import prompts
+
+
+@contextlib.contextmanager
+def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **options: Any) -> Iterator[Any]:
+    """A ``vllm.LLM`` with the plugin that forwards a text of ``length`` tokens at once; gone when the block ends.
+
+    Args:
+        spac: the plugin's knobs.
+        tokenizer: whether texts must be tokenised.
+        options: more of ``vllm.LLM``'s arguments.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings = {
+        "max_model_len": length,
+        "max_num_batched_tokens": max(length, 64),
+        "max_num_seqs": 1,
+        "skip_tokenizer_init": not tokenizer,
+        "disable_log_stats": False,
+        **options,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "additional_config": {"spac": spac},
+    }
+    llm = None
+    try:
+        llm = LLM(model=model, **settings)
+        yield llm
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def tokens(llm: Any, texts: Sequence[str | list[int]], length: int, limit: int | None) -> list[list[int]]:
+    """``prompts.tokens`` with the model's tokenizer, where a text needs one."""
+    if all(isinstance(text, list) for text in texts):
+        size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        if (highest := max(max(text, default=0) for text in texts)) >= size:
+            raise ConfigError(f"the prompts hold the token id {highest}, and the model has {size}")
+        return prompts.tokens(texts, None, length, limit)
+    return prompts.tokens(texts, llm.get_tokenizer().encode, length, limit)
+
+
+def read(llm: Any, ids: Sequence[int]) -> None:
+    """Let the model read a text: one forward over all of its rows."""
+    generate(llm, [ids], 1)
+
+
+def generate(llm: Any, texts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+    """Greedy tokens after each text."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    requests = [{"prompt_token_ids": list(ids)} for ids in texts]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(requests, sampling, use_tqdm=False)]
+
+
+def ask(llm: Any, action: str, *arguments: Any) -> Any:
+    """Call ``Evaluation.<action>`` in the one worker."""
+    return llm.collective_rpc("spac_evaluate", args=(action, *arguments))[0]
+
+
+def options_of(text: str | None, name: str) -> dict:
+    """A JSON object from the command line; ``ConfigError`` when it is none."""
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError("it is no object")
+    except ValueError as error:
+        raise ConfigError(f'{name}: {error}; use a JSON object, e.g. \'{{"dtype": "bfloat16"}}\'') from error
+    return value
+
+
+def spac_of(slots: str, disk_dir: Path | None, calibration: Path | None = None) -> dict:
+    """The plugin's knobs of a command; ``ConfigError`` when it would refuse them."""
+    paths = {"disk_dir": disk_dir, "calibration": calibration}
+    spac = {"slots": slots, "guard": "off"}  # steps of one size, whatever they cost
+    spac |= {name: str(path) for name, path in paths.items() if path is not None}
+    SpacConfig.parse(spac)
+    return spac
+
+
+class Interruptible:
+    """While active, the first Ctrl-C only sets ``asked``; the second interrupts as ever."""
+
+    def __enter__(self) -> Interruptible:
+        self.asked = False
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,138 @@
+"""Keeps what the routers of a model saw, and asks afterwards what budgets would have done with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings
+from vllm_spac.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """One text in one layer: logits [rows, N], weights and ids [rows, k]; first row -> hidden [M, d] of a window."""
+
+    logits: Tensor
+    weights: Tensor
+    ids: Tensor
+    hidden: dict[int, Tensor]
+
+
+class Study:
+    """A ``runtime.Listener`` for texts that are each read in one forward.
+
+    Args:
+        experts: the worker's ``ModelExperts``.
+        modules: its managed layers, in the order of execution.
+        calibration: for the rankings that need one.
+        window: rows of a verify step (M).
+        every: keep the hidden states of each so many-th window.
+    """
+
+    def __init__(self, experts, modules, calibration: Calibration | None, window: int, every: int) -> None:
+        self._control, self._modules = experts.runtime.budget, modules
+        self._vllm_config = experts.vllm_config
+        self._window, self._every = window, every
+        self._texts: list[list[Text]] = [[] for _ in modules]
+        self._seen = 0  # windows of earlier texts
+        self._reconstruction = Reconstruction(self._control.layers, calibration)
+
+    def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+        whole = len(hidden) // self._window
+        starts = [w * self._window for w in range(whole) if (self._seen + w) % self._every == 0]
+        kept = {start: hidden[start : start + self._window].clone() for start in starts}
+        self._texts[layer].append(Text(logits.clone(), weights.clone(), ids.clone(), kept))
+
+    def end_text(self) -> None:
+        """A text is over."""
+        self._seen += len(self._texts[0][-1].logits) // self._window
+
+    def routing(self, sizes: list[int], budgets: list[int], coverage: str) -> list[dict]:
+        """Distinct experts a layer and the mass that the best hold, for steps of each size.
+
+        Args:
+            sizes: rows of a step.
+            budgets: for ``distinct`` under the ranking ``router``.
+
+        Returns:
+            For each size that a text reaches: ``size``, ``natural`` distinct experts, ``distinct`` for each budget,
+            ``curve``: share of the router mass in the best B = 1 .. N experts. Means over windows and layers.
+        """
+        found = []
+        for size in sizes:
+            if not any(len(text.logits) >= size for text in self._texts[0]):
+                continue
+            natural = self._distinct(size, max(layer.experts for layer in self._control.layers), "truncation")
+            cut = [self._distinct(size, budget, coverage) for budget in budgets]
+            found.append({"size": size, "natural": natural, "distinct": cut, "curve": self._curve(size)})
+        return found
+
+    @torch.inference_mode()
+    def reconstruction(self, layer: int, budgets: list[int], rankings: list[str], coverages: list[str]) -> dict:
+        """Relative errors of a layer's output.
+
+        Returns:
+            ``points``: (ranking, coverage, budget) of each column of ``errors`` [windows][points], and ``gap``: how far
+            the kernel's output is from the sum of its experts', relative, at worst; rounding, if all is well.
+        """
+        known = self._control.layers[layer]
+        points = [(r, c, b) for r in rankings for c in coverages for b in budgets if fits(known, c, b)]
+        errors, gap = [], 0.0
+        for text in self._texts[layer]:
+            for start, hidden in text.hidden.items():
+                rows = slice(start, start + self._window)
+                outputs = self._outputs(layer, hidden, known.experts)
+                routed = text.logits[rows], text.weights[rows], text.ids[rows]
+                resident = recent(text.ids[:start], known.experts // 2, known.experts).to(hidden.device)
+                errors.append(self._reconstruction.errors(layer, points, outputs, *routed, resident))
+                gap = max(gap, self._gap(layer, hidden, outputs, *routed[1:]))
+        return {"points": points, "errors": errors, "gap": gap}
+
+    def _outputs(self, layer: int, hidden: Tensor, experts: int) -> Tensor:
+        """[rows, N, d]: every expert on every row, by the layer's own kernel."""
+        rows, width = hidden.shape
+        ids = torch.arange(experts, device=hidden.device).repeat(rows)[:, None]
+        dtype, ones = self._texts[layer][0].ids.dtype, torch.ones(len(ids), 1, device=hidden.device)
+        given = self._run(layer, hidden.repeat_interleave(experts, 0), ones, ids.to(dtype))
+        return given.view(rows, experts, width)
+
+    def _gap(self, layer: int, hidden: Tensor, outputs: Tensor, weights: Tensor, ids: Tensor) -> float:
+        """Shared experts are not in the kernel's output, and not in ``outputs``."""
+        kernel, ours = self._run(layer, hidden, weights, ids).double(), combined(outputs, weights, ids)
+        return float((kernel - ours).norm() / kernel.norm().clamp_min(1e-30))
+
+    def _run(self, layer: int, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        from vllm.forward_context import set_forward_context
+
+        with set_forward_context(None, self._vllm_config):
+            return self._modules[layer].spac_forward(hidden, weights, ids)
+
+    def _distinct(self, size: int, budget: int, coverage: str) -> float:
+        control = BudgetControl([replace(layer, resident=None) for layer in self._control.layers])
+        control.change(BudgetSettings(budget=budget, coverage=coverage, when="all", window=size))
+        for layer, texts in enumerate(self._texts):
+            for text in texts:
+                if rows := len(text.logits) // size * size:
+                    control.apply(layer, text.logits[:rows], text.weights[:rows], text.ids[:rows], whole_step(rows))
+        counted = control.counters.snapshot()
+        return counted["experts"] / counted["shortlists"]
+
+    def _curve(self, size: int) -> list[float]:
+        layers = self._control.layers
+        names, experts, top_k = [layer.name for layer in layers], layers[0].experts, layers[0].top_k
+        recorder = CalibrationRecorder("", "", names, experts, top_k, size)
+        for number in range(len(self._texts[0])):
+            for layer, texts in enumerate(self._texts):
+                text = texts[number]
+                recorder.observe(layer, layers[layer].rule.probs(text.logits), text.weights, text.ids)
+            recorder.end_text()
+        return recorder.result().curve("scores").mean(0).tolist()
+
+
+def fits(layer: BudgetedLayer, coverage: str, budget: int) -> bool:
+    """Whether the layer can be run so: substitution needs ``top_k`` experts, and a routing rule that it knows."""
+    return coverage == "truncation" or (budget >= layer.top_k and not layer.rule.custom)

@@ -1,0 +1,65 @@
+"""Compares what a model predicts for texts with what it predicted for the same texts before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_spac.errors import SpacError
+from vllm_spac.evaluation.token_scores import Scores
+
+_BLOCK = 64  # rows whose logits exist at once
+
+
+class Scoring:
+    """Keeps the final hidden states of all rows; logits are made from them in blocks.
+
+    Args:
+        model: the target model, run by calling it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._hook: Any = None
+        self._hidden: list[Tensor] = []  # of the text that is being read
+        self._reference: list[Tensor] = []  # of each text
+        self._scores: Scores | None = None
+
+    def begin(self, reference: bool) -> None:
+        """Score the texts from now on, against themselves if they are the ``reference``."""
+        assert self._hook is None, "the scores before were not asked for"
+        if reference:
+            self._reference.clear()
+        self._scores = Scores(reference)
+        self._hook = self._model.register_forward_hook(self._keep)
+
+    def end_text(self, ids: list[int]) -> None:
+        """The next text of the reference's, ``ids``, was read, by one forward or several.
+
+        Raises:
+            SpacError: the model ran another number of rows.
+        """
+        hidden, number = torch.cat(self._hidden), self._scores.texts
+        self._hidden.clear()
+        if len(hidden) != len(ids):
+            raise SpacError(f"spac: the model ran {len(hidden)} rows for a text of {len(ids)} tokens; this is a bug")
+        if self._scores.reference:
+            self._reference.append(hidden)
+        other, following = self._reference[number], torch.tensor(ids[1:], device=hidden.device)
+        for start in range(0, len(following), _BLOCK):
+            rows = slice(start, min(start + _BLOCK, len(following)))
+            logits = [self._model.compute_logits(states[rows]) for states in (hidden, other)]
+            self._scores.add(*logits, following[rows])
+        self._scores.texts += 1
+
+    def end(self) -> dict:
+        """The scores of the texts since ``begin``."""
+        self._hook.remove()
+        self._hook = None
+        return self._scores.snapshot()
+
+    def _keep(self, module, arguments, output) -> None:
+        states = output[0] if isinstance(output, tuple) else output  # with the layers that a draft wants
+        self._hidden.append(states.detach().clone())

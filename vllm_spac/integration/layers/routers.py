@@ -1,0 +1,101 @@
+"""Between vLLM's MoE layers, their routers and our experts: where budgets cut, evaluations listen, graphs split."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_spac.budget.control import RoutingRule
+from vllm_spac.integration.layers.custom_ops import LAYER_NAME, layer_argument, moe_layer
+
+_SCORINGS = ("softmax", "sigmoid")
+
+
+def install(model: torch.nn.Module, layers) -> None:
+    """Let every router of a managed layer hand its choice to ``layer.spac_route`` before anything runs.
+
+    Where there can be CUDA graphs, also run the layer as an op that they can be split at. On a CPU vLLM runs no op but
+    compiles the layer with the rest of the model, and its numbers with it.
+    """
+    managed = {id(layer): layer for layer in layers}
+    for runner in model.modules():
+        layer = managed.get(id(getattr(runner, "routed_experts", None)))
+        if layer is not None:
+            layer.spac_rule = rule_of(runner.router)
+            runner.router._compute_routing = _budgeted(runner.router._compute_routing, layer)
+            if not current_platform.is_cpu():
+                assert callable(runner._forward_entry)  # a vLLM without it would go on calling its own op
+                runner._forward_entry = moe_layer(shared=runner.shared_experts is not None)
+
+
+def _budgeted(compute, layer):
+    @functools.wraps(compute)
+    def routing(hidden_states, router_logits, indices_type, **kwargs):
+        weights, ids = compute(hidden_states, router_logits, indices_type, **kwargs)
+        if not torch.compiler.is_compiling():
+            return layer.spac_route(hidden_states, router_logits, weights, ids)
+        out = torch.empty_like(weights), torch.empty_like(ids)
+        name = layer_argument(layer.layer_name)
+        torch.ops.vllm.spac_route(hidden_states, router_logits, weights, ids, *out, name)
+        return out
+
+    return routing
+
+
+def rule_of(router) -> RoutingRule:
+    """What a vLLM router does, from its own attributes; a scoring that is not known here counts as custom."""
+    grouped = getattr(router, "use_grouped_topk", hasattr(router, "num_expert_group"))
+    scoring = getattr(router, "scoring_func", "softmax")
+    known = scoring in _SCORINGS and getattr(router, "_hash_indices_table", None) is None
+    custom = isinstance(router, CustomRoutingRouter) or getattr(router, "custom_routing_function", None) is not None
+    return RoutingRule(
+        scoring=scoring if known else "softmax",
+        renormalize=bool(getattr(router, "renormalize", True)),
+        scale=float(getattr(router, "routed_scaling_factor", 1.0)),
+        bias=getattr(router, "e_score_correction_bias", None),
+        groups=router.num_expert_group if grouped else None,
+        top_groups=router.topk_group if grouped else None,
+        custom=custom or not known,
+    )
+
+
+def _route(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    out_weights: Tensor,
+    out_ids: Tensor,
+    layer_name: LAYER_NAME,
+) -> None:
+    layer = moe_runner.get_layer_from_name(moe_runner._resolve_layer_name(layer_name)).routed_experts
+    weights, ids = layer.spac_route(hidden_states, router_logits, topk_weights, topk_ids)
+    out_weights.copy_(weights)
+    out_ids.copy_(ids)
+
+
+def _fake(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    out_weights: Tensor,
+    out_ids: Tensor,
+    layer_name: LAYER_NAME,
+) -> None:
+    return None
+
+
+if not hasattr(torch.ops.vllm, "spac_route"):
+    for function in (_route, _fake):  # resolved here: annotations are strings, and the op's schema is made from them
+        function.__annotations__ = {name: Tensor for name in function.__annotations__} | {
+            "layer_name": LAYER_NAME,
+            "return": None,
+        }
+    direct_register_custom_op("spac_route", _route, mutates_args=["out_weights", "out_ids"], fake_impl=_fake)

@@ -1,0 +1,151 @@
+"""How much fast memory the experts may take, leaving room for the KV cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from vllm_spac.integration import graphs
+from vllm_spac.system.host_memory import available_host_bytes, gib
+
+logger = logging.getLogger("vllm.spac")
+
+_SAMPLER_COPIES = 3  # float32 logits, what penalties and temperature make of them, probabilities
+_GRAPH = 8 << 20  # of a captured graph, beside the pool that all share; assumed, not measured
+_SLACK = 512 << 20  # cuBLAS' and attention's workspaces, fragments of the allocator; assumed, not measured
+_FULL_REQUESTS = 4  # requests of the maximal length whose KV cache must fit beside the experts
+
+
+@dataclass(frozen=True)
+class MoEWidths:
+    """What the activations of a MoE layer depend on: experts a token uses, hidden size, width of an expert."""
+
+    top_k: int
+    hidden: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Working:
+    """Bytes of fast memory that vLLM takes while it runs, beside weights and KV cache, and how they come about.
+
+    Attributes:
+        sampling: logits of every request, and of its drafts, in float32, ``_SAMPLER_COPIES`` times.
+        activations: of the largest forward that vLLM profiles: three of the hidden size a row, and of the layers'
+            insides the largest: the experts' two buffers of vLLM's Triton kernel, which hold for each pair of row and
+            expert max(inner, hidden) and max(2 inner, hidden); attention's projections, twice, and its output; gate,
+            up and product of a dense layer.
+        graphs: the pool, as large as the activations of the largest captured forward, and ``_GRAPH`` for each.
+        slack: assumed.
+    """
+
+    sampling: int
+    activations: int
+    graphs: int
+    slack: int
+
+    @classmethod
+    def of(cls, vllm_config, device: torch.device, layers: Iterable[MoEWidths]) -> Working:
+        """From a checked configuration; ``layers`` are the kinds of MoE layers that the model has."""
+        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        compilation, speculation = vllm_config.compilation_config, vllm_config.speculative_config
+        most = graphs.most_rows(vllm_config)
+        drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
+        sampled = min(most, scheduler.max_num_seqs * (1 + drafts))
+        row = _row_bytes(vllm_config, layers)
+        captured, sizes = 0, 0
+        mode = compilation.cudagraph_mode
+        if device.type != "cpu" and mode is not None and mode.name != "NONE":
+            captured = compilation.max_cudagraph_capture_size or 0
+            kinds = {mode.decode_mode().name, mode.mixed_mode().name} - {"NONE"}
+            sizes = len(compilation.cudagraph_capture_sizes or ()) * len(kinds)
+        return cls(
+            sampling=sampled * model.get_vocab_size() * 4 * _SAMPLER_COPIES,
+            activations=most * row,
+            graphs=captured * row + sizes * _GRAPH,
+            slack=_SLACK,
+        )
+
+    @property
+    def total(self) -> int:
+        return self.sampling + self.activations + self.graphs + self.slack
+
+    def describe(self) -> str:
+        """For the log."""
+        return (
+            f"{gib(self.total)} for what runs: logits and sampling {gib(self.sampling)}, activations "
+            f"{gib(self.activations)}, CUDA graphs {gib(self.graphs)}, slack {gib(self.slack)}"
+        )
+
+
+def _row_bytes(vllm_config, layers: Iterable[MoEWidths]) -> int:
+    """Bytes of activations that a forward has at once for each of its rows, see ``Working``."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    heads, kv = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
+    insides = [(3 * heads + 4 * kv) * model.get_head_size()]
+    insides += [w.top_k * (max(w.inner, w.hidden) + max(2 * w.inner, w.hidden)) for w in layers]
+    insides.append(3 * (getattr(model.hf_text_config, "intermediate_size", None) or 0))
+    return (3 * model.get_hidden_size() + max(insides)) * model.dtype.itemsize
+
+
+def budget(vllm_config, device: torch.device, other_weights: int, working: int) -> int:
+    """Bytes for slots: what vLLM may use, less what the rest of the model, a draft, the KV cache and steps need.
+
+    Args:
+        other_weights: bytes of the weights that are no experts. On a GPU they are allocated by now; on a machine
+            without one, where fast memory is RAM, they become real when they are loaded.
+        working: bytes of ``Working``.
+    """
+    utilization = vllm_config.cache_config.gpu_memory_utilization
+    if device.type == "cpu":
+        used, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
+        free = min(utilization * total - used, available_host_bytes())
+        if vllm_config.cache_config.kv_cache_memory_bytes is not None:  # the KV cache has its own share
+            free = available_host_bytes()
+        free -= other_weights
+    else:
+        available, total = torch.cuda.mem_get_info(device)
+        free = available - (1 - utilization) * total
+    return int(free) - draft_bytes(vllm_config) - kv_bytes(vllm_config) - working
+
+
+def draft_bytes(vllm_config) -> int:
+    """Bytes of the draft model, which is loaded after the target: those of its files.
+
+    Prediction layers of the target's own checkpoint (MTP) count as so many of its layers.
+    """
+    speculation, target = vllm_config.speculative_config, vllm_config.model_config
+    draft = None if speculation is None else speculation.draft_model_config
+    if draft is None or draft is target:
+        return 0
+    files = [path for path in Path(draft.model).glob("*.safetensors") if not path.name.startswith("consolidated")]
+    nbytes = sum(path.stat().st_size for path in files or Path(draft.model).glob("*.bin"))
+    if draft.model == target.model and speculation.method != "draft_model":
+        if speculation.method != "mtp":
+            return 0
+        layers = target.get_num_layers(vllm_config.parallel_config)
+        predicting = getattr(draft.hf_config, "n_predict", None) or 1
+        nbytes = -(-nbytes * predicting // (layers + predicting))
+    if nbytes == 0:
+        logger.warning(
+            "spac: how large the draft %s is cannot be told before it is loaded, so no fast memory is left for it; if "
+            "it does not fit, use fewer --spac-slots or a lower --gpu-memory-utilization",
+            draft.model,
+        )
+    return nbytes
+
+
+def kv_bytes(vllm_config) -> int:
+    """Bytes of KV cache that the user asked for, else for ``_FULL_REQUESTS`` requests of the maximal length."""
+    explicit = vllm_config.cache_config.kv_cache_memory_bytes
+    if explicit is not None:
+        return explicit
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    requests = min(_FULL_REQUESTS, vllm_config.scheduler_config.max_num_seqs)
+    return token * model.dtype.itemsize * model.max_model_len * requests

@@ -1,0 +1,89 @@
+"""Names a checkpoint in a kernel's layout, so that packed experts are never used for another one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import xxhash
+
+from vllm_spac.checkpoint import contents, quantisation
+from vllm_spac.checkpoint.contents import Checkpoint
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import StoreError
+from vllm_spac.system.machine import DISK_DIR
+
+logger = logging.getLogger("vllm.spac")
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_INSTEAD = "download it to a folder and serve that, or use --spac-store host, which keeps nothing"
+
+
+def fingerprint(vllm_config, shape: MoEShape, layer, content: Checkpoint) -> str:
+    """32 hexadecimal digits that change with the weights, this rank's share of them, the layout, the kernel and vLLM.
+
+    Args:
+        layer: one of ``shape.layers``.
+        content: of the model's weight files.
+    """
+    import vllm
+
+    model, method, ranks = vllm_config.model_config, layer.quant_method, layer.moe_config.moe_parallel_config
+    facts = {
+        "vllm": vllm.__version__,
+        "experts_class": _name(method.experts_cls),
+        "quant_method": _name(type(method)),
+        "quantisation": quantisation.of(model.hf_config.to_dict()),  # also what shows in no shape: signs, orders
+        "load_format": str(vllm_config.load_config.load_format),
+        "layers": shape.layers,
+        "experts": shape.experts,
+        "tensors": {name: [spec.shape, str(spec.dtype)] for name, spec in shape.tensors.items()},
+        "tensor_parallel": [ranks.tp_rank, ranks.tp_size],
+        "expert_parallel": [ranks.use_ep, ranks.ep_rank, ranks.ep_size],
+        "weights": content.facts,
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True, default=str).encode())
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def model_fingerprint(content: Checkpoint) -> str:
+    """32 hexadecimal digits that change with the weights, whatever runs them; for calibrations and budgets."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content.facts).encode())
+
+
+def content_of(vllm_config, folder: Path) -> Checkpoint:
+    """What is in the model's weight files.
+
+    A folder's files are read, unless an earlier start did and nothing changed since. A model of the hub is its commit,
+    and nothing of it is read; dummy weights are what their shapes make them.
+
+    Args:
+        folder: of packed experts; what was read is kept there.
+
+    Raises:
+        StoreError: the weights cannot be told from others, or cannot be read.
+    """
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    if load_format == "dummy":
+        return Checkpoint(["dummy"])
+    if source := getattr(model, "model_weights", None):
+        raise StoreError(f"spac: the content of {source} cannot be told; {_INSTEAD}")
+    if Path(model.model).is_dir():
+        files = contents.weight_files(Path(model.model).absolute(), load_format)
+        if not files:
+            raise StoreError(f"spac: {model.model} has no weight files that --load-format {load_format} takes")
+        return contents.read(files, [folder, DISK_DIR.expanduser()])
+    revision = str(model.revision)
+    if not _COMMIT.fullmatch(revision) and getattr(model, "hf_config_path", None) is None:
+        revision = str(getattr(model.hf_config, "_commit_hash", None))
+    if not _COMMIT.fullmatch(revision):
+        raise StoreError(
+            f"spac: which commit of {model.model} is served cannot be told; add --revision COMMIT, or {_INSTEAD}"
+        )
+    logger.info("spac: the weights of %s are trusted to be those of commit %s and were not read", model.model, revision)
+    return Checkpoint([model.model, revision])

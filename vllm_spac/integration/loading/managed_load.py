@@ -1,0 +1,362 @@
+"""Load the target model without ever holding all of its experts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from tqdm import tqdm
+from vllm.platforms import current_platform
+
+from vllm_spac import components
+from vllm_spac.budget.control import BudgetControl
+from vllm_spac.cache.knobs import EngineKnobs
+from vllm_spac.checkpoint.contents import Checkpoint
+from vllm_spac.config import Slots, SpacConfig
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import StoreError, UnsupportedError
+from vllm_spac.execution.exchange import Exchange
+from vllm_spac.execution.pointers import admissions, execution, staging
+from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.integration import graphs
+from vllm_spac.integration.layers import host, routers, triton_tiles
+from vllm_spac.integration.layers.managed_experts import ManagedExperts
+from vllm_spac.integration.loading import assembly, fast_memory
+from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
+from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
+from vllm_spac.runtime import Pool, Runtime
+from vllm_spac.speculation.guard import Guard
+from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
+from vllm_spac.tiers.base import ExpertStore, allocate
+
+logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
+
+# Experts converted at once: on a CPU they are memory beside the layer; a GPU pays for each chunk with a kernel object
+# and two copies.
+_CHUNK_BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
+_FILE_BYTES = 32 << 20  # read from a mapped checkpoint before its pages are let go
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+@contextlib.contextmanager
+def managed_load(config: SpacConfig, vllm_config) -> Iterator[ModelExperts]:
+    """While active, MoE layers are built as ``ManagedExperts``; the drafts and other models never are."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    classes = _managed_classes()
+    if taken := set(classes) & set(op_registry_oot):
+        raise UnsupportedError(
+            f"spac: another plugin replaces vLLM's {', '.join(sorted(taken))}; load only one of them"
+        )
+    experts = ModelExperts(config, vllm_config)
+    op_registry_oot.update(classes)
+    try:
+        with host.building(experts):
+            yield experts
+    except BaseException:
+        experts.close()
+        raise
+    finally:
+        for name in classes:
+            del op_registry_oot[name]
+
+
+def _managed_classes() -> dict[str, type]:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+    return {
+        cls.__name__: type(f"Managed{cls.__name__}", (ManagedExperts, cls), {})
+        for cls in (RoutedExperts, GptOssRoutedExperts)
+    }
+
+
+class ModelExperts:
+    """All managed layers of one model: packs them, then serves them from a pool of slots a shape."""
+
+    def __init__(self, config: SpacConfig, vllm_config) -> None:
+        self.config = config
+        self.vllm_config = vllm_config
+        self.device = torch.device(vllm_config.device_config.device)
+        self.on_cpu = current_platform.is_cpu()
+        self.exchange = None if self.on_cpu else Exchange(self.device)
+        self.store_name = config.store_on("cpu" if self.on_cpu else "cuda")
+        self.runtime: Runtime | None = None
+        self.guard: Guard | None = None
+        self._layers: list = []
+        self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share one
+        self._shapes: list[MoEShape] = []
+        self._plan: list[tuple[int, bool]] = []  # of each shape: slots, whether prompts are staged
+        self._filled: dict[MoEShape, Pool] = {}  # of shapes that were packed completely by an earlier start
+        self._bar: tqdm | None = None
+        self._budget: BudgetControl | None = None
+        self._file_bytes = 0
+        self._open_files = contextlib.ExitStack()
+        self._locks: list[TextIO] = []
+        self._put: list[tuple[ExpertStore, int]] = []  # (store, key) of the experts that were packed now
+
+    @functools.cached_property
+    def checkpoint(self) -> Checkpoint:
+        """What is in the weight files; reading them may take long."""
+        return content_of(self.vllm_config, self.config.folder)
+
+    def model_name(self) -> str:
+        """Names the weights; for calibrations and budgets."""
+        return model_fingerprint(self.checkpoint)
+
+    # -- called by the layers ------------------------------------------------------------------------------
+
+    def add(self, layer) -> None:
+        layer.spac_number = len(self._layers)
+        self._layers.append(layer)
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """All layers are built and no weight has come: decide, and refuse what cannot be, before the work starts."""
+        if not self._layers:
+            raise UnsupportedError("spac: this model builds no MoE layer that the plugin can manage")
+        groups: dict[tuple, list] = {}
+        for layer in self._layers:
+            groups.setdefault(tuple(sorted((n, s.shape, s.dtype) for n, s in layer.probe().items())), []).append(layer)
+        for layers in groups.values():
+            self._shapes.append(self._shape_of(layers))
+            if self.config.execution == "pointers":
+                execution.check(self._shapes[-1])
+        routers.install(model, self._layers)
+        self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device, self.model_name)
+        others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
+        working = fast_memory.Working.of(self.vllm_config, self.device, {layer.spac_widths for layer in self._layers})
+        if self.config.parsed_slots == Slots():
+            kv = gib(fast_memory.kv_bytes(self.vllm_config))
+            logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())
+        free = fast_memory.budget(self.vllm_config, self.device, others, working.total)
+        knob = self.config.staging if self.config.execution == "pointers" else "off"
+        for shape in self._shapes:
+            count, staged = staging.divide(self.config.parsed_slots, knob, shape, free)
+            if staged:
+                graphs.check_staging(self.vllm_config, shape)
+            if self.config.execution == "slots" and count < shape.total and not self.on_cpu:
+                triton_tiles.install()
+            self._plan.append((count, staged))
+            free -= count * shape.expert_bytes + (staging.staging_bytes(shape) if staged else 0)
+            self._open_store(shape, count, staged)
+        missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
+        self._bar = tqdm(total=missing, desc="Packing experts", unit="expert", file=sys.stderr, disable=missing == 0)
+
+    def arrived(self, count: int) -> None:
+        """``count`` bytes were copied out of the checkpoint, whose pages now count as this process's memory."""
+        self._file_bytes += count
+        if self._file_bytes >= _FILE_BYTES:
+            self._file_bytes = 0
+            release_file_pages()
+
+    def is_stored(self, layer) -> bool:
+        """Whether all experts of the layer were packed, now or in an earlier run."""
+        return all(map(self._store(layer).holds, self._keys(layer)))
+
+    def pack(self, layer) -> None:
+        """Move a layer whose weights have all arrived to the store; does nothing for a stored one."""
+        store = self._store(layer)
+        keys = self._keys(layer)
+        if not self.is_stored(layer):
+            chunk = max(1, _CHUNK_BYTES["cpu" if self.on_cpu else "gpu"] // store.shape.expert_bytes)
+            for start in range(0, len(keys), chunk):
+                part = {name: t.cpu() for name, t in layer.convert(start, min(start + chunk, len(keys))).items()}
+                for offset, key in enumerate(keys[start : start + chunk]):
+                    if not store.holds(key):
+                        store.put(key, {name: tensor[offset] for name, tensor in part.items()})
+                        self._put.append((store, key))
+                        self._bar.update()
+        layer.forget()
+        release_freed_memory()
+
+    # -- called by the loader and the runner ---------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The weights are loaded: fill the slots and hand them to the layers."""
+        self._bar.close()
+        if "checkpoint" in vars(self):
+            self._check_unchanged()
+        for lock in self._locks:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        pools = []
+        for shape, planned in zip(self._shapes, self._plan, strict=True):
+            pool = self._filled.pop(shape, None) or self._fill(shape, *planned)
+            pools.append(pool)
+            for layer in self._layers:
+                if self._store(layer) is pool.store:
+                    layer.attach(pool)
+        trace = assembly.trace(self.config, self.vllm_config, pools)
+        self.guard = assembly.guard(self.config, self.vllm_config)
+        plans = drafts.plans_drafts(self.vllm_config)
+        self.runtime = Runtime(pools, self._budget, trace, None if plans else self.guard)
+        if plans and self.guard is not None:
+            draft_planning.offer(self.vllm_config, self.guard)
+        for pool in pools:
+            if isinstance(pool, ExpertPool):
+                first = next(layer for layer in self._layers if layer.spac_pool is pool)
+                assembly.balance(self.config, self.vllm_config, pool, first)
+            mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, pools)
+            logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(pool), assembly.choices(self.config, pool))
+        if self.config.execution == "pointers" and self.device.type == "cpu":
+            logger.warning(
+                "spac: execution=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and "
+                "slow; to serve, use --spac-execution slots"
+            )
+        (runner_v2 if plans else runner_v1).install()
+        worker_hooks.install()
+
+    def stats(self) -> dict:
+        """Choices and counters of this worker, summed over pools, as plain data."""
+        return assembly.stats(self.runtime, self.config, self.store_name, self.guard)
+
+    def close(self) -> None:
+        """Stop threads and give back stores."""
+        self._open_files.close()
+        if self.runtime is not None:
+            self.runtime.close()
+            return
+        filled = {id(pool.store) for pool in self._filled.values()}  # loading failed
+        for pool in self._filled.values():
+            pool.close()
+        for store in {id(store): store for store in self._stores.values()}.values():
+            if id(store) not in filled:
+                store.close()
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
+    def _shape_of(self, layers: list) -> MoEShape:
+        for index, layer in enumerate(layers):
+            layer.spac_index = index
+        first = layers[0]
+        return MoEShape(
+            tuple(layer.layer_name for layer in layers), first.moe_config.num_experts, first.top_k, first.probe()
+        )
+
+    def _open_store(self, shape: MoEShape, count: int, staged: bool) -> None:
+        parts, lock = {"shape": shape, "fingerprint": ""}, None
+        if count == shape.total:
+            store = components.build("tiers", "resident", **parts, device=self.device)
+        elif self.store_name == "disk":
+            first = next(layer for layer in self._layers if layer.layer_name == shape.layers[0])
+            parts["fingerprint"] = name = fingerprint(self.vllm_config, shape, first, self.checkpoint)
+            lock = self._lock_folder(self.config.folder, name)
+            store = components.build("tiers", "disk", **parts, folder=self.config.folder)
+        else:
+            store = components.build("tiers", self.store_name, **parts)
+        self._stores.update(dict.fromkeys(shape.layers, store))
+        if store.suspect:
+            self._verify(store)
+        if all(map(store.holds, range(shape.total))):
+            try:  # now, so that what turns out to be damaged is packed by this start
+                self._filled[shape] = self._fill(shape, count, staged)
+            except StoreError as error:
+                logger.warning("%s", error)
+                self._verify(store)
+        missing = sum(not store.holds(key) for key in range(shape.total))
+        if self._claim(lock, missing):
+            store.sweep()
+        store.reserve(missing)
+
+    def _verify(self, store: ExpertStore) -> None:
+        held = sum(map(store.holds, range(store.shape.total)))
+        logger.info("spac: checking all %d packed experts, since some are missing or damaged", held)
+        with tqdm(total=held, desc="Checking packed experts", unit="expert", file=sys.stderr) as bar:
+            damaged = 0
+            for problem in store.verify(self.config.io_threads):
+                damaged += problem is not None
+                bar.update()
+        if damaged:
+            logger.warning("spac: %d of %d packed experts are damaged and are packed again", damaged, held)
+
+    def _lock_folder(self, folder: Path, name: str) -> TextIO | None:
+        """Packing is for one process at a time, the others wait; then all share the files, and nobody deletes them.
+
+        What cannot be written to is shared through a lock file that is there, else without a lock.
+        """
+        path = folder / f"{name}.lock"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = open(path, "w")  # noqa: SIM115
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise StoreError(
+                    f"spac: cannot write {path}: {error.strerror}; name another folder with --spac-disk-dir DIR"
+                ) from error
+            try:
+                file = open(path)  # noqa: SIM115
+            except OSError:
+                logger.warning(
+                    "spac: %s cannot be written to (%s), so its experts are used without a lock: nothing prevents that "
+                    "they are deleted while they are in use",
+                    folder,
+                    error.strerror,
+                )
+                return None
+        self._locks.append(self._open_files.enter_context(file))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("spac: another process packs or uses these experts in %s; sharing them with it", folder)
+            fcntl.flock(file, fcntl.LOCK_SH)
+        return file
+
+    def _claim(self, lock: TextIO | None, missing: int) -> bool:
+        """Pack alone if that is possible; beside servers that use the rest otherwise: a file is replaced as a whole.
+
+        Returns whether something is missing and nobody else uses the folder.
+        """
+        if not missing or lock is None:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("spac: %d packed experts are missing or damaged; packing them beside a server", missing)
+            fcntl.flock(lock, fcntl.LOCK_SH)  # the failed attempt gave it up
+            return False
+        return True
+
+    def _check_unchanged(self) -> None:
+        """``StoreError`` if the checkpoint was changed since it was read; nothing that was packed is kept then."""
+        try:
+            self.checkpoint.check_unchanged()
+        except StoreError:
+            for store, key in self._put:
+                store.drop(key)
+            raise
+
+    def _fill(self, shape: MoEShape, count: int, staged: bool) -> ExpertPool | execution.StreamedPool:
+        store = self._stores[shape.layers[0]]
+        tensors = getattr(store, "tensors", None) or allocate(shape.tensors, count, self.device)
+        policy = components.build("policies", self.config.policy)
+        parts = shape, count, policy, store, tensors
+        if self.config.execution == "pointers":
+            rows = graphs.most_rows(self.vllm_config)
+            options = {"rows": rows, "staged": staged, "admission": self.config.admission or admissions.DEFAULT}
+            pool = execution.StreamedPool(*parts, path=self.store_name, **options)
+        else:
+            knobs = EngineKnobs(prefetch=self.config.prefetch)
+            pool = ExpertPool(*parts, io_threads=self.config.io_threads, path=self.store_name, engine=knobs)
+        try:
+            with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr, disable=pool.holds_all) as bar:
+                for loaded in pool.fill():
+                    bar.update(loaded)
+        except BaseException:
+            pool.close()
+            raise
+        pool.counters.reset()
+        return pool
+
+    def _store(self, layer) -> ExpertStore:
+        return self._stores[layer.layer_name]
+
+    def _keys(self, layer) -> range:
+        experts = self._store(layer).shape.experts
+        return range(layer.spac_index * experts, (layer.spac_index + 1) * experts)

@@ -1,0 +1,43 @@
+"""The weights of a running engine stay as they are.
+
+vLLM would write new ones into parameters that hold slots, or drop them, and go on with the experts that were packed;
+and it would save slots for experts. So what does either is refused before anything is changed.
+"""
+
+from __future__ import annotations
+
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration import patches
+from vllm_spac.integration.layers.host import experts_of
+from vllm_spac.integration.stepping import drafts
+
+_UPDATES = (
+    "spac: {what} cannot change the weights of a running engine, whose experts were packed when it started; nothing "
+    "was changed: restart it with the new checkpoint"
+)
+_SAVES = "spac: {what} would save what is in the slots and not the experts; save from an engine without --plugin spac"
+
+
+def install(vllm_config, model) -> None:
+    """Refuse updates of ``model``, which is loaded, by its runner, its worker or itself; a second call does nothing."""
+    runner = patches.RUNNER_V2 if drafts.plans_drafts(vllm_config) else patches.RUNNER_V1
+    _refuse(runner, "reload_weights", lambda runner: runner, _UPDATES)
+    for name in ("save_sharded_state", "save_tensorized_model"):
+        _refuse(patches.WORKER, name, lambda worker: worker.model_runner, _SAVES)
+    model.load_weights = _refused  # of this object
+
+
+def _refused(*args, **kwargs):
+    raise UnsupportedError(_UPDATES.format(what="load_weights"))
+
+
+def _refuse(owner: str, name: str, runner_of, message: str) -> None:
+    def refusing(method):
+        def refused(self, *args, **kwargs):
+            if experts_of(runner_of(self)) is not None:
+                raise UnsupportedError(message.format(what=name))
+            return method(self, *args, **kwargs)
+
+        return refused
+
+    patches.wrap(f"{owner}.{name}", refusing)

@@ -1,0 +1,242 @@
+"""Every name of vLLM that the plugin replaces at run time, in one table.
+
+vLLM's source is neither modified nor copied. The methods below are wrapped while vLLM loads, or set on its objects;
+each wrapper calls what it wraps. ``check`` fails at the start of an engine, with the name, where one of them is not in
+this vLLM or does not take the parameters that its wrapper relies on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm_spac.errors import UnsupportedError
+
+Where = Literal["frontend", "worker", "v1", "v2", "gpu"]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One name of vLLM.
+
+    Attributes:
+        target: ``module:name`` or ``module:Class.name``.
+        why: what the wrapper is for.
+        where: the process or the model runner that needs it; ``gpu``: layers whose experts pass through slots there.
+        takes: parameters by name that the wrapper relies on; all others are passed on.
+        first: whether these are the first ones, in this order: the wrapper gets them by position.
+        since: the first vLLM that has the name in this form, as far as it was looked at.
+        until: what upstream would have to offer for the row to go.
+        on: ``class`` where the name itself is replaced; ``object`` where it is set on one object of the managed model.
+    """
+
+    target: str
+    why: str
+    where: Where
+    takes: tuple[str, ...] = ()
+    first: bool = False
+    since: str = "0.32"
+    until: str = ""
+    on: Literal["class", "object"] = "class"
+
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
+LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
+RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
+TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
+ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
+_STEP_HOOK = "a plugin hook with the batch before a forward and its tokens behind it"
+
+PATCHES = (
+    Patch(
+        f"{ENGINE_ARGS}.add_cli_args",
+        "adds --plugin and the --spac-* flags",
+        "frontend",
+        ("parser",),
+        until="flags that plugins may add",
+    ),
+    Patch(
+        f"{ENGINE_ARGS}.from_cli_args",
+        "folds the --spac-* flags into additional_config",
+        "frontend",
+        ("args",),
+        until="flags that plugins may add",
+    ),
+    Patch(
+        f"{ENGINE_ARGS}.create_engine_config",
+        "refuses what cannot be served before a worker starts; names the worker extension; splits CUDA graphs",
+        "frontend",
+        until="a hook for plugins that validates a VllmConfig",
+    ),
+    Patch(
+        f"{LOADER}.load_model",
+        "builds the target model of an engine that asks for spac with managed experts, and no other model",
+        "worker",
+        ("vllm_config", "model_config"),
+        until="a replacement of custom ops per model",
+    ),
+    Patch(
+        f"{LOADER}.load_weights",
+        "decides where experts go when all layers are built and no weight has come",
+        "worker",
+        ("model",),
+        until="a hook between building a model and loading it",
+        on="object",
+    ),
+    Patch(
+        "vllm.model_executor.custom_op:op_registry_oot",
+        "names the managed class of each expert layer while a managed model is built (how vLLM replaces layers)",
+        "worker",
+    ),
+    Patch(
+        f"{_MOE}.router.base_router:BaseRouter._compute_routing",
+        "a budget cuts what the router chose, and traces and evaluations record it",
+        "worker",
+        ("hidden_states", "router_logits", "indices_type"),
+        until="a callback behind the router",
+        on="object",
+    ),
+    Patch(
+        f"{_MOE}.runner.moe_runner:MoERunner._select_forward",
+        "its result, _forward_entry, becomes an op that CUDA graphs can be split at (GPU only)",
+        "worker",
+        until="splitting ops that are chosen per layer",
+        on="object",
+    ),
+    Patch(
+        TILES,
+        "tiles are chosen as for a whole layer, not for as many experts as there are slots",
+        "gpu",
+        ("w1_shape", "w2_shape", "top_k", "dtype", "M", "block_shape"),
+        first=True,
+        until="tiles that depend on the layer's experts",
+    ),
+    *(
+        Patch(
+            target,
+            "rows are sorted by expert, then mapped to slots: its CUDA kernel has one count per expert, not per slot",
+            "gpu",
+            ("topk_ids", "block_size", "num_experts", "expert_map", "pad_sorted_ids", "ignore_invalid_experts"),
+            first=True,
+            until="a kernel that maps experts after counting, or counts places",
+        )
+        for target in ALIGN
+    ),
+    Patch(
+        f"{RUNNER_V1}._prepare_inputs", "a step begins: its rows by kind", "v1", ("scheduler_output",), until=_STEP_HOOK
+    ),
+    Patch(f"{RUNNER_V1}.execute_model", "a forward is over, also a failed one", "v1", until=_STEP_HOOK),
+    Patch(f"{RUNNER_V1}.sample_tokens", "a step is over: its tokens per request", "v1", until=_STEP_HOOK),
+    Patch(
+        f"{RUNNER_V1}.propose_draft_token_ids",
+        "the guard bounds how many tokens are drafted",
+        "v1",
+        ("scheduler_output",),
+        until="a draft length that is asked for at each step, as V2 has it",
+    ),
+    Patch(
+        f"{RUNNER_V2}.prepare_inputs", "a step begins: its rows by kind", "v2", ("scheduler_output",), until=_STEP_HOOK
+    ),
+    Patch(f"{RUNNER_V2}.execute_model", "a forward is over, also a failed one", "v2", until=_STEP_HOOK),
+    Patch(f"{RUNNER_V2}.sample_tokens", "a step is over: its tokens per request", "v2", until=_STEP_HOOK),
+    Patch(f"{WORKER}.compile_or_warm_up_model", "nothing is counted while vLLM warms up", "worker", until=_STEP_HOOK),
+    Patch(f"{WORKER}.shutdown", "traces are finished, threads stopped", "worker", until="a shutdown hook for plugins"),
+    *(
+        Patch(
+            f"{runner}.reload_weights",
+            "new weights for a running engine are refused: its experts were packed when it started",
+            where,
+            until="a way for a quant method to refuse an update",
+        )
+        for runner, where in ((RUNNER_V1, "v1"), (RUNNER_V2, "v2"))
+    ),
+    *(
+        Patch(
+            f"{WORKER}.{name}",
+            "is refused: it would save what is in the slots instead of the experts",
+            "worker",
+            until="a way for a quant method to refuse being saved",
+        )
+        for name in ("save_sharded_state", "save_tensorized_model")
+    ),
+    Patch(
+        f"{SCHEDULER}.__init__",
+        "the guard takes the place of dynamic_sd_lookup, and learns from schedule and update_from_output",
+        "v2",
+        ("vllm_config",),
+        until="a draft length that a plugin answers",
+    ),
+    Patch(f"{SCHEDULER}.schedule", "the guard sees when a step was planned", "v2", on="object"),
+    Patch(
+        f"{SCHEDULER}.update_from_output",
+        "the guard sees when a step is over",
+        "v2",
+        ("scheduler_output", "model_runner_output"),
+        on="object",
+    ),
+)
+_BY_TARGET = {patch.target: patch for patch in PATCHES}
+
+
+def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
+    """Replace ``target`` by ``make(what it is now)``; a second call does nothing.
+
+    Raises:
+        UnsupportedError: this vLLM lacks the name or a parameter of it.
+    """
+    patch = _BY_TARGET[target]
+    assert patch.on == "class", f"{target} is not replaced as a whole"
+    owner, name, static = _find(patch)
+    if getattr(static, "__spac__", False):
+        return
+    original = static.__func__ if isinstance(static, staticmethod | classmethod) else static
+    wrapper = functools.wraps(original)(make(original))
+    replaced: Any = type(static)(wrapper) if isinstance(static, staticmethod | classmethod) else wrapper
+    replaced.__spac__ = True
+    setattr(owner, name, replaced)
+
+
+def check(*where: Where) -> None:
+    """Every row of these places is there, with the parameters that its wrapper relies on.
+
+    Raises:
+        UnsupportedError: names the first that is not.
+    """
+    for patch in PATCHES:
+        if patch.where in where:
+            _find(patch)
+
+
+def _find(patch: Patch) -> tuple[Any, str, Any]:
+    """(what holds the name, the name, what it is there: perhaps a staticmethod)."""
+    module, _, path = patch.target.partition(":")
+    *owners, name = path.split(".")
+    try:
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        static = inspect.getattr_static(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise _missing(patch, f"has no {patch.target} ({error})") from error
+    found = inspect.unwrap(static.__func__ if isinstance(static, staticmethod | classmethod) else static)
+    given = tuple(inspect.signature(found).parameters) if patch.takes else ()
+    if patch.first and given[: len(patch.takes)] != patch.takes:
+        raise _missing(patch, f"calls {patch.target} with {', '.join(given)}")
+    if absent := set(patch.takes) - set(given):
+        raise _missing(patch, f"calls {patch.target} without {', '.join(sorted(absent))}")
+    return owner, name, static
+
+
+def _missing(patch: Patch, what: str) -> UnsupportedError:
+    from vllm import __version__
+
+    return UnsupportedError(
+        f"spac: vLLM {__version__} {what}, and the plugin needs it: {patch.why}; use a vLLM that it was tested with "
+        "(see the README)"
+    )

@@ -1,0 +1,51 @@
+"""Mixed into vLLM's worker class: what ``collective_rpc`` can ask it."""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_spac.budget.control import BudgetSettings
+from vllm_spac.errors import SpacError
+from vllm_spac.integration.layers.host import experts_of
+
+logger = logging.getLogger("vllm.spac")
+
+
+class SpacWorker:
+    """``self`` is the vLLM worker."""
+
+    def spac_stats(self) -> dict:
+        """Counters and choices of this worker, as plain data (see ``ModelExperts.stats``)."""
+        return self._spac_experts().stats()
+
+    def spac_budget(self, settings: dict) -> dict:
+        """Change the budget (see ``BudgetSettings``) from the next step on; returns what is in force now."""
+        runtime, wanted = self._spac_experts().runtime, BudgetSettings.parse(settings)
+        if wanted.active:
+            runtime.require_host("a budget")
+        control = runtime.budget
+        control.change(wanted)
+        logger.info("spac: mode=%s", control.settings.describe())
+        return control.settings.model_dump()
+
+    def spac_try_budget(self, settings: dict) -> dict:
+        """``spac_budget`` for a request from outside: {"settings": …}, or {"refused": why}, which no log shows."""
+        try:
+            return {"settings": self.spac_budget(settings)}
+        except SpacError as error:
+            return {"refused": str(error)}
+
+    def spac_evaluate(self, action: str, *arguments):
+        """One action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""
+        from vllm_spac.integration.evaluation.actions import Evaluation
+
+        self._spac_experts().runtime.require_host("an evaluation")
+        if not hasattr(self, "_spac_evaluation"):
+            self._spac_evaluation = Evaluation(self._spac_experts(), self.model_runner.get_model())
+        return self._spac_evaluation.call(action, *arguments)
+
+    def _spac_experts(self):
+        experts = experts_of(self.model_runner)
+        if experts is None:
+            raise RuntimeError("spac: this worker has no managed experts")
+        return experts

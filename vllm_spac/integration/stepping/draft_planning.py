@@ -1,0 +1,107 @@
+"""The guard where vLLM's scheduler plans drafts before they exist: V2, whose drafts never leave the device.
+
+The scheduler looks up how many drafts a step proposes by the number of its requests, and all behind it follows (vLLM's
+``num_speculative_tokens_per_batch_size``). The guard answers instead, and learns from what the scheduler is told.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from vllm_spac.integration import patches
+from vllm_spac.speculation.guard import Guard
+
+
+class PlannedDrafts:
+    """In the place of a scheduler's lookup: requests of a step -> draft tokens that each of them gets for the next one.
+
+    Args:
+        guard: decides; told of every step.
+        most: the lookup that the user has asked vLLM for, if any: the guard stays below it.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self, guard: Guard, most: Sequence[int] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._guard, self._most, self._clock = guard, most, clock
+        self._running: deque[tuple[object, float]] = deque()  # plans and when they were made
+        self._over = 0.0  # when the last step was
+
+    def __getitem__(self, requests: int) -> int:
+        length = self._guard.choose(requests)
+        return length if self._most is None else min(length, self._most[requests])
+
+    def planned(self, plan) -> None:
+        """The scheduler has made a ``SchedulerOutput``."""
+        self._running.append((plan, self._clock()))
+
+    def over(self, plan, result) -> None:
+        """The step of ``plan`` is over; ``result`` is its ``ModelRunnerOutput``.
+
+        It took the time since it was planned or, with async scheduling, since the step was over that ran then.
+        """
+        running, began = self._running.popleft()
+        assert running is plan, "steps end in the order in which they were planned"
+        now = self._clock()
+        seconds, self._over = now - max(began, self._over), now
+        drafts = plan.scheduled_spec_decode_tokens
+        emitted = [
+            len(result.sampled_token_ids[result.req_id_to_index[request]])
+            for request, rows in plan.num_scheduled_tokens.items()
+            if rows == 1 + len(drafts.get(request, ()))  # else a prompt's
+        ]
+        length = max(map(len, drafts.values()), default=0)
+        self._guard.observe(length, [count for count in emitted if count], len(plan.num_scheduled_tokens), seconds)
+
+
+def offer(vllm_config, guard: Guard) -> None:
+    """Let ``guard`` plan the drafts of an engine whose worker is this process: its scheduler is made after the worker.
+
+    Where steps are whole CUDA graphs, those without drafts get graphs too, as those with all drafts have: vLLM captures
+    what its schedule names.
+    """
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    speculation, requests = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
+    asked, most = speculation.num_speculative_tokens_per_batch_size, None
+    if asked:
+        most = build_dynamic_sd_schedule_lookup(asked, requests, guard.max_drafts)
+    elif requests > 1:
+        speculation.num_speculative_tokens_per_batch_size = [(1, 1, 0), (2, requests, guard.max_drafts)]
+    _waiting[vllm_config.instance_id] = PlannedDrafts(guard, most)
+    patches.wrap(f"{patches.SCHEDULER}.__init__", _starting)
+
+
+_waiting: dict[str, PlannedDrafts] = {}  # by the engine's configuration, until its scheduler is there
+
+
+def _starting(start):
+    def started(self, vllm_config, *args, **kwargs):
+        start(self, vllm_config, *args, **kwargs)
+        if (drafts := _waiting.pop(vllm_config.instance_id, None)) is not None:
+            attach(self, drafts)
+
+    return started
+
+
+def attach(scheduler, drafts: PlannedDrafts) -> None:
+    """Let a scheduler ask ``drafts`` and tell it of its steps."""
+    schedule, update = scheduler.schedule, scheduler.update_from_output
+
+    @functools.wraps(schedule)
+    def scheduled(*args, **kwargs):
+        plan = schedule(*args, **kwargs)
+        drafts.planned(plan)
+        return plan
+
+    @functools.wraps(update)
+    def updated(plan, result, *args, **kwargs):
+        drafts.over(plan, result)
+        return update(plan, result, *args, **kwargs)
+
+    scheduler.dynamic_sd_lookup = drafts
+    scheduler.schedule, scheduler.update_from_output = scheduled, updated

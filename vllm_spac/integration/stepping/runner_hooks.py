@@ -1,0 +1,75 @@
+"""What both model runners of vLLM share: where a step begins and ends."""
+
+from __future__ import annotations
+
+from vllm_spac.core import RequestRows, RowKind
+from vllm_spac.integration import patches
+from vllm_spac.integration.layers.host import experts_of
+
+
+def hook_steps(runner: str, prepare_name: str, step_of, changed=lambda runner, scheduled, prepared: prepared) -> None:
+    """Begin a step when the inputs of a real batch are prepared, end it when its tokens are sampled.
+
+    Args:
+        runner: ``module:Class`` of the model runner.
+        prepare_name: its method that prepares the inputs of a batch.
+        step_of, changed: get the runner, the scheduler's output and what was prepared. The first returns a ``Step``;
+            what the second returns goes on instead of what was prepared.
+    """
+
+    def preparing(prepare):
+        def prepared(self, scheduler_output, *args, **kwargs):
+            result = prepare(self, scheduler_output, *args, **kwargs)
+            if (experts := managed_experts(self)) is None:
+                return result
+            experts.runtime.begin_step(step_of(self, scheduler_output, result))
+            return changed(self, scheduler_output, result)
+
+        return prepared
+
+    def executing(execute_model):
+        def executed(self, *args, **kwargs):
+            try:
+                return execute_model(self, *args, **kwargs)
+            finally:
+                if (experts := managed_experts(self)) is not None:
+                    experts.runtime.end_forward()
+
+        return executed
+
+    def sampling(sample_tokens):
+        def sampled(self, *args, **kwargs):
+            output = sample_tokens(self, *args, **kwargs)
+            if (experts := managed_experts(self)) is not None:
+                experts.runtime.end_step(tokens_of(output) if experts.runtime.counts_tokens else None)
+            return output
+
+        return sampled
+
+    patches.wrap(f"{runner}.{prepare_name}", preparing)
+    patches.wrap(f"{runner}.execute_model", executing)
+    patches.wrap(f"{runner}.sample_tokens", sampling)
+
+
+def tokens_of(output) -> list[int] | None:
+    """How many tokens each request of a step emitted; None where V1 keeps them on the device (async scheduling).
+
+    V2 copies them to the host behind the forward: waits for that copy.
+    """
+    if (counts := getattr(output, "num_sampled_tokens_np", None)) is not None:
+        output.copy_event.synchronize()
+        return counts.tolist()
+    sampled = getattr(output, "sampled_token_ids", None)
+    return list(map(len, sampled)) if isinstance(sampled, list) else None
+
+
+def managed_experts(runner):
+    """The managed experts of this runner, looked up once; None when its engine did not ask for the plugin."""
+    if not hasattr(runner, "_spac_experts"):
+        runner._spac_experts = experts_of(runner)
+    return runner._spac_experts
+
+
+def request_rows(start: int, stop: int, prefill: bool, drafts: int) -> RequestRows:
+    kind = RowKind.PREFILL if prefill else RowKind.VERIFY if drafts else RowKind.DECODE
+    return RequestRows(start, stop, kind, drafts)

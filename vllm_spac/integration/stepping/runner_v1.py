@@ -1,0 +1,60 @@
+"""vLLM's V1 model runner, the one of its CPU build: steps from its batches, draft lengths from the guard."""
+
+from __future__ import annotations
+
+from vllm_spac.core import Step
+from vllm_spac.integration import patches
+from vllm_spac.integration.stepping.runner_hooks import hook_steps, managed_experts, request_rows
+
+
+def install() -> None:
+    """Wrap the methods of V1's runner; a second call does nothing."""
+    hook_steps(
+        patches.RUNNER_V1,
+        "_prepare_inputs",
+        lambda runner, scheduled, prepared: _step(runner, scheduled),
+        sampled_plainly,
+    )
+    patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", _proposing)
+
+
+def _proposing(propose):
+    """The guard bounds how many tokens are drafted. Without drafts the drafter does not run, but for prompts."""
+
+    def proposed(self, scheduler_output, *args, **kwargs):
+        experts = managed_experts(self)
+        length = experts.runtime.draft_length() if experts is not None else None
+        if length is None:
+            return propose(self, scheduler_output, *args, **kwargs)
+        if length == 0 and not experts.runtime.in_prompt:
+            return [[] for _ in self.input_batch.req_ids]
+        planned = scheduler_output.num_spec_tokens_to_schedule
+        scheduler_output.num_spec_tokens_to_schedule = min(length, planned) or 1
+        drafts = propose(self, scheduler_output, *args, **kwargs)
+        return [ids[:length] for ids in (drafts if isinstance(drafts, list) else drafts.tolist())]
+
+    return proposed
+
+
+def sampled_plainly(runner, scheduled, prepared):
+    """What V1 prepared, but a step that the guard left without drafts is sampled as vLLM does without speculation.
+
+    It would go through the rejection sampler with nothing to reject: the same token of the same logits, for more work.
+    Hybrid models keep it, whose recurrent layers count a step's drafts by it.
+    """
+    logits_indices, drafts, *others = prepared
+    guarded = managed_experts(runner).runtime.guard is not None
+    if guarded and not scheduled.scheduled_spec_decode_tokens and not runner.model_config.is_hybrid:
+        drafts = None
+    return logits_indices, drafts, *others
+
+
+def _step(runner, scheduled) -> Step:
+    batch, start, requests = runner.input_batch, 0, []
+    for index, request in enumerate(batch.req_ids):
+        stop = start + scheduled.num_scheduled_tokens[request]
+        drafts = len(scheduled.scheduled_spec_decode_tokens.get(request, ()))
+        prefill = batch.num_computed_tokens_cpu[index] < batch.num_prompt_tokens[index]
+        requests.append(request_rows(start, stop, bool(prefill), drafts))
+        start = stop
+    return Step(tuple(requests))

@@ -1,0 +1,28 @@
+"""vLLM's V2 model runner, CUDA's default: steps from its batches. Its drafts are planned in the scheduler."""
+
+from __future__ import annotations
+
+from vllm_spac.core import Step
+from vllm_spac.integration import patches
+from vllm_spac.integration.stepping.runner_hooks import hook_steps, request_rows
+
+
+def install() -> None:
+    """Wrap the methods of V2's runner; a second call does nothing."""
+    hook_steps(patches.RUNNER_V2, "prepare_inputs", lambda runner, scheduled, prepared: step_of(prepared))
+
+
+def step_of(batch) -> Step:
+    """The requests of V2's ``InputBatch``; rows from ``num_tokens`` on, which pad a CUDA graph, are nobody's."""
+    starts, drafts = batch.query_start_loc_np, batch.num_draft_tokens_per_req
+    return Step(
+        tuple(
+            request_rows(
+                int(starts[i]),
+                int(starts[i + 1]),
+                bool(batch.is_prefilling_np[i]),
+                0 if drafts is None else int(drafts[i]),
+            )
+            for i in range(batch.num_reqs)
+        )
+    )

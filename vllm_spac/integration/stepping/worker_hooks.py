@@ -1,0 +1,39 @@
+"""The start and the end of a worker."""
+
+from __future__ import annotations
+
+import contextlib
+
+from vllm_spac.integration import patches
+from vllm_spac.integration.stepping.runner_hooks import managed_experts
+
+
+def install() -> None:
+    """Count nothing while vLLM warms up: V2 does it with batches that look real. Finish what is recorded at the end.
+
+    A worker's exit hooks are no place for the latter: vLLM kills processes. A second call does nothing.
+    """
+    patches.wrap(f"{patches.WORKER}.compile_or_warm_up_model", _warming_up)
+    patches.wrap(f"{patches.WORKER}.shutdown", _closing)
+
+
+def _warming_up(warm_up):
+    def warmed(self):
+        experts = managed_experts(self.model_runner)
+        with experts.runtime.warming_up() if experts is not None else contextlib.nullcontext():
+            return warm_up(self)
+
+    return warmed
+
+
+def _closing(shutdown):
+    def closed(self):
+        runner = getattr(self, "model_runner", None)
+        experts = managed_experts(runner) if runner is not None else None
+        try:
+            if experts is not None:
+                experts.close()
+        finally:
+            shutdown(self)
+
+    return closed

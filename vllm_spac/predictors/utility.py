@@ -1,0 +1,102 @@
+"""MoE-SpAc's utility estimator (Algorithm 1): a score from 0 to K for each expert, from how often steps select it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from vllm_spac.core import NOT_RUN
+
+RELEASED_UP, RELEASED_DOWN = 5, 1
+
+Variant = Literal["paper", "literal", "released"]
+
+
+class UtilityEstimator:
+    """Scores of experts that do not depend on one another: pass L * N for all layers of a model together.
+
+    With f_t the rows of step t that selected an expert and d = f_t - f_{t-1} (f_0 = 0), its score rises by one when
+    d >= up, else falls by one when -d >= down, within [0, ``upper``]. Then the boundary on the side of d's sign moves
+    to (1 - forget) * boundary + forget * abs(d). Boundaries belong to an expert (Eq. 6: "expert-specific") and start
+    at floor(gamma / 2).
+
+    Variants (specification §3):
+        ``paper``: boundaries are real, at least 1, and floored only to be compared.
+        ``literal``: boundaries are floored whenever they move, as the text has it: with forget = 0.1 they only fall,
+            and one that starts at 0 (gamma < 2) lets an idle expert climb for ever.
+        ``released``: the authors' code: d = f_t - score, up at 5, down at 1, no boundary moves. It knows no gamma.
+
+    Ablations: ``upper=1`` is "w/o SpecUE"; ``boundaries=(3, 1)`` (up, down; they stay) is "w/o AdaBC".
+
+    Args:
+        num_experts: number of scores.
+        gamma: draft tokens in one speculative step.
+        upper: the highest score (K).
+        forget: weight of the newest change in a boundary (lambda), from 0 to 1.
+        variant: see above.
+        boundaries: fixed (up, down), each >= 0; not with ``released``.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        gamma: int = 8,
+        upper: int = 4,
+        forget: float = 0.1,
+        variant: Variant = "paper",
+        *,
+        boundaries: tuple[int, int] | None = None,
+    ) -> None:
+        if num_experts < 1 or gamma < 0 or upper < 1 or not 0 <= forget <= 1:
+            raise ValueError("use num_experts >= 1, gamma >= 0, upper >= 1 and forget from 0 to 1")
+        if variant not in ("paper", "literal", "released"):
+            raise ValueError(f"no variant is called {variant!r}; use paper, literal or released")
+        if boundaries is not None and (variant == "released" or min(boundaries) < 0):
+            raise ValueError("boundaries are (up, down), each at least 0, and only for paper and literal")
+        self.upper = upper
+        self.forget = forget
+        self.variant = variant
+        self.fixed = boundaries is not None or variant == "released"
+        start = (gamma // 2, gamma // 2) if boundaries is None else boundaries
+        if variant == "released":
+            start = (RELEASED_UP, RELEASED_DOWN)
+        elif variant == "paper" and boundaries is None:
+            start = (max(1, start[0]), max(1, start[1]))
+        self.up = np.full(num_experts, start[0], dtype=np.float64)
+        self.down = np.full(num_experts, start[1], dtype=np.float64)
+        self.last = np.zeros(num_experts, dtype=np.int64)
+        self.scores = np.zeros(num_experts, dtype=np.int64)
+
+    def update(self, counts: np.ndarray) -> np.ndarray:
+        """Take in one step.
+
+        Args:
+            counts: int [num_experts], rows that selected each expert; ``NOT_RUN`` (-1) for an expert whose layer did
+                not run in this step: nothing about it changes, and its next change is against the step before.
+
+        Returns:
+            int64 [num_experts], the new scores; a new array.
+        """
+        counts = np.asarray(counts)
+        assert counts.shape == self.scores.shape and counts.dtype.kind in "iu", "counts are ints, one for each expert"
+        assert counts.size == 0 or counts.min() >= NOT_RUN, "a count below -1"
+        ran = counts != NOT_RUN
+        delta = np.where(ran, counts - (self.scores if self.variant == "released" else self.last), 0).astype(np.int64)
+        up, down = np.floor(self.up), np.floor(self.down)
+        rises = ran & (delta >= up)
+        falls = ran & ~rises & (-delta >= down)
+        self.scores = np.clip(self.scores + rises - falls, 0, self.upper)
+        self.last = np.where(ran, counts, self.last)
+        if not self.fixed:
+            self.up = self._moved(self.up, delta, delta > 0)
+            self.down = self._moved(self.down, -delta, delta < 0)
+        return self.scores.copy()
+
+    def _moved(self, boundary: np.ndarray, change: np.ndarray, where: np.ndarray) -> np.ndarray:
+        moved = (1 - self.forget) * boundary + self.forget * change
+        moved = np.floor(moved) if self.variant == "literal" else np.maximum(moved, 1.0)
+        return np.where(where, moved, boundary)

@@ -1,0 +1,164 @@
+"""What things take on a machine, in seconds: from a profile file with its provenance, never literals."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_spac.core import Rates
+from vllm_spac.errors import ConfigError
+from vllm_spac.system.machine import Machine
+from vllm_spac.system.untrusted import read_text
+
+FORMAT = "spac-profile-1"
+_FOLDER = "profiles"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Rate(_Frozen):
+    """One expert: ``fixed`` + max(bytes / ``bytes_per_second``, rows * bytes / ``flops_per_second``) seconds.
+
+    The last term is arithmetic: a row takes two operations a parameter, hence as many as a 16-bit expert has bytes.
+    None: memory is always the limit.
+    """
+
+    fixed: float = Field(0.0, ge=0)
+    bytes_per_second: float = Field(gt=0)
+    flops_per_second: float | None = Field(None, gt=0)
+
+    def seconds(self, nbytes: int, rows: np.ndarray | int = 1) -> np.ndarray | float:
+        """Seconds of an expert of ``nbytes`` for ``rows`` rows; the shape of ``rows``."""
+        return self.fixed + self.ideal(nbytes, rows)
+
+    def ideal(self, nbytes: int, rows: np.ndarray | int = 1) -> np.ndarray | float:
+        """The same without ``fixed``: what no implementation can beat."""
+        memory = nbytes / self.bytes_per_second
+        if self.flops_per_second is None:
+            return memory + 0.0 * rows
+        return np.maximum(memory, rows * (nbytes / self.flops_per_second))
+
+
+class Provenance(_Frozen):
+    """Where the numbers come from: ``measured`` by ``source`` (a command), or ``calculated`` from it (data sheets).
+
+    ``points``: what was measured, seconds (medians) by a quantity that its name tells; the rates are fitted to them.
+    ``expert_bytes``: size of the experts that were measured. ``store``: what loads read.
+    """
+
+    how: Literal["measured", "calculated"]
+    source: str = Field(min_length=1)
+    assumes: tuple[str, ...] = ()
+    date: str = ""
+    machine: Machine | None = None
+    versions: dict[str, str] = {}
+    points: dict[str, dict[int, float]] = {}
+    expert_bytes: int | None = None
+    store: str = ""
+
+
+class Costs(_Frozen):
+    """A profile.
+
+    Attributes:
+        fast: an expert computed in fast memory.
+        load: an expert brought into fast memory (copied, or read from disk); several share ``bytes_per_second``.
+        load_at_once: loads in flight whose ``fixed`` parts overlap.
+        cpu: an expert computed on the CPU from host memory.
+        other: seconds of a step outside of the experts.
+        draft: seconds of a draft token.
+    """
+
+    format: Literal["spac-profile-1"]
+    name: str
+    provenance: Provenance
+    fast: Rate
+    load: Rate
+    cpu: Rate
+    load_at_once: int = Field(1, ge=1)
+    other: float = Field(0.0, ge=0)
+    draft: float = Field(0.0, ge=0)
+
+    @classmethod
+    def read(cls, profile: str | Path, *, here: bool = False, disk_dir: Path | None = None) -> Costs:
+        """A profile from a file, or one that comes along by its name.
+
+        Args:
+            here: only if it was measured on this machine, with the disk of ``disk_dir`` (default: where experts are
+                packed by default).
+
+        Raises:
+            ConfigError: there is none, it is not a profile, or it is one of another machine.
+        """
+        try:
+            text = read_text(profile)
+        except (OSError, ValueError) as error:
+            text, missing = _packaged(str(profile)), isinstance(error, FileNotFoundError)
+            if text is None:
+                problem = f"there is no profile {profile}" if missing else f"the profile {profile}: {error}"
+                raise ConfigError(f"{problem}; name a file or one of {', '.join(names())}") from error
+        try:
+            costs = cls.model_validate_json(text)
+        except ValidationError as error:
+            found = error.errors()[:3]
+            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in found)
+            raise ConfigError(f"{profile} is no profile of format {FORMAT}: {problems}") from None
+        if here:
+            costs._check_machine(profile, Machine.here(disk_dir))
+        return costs
+
+    def _check_machine(self, profile: str | Path, machine: Machine) -> None:
+        origin = self.provenance
+        if origin.how == "measured" and origin.machine is not None:
+            differences = origin.machine.differences(machine)
+            if not differences:
+                return
+            problem = f"was measured on another machine ({'; '.join(differences)})"
+        else:
+            problem = f"was {origin.how}, not measured on this machine"
+        raise ConfigError(f"the profile {profile} {problem}; run vllm-spac profile here")
+
+    def check_experts(self, profile: str | Path, nbytes: int, store: str) -> None:
+        """Raises ``ConfigError`` unless experts of ``nbytes``, loaded from ``store``, were measured."""
+        origin = self.provenance
+        if origin.expert_bytes != nbytes or origin.store != store:
+            measured = f"{origin.expert_bytes or 'unknown'} bytes from {origin.store or 'an unknown store'}"
+            raise ConfigError(
+                f"the profile {profile} is of experts of {measured}, not of {nbytes} bytes from {store}; "
+                f"run vllm-spac profile --expert-bytes {nbytes} --store {store}"
+            )
+
+    def rates(self, nbytes: int) -> Rates:
+        """What a balancer weighs, for experts of ``nbytes``."""
+        return Rates(
+            fast=float(self.fast.seconds(nbytes)),
+            stream=float(self.load.seconds(nbytes)),
+            cpu=float(self.cpu.seconds(nbytes)),
+            cpu_row=nbytes / self.cpu.flops_per_second if self.cpu.flops_per_second else 0.0,
+            draft=self.draft,
+        )
+
+    def loading(self, count: int, nbytes: int) -> float:
+        """Seconds until ``count`` loads that start together are done."""
+        return -(-count // self.load_at_once) * self.load.fixed + count * nbytes / self.load.bytes_per_second
+
+    def bound(self, nbytes: int, hit: int, stream: int, cpu: int) -> float:
+        """The least a layer can take (specification §8): three processors, each reading its experts once."""
+        return max(hit * self.fast.ideal(nbytes), stream * self.load.ideal(nbytes), cpu * self.cpu.ideal(nbytes))
+
+
+def names() -> list[str]:
+    """Profiles that come along."""
+    return sorted(item.name.removesuffix(".json") for item in files("vllm_spac.profiling").joinpath(_FOLDER).iterdir())
+
+
+def _packaged(name: str) -> str | None:
+    if name not in names():
+        return None
+    return files("vllm_spac.profiling").joinpath(_FOLDER, f"{name}.json").read_text(encoding="utf-8")

@@ -1,0 +1,34 @@
+"""From measured seconds to a rate: a fixed part and a part that grows with bytes or rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from vllm_spac.profiling.costs import Rate
+
+
+def fit_load(points: Mapping[int, float], nbytes: int) -> Rate:
+    """``fixed`` + loads at once * bytes / ``bytes_per_second``, by least squares; neither is negative."""
+    counts, seconds = np.array(list(points), dtype=float), np.array(list(points.values()))
+    slope, fixed = np.polyfit(counts, seconds, 1) if len(points) > 1 else (0.0, -1.0)
+    if slope <= 0:  # more at once take no longer: only their sum is a rate
+        slope, fixed = float((seconds / counts).min()), 0.0
+    elif fixed < 0:
+        slope, fixed = float((counts * seconds).sum() / (counts**2).sum()), 0.0
+    return Rate(fixed=float(fixed), bytes_per_second=float(nbytes / slope))
+
+
+def fit_compute(points: Mapping[int, float], nbytes: int, fixed: float) -> Rate:
+    """Exact at the fewest and the most rows; ``fixed``: seconds of an expert without bytes, at most half of one row."""
+    fewest, most = min(points), max(points)
+    fixed = min(fixed, points[fewest] / 2)
+    memory = points[fewest] - fixed
+    arithmetic = (points[most] - fixed) / most
+    limited = arithmetic > 0 and most > fewest and points[most] > points[fewest]
+    return Rate(
+        fixed=fixed,
+        bytes_per_second=nbytes / memory,
+        flops_per_second=nbytes / min(arithmetic, memory / fewest) if limited else None,
+    )

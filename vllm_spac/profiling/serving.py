@@ -1,0 +1,71 @@
+"""What a balancer weighs, measured at the start of an engine with its own experts, kernels and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_spac.cache.transfers import Transfers
+from vllm_spac.core import Rates
+from vllm_spac.executors._thread import CpuGroup
+from vllm_spac.profiling.fit import fit_compute
+from vllm_spac.profiling.timing import ROWS, median
+from vllm_spac.tiers.base import ExpertStore, allocate
+
+
+def serving_rates(
+    store: ExpertStore,
+    group: CpuGroup,
+    fast: Callable[[], object],
+    *,
+    hidden: int,
+    device: torch.device,
+    io_threads: int,
+    seconds: float = 0.1,
+) -> Rates:
+    """What a balancer weighs, measured in the engine that will serve: its experts, kernels and threads.
+
+    Args:
+        store: holds every expert, in memory.
+        group: computes on the CPU; what it takes is measured while nothing else runs.
+        fast: runs one row through ``shape.top_k`` experts in fast memory.
+        hidden: size of a row.
+        device: of fast memory; room for ``shape.top_k`` experts is needed there meanwhile.
+        io_threads: as in serving.
+        seconds: of each of the four measurements, about.
+    """
+    shape, count = store.shape, store.shape.top_k
+    slots = allocate(shape.tensors, count, device)
+    turn = iter(range(1 << 62))
+    transfers = Transfers(store, slots, io_threads, "profile")
+
+    def load() -> None:
+        for error in transfers.load([(next(turn) % shape.total, slot) for slot in range(count)], None).values():
+            raise error
+
+    spec = shape.tensors["w13_weight"]
+    x = torch.randn(ROWS[-1], hidden, generator=torch.Generator().manual_seed(0)).to(spec.dtype)
+
+    def compute(rows: int) -> None:
+        layer, expert = shape.split(next(turn) % shape.total)
+        ids = torch.full((rows, 1), expert, dtype=torch.int32)
+        with group.computing(x[:rows], torch.ones(rows, 1), ids, store.layer(layer)) as computation:
+            computation.result()
+
+    def synchronized() -> None:
+        fast()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    try:
+        stream = median(load, seconds) / count
+    finally:
+        transfers.close()
+    cpu = fit_compute({rows: median(lambda rows=rows: compute(rows), seconds) for rows in (1, ROWS[-1])}, 1, fixed=0.0)
+    return Rates(
+        fast=median(synchronized, seconds) / count,
+        stream=stream,
+        cpu=float(cpu.seconds(1)),
+        cpu_row=1 / cpu.flops_per_second if cpu.flops_per_second else 0.0,
+    )

@@ -1,0 +1,119 @@
+"""``execution=pointers`` on a virtual clock: the planner and the pointers that serve, over a bus that all share.
+
+What is assumed, each where nothing was measured:
+
+- A layer is one launch. Its blocks overlap, so that it takes the longer of its hits, read from fast memory one after
+  the other, and its misses, each of which crosses the bus once. Misses' arithmetic hides behind the bus.
+- Moves are copied in order. While a layer streams misses, moves in flight and the layer get half of the bus each;
+  otherwise moves have the bus to themselves. What a step takes besides its experts lies before its layers, in equal
+  parts.
+- The counts of a step are known when the next one begins, as without async scheduling; with it they are a step later.
+- Long prompts are no exception: an expert crosses the bus once, as it does when they are staged. Steps of prompts alone
+  are no part of the time a token, steps that mix prompts and others are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.execution.pointers.protocol import Move, Planner, Pointers, most_moves
+from vllm_spac.metrics import Counters
+from vllm_spac.policies.base import Policy
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.replay import Outcome, Part, Replay
+from vllm_spac.traces.format import Trace
+
+
+class Bus:
+    """What the copy stream has left to do, in seconds of the whole bus."""
+
+    def __init__(self) -> None:
+        self._copying: deque[tuple[list[Move], float]] = deque()  # the oldest first, with the seconds that are left
+
+    def begin(self, moves: list[Move], seconds: float) -> None:
+        """Copy these behind the others; arrive together."""
+        if moves:
+            self._copying.append((moves, seconds))
+
+    def copy(self, seconds: float) -> None:
+        """Moves have the bus to themselves for so long."""
+        for number, (moves, left) in enumerate(self._copying):
+            spent = min(seconds, left)
+            seconds -= spent
+            self._copying[number] = moves, left - spent
+
+    def stream(self, seconds: float) -> float:
+        """A layer streams what takes so long alone; returns how long it takes beside the moves."""
+        shared = min(seconds, sum(left for _, left in self._copying))
+        self.copy(shared)
+        return seconds + shared
+
+    def arrived(self) -> list[Move]:
+        """The moves that are over."""
+        found: list[Move] = []
+        while self._copying and self._copying[0][1] <= 0:
+            found += self._copying.popleft()[0]
+        return found
+
+
+class PointersReplay(Replay):
+    """A trace over a table of pointers.
+
+    Args:
+        outcome: with ``slots`` and ``step_bytes``, as ``streamed.StreamedPool`` has them.
+        policy: says who makes room; owned.
+    """
+
+    def __init__(self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy) -> None:
+        super().__init__(trace, costs, nbytes, outcome)
+        self.counters = Counters()
+        self.pointers = Pointers(trace.facts.total, outcome.slots, policy)
+        self.planner = Planner(self.pointers, most_moves(outcome.step_bytes, nbytes), self.counters)
+        self.bus = Bus()
+        self._counts = np.zeros(trace.facts.total, dtype=np.int64)
+        self._resident = self.pointers.at != NOWHERE
+        self._prompts = False
+        self._between = 0.0  # seconds before each layer that are not its experts'
+
+    def fill(self, keys: Sequence[int]) -> None:
+        self.pointers.arrived([self.pointers.placed(key) for key in keys])
+
+    def begin_step(self, step: int, drafting: float, layers: int) -> None:
+        self._prompts = self.has_prompts(step)
+        self._between = self.costs.other / max(1, layers)
+        self.bus.copy(drafting)
+        arrived = self.bus.arrived()
+        self.pointers.arrived(arrived)
+        for move in arrived:
+            self.planner.moved_in(move.key)
+        moves = self.planner.choose()
+        self.bus.begin(moves, len(moves) * float(self.costs.load.seconds(self.nbytes)))
+        self._resident = self.pointers.at != NOWHERE
+        self._counts = np.full_like(self._counts, -1)
+
+    def layer(self, layer: int, parts: list[Part]) -> None:
+        experts, outcome = self.trace.facts.experts, self.outcome
+        (part,) = parts
+        self._counts[layer * experts : (layer + 1) * experts] = 0
+        self._counts[part.keys] = part.rows
+        hit = self._resident[part.keys].tolist()
+        computed = sum(self.fast[rows] for rows, here in zip(part.rows, hit, strict=True) if here)
+        misses = len(hit) - sum(hit)
+        self.bus.copy(self._between)
+        streamed = self.bus.stream(misses * float(self.costs.load.ideal(self.nbytes)))
+        took = max(computed, streamed)
+        self.bus.copy(took - streamed)
+        outcome.parts += 1
+        outcome.seconds += took
+        outcome.stall_seconds += took - computed
+        outcome.bound_seconds += self.costs.bound(self.nbytes, sum(hit), misses, 0)
+
+    def end_step(self) -> None:
+        self.planner.learn(self._counts, self._resident, prompts=self._prompts)
+        outcome, counters = self.outcome, self.counters
+        outcome.hits, outcome.misses, outcome.loads = counters.hits, counters.misses, counters.prefetches
+        outcome.bytes, outcome.streamed_bytes = outcome.loads * self.nbytes, outcome.misses * self.nbytes

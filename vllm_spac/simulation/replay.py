@@ -1,0 +1,137 @@
+"""Recorded routing step by step on a virtual clock, and what came of it; how layers reach experts is for subclasses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.traces.format import DRAFT, PREFILL, ROW_KINDS, STEP_KINDS, Trace
+
+_PREFILL = STEP_KINDS.index("prefill")
+_VERIFY = ROW_KINDS.index("verify")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one layer in one step that run together.
+
+    ``keys`` are ascending; ``rows`` says how many rows selected each.
+    """
+
+    keys: list[int]
+    rows: list[int]
+
+
+@dataclass
+class Outcome:
+    """What happened; experts are counted once a layer and step, as in ``metrics.Counters``.
+
+    Attributes:
+        execution: ``slots`` or ``pointers``.
+        admission: of the latter, how missed experts get slots; ``step_bytes``: with ``step``, what may be on its way
+            into slots at once.
+        hits, misses, cpu: experts that were in fast memory, were not, were computed on the CPU.
+        loads, bytes: what was copied into slots: on demand (slots; more than misses when parts of a step evict one
+            another), or ahead of need (pointers; with admission ``layer`` in the layer that missed it).
+        streamed_bytes: what layers read over the bus where it lay (pointers).
+        parts: parts in which layers ran.
+        seconds: virtual time of all steps; ``bound_seconds``: the least they can take (specification §8).
+        stall_seconds: of it, time in which fast memory computed no expert although a layer's experts were due.
+        tpot, bound_tpot: seconds a token over the steps that emit tokens; None when the trace does not say how many.
+    """
+
+    policy: str
+    balancer: str
+    slots: int
+    share: float
+    execution: str = "slots"
+    admission: str | None = None
+    step_bytes: int | None = None
+    steps: int = 0
+    hits: int = 0
+    misses: int = 0
+    cpu: int = 0
+    loads: int = 0
+    bytes: int = 0
+    streamed_bytes: int = 0
+    parts: int = 0
+    seconds: float = 0.0
+    stall_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    tpot: float | None = None
+    bound_tpot: float | None = None
+    hit_rate: float = field(init=False, default=0.0)
+    ratio: float = field(init=False, default=1.0)
+
+
+class Replay(ABC):
+    """A trace beside what serves it.
+
+    Args:
+        outcome: what is filled in.
+        nbytes: bytes of an expert.
+    """
+
+    def __init__(self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> None:
+        self.trace, self.costs, self.nbytes, self.outcome = trace, costs, nbytes, outcome
+        most = np.arange(int(trace.step_rows.max(initial=0)) + 1)
+        self.fast = np.asarray(costs.fast.seconds(nbytes, most)).tolist()  # seconds of a hit, by its rows
+
+    @abstractmethod
+    def fill(self, keys: Sequence[int]) -> None:
+        """Before the first step: these experts have slots."""
+
+    @abstractmethod
+    def begin_step(self, step: int, drafting: float, layers: int) -> None:
+        """A step starts that runs so many layers; ``drafting`` seconds went by since the last one."""
+
+    @abstractmethod
+    def layer(self, layer: int, parts: list[Part]) -> None:
+        """A layer of the step: adds what it takes to ``outcome``."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """The layers of the step are over."""
+
+    def run(self, work: list[list[Part]]) -> Outcome:
+        """``work``: the parts of each record of the trace."""
+        trace, outcome = self.trace, self.outcome
+        outcome.steps = trace.steps
+        bounds = np.searchsorted(trace.record_step, np.arange(trace.steps + 1)).tolist()
+        layers = trace.record_layer.tolist()
+        emitted, seconds, least = 0, 0.0, 0.0
+        known = True
+        for step in range(trace.steps):
+            before, before_bound = outcome.seconds, outcome.bound_seconds
+            records, drafting = range(bounds[step], bounds[step + 1]), self._drafting(step)
+            outcome.seconds += self.costs.other + drafting
+            outcome.bound_seconds += self.costs.other + drafting
+            self.begin_step(step, drafting, len(records))
+            for number in records:
+                self.layer(layers[number], work[number])
+            self.end_step()
+            if trace.step_kind[step] != _PREFILL:
+                tokens = int(trace.step_tokens[step])
+                known, emitted = known and tokens > 0, emitted + tokens
+                seconds, least = seconds + outcome.seconds - before, least + outcome.bound_seconds - before_bound
+        if known and emitted:
+            outcome.tpot, outcome.bound_tpot = seconds / emitted, least / emitted
+        asked = outcome.hits + outcome.misses + outcome.cpu
+        outcome.hit_rate = outcome.hits / asked if asked else 1.0
+        outcome.ratio = outcome.seconds / outcome.bound_seconds if outcome.bound_seconds else 1.0
+        return outcome
+
+    def has_prompts(self, step: int) -> bool:
+        """Whether some of a step's rows are those of prompts."""
+        rows = slice(self.trace.row_start[step], self.trace.row_start[step + 1])
+        return bool((self.trace.row_kind[rows] == PREFILL).any())
+
+    def _drafting(self, step: int) -> float:
+        """Seconds that a step's draft tokens took."""
+        kinds = self.trace.row_kind[self.trace.row_start[step] : self.trace.row_start[step + 1]]
+        verifying, drafts = np.count_nonzero(kinds == _VERIFY), np.count_nonzero(kinds == DRAFT)
+        return -(-drafts // max(1, verifying)) * self.costs.draft  # requests draft side by side

@@ -1,0 +1,23 @@
+"""Futures whose jobs may fail or be cancelled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future
+
+from vllm_spac.errors import StoreError
+
+
+def finish(jobs: Iterable[Future]) -> None:
+    """Wait until all are over. ``concurrent.futures.wait`` would wait for a cancelled one for ever."""
+    for job in jobs:
+        with contextlib.suppress(CancelledError):
+            job.exception()
+
+
+def outcome(job: Future) -> int | BaseException:
+    """Bytes moved, or why none were."""
+    if job.cancelled():
+        return StoreError("spac: no expert is read any more, the engine is shutting down; start it again")
+    return job.exception() or job.result()

@@ -1,0 +1,75 @@
+"""Which machine a measurement belongs to."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from vllm_spac.system.cpu_affinity import cpus
+
+DISK_DIR = Path("~/.cache/vllm_spac")  # where experts are packed unless --spac-disk-dir says otherwise
+
+
+class Machine(BaseModel):
+    """What the speed of experts depends on.
+
+    Attributes:
+        cores: those that an engine may use.
+        gpus: name of each GPU.
+        disk: device, file system and size of what the packed experts lie on; empty: not part of the measurement.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cpu: str
+    cores: int
+    gpus: tuple[str, ...] = ()
+    disk: str = ""
+
+    @classmethod
+    def here(cls, folder: Path | None = None) -> Machine:
+        """This machine; ``folder`` may not exist yet and is ``DISK_DIR`` unless given."""
+        import torch
+
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return cls(cpu=cpu_name(), cores=len(cpus()), gpus=tuple(names), disk=_disk(folder or DISK_DIR))
+
+    def differences(self, other: Machine) -> list[str]:
+        """``cpu: mine, not other's``, for all that both know."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in type(self).model_fields}
+        if not (self.disk and other.disk):
+            del pairs["disk"]
+        return [f"{name}: {_text(mine)}, not {_text(its)}" for name, (mine, its) in pairs.items() if mine != its]
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (f"{self.cpu} ({self.cores} cores)", *self.gpus, self.disk)))
+
+
+def _text(value: object) -> str:
+    return (", ".join(value) or "none") if isinstance(value, tuple) else str(value)
+
+
+def cpu_name() -> str:
+    """Model name of the processor, or its architecture where the system does not know the name."""
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def _disk(folder: Path) -> str:
+    path = folder.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    path = path.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    size = f"{psutil.disk_usage(str(path)).total / 1e9:.0f} GB"
+    if not mounts:
+        return size
+    mount = max(mounts, key=lambda part: len(part.mountpoint))
+    return f"{mount.device} {mount.fstype} {size}"

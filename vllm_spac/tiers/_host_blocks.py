@@ -1,0 +1,90 @@
+"""Blocks of host memory of exactly the size that is needed, registered with CUDA where it is to copy or read them.
+
+torch's own pinned memory comes in powers of two: 1 GiB for 768 MiB.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import TensorSpec
+from vllm_spac.errors import StoreError
+from vllm_spac.system.host_memory import gib
+
+_INSTEAD = "use --spac-store disk --spac-disk-dir DIR"
+
+
+def block_bytes(specs: Iterable[TensorSpec], count: int) -> int:
+    """Bytes that a block of ``count`` experts takes: each tensor begins on a page."""
+    return sum(_pages(count * spec.nbytes) for spec in specs)
+
+
+class HostBlock:
+    """``count`` experts' tensors in one anonymous mapping.
+
+    Attributes:
+        tensors: name -> zeros [count, ...], valid as long as somebody holds them.
+        nbytes: of the mapping, whole pages.
+
+    Args:
+        specs: the tensors of one expert.
+        pin: register the mapping with CUDA: locked, and read by the GPU where it is.
+
+    Raises:
+        StoreError: the system or the driver refuses; says what to do.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool) -> None:
+        self.nbytes = block_bytes(specs.values(), count)
+        try:
+            mapped = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise StoreError(
+                f"spac: the system gives no {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
+            ) from error
+        everything = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
+        self._address: int | None = None
+        if pin:
+            mapped.madvise(mmap.MADV_DONTFORK)  # copies on write would leave the GPU with the other copy
+            self._register(everything.data_ptr())
+        self.tensors: dict[str, Tensor] = {}
+        start = 0
+        for name, spec in specs.items():
+            stop = start + count * spec.nbytes
+            self.tensors[name] = everything[start:stop].view(spec.dtype).view(count, *spec.shape)
+            start += _pages(count * spec.nbytes)
+
+    def _register(self, address: int) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
+        if int(error) != 0:
+            raise StoreError(
+                f"spac: the driver pins no {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
+                f"{_words(error)}); raise the limit of locked memory (ulimit -l unlimited; in a container "
+                f"--ulimit memlock=-1), or {_INSTEAD}"
+            )
+        self._address = address
+
+    def close(self) -> None:
+        """Unregister the mapping, which no copy and no kernel may be using; a second call does nothing.
+
+        Raises:
+            StoreError: the driver refuses.
+        """
+        address, self._address = self._address, None
+        if address is None:
+            return
+        error = torch.cuda.cudart().cudaHostUnregister(address)
+        if int(error) != 0:
+            raise StoreError(f"spac: host memory cannot be unpinned (cudaHostUnregister: {_words(error)})")
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _words(error) -> str:
+    return f"{torch.cuda.cudart().cudaGetErrorString(error)}, error {int(error)}"

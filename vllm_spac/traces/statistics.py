@@ -1,0 +1,119 @@
+"""What a routing trace says about its model: who is popular, how soon experts come back, what a cache would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from vllm_spac.predictors.utility import UtilityEstimator
+from vllm_spac.traces.format import Trace
+
+
+def uses(trace: Trace) -> np.ndarray:
+    """int64 [layers, experts]: rows that selected each expert."""
+    record = np.repeat(trace.record_layer.astype(np.int64), np.diff(trace.record_start))
+    flat = (trace.ids + (record * trace.facts.experts)[:, None]).ravel()
+    return np.bincount(flat, minlength=trace.facts.total).reshape(trace.facts.layers, -1)
+
+
+def skew(trace: Trace, share: float = 0.1) -> np.ndarray:
+    """float64 [layers]: part of the uses that go to the most used ``share`` of the experts; nan for an unused layer."""
+    top = max(1, round(share * trace.facts.experts))
+    counts = -np.sort(-uses(trace), axis=1)
+    with np.errstate(invalid="ignore"):
+        return counts[:, :top].sum(axis=1) / counts.sum(axis=1)
+
+
+def forwards(trace: Trace) -> list[np.ndarray]:
+    """Of each record its distinct experts as ascending keys (layer * experts + expert)."""
+    experts = trace.facts.experts
+    record = np.repeat(np.arange(trace.records), np.diff(trace.record_start))
+    flat = np.unique(trace.ids + (record * experts)[:, None])
+    bounds = np.searchsorted(flat, np.arange(1, trace.records) * experts)
+    keys = flat % experts + trace.record_layer.astype(np.int64)[flat // experts] * experts
+    return np.split(keys, bounds) if trace.records else []
+
+
+def distances(trace: Trace, *, by_layer: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Of each use of an expert in a layer and step, in order of execution, since its last use:
+
+    Args:
+        by_layer: count distinct experts of its own layer only, as a cache of that layer sees them.
+
+    Returns:
+        (distinct experts of all layers used meanwhile, steps gone by): int64 [uses] each, -1 for a first use.
+    """
+    experts = trace.facts.experts
+    last = np.full(trace.facts.total, -1, dtype=np.int64)
+    last_step = np.full(trace.facts.total, -1, dtype=np.int64)
+    stack, steps, clock = [], [], 0
+    work = zip(forwards(trace), trace.record_layer.tolist(), trace.record_step.tolist(), strict=True)
+    for keys, layer, step in work:
+        recent = np.sort(last[layer * experts : (layer + 1) * experts] if by_layer else last)
+        seen = last[keys]
+        stack.append(np.where(seen < 0, -1, len(recent) - np.searchsorted(recent, seen, side="right")))
+        steps.append(np.where(seen < 0, -1, step - last_step[keys]))
+        last[keys] = np.arange(clock, clock + len(keys))
+        last_step[keys] = step
+        clock += len(keys)
+    empty = np.zeros(0, dtype=np.int64)
+    return (np.concatenate(stack), np.concatenate(steps)) if stack else (empty, empty)
+
+
+def lru_curve(stack: np.ndarray, total: int) -> np.ndarray:
+    """float64 [total + 1]: hit rate of LRU with 0..total slots that start empty, from stack distances (Mattson).
+
+    With distances ``by_layer`` and ``total`` experts of a layer: of one LRU in each layer, with so many slots each.
+    Exact but for ties within one layer and step, as long as one does not need more experts than there are slots.
+    """
+    histogram = np.bincount(stack[stack >= 0], minlength=total)
+    return np.concatenate(([0], np.cumsum(histogram)[:total])) / max(1, len(stack))
+
+
+def accuracy(trace: Trace, *, threshold: int = 1, **knobs) -> np.ndarray:
+    """How often "score >= ``threshold``" before a step agrees with "selected in that step"; see ``agreement``.
+
+    It means nothing without its base rates: with few experts a step, who predicts none at all is right about most.
+
+    Args:
+        knobs: of ``UtilityEstimator``.
+    """
+    estimator = UtilityEstimator(trace.facts.total, **knobs)
+    return agreement(trace, lambda counts: estimator.update(counts) >= threshold)
+
+
+def nothing_is_hot(trace: Trace) -> np.ndarray:
+    """A base rate of ``accuracy``: how often "no expert is selected" is right."""
+    return agreement(trace, lambda counts: np.zeros(len(counts), dtype=bool))
+
+
+def as_last_step(trace: Trace) -> np.ndarray:
+    """A base rate of ``accuracy``: how often "the experts that the layer's last step selected" is right."""
+    last = np.zeros(trace.facts.total, dtype=np.int64)
+
+    def repeat(counts: np.ndarray) -> np.ndarray:
+        last[counts >= 0] = counts[counts >= 0]
+        return last > 0
+
+    return agreement(trace, repeat)
+
+
+def agreement(trace: Trace, predictor: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """How often a predictor is right about who is selected in the next step; before the first one, nobody.
+
+    Args:
+        predictor: takes in the counts of a step (``Trace.step_counts``, int64 [keys]); returns bool [keys].
+
+    Returns:
+        float64 [layers], the share of experts and steps; nan for a layer that never ran.
+    """
+    layers, total = trace.facts.layers, trace.facts.total
+    right, seen, hot = np.zeros(total), np.zeros(total), np.zeros(total, dtype=bool)
+    for counts in trace.step_counts():
+        if counts is not None:
+            right += (counts >= 0) & (hot == (counts > 0))
+            seen += counts >= 0
+            hot = predictor(counts)
+    with np.errstate(invalid="ignore"):
+        return right.reshape(layers, -1).sum(axis=1) / seen.reshape(layers, -1).sum(axis=1)

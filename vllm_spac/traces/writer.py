@@ -1,0 +1,228 @@
+"""Records a routing trace while a model runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.system.untrusted import read_header
+from vllm_spac.traces.format import (
+    DRAFT,
+    DTYPES,
+    FORMAT,
+    PADDING,
+    ROW_KINDS,
+    STEP_KINDS,
+    TraceFacts,
+    columns_of,
+    write_file,
+    writing,
+)
+
+if TYPE_CHECKING:
+    from vllm_spac.core import Step
+
+_FLUSH_BYTES = 1 << 20  # of ids and weights, as they came
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """A step as it came: columns are made of many steps at once.
+
+    ``ids`` and ``weights`` hold the bytes of layers' rows, int32 and float32.
+    """
+
+    step: Step
+    rows: int
+    layers: list[int] = field(default_factory=list)
+    ids: list[bytes] = field(default_factory=list)
+    weights: list[bytes] = field(default_factory=list)
+    tokens: int | None = None
+
+
+class TraceWriter:
+    """Records a run in bounded memory: columns grow in files without a name, on the disk of ``path``, and become one
+    file at ``save``. They go with the process, however it ends.
+
+    ``begin_step``, then ``observe`` for all MoE layers, together or one by one, then ``end_step``. What comes outside
+    of a step, or in a step without requests (a dummy run), is not recorded; a step that is begun again was never ended
+    and is dropped.
+
+    Args:
+        path: the file; what is there is replaced at ``save``. Where it is a link, what it leads to.
+        facts: the model.
+        weights: record the weights too, three times the size.
+
+    Raises:
+        ConfigError: ``path`` cannot be written; from ``end_step`` and ``save`` too; then ``discard`` it.
+    """
+
+    def __init__(self, path: str | Path, facts: TraceFacts, *, weights: bool = True) -> None:
+        self.path = Path(os.path.realpath(path))
+        self.facts = facts
+        facts.validate()
+        self._columns, self._weights = columns_of(facts, weights), weights
+        self._recorded: list[_Recorded] = []
+        self._pending: _Recorded | None = None
+        self._held = self._steps = 0
+        with writing(self.path):
+            _remove_leftovers(self.path)
+            folder = self.path.parent
+            self._spools = {name: tempfile.TemporaryFile(dir=folder) for name in self._columns}  # noqa: SIM115
+
+    def begin_step(self, step: Step) -> None:
+        """A forward of the target model begins."""
+        self._pending = _Recorded(step, step.rows) if step.requests else None
+
+    def observe(self, layers: Sequence[int], ids: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """The routers of these layers have chosen.
+
+        Args:
+            layers: their numbers.
+            ids: int [layers, rows, top_k]; rows beyond those of the step's requests are padding and left out.
+            weights: float of the same shape; not needed without ``weights``.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        rows, facts = pending.rows, self.facts
+        assert ids.ndim == 3 and ids.shape[::2] == (len(layers), facts.top_k), "[layers, rows, top_k]"
+        assert ids.shape[1] >= rows, "rows are missing"
+        assert min(layers) >= 0 and max(layers) < facts.layers
+        pending.layers += layers
+        pending.ids.append(ids[:, :rows].astype(np.int32, copy=False).tobytes())
+        if self._weights:
+            assert weights is not None and weights.shape == ids.shape, "one weight for each expert"
+            pending.weights.append(weights[:, :rows].astype(np.float32, copy=False).tobytes())
+
+    def end_step(self, tokens: int | None = None) -> None:
+        """The forward is over; ``tokens`` were emitted. Without it: one for each request if none of them verifies."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.tokens = tokens
+        self._recorded.append(pending)
+        self._held += (1 + self._weights) * sum(map(len, pending.ids))
+        if self._held >= _FLUSH_BYTES:
+            self._flush()
+
+    def save(self) -> Path:
+        """Write everything up to the last ended step, all or nothing; recording may go on.
+
+        An existing file stays as it is until there is a step to write.
+        """
+        self._flush()
+        if self._steps == 0 and self.path.exists():
+            return self.path
+        sizes = {}
+        for name, (dtype, width) in self._columns.items():
+            row = np.dtype(DTYPES[dtype]).itemsize * int(np.prod(width, initial=1))
+            sizes[name] = ((self._spools[name].tell() // row, *width), self._spools[name])
+        write_file(self.path, self.facts, sizes)
+        return self.path
+
+    def finish(self) -> Path:
+        """``save``; nothing can be recorded any more."""
+        try:
+            return self.save()
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Write nothing any more; also when called twice."""
+        self._pending = None
+        for file in self._spools.values():
+            file.close()
+
+    def _flush(self) -> None:
+        columns = self._columns_of(self._recorded)
+        with writing(self.path):
+            for name, column in columns.items():
+                self._spools[name].write(column.astype(DTYPES[self._columns[name][0]]).tobytes())
+        self._steps += len(self._recorded)
+        self._recorded.clear()
+        self._held = 0
+
+    def _columns_of(self, recorded: list[_Recorded]) -> dict[str, np.ndarray]:
+        """What these steps add to each column."""
+        steps = [item.step for item in recorded]
+        kinds = [_kinds(step) for step in steps]
+        records = [len(item.layers) for item in recorded]
+        flat = {
+            "step_kind": [STEP_KINDS.index(step.kind) for step in steps],
+            "step_rows": [item.rows for item in recorded],
+            "step_tokens": [_emitted(item.step) if item.tokens is None else item.tokens for item in recorded],
+            "row_kind": np.concatenate(kinds) if kinds else [],
+            "record_step": np.repeat(self._steps + np.arange(len(recorded)), records),
+            "record_layer": [layer for item in recorded for layer in item.layers],
+            "ids": np.frombuffer(b"".join(part for item in recorded for part in item.ids), dtype=np.int32),
+        }
+        if self._weights:
+            parts = b"".join(part for item in recorded for part in item.weights)
+            flat["weights"] = np.frombuffer(parts, dtype=np.float32)
+        return {name: np.asarray(column) for name, column in flat.items()}
+
+
+def check_target(path: str | Path, overwrite: bool = False) -> TraceFacts | None:
+    """Before a run: can a trace be written to ``path``?
+
+    Args:
+        overwrite: a file of something else may be replaced as well.
+
+    Returns:
+        The model of the trace that would be replaced, if there is one.
+
+    Raises:
+        ConfigError: it cannot be written, or it is something else.
+    """
+    path = Path(os.path.realpath(path))
+    with writing(path):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"the trace {path} cannot be written: there is something else; name another file")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if not path.exists() or path.stat().st_size == 0:
+            return None
+    try:
+        metadata, _ = read_header(path)
+        if metadata.get("format") == FORMAT:
+            return TraceFacts.of(metadata)
+    except (OSError, KeyError, ValueError):  # something else
+        pass
+    if overwrite:
+        return None
+    raise ConfigError(
+        f"the trace {path} would replace a file that is no trace; name another, or add --spac-trace-overwrite"
+    )
+
+
+def _remove_leftovers(path: Path) -> None:
+    """What processes that were killed while they wrote ``path`` have left beside it."""
+    for name in os.listdir(path.parent):
+        match = re.fullmatch(re.escape(path.name) + r"\.(\d{1,9})\.partial", name)
+        if match and not psutil.pid_exists(int(match[1])):
+            path.with_name(name).unlink(missing_ok=True)
+
+
+def _kinds(step: Step) -> np.ndarray:
+    """int [rows], what each row of a step is."""
+    kinds = np.full(step.rows, PADDING)
+    for request in step.requests:
+        kinds[request.start : request.stop] = ROW_KINDS.index(str(request.kind))
+        kinds[request.stop - request.drafts : request.stop] = DRAFT
+    return kinds
+
+
+def _emitted(step: Step) -> int:
+    """Tokens of a step of which nobody said: one for each request if none of them verifies; 0: not known."""
+    emits = [str(request.kind) == "decode" for request in step.requests if str(request.kind) != "prefill"]
+    return len(emits) if all(emits) else 0
