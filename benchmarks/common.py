@@ -7,7 +7,6 @@ import mmap
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_spac.provenance import command, machine, now, versions
+from vllm_spac.system.provenance import UNKNOWN, code, command, machine, now, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+TRACES = ROOT / "benchmarks" / "traces"
 TOY = ROOT / "benchmarks" / "toy"
 PAGE = 4096
 _REQUIRED = ("command", "git", "versions", "machine", "date")
@@ -39,12 +39,15 @@ def provenance(disk: Rate | None = None) -> dict:
     Args:
         disk: the measured read rate of the disk, if there is one.
 
-    Raises:
-        ProvenanceError: this is not a git checkout, so the code cannot be named.
+    Ask for it before measuring. Where git cannot name the code, that is said at once, and in the result.
     """
+    found = code(ROOT)
+    if "why" in found:
+        named = "" if found["commit"] == UNKNOWN else ", named by SPAC_COMMIT"
+        print(f"provenance: {found['commit']}{named} ({found['why']})", file=sys.stderr)
     return {
         "command": command(["python", *sys.argv], ROOT),
-        "git": _git(),
+        "git": found,
         "versions": versions(),
         "machine": machine() | {"disk_read": asdict(disk) if disk else None},
         "date": now(),
@@ -211,23 +214,3 @@ def _read_files(paths: Sequence[Path], size: int, direct: bool) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-
-
-def _git() -> dict:
-    """Commit, and whether anything but results differs from it: a benchmark writes its own while it runs."""
-    return {
-        "commit": _ask_git("rev-parse", "HEAD"),
-        "dirty": bool(_ask_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
-    }
-
-
-def _ask_git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=60)
-    except FileNotFoundError as error:
-        raise ProvenanceError("git is not installed, so no number can be traced to its code") from error
-    if done.returncode:
-        raise ProvenanceError(
-            f"git {arguments[0]} failed, so no number can be traced to its code: {done.stderr.strip()}"
-        )
-    return done.stdout.strip()

@@ -10,7 +10,7 @@ Needs a CUDA device and has not been run on one yet: there are no results of it 
    plain pinned copy. The simulator assumes 5 us for the first and the bus for the second.
 
 Each time is that of one replay of a CUDA graph, with L2 overwritten before; answers are compared before anything is
-timed.
+timed. What is measured is written at once: a run that is stopped leaves what it has.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ REPEATS = 30
 FLUSH_BYTES = 512 << 20  # more than any L2
 COPY_BYTES = 1 << 30
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHORT_ROWS = (1, 8, 64)
 # Of the greatest element: two kernels that round each value of bfloat16 (2**-8) six times, in another order.
 TOLERANCE = 2.0**-5
 
@@ -189,7 +190,7 @@ def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], re
     """One M over ``resident`` of the experts in slots: nothing is offered, so each replay finds what the last did."""
     from vllm_spac.kernels.admit import admit
     from vllm_spac.kernels.fetch import fetch
-    from vllm_spac.kernels.reference import Experts, Offers
+    from vllm_spac.kernels.types import Experts, Offers
 
     given, slots = make_input(rows, shape), max(1, round(resident * shape.experts))
     integers = {"dtype": torch.int32, "device": "cuda"}
@@ -245,12 +246,16 @@ def main(
     experts: int = Shape.experts,
     top_k: int = Shape.top_k,
     resident: Annotated[float, typer.Option(help="Share of the experts in HBM in the mixed run.", min=0, max=1)] = 0.25,
+    short: Annotated[bool, typer.Option("--short", help=f"M = {', '.join(map(str, SHORT_ROWS))} alone.")] = False,
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS / "kernels.json",
 ) -> None:
     """Compare grouped_gemm with vLLM's fused MoE and with plain copies, on this machine's GPU."""
     if not torch.cuda.is_available():
         fail("needs a CUDA device, and torch sees none; `make test` checks the kernels without one")
     shape = Shape(hidden, intermediate, experts, top_k)
+    device = torch.cuda.get_device_properties(0)
+    gpu = {"name": device.name, "capability": [device.major, device.minor], "l2_bytes": device.L2_cache_size}
+    payload = {"provenance": provenance(), "gpu": gpu, "shape": asdict(shape), "resident": resident}
     w13, w2 = make_weights(shape)
     try:
         pinned = tuple(torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight) for weight in (w13, w2))
@@ -258,20 +263,21 @@ def main(
         fail(f"{shape.experts * shape.expert_bytes >> 20} MiB of host memory cannot be pinned: {error}")
     rates = copy_rates()
     typer.echo(f"copies: HBM {rates['hbm'] / 1e9:.1f} GB/s, from pinned memory {rates['pinned'] / 1e9:.1f} GB/s")
-    measured = []
-    for rows in ROWS:
-        measured.append(measure(shape, rows, w13, w2, pinned, resident))
-        typer.echo(line(measured[-1], rates))
-    admitted = [measure_admission(shape, rows, pinned, resident) for rows in ROWS]
-    for row in admitted:
+    payload |= {"copy_bytes_per_second": rates, "rows": [], "admission": []}
+    sizes = SHORT_ROWS if short else ROWS
+    for rows in sizes:
+        row = measure(shape, rows, w13, w2, pinned, resident)
+        payload["rows"].append(row)
+        write_result(output, payload)
+        typer.echo(line(row, rates))
+    for rows in sizes:
+        row = measure_admission(shape, rows, pinned, resident)
+        payload["admission"].append(row)
+        write_result(output, payload)
         typer.echo(
             f"M={row['rows']:<4} nothing admitted {row['seconds']['nothing admitted']['median'] * 1e6:6.1f} us  "
             f"{row['experts_fetched']} fetched at {row['bytes_per_second'] / rates['pinned']:4.0%} of pinned copy"
         )
-    device = torch.cuda.get_device_properties(0)
-    gpu = {"name": device.name, "capability": [device.major, device.minor], "l2_bytes": device.L2_cache_size}
-    payload = {"provenance": provenance(), "gpu": gpu, "shape": asdict(shape), "resident": resident}
-    write_result(output, payload | {"copy_bytes_per_second": rates, "rows": measured, "admission": admitted})
     typer.echo(f"written: {output}")
 
 

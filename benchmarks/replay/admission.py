@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_spac.costs import Costs
-from vllm_spac.residency import NOWHERE
-from vllm_spac.trace import Trace
-from vllm_spac.virtual_clock import Outcome, Part, Replay
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.replay import Outcome, Part, Replay
+from vllm_spac.traces.format import Trace
 
 # Microseconds on an H100 in a graph, from flashlib's own cost model (measured by its authors): of K ids beyond 8; and
 # of the search for victims among so many slots, (once, for each missing id). Without a miss a call takes _NO_MISS.

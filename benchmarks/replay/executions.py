@@ -22,29 +22,33 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from admission import AdmissionReplay
-from common import RESULTS, ROOT, is_toy, provenance, write_result
+from common import RESULTS, ROOT, TRACES, is_toy, provenance, write_result
 from policies import facts
 
-from vllm_spac.costs import Costs
-from vllm_spac.pointers import STEP_BYTES, most_moves
-from vllm_spac.simulate import filling, parts, simulate
-from vllm_spac.trace import PREFILL, Trace, TraceFacts
-from vllm_spac.virtual_clock import Outcome
+from vllm_spac.execution.pointers.protocol import STEP_BYTES, most_moves
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.replay import Outcome
+from vllm_spac.simulation.simulate import filling, parts, simulate
+from vllm_spac.traces.format import PREFILL, Trace, TraceFacts
 
 EXAMPLES = """[bold]Examples[/]
 
-python benchmarks/replay/record.py && python benchmarks/replay/executions.py .cache/traces/*.trace
+python benchmarks/replay/executions.py                                     [dim]# those in benchmarks/traces[/]
 
 python benchmarks/replay/executions.py none1.trace --policy reuse,lru --moves 0,7,14 --output /tmp/executions.json
 """
+SHOWN = ("none1.trace", "none8.trace", "eagle4_1.trace")
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
 @app.command(help=__doc__, epilog=EXAMPLES)
 def main(
-    traces: Annotated[list[Path], typer.Argument(help="Files of --spac-trace.", exists=True, dir_okay=False)],
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files of --spac-trace.", exists=True, dir_okay=False, show_default=", ".join(SHOWN)),
+    ] = None,
     profile: Annotated[str, typer.Option(help="Profiles.")] = "rtx4090,h200",
-    policy: Annotated[str, typer.Option(help="Policies of pointers.")] = "reuse,lru,lfu,utility",
+    policy: Annotated[str, typer.Option(help="Policies of pointers.")] = "reuse,lru",
     slots_policy: Annotated[str, typer.Option(help="Policies of slots.")] = "reuse,lru",
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,25,50",
     moves: Annotated[str, typer.Option(help="Pointers: experts that are on their way at once.")] = "0,4,14,28",
@@ -54,6 +58,7 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] = RESULTS / "toy_executions.json",
 ) -> None:
     origin = provenance()
+    traces = traces or [TRACES / name for name in SHOWN]
     recorded = {path.stem: Trace.load(path) for path in traces}
     stacked = {name: stack(trace, layers, steps) for name, trace in recorded.items()}
     costs = {name: Costs.read(name) for name in profile.split(",")}
@@ -76,12 +81,16 @@ def main(
         case(stacked[name], costs[machine], share, way, expert_bytes) | {"trace": name, "profile": machine}
         for name, machine, share, way in track(cases, "replaying", console=Console(stderr=True), transient=True)
     ]
+    usual = most_moves(STEP_BYTES, expert_bytes)
     result = {
         "provenance": origin,
         "toy_model": any(is_toy(ROOT / trace.facts.model) for trace in recorded.values()),
         "calculated": {name: known.provenance.model_dump(mode="json") for name, known in costs.items()},
         "expert_bytes": expert_bytes,
-        "default_moves": most_moves(STEP_BYTES, expert_bytes),
+        "default_moves": usual,
+        "time_over_admission_in_the_layer": {
+            name: ratios([r for r in rows if r["trace"] == name], usual) for name in stacked
+        },
         "traces": {
             path.stem: facts(path, recorded[path.stem])
             | {"stacked_layers": layers, "steps_taken": stacked[path.stem].steps}
@@ -145,6 +154,26 @@ def case(trace: Trace, costs: Costs, share: float, way: dict, nbytes: int) -> di
     }
 
 
+def ratios(rows: list[dict], moves: int) -> dict:
+    """Way -> [least, most] time a token over that of pointers that admit in the layer, of sizes and machines.
+
+    Args:
+        rows: of one trace; those of the first policy of pointers count.
+        moves: experts that are on their way at once with admission between steps.
+    """
+    times: dict[tuple, dict[str, float]] = {}
+    admitting = [row["policy"] for row in rows if row.get("admission") == "layer"]
+    for row in rows:
+        way = row.get("admission") or row["execution"]
+        if (row["policy"] == admitting[0] or way == "flashlib") and (way != "step" or row["moves"] == moves):
+            times.setdefault((row["profile"], row["share_percent"]), {})[way] = row["tpot_ms"]
+    found: dict[str, list[float]] = {}
+    for here in times.values():
+        for way, took in here.items():
+            found.setdefault(way, []).append(took / here["layer"])
+    return {way: [round(min(values), 3), round(max(values), 3)] for way, values in found.items() if way != "layer"}
+
+
 def label(row: dict) -> str:
     moves = "" if row["moves"] is None else f" {row['moves']}"
     layer = ", in the layer" if row.get("admission") == "layer" else ""
@@ -188,6 +217,7 @@ def draw(result: dict, path: Path) -> None:
 
 def show(result: dict) -> None:
     console = Console(width=150)
+    console.print("time a token over that of pointers in the layer:", result["time_over_admission_in_the_layer"])
     names = ("way", "hits", "moved MB/token", "streamed MB/token", "TPOT ms", "bound ms", "impossible")
     groups = dict.fromkeys((row["trace"], row["profile"], row["share_percent"]) for row in result["rows"])
     for group in groups:

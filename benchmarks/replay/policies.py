@@ -22,17 +22,18 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, ROOT, is_toy, provenance, write_result
+from common import RESULTS, ROOT, TRACES, is_toy, provenance, write_result
 
 from vllm_spac import components
-from vllm_spac.costs import Costs
 from vllm_spac.policies.reuse import Reuse
-from vllm_spac.simulate import simulate
-from vllm_spac.trace import Trace
-from vllm_spac.trace_stats import accuracy
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.simulate import simulate
+from vllm_spac.traces.format import Trace
+from vllm_spac.traces.statistics import accuracy, agreement, as_last_step, nothing_is_hot
 
 POLICIES = (
     "lru",
+    "layer_lru",
     "lfu",
     "utility",
     "utility@variant=literal",
@@ -43,12 +44,14 @@ POLICIES = (
     "reuse@half_lives=(6,)",
     "belady",
 )
-TIMED = ("lru", "lfu", "utility", "reuse")
+TIMED = ("lru", "layer_lru", "lfu", "utility", "reuse")
 LAYERS, EXPERTS, SLOTS, SELECTED = 48, 128, 1500, 40  # where calls are timed: Qwen3-30B-A3B, experts of a verify step
 TIMED_STEPS = 12
 EXAMPLES = """[bold]Examples[/]
 
-policies.py decode.trace eagle.trace
+policies.py                                           [dim]# those in benchmarks/traces[/]
+
+policies.py decode.trace eagle.trace --timed          [dim]# also what a call takes: on a quiet machine[/]
 
 policies.py decode.trace --policy "lru reuse reuse@half_lives=(8,)" --shares "10 25" --output /tmp/half_lives.json
 """
@@ -58,11 +61,16 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 
 @app.command(help=__doc__, epilog=EXAMPLES)
 def main(
-    traces: Annotated[list[Path], typer.Argument(help="Files of --spac-trace.", exists=True, dir_okay=False)],
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files of --spac-trace.", exists=True, dir_okay=False, show_default="benchmarks/traces"),
+    ] = None,
     policy: Annotated[str, typer.Option(help="Policies, with knobs if need be: name@knob=value.")] = " ".join(POLICIES),
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "5 10 17 25 35 50",
+    timed: Annotated[bool, typer.Option("--timed", help="Also measure what calls of policies take.")] = False,
     output: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] = RESULTS / "toy_policies.json",
 ) -> None:
+    traces = traces or sorted(TRACES.glob("*.trace"))
     recorded = {path.stem: Trace.load(path) for path in traces}
     result = {
         "provenance": provenance(),
@@ -71,20 +79,20 @@ def main(
         "traces": {path.stem: facts(path, recorded[path.stem]) for path in traces},
         "hit_rates": {},
         "prediction_accuracy": {name: accuracies(trace) for name, trace in recorded.items()},
-        "microseconds_a_call": {
-            "layers": LAYERS,
-            "experts": EXPERTS,
-            "slots": SLOTS,
-            "selected": SELECTED,
-            **{name: microseconds(name) for name in TIMED},
-        },
     }
+    if timed:
+        shape = {"layers": LAYERS, "experts": EXPERTS, "slots": SLOTS, "selected": SELECTED}
+        result["microseconds_a_call"] = shape | {name: microseconds(name) for name in TIMED}
     cases = [(name, spec, share) for name in recorded for spec in policy.split() for share in result["shares_percent"]]
     costs = Costs.read("rtx4090")  # hits do not depend on it
     for name, spec, share in track(cases, "replaying", console=Console(stderr=True), transient=True):
         slots = math.ceil(share / 100 * recorded[name].facts.total)
         rate = simulate(recorded[name], slots, costs, policy=spec, expert_bytes=1).hit_rate
         result["hit_rates"].setdefault(name, {}).setdefault(spec, []).append(round(rate, 4))
+    result["mean_hit_rates"] = {
+        spec: [round(float(x), 4) for x in np.mean([result["hit_rates"][name][spec] for name in recorded], axis=0)]
+        for spec in policy.split()
+    }
     write_result(output, result)
     draw(result, output.with_suffix(".png"))
     show(result)
@@ -109,39 +117,21 @@ def accuracies(trace: Trace) -> dict:
     """Predictor -> share of experts and steps predicted rightly, layer by layer.
 
     Scores count as hot from tau = 1, probabilities from 1/2. ``last step`` says that nothing changes, ``none`` that
-    no expert is selected: what a predictor must beat.
+    no expert is selected: base rates, which a predictor must beat.
     """
     found = {variant: accuracy(trace, variant=variant) for variant in ("paper", "literal", "released")}
     found["K=1"] = accuracy(trace, upper=1)
-    policy, last = Reuse(), np.zeros(trace.facts.total, dtype=np.int64)
+    policy = Reuse()
 
     def reuse(counts: np.ndarray) -> np.ndarray:
         policy.observe(counts)
         return policy.probabilities >= 0.5
 
-    def repeat(counts: np.ndarray) -> np.ndarray:
-        last[counts >= 0] = counts[counts >= 0]
-        return last > 0
-
-    others = {"reuse": reuse, "last step": repeat, "none": lambda counts: np.zeros(len(counts), dtype=bool)}
-    found |= {name: _right(trace, predictor) for name, predictor in others.items()}
+    found |= {"reuse": agreement(trace, reuse), "last step": as_last_step(trace), "none": nothing_is_hot(trace)}
     return {
         name: {"mean": round(float(layers.mean()), 4), "layers": [round(x, 4) for x in layers.tolist()]}
         for name, layers in found.items()
     }
-
-
-def _right(trace: Trace, predictor: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """float64 [layers]; ``predictor`` takes in the counts of a step and says who is selected in the next."""
-    right, seen = np.zeros(trace.facts.total), np.zeros(trace.facts.total)
-    hot = np.zeros(trace.facts.total, dtype=bool)
-    for counts in trace.step_counts():
-        if counts is not None:
-            right += (counts >= 0) & (hot == (counts > 0))
-            seen += counts >= 0
-            hot = predictor(counts)
-    shape = trace.facts.layers, -1
-    return right.reshape(shape).sum(axis=1) / seen.reshape(shape).sum(axis=1)
 
 
 def microseconds(name: str) -> dict:
@@ -192,7 +182,7 @@ def draw(result: dict, path: Path) -> None:
     for spot, (name, policies) in zip(axes.flat, rates.items(), strict=False):
         for spec, values in policies.items():
             base = spec.partition("@")[0]
-            width = 2.5 if spec in ("reuse", "belady") else 1
+            width = 2.5 if spec in ("reuse", "layer_lru", "belady") else 1
             style = {"belady": "k--"}.get(spec, "-" if base == spec else ":")
             spot.plot(
                 result["shares_percent"], [100 * v for v in values], style, label=spec, linewidth=width, marker="."
@@ -213,7 +203,7 @@ def draw(result: dict, path: Path) -> None:
 
 def show(result: dict) -> None:
     console = Console(width=140)
-    for name, policies in result["hit_rates"].items():
+    for name, policies in (result["hit_rates"] | {"mean of the traces": result["mean_hit_rates"]}).items():
         table = Table("policy", *(f"{share:g} %" for share in result["shares_percent"]), title=name)
         for spec, values in policies.items():
             table.add_row(spec, *(f"{100 * value:.1f}" for value in values))
@@ -223,7 +213,8 @@ def show(result: dict) -> None:
     for name, found in result["prediction_accuracy"].items():
         table.add_row(name, *(f"{found[predictor]['mean']:.3f}" for predictor in predictors))
     console.print(table)
-    console.print(result["microseconds_a_call"])
+    if "microseconds_a_call" in result:
+        console.print(result["microseconds_a_call"])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """Routing traces of a model for the other files of this folder: one engine each, with and without drafts, greedy.
 
 Prompts are text that the toy model never saw. ``none1`` decodes at batch 1; ``eagle4_8`` verifies 4 drafts of EAGLE-3
-at batch 8. Each trace begins with a few tokens of warm-up.
+at batch 8. Each trace begins with a few tokens of warm-up. Routers' weights are left out: nothing here reads them, and
+with them a trace is three times as large. ``traces.json`` beside the traces says how they were recorded.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import plan
 import prompts
-from common import ROOT, TOY, exit_on_sigterm
+from common import ROOT, TOY, TRACES, exit_on_sigterm, provenance, write_result
 from processes import run_engine
 from run import Settings
+
+from vllm_spac.traces.format import Trace
 
 CASES = {  # name -> speculation, drafts, batch
     "none1": ("none", 0, 1),
@@ -48,23 +54,36 @@ def main(
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each engine.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 96,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for a prompt.")] = 64,
-    folder: Annotated[Path, typer.Option(help="Where the traces go: CASE.trace.")] = ROOT / ".cache" / "traces",
+    folder: Annotated[Path, typer.Option(help="Where the traces go: CASE.trace.")] = TRACES,
 ) -> None:
     exit_on_sigterm()
+    origin = provenance()
     names = plan.split(case)
     if unknown := set(names) - set(CASES):
         raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}; use {', '.join(CASES)}")
     folder.mkdir(parents=True, exist_ok=True)
-    ids = prompts.load(model, count, prompt_tokens).ids
+    said = os.path.relpath(model, ROOT)  # the same on every machine
+    asked, recorded = prompts.load(model, count, prompt_tokens), {}
     for name in track(names, "recording", console=Console(stderr=True)):
         speculation, tokens, batch = CASES[name]
         drafts = plan.Drafts(tokens, model.parent / "eagle3", model.parent / "draft")
         common = model, (batch,), prompt_tokens, output_tokens, 0, True, "disk", ROOT / ".cache" / "serving", drafts
-        job = Settings(*common, 3600.0, guard="off").job(plan.Configuration(plan.FULL, "lru", speculation), ids)
-        job["spac"]["trace"] = str((folder / f"{name}.trace").resolve())
+        job = Settings(*common, 3600.0, guard="off").job(plan.Configuration(plan.FULL, "lru", speculation), asked.ids)
+        path = folder / f"{name}.trace"
+        job["spac"]["trace"] = str(path.resolve())
         _, error = run_engine(job, False, 3600.0)
         if error:
             raise typer.BadParameter(f"{name}: {error}")
+        trace = Trace.load(path)
+        replace(trace, facts=replace(trace.facts, model=said), weights=None).save(path)
+        recorded[path.name] = {
+            "speculation": speculation,
+            "draft_tokens": tokens,
+            "batch": batch,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+    facts = {"prompts": asked.describe(), "output_tokens": output_tokens, "traces": recorded}
+    write_result(folder / "traces.json", {"provenance": origin} | facts)
 
 
 if __name__ == "__main__":

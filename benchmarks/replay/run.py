@@ -29,17 +29,17 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, Rate, Spread, disk_read_rates, exit_on_sigterm, provenance, write_result
 
-from vllm_spac import simulate
-from vllm_spac.cli.simulate import _list, _slots
+from vllm_spac.cache.knobs import EngineKnobs
+from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, SpacError
-from vllm_spac.knobs import EngineKnobs
-from vllm_spac.memory import available_host_bytes, gib
-from vllm_spac.pool import ExpertPool
+from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.simulation import simulate
+from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.tiers.disk import DiskStore
 from vllm_spac.tiers.host import HostStore
-from vllm_spac.trace import DRAFT, PADDING, PREFILL, ROW_KINDS, Trace
+from vllm_spac.traces.format import DRAFT, PADDING, PREFILL, ROW_KINDS, Trace
 
 
 class _Host(HostStore):
@@ -115,7 +115,7 @@ def main(
         if store not in STORES:
             raise ConfigError(f"--store {store}: use disk or host")
         knobs = EngineKnobs(prefetch=prefetch)
-        sizes, policies = _slots(slots, recorded.facts), _list(policy)
+        sizes, policies = slot_counts(slots, recorded.facts), parse_list(policy)
         with packed(recorded, nbytes, store, disk_dir) as held:
             rate = best_rate(store, nbytes, disk_dir, io_threads + 1)
             cases = [
@@ -228,7 +228,7 @@ def replay(
     if device == "cpu" and needed > free:
         raise ConfigError(f"{slots} slots take {gib(needed)}, {gib(free)} of memory are free; use fewer --slots")
     tensors = {NAME: torch.zeros(slots, store.shape.expert_bytes, dtype=torch.uint8, device=device)}
-    chosen = simulate._policy(policy, "none", lambda: _future(trace, slots))
+    chosen = simulate.build_policy(policy, "none", lambda: _future(trace, slots))
     pool = ExpertPool(store.shape, slots, chosen, store, tensors, io_threads=io_threads, path="store", engine=knobs)
     try:
         for _ in pool.fill():
@@ -340,7 +340,7 @@ def _draw(cases: list[Case], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from vllm_spac.cli.trace import save_picture
+    from vllm_spac.system.pictures import save_picture
 
     figure, (times, hits) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     values: list[tuple[object, Callable[[Case], float]]] = [

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-_COUNTERS = ("hits", "misses", "loads", "cpu_experts", "bytes", "stall_seconds", "waves", "steps")
+_AHEAD = ("prefetches", "prefetch_hits", "prefetch_wasted")
+_COUNTERS = ("hits", "misses", "loads", "cpu_experts", *_AHEAD, "bytes", "stall_seconds", "waves", "steps")
 _WARM_TOKENS = 4
 # In the guard's place it drafts nothing, and learns nothing of such turns.
 _NO_DRAFTS = SimpleNamespace(choose=lambda requests=None: 0, observe=lambda *step: None)
@@ -113,7 +114,7 @@ def counters(llm, job: dict) -> dict:
     if job["spac"] is not None:
         worker = _worker(llm)
         found = {name: value for name, value in worker.items() if name in _COUNTERS}
-        found["budget"] = {name: worker["budget"][name] for name in ("rows", "dropped_mass", "shortlists", "experts")}
+        found["budget"] = {name: worker["budget"][name] for name in ("rows", "dropped_weight", "shortlists", "experts")}
     if job["speculative"] is not None:
         prefix = "vllm:spec_decode_num_"
         values = {

@@ -2,12 +2,16 @@
 
 A machine whose disk and clock drift by a fifth within minutes says nothing of a few percent when one engine runs after
 the other. Here the two of a turn are seconds apart, each as often first, and what is reported is the ratio of their
-tokens a second: its median over the turns, with a bootstrapped interval of 95 %. It counts only where the tokens are
-equal.
+tokens a second: its median over the turns, with a bootstrapped interval of 95 %, and beside it that of the totals, all
+tokens over all seconds, in which slow turns weigh more. It counts only where the tokens are equal; where kernels round
+by the number of rows (batches.py measures it), sides that draft otherwise, also by the guard, are equal in float32 only
+(--dtype).
 
 What is particular to a process, e.g. where its memory lies, lasts as long as the engine and is in no interval: hence
 --starts, and the median of each start beside. spac against spac shows how much that is. What can pause, speculation
-and the trace, is better measured with --one-engine: the same process runs with it and without, turn by turn.
+and the trace, is better measured with --one-engine: the same process runs with it and without, turn by turn. What it
+costs only by being there, e.g. the memory of a drafter that is held at no drafts, shows in neither then: --own-base
+starts BASE in an engine of its own, which takes its turns with the others, and compares with that one as well.
 
 Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, and by speculation=ngram, eagle3 or
 draft if it speculates.
@@ -15,6 +19,7 @@ draft if it speculates.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 import sys
@@ -55,6 +60,8 @@ python benchmarks/serving/paired.py .cache/toy/mid stock spac --slots 100%
 python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 5%,10%,25%,50%,100%
 
 python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 10%,50% --one-engine --turns 60
+
+python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 10%,50% --one-engine --own-base
 
 python benchmarks/serving/paired.py MODEL spac "spac trace=.cache/serving/paired.trace" --slots 25%,100% --one-engine
 
@@ -140,7 +147,11 @@ def main(
     draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
     disk_dir: PackedFolder = PACKED,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of both engines.")] = True,
+    dtype: Annotated[str, typer.Option(help="Of both engines.")] = "auto",
     one_engine: Annotated[bool, typer.Option("--one-engine", help="OTHER's runs both, without what it adds.")] = False,
+    own_base: Annotated[
+        bool, typer.Option("--own-base", help="With --one-engine: BASE has an engine of its own as well.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
     output: Annotated[Path, typer.Option(help="JSON; a picture of several sizes.")] = RESULTS / "paired_toy.json",
@@ -149,12 +160,16 @@ def main(
     console = Console(width=max(120, Console().width))
     drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
     settings = Settings(model, (1,), prompt_tokens, output_tokens, seed, eager, None, disk_dir, drafts, timeout)
+    settings = dataclasses.replace(settings, dtype=dtype)
     try:
         pairs = {size: (Side.parse(base, size), Side.parse(other, size)) for size in plan.split(slots)}
         pauses = {size: other.beyond(base) if one_engine else [] for size, (base, other) in pairs.items()}
     except (ValueError, ConfigError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
+    if own_base and not one_engine:
+        console.print("[bold red]error:[/] --own-base: without --one-engine BASE has an engine of its own anyway")
+        raise typer.Exit(2)
     if turns < starts:
         console.print(f"[bold red]error:[/] --turns {turns}: each of {starts} starts needs at least one")
         raise typer.Exit(2)
@@ -167,10 +182,12 @@ def main(
         "draft_tokens": draft_tokens,
         "prompts": ids.describe(),
         "one_engine": one_engine,
+        "own_base": own_base,
         "starts": starts,
         "warm_turns": warm,
         "output_tokens": output_tokens,
         "enforce_eager": eager,
+        "dtype": dtype,
         "seed": seed,
         "rows": [],
         "provenance": provenance(),
@@ -184,7 +201,7 @@ def main(
                 for start in range(starts):
                     progress.update(task, description=f"{size}: start {start + 1}")
                     asked, mine = ids.ids[:warm] + ids.ids[warm + start :: starts], []
-                    for answers in _turns(pair, pauses[size], asked, settings):
+                    for answers in _turns(_arms(pair, pauses[size], own_base), asked, settings):
                         mine.append(answers)
                         progress.advance(task)
                     said.append(mine)
@@ -202,46 +219,59 @@ def main(
         raise typer.Exit(1)
 
 
-def _turns(
-    pair: tuple[Side, Side], pauses: list[str], ids: list[list[int]], settings: Settings
-) -> Iterator[list[dict]]:
-    """What the two said in each turn; with ``pauses`` the second engine runs for both."""
+@dataclass(frozen=True)
+class Arm:
+    """What takes a turn: an engine of ``side``, in which ``pauses`` pause."""
+
+    side: Side
+    pauses: tuple[str, ...] = ()
+
+
+def _arms(pair: tuple[Side, Side], pauses: list[str], own_base: bool) -> list[Arm]:
+    """Base, other and, if asked for, the base in an engine of its own; with ``pauses`` other's engine is the base."""
+    base, other = pair
+    return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)] + ([Arm(base)] if own_base else [])
+
+
+def _turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Iterator[list[dict]]:
+    """What the arms said in each turn. A first arm that pauses something is the engine of the second."""
     with ExitStack() as stack:
-        engines = [
-            stack.enter_context(closing(LiveEngine(side.job(settings), side.knobs is None, settings.timeout)))
-            for side in (pair[1:] if pauses else pair)
-        ]
-        for prompt, order in zip(ids, orders(settings.seed), strict=False):
-            answers = [{}, {}]
+        engines: list[LiveEngine] = []
+        for number, arm in enumerate(arms):
+            if number == 1 and arms[0].pauses:
+                engines.append(engines[0])
+                continue
+            job = arm.side.job(settings)
+            engines.append(stack.enter_context(closing(LiveEngine(job, arm.side.knobs is None, settings.timeout))))
+        for prompt, order in zip(ids, orders(settings.seed, len(arms)), strict=False):
+            answers = [{} for _ in arms]
             for which in order:
                 time.sleep(_PAUSE)
-                without = [] if which else pauses
-                answers[which] = engines[which % len(engines)].turn(prompt, settings.output_tokens, without)
+                answers[which] = engines[which].turn(prompt, settings.output_tokens, arms[which].pauses)
             yield answers
 
 
-def orders(seed: int) -> Iterator[tuple[int, int]]:
-    """Who is first, turn by turn: the second may find experts that the first has loaded, so each is as often first."""
+def orders(seed: int, arms: int = 2) -> Iterator[tuple[int, ...]]:
+    """Who is first, turn by turn: a later one may find experts that an earlier one has loaded, so each order is
+    followed by its reverse."""
     draw = random.Random(seed)
     while True:
-        first = draw.randrange(2)
-        yield first, 1 - first
-        yield 1 - first, first
+        order = tuple(draw.sample(range(arms), arms))
+        yield order
+        yield order[::-1]
 
 
 def _row(slots: str, said: list[list[list[dict]]], warm: int, seed: int) -> dict:
-    """Of what the two said: [starts][turns][2]."""
-    counted = [turn for start in said for turn in start[warm:]]
-    rates = [[_rate(answer) for answer in turn] for turn in counted]
-    ratios = [other / base for base, other in rates]
-    low, high = interval(ratios, seed)
-    of_starts = [statistics.median(_rate(other) / _rate(base) for base, other in start[warm:]) for start in said]
+    """Of what the arms said: [starts][turns][arms]."""
+    counted = [start[warm:] for start in said]
+    turns = [turn for start in counted for turn in start]
     sides = []
-    for which in (0, 1):
-        mine = [turn[which] for turn in counted]
+    for which in range(len(turns[0])):
+        mine = [turn[which] for turn in turns]
         sides.append(
             {
-                "tokens_per_second": [rate[which] for rate in rates],
+                "tokens_per_second": list(map(_rate, mine)),
+                "tokens_per_second_of_totals": _total_rate(mine),
                 "tpot": statistics.median(answer["tpot"][0] for answer in mine),
                 "ttft": statistics.median(answer["ttft"][0] for answer in mine),
                 "hits": sum(answer["counters"].get("hits", 0) for answer in mine),
@@ -249,17 +279,37 @@ def _row(slots: str, said: list[list[list[dict]]], warm: int, seed: int) -> dict
                 "guard": [start[-1][which]["choices"].get("guard") for start in said],
             }
         )
-    return {
+    row = {
         "slots": slots,
-        "tokens_equal": all(base["tokens"] == other["tokens"] for start in said for base, other in start),
-        "ratio": statistics.median(ratios),
-        "interval": [low, high],
-        "ratio_of_starts": of_starts,
-        "ratio_of_totals": sum(t[0]["seconds"] for t in counted) / sum(t[1]["seconds"] for t in counted),
-        "ratios": ratios,
+        "tokens_equal": all(
+            answer["tokens"] == turn[0]["tokens"] for start in said for turn in start for answer in turn
+        ),
+        **_compared(counted, 0, seed),
         "base": sides[0],
         "other": sides[1],
     }
+    if len(sides) > 2:
+        row["own_base"] = {**_compared(counted, 2, seed), "base": sides[2]}
+    return row
+
+
+def _compared(counted: list[list[list[dict]]], base: int, seed: int) -> dict:
+    """The second arm over another one, of [starts][turns][arms]."""
+    of_starts = [[_rate(turn[1]) / _rate(turn[base]) for turn in start] for start in counted]
+    ratios = [ratio for start in of_starts for ratio in start]
+    turns = [turn for start in counted for turn in start]
+    return {
+        "ratio": statistics.median(ratios),
+        "interval": list(interval(ratios, seed)),
+        "ratio_of_starts": list(map(statistics.median, of_starts)),
+        "ratio_of_totals": _total_rate([turn[1] for turn in turns]) / _total_rate([turn[base] for turn in turns]),
+        "ratios": ratios,
+    }
+
+
+def _total_rate(answers: list[dict]) -> float:
+    """All tokens over all seconds."""
+    return sum(len(answer["tokens"][0]) for answer in answers) / sum(answer["seconds"] for answer in answers)
 
 
 def _rate(answer: dict) -> float:
@@ -275,10 +325,14 @@ def interval(values: list[float], seed: int) -> tuple[float, float]:
 
 
 def _picture(result: dict, path: Path) -> None:
-    rows = result["rows"]
-    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(rows), 4), layout="constrained")
-    axes.boxplot([row["ratios"] for row in rows], tick_labels=[row["slots"] for row in rows])
+    compared = list(_comparisons(result))
+    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(compared), 4), layout="constrained")
+    names = [f"{row['slots']}\n{name}" if name else row["slots"] for name, row, _, _ in compared]
+    axes.boxplot([found["ratios"] for _, _, _, found in compared], tick_labels=names)
+    totals = [found["ratio_of_totals"] for _, _, _, found in compared]
+    axes.plot(range(1, len(totals) + 1), totals, "D", color="tab:blue", markersize=4, label="of totals")
     axes.axhline(1, color="grey", linewidth=0.8)
+    axes.legend(fontsize="small")
     axes.set(
         xlabel="slots", ylabel="tokens a second, ratio of a turn", title=f"{result['other']}\nover {result['base']}"
     )
@@ -288,18 +342,27 @@ def _picture(result: dict, path: Path) -> None:
     plt.close(figure)
 
 
+def _comparisons(result: dict) -> Iterator[tuple[str, dict, dict, dict]]:
+    """(name, row, base, its comparison with the other) for each size, and for the base in an engine of its own."""
+    for row in result["rows"]:
+        yield "", row, row["base"], row
+        if "own_base" in row:
+            yield "own base", row, row["own_base"]["base"], row["own_base"]
+
+
 def _show(console: Console, result: dict) -> None:
     table = Table(title=f"{result['other']} over {result['base']}, tokens a second", title_justify="left")
-    for name in ("slots", "base", "other", "ratio", "95 %", "of starts", "hits", "hits", "tokens equal"):
+    for name in ("slots", "base", "other", "ratio", "95 %", "of totals", "of starts", "hits", "hits", "tokens equal"):
         table.add_column(name, justify="right")
-    for row in result["rows"]:
-        sides = row["base"], row["other"]
+    for name, row, base, found in _comparisons(result):
+        sides = base, row["other"]
         table.add_row(
-            row["slots"],
+            f"{row['slots']} {name}".strip(),
             *(f"{statistics.median(side['tokens_per_second']):.1f}" for side in sides),
-            f"{row['ratio']:.3f}",
-            "{:.3f} - {:.3f}".format(*row["interval"]),
-            " ".join(f"{ratio:.2f}" for ratio in row["ratio_of_starts"]),
+            f"{found['ratio']:.3f}",
+            "{:.3f} - {:.3f}".format(*found["interval"]),
+            f"{found['ratio_of_totals']:.3f}",
+            " ".join(f"{ratio:.2f}" for ratio in found["ratio_of_starts"]),
             *(_hit_rate(side) for side in sides),
             "yes" if row["tokens_equal"] else "[red]NO[/]",
         )

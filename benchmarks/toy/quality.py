@@ -20,6 +20,7 @@ MODELS = Path("benchmarks") / "toy" / "models"
 WORK = Path(".cache") / "toy" / "quality"
 RESULTS = ROOT / "benchmarks" / "results"
 BUDGETS = "8,16,24,32,40,42,44,48,56"
+MASSES = "0.9,0.95,0.98"  # of the routing weights of selected experts
 DRAFTS = 8
 TITLE = f"toy model (6 layers of 64 experts, top-8), {DRAFTS} EAGLE-3 draft tokens: not a measurement of a real model"
 
@@ -40,7 +41,7 @@ def main() -> None:
     if not (ROOT / calibration).exists():
         vllm_spac("calibrate", *common, "--prompts", WORK / "calibration.jsonl", "--output", calibration)
     drafts = {"method": "eagle3", "model": str(MODELS / "eagle3"), "num_speculative_tokens": DRAFTS}
-    options = ("--budgets", BUDGETS, "--mass", "0.8,0.9", "--calibration", calibration, "--title", TITLE)
+    options = ("--budgets", BUDGETS, "--mass", MASSES, "--calibration", calibration, "--title", TITLE)
     generation = ("--speculative-config", json.dumps(drafts), "--new-tokens", "48")
     texts = ("--prompts", WORK / "held-out.jsonl", "--output", WORK)
     vllm_spac("quality", *common, *texts, *options, *generation)

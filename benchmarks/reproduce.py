@@ -1,0 +1,331 @@
+"""Which command makes each figure of benchmarks/README.md, from what, and whether the results still fit it.
+
+A figure is a table, a picture or a sentence with numbers. Its numbers lie in ``benchmarks/results`` with the command,
+the commit, the versions and the machine that they are from. Timed figures need a machine that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from common import RESULTS, ROOT, TRACES
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+MODELS = "benchmarks/toy/models"
+MID = ".cache/toy/mid"  # the toy model with experts of 1.2 MB
+_INFLATE = f"python benchmarks/toy/inflate.py {MODELS}/target {MID} --expert-bytes 1.2MB --eagle3 {MODELS}/eagle3"
+_SERVE = f"python benchmarks/serving/run.py {MID}"
+_PAIRED = f"python benchmarks/serving/paired.py {MID}"
+_HEAD = f"--eagle3 {MID}-eagle3"
+_ONE_ENGINE = "--turns 80 --starts 2 --warm 2 --output-tokens 64"
+_RESULT = "--output benchmarks/results"
+_NO_CODE = "its code is no longer in the repository"
+
+EXAMPLES = """[bold]Examples[/]
+
+python benchmarks/reproduce.py list
+
+python benchmarks/reproduce.py run policies
+
+python benchmarks/reproduce.py check
+"""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False, epilog=EXAMPLES)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure, or several of one run.
+
+    Attributes:
+        readme: where it is in the documents.
+        files: its results, in ``benchmarks/results``.
+        commands: what makes it, in this order, from the checkout's root; none: see ``note``.
+        inputs: files and folders of the checkout that it is made from.
+        minutes: about how long that takes on two cores that do nothing else.
+        timed: whether its numbers are times.
+        inflated: whether it is of the toy model with larger experts, which is written first where it is missing.
+        stale: why its results are not of the code, command or traces that are in the tree, until it is made again.
+        note: what else must be known.
+    """
+
+    readme: str
+    files: tuple[str, ...]
+    commands: tuple[str, ...]
+    inputs: tuple[str, ...] = (MODELS,)
+    minutes: int = 10
+    timed: bool = False
+    inflated: bool = False
+    stale: str = ""
+    note: str = ""
+
+
+FIGURES = {
+    "acceptance": Figure(
+        "Results: acceptance length of ngram, EAGLE-3, a dense draft and an INT8 copy",
+        ("toy_acceptance.json",),
+        ("python benchmarks/toy/accept.py all",),
+        stale=_NO_CODE,
+    ),
+    "serving": Figure(
+        "Results: tokens/s with and without drafts, the picture of hit rates; the bound",
+        ("serving_toy.json", "serving_toy.png"),
+        (
+            f"{_SERVE} --slots 25% --policy lru,reuse --speculation none,eagle3 --batch 1 --prompts 4 "
+            f"--output-tokens 96 --repeats 3 --disk-dir .cache/mid {_HEAD} {_RESULT}/serving_toy.json",
+        ),
+        minutes=25,
+        timed=True,
+        inflated=True,
+        stale=_NO_CODE,
+    ),
+    "resident": Figure(
+        "Results: spac over stock vLLM, in turns",
+        ("paired_resident_toy.json",),
+        (f"{_PAIRED} stock spac --slots 100% --turns 80 {_RESULT}/paired_resident_toy.json",),
+        timed=True,
+        inflated=True,
+    ),
+    "never_slower": Figure(
+        "Results: EAGLE-3 over no drafts, in turns",
+        ("paired_never_slower_toy.json", "paired_never_slower_toy.png"),
+        (
+            f"{_PAIRED} spac 'spac speculation=eagle3' {_HEAD} --one-engine --slots 25%,100% {_ONE_ENGINE}",
+            f"{_PAIRED} spac 'spac speculation=eagle3' {_HEAD} --one-engine --slots 50%,10%,5% {_ONE_ENGINE}",
+        ),
+        minutes=40,
+        timed=True,
+        inflated=True,
+        note="the rows of the second command were added to the result of the first, which each overwrites",
+    ),
+    "trace": Figure(
+        "Results: --spac-trace over no trace, in turns",
+        ("paired_trace_toy.json", "paired_trace_toy.png"),
+        (f"{_PAIRED} spac 'spac trace=.cache/serving/paired.trace' --one-engine --slots 25%,100% {_ONE_ENGINE}",),
+        minutes=20,
+        timed=True,
+        inflated=True,
+    ),
+    "budget": Figure(
+        "Results: a budget in real time",
+        ("serving_toy_budget.json", "serving_toy_budget.png"),
+        (
+            f"{_SERVE} {_HEAD} --slots 25% --policy reuse --speculation eagle3 --draft-tokens 8 --budget 32 --batch 1 "
+            f"--guard off --repeats 2 {_RESULT}/serving_toy_budget.json",
+        ),
+        minutes=15,
+        timed=True,
+        inflated=True,
+    ),
+    "prefetch": Figure(
+        "Results: utility with its prefetcher in real time",
+        ("serving_toy_policies.json", "serving_toy_policies.png"),
+        (
+            f"{_SERVE} --slots 25% --policy lru,utility+prefetch,reuse --batch 1 --repeats 1 "
+            f"{_RESULT}/serving_toy_policies.json",
+        ),
+        timed=True,
+        inflated=True,
+    ),
+    "simulated": Figure(
+        "Results: simulated beside measured time a token",
+        ("simulated_toy.json",),
+        (f"python benchmarks/serving/simulated.py {MID} {_HEAD} --slots 10%,25%,50% --policy reuse --repeats 1",),
+        minutes=20,
+        timed=True,
+        inflated=True,
+    ),
+    "policies": Figure(
+        "Results: hit rates of policies, and how often predictions are right",
+        ("toy_policies.json", "toy_policies.png"),
+        ("python benchmarks/replay/policies.py",),
+        inputs=("benchmarks/traces",),
+        stale="of the committed traces, on a branch whose commits were rebased",
+    ),
+    "executions": Figure(
+        "Pointers: what ways to reach experts take, calculated",
+        ("toy_executions.json", "toy_executions.png"),
+        ("python benchmarks/replay/executions.py",),
+        inputs=("benchmarks/traces", "vllm_spac/profiling/profiles"),
+        minutes=20,
+        stale="of an earlier recording of the same cases, which is not in the tree",
+    ),
+    "quality": Figure(
+        "Results: what budgets cost, how much of the router mass the best experts hold",
+        ("toy_quality.json", "toy_quality_figures.png", "toy_quality_pareto.png"),
+        ("python benchmarks/toy/quality.py",),
+        minutes=60,
+        stale=_NO_CODE,
+    ),
+    "v2": Figure(
+        "What works: vLLM's CUDA path with the V2 runner",
+        ("v2_emulated.json",),
+        (),
+        inputs=(),
+        note="the emulation of a GPU on a CPU is no part of this repository; the file says what ran, row by row",
+    ),
+    "memory": Figure(
+        "What works: memory while loading",
+        (),
+        (".venv/bin/pytest tests/parity/test_memory.py -m full -rP",),
+        inputs=("tests/parity/test_memory.py",),
+        note="printed by the test",
+    ),
+}
+
+
+@app.command("list")
+def list_() -> None:
+    """Show every figure, its files, and what makes it."""
+    table = Table("name", "in the documents", "files", "from", "minutes", show_lines=True)
+    for name, figure in FIGURES.items():
+        marks = (" (timed)" * figure.timed) + (f" (stale: {figure.stale})" if figure.stale else "")
+        sources = ", ".join((*figure.inputs, *([MID] if figure.inflated else [])))
+        table.add_row(name, figure.readme + marks, "\n".join(figure.files), sources, str(figure.minutes))
+    console = Console(width=max(140, Console().width))
+    console.print(table)
+    for name, figure in FIGURES.items():
+        for text in (*figure.commands, *([f"# {figure.note}"] if figure.note else [])):
+            console.print(escape(f"{name}: {text}"), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def run(name: Annotated[str, typer.Argument(help=f"Of {', '.join(FIGURES)}.")]) -> None:
+    """Make a figure again."""
+    if name not in FIGURES or not FIGURES[name].commands:
+        known = ", ".join(other for other, figure in FIGURES.items() if figure.commands)
+        raise typer.BadParameter(f"no command makes {name!r}; use one of {known}")
+    figure, console = FIGURES[name], Console(stderr=True)
+    if figure.timed:
+        console.print("its numbers are times: let nothing else run on this machine")
+    prepare = [_INFLATE] if figure.inflated and not (ROOT / MID).exists() else []
+    for command in (*prepare, *figure.commands):
+        console.print(escape(command), highlight=False, soft_wrap=True)
+        program, *arguments = shlex.split(command)
+        code = subprocess.run([sys.executable if program == "python" else program, *arguments], cwd=ROOT).returncode
+        if code:
+            raise typer.Exit(code)
+
+
+@app.command()
+def check() -> None:
+    """Find results that nothing makes, that do not say where they come from, or that are of other traces or code."""
+    why = unknown_history()
+    found = [*unnamed(), *of_something_else(history=not why)]
+    for problem in found:
+        print(problem)
+    if why:
+        print(f"commits were not looked up: {why}")
+    if found:
+        raise typer.Exit(1)
+
+
+def unnamed() -> Iterator[str]:
+    """Files and figures without one another, and what the documents name beside them."""
+    named = [file for figure in FIGURES.values() for file in figure.files]
+    there = {path.name for path in RESULTS.iterdir()}
+    yield from (f"{file}: no figure has it" for file in sorted(there - set(named)))
+    yield from (f"{file}: a figure has it, and it is not there" for file in sorted(set(named) - there))
+    yield from (f"{file}: two figures have it" for file in sorted({file for file in named if named.count(file) > 1}))
+    for file in sorted(set(re.findall(r"\b\w+_(?:toy|emulated)\w*\.(?:json|png)|\btoy_\w+\.(?:json|png)", readme()))):
+        if file not in named:
+            yield f"{file}: the documents name it, and no figure has it"
+    for name, figure in FIGURES.items():
+        yield from (f"{name}: {path} is not there" for path in figure.inputs if not (ROOT / path).exists())
+
+
+def of_something_else(*, history: bool) -> Iterator[str]:
+    """Results that are of another command, code or traces than those in the tree, but for figures that say so.
+
+    Args:
+        history: look commits up.
+    """
+    for name, figure in FIGURES.items():
+        found = [
+            f"{file}: {problem}"
+            for file, content in results(figure)
+            for problem in (
+                *unexplained(figure, content),
+                *of_other_traces(content),
+                *(lost(content) if history else []),
+            )
+        ]
+        if not figure.stale:
+            yield from found
+        elif history and not found:
+            yield f"{name}: its results are of what is in the tree, it is not stale"
+
+
+def unexplained(figure: Figure, content: dict) -> Iterator[str]:
+    origins = [content.get("provenance") or {}, *([content["also"]] if "also" in content else [])]
+    for origin in origins if figure.commands else []:
+        if missing := [key for key in ("command", "git", "versions", "machine", "date") if not origin.get(key)]:
+            yield f"its provenance has no {', '.join(missing)}"
+        elif origin["command"].startswith("python benchmarks/") and origin["command"] not in figure.commands:
+            yield f"was made by {origin['command']}"
+
+
+def of_other_traces(content: dict) -> Iterator[str]:
+    for name, facts in (content.get("traces") or {}).items():
+        path = TRACES / f"{name}.trace"
+        if not path.is_file() or sha256(path) != facts["sha256"]:
+            yield f"is of another trace than {path.relative_to(ROOT)}"
+
+
+def lost(content: dict) -> Iterator[str]:
+    for commit in sorted(set(commits(content))):
+        if _git("merge-base", "--is-ancestor", commit, "HEAD").returncode:
+            yield f"{commit} is not in the history of this checkout"
+
+
+def unknown_history() -> str:
+    """Why commits cannot be looked up; empty where they can."""
+    if not (ROOT / ".git").exists():
+        return "this is no git checkout"
+    return "this checkout is shallow" * (_git("rev-parse", "--is-shallow-repository").stdout.strip() == "true")
+
+
+def commits(content: object) -> Iterator[str]:
+    """Every ``git`` commit that a result names, wherever it does."""
+    if isinstance(content, dict):
+        if isinstance(content.get("git"), dict):
+            yield content["git"]["commit"]
+        content = list(content.values())
+    if isinstance(content, list):
+        for item in content:
+            yield from commits(item)
+
+
+def results(figure: Figure) -> Iterator[tuple[str, dict]]:
+    for file in figure.files:
+        if file.endswith(".json") and (RESULTS / file).is_file():
+            yield file, json.loads((RESULTS / file).read_text())
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def readme() -> str:
+    """The documents that show results."""
+    paths = (ROOT / name for name in ("README.md", "benchmarks/README.md", "vllm_spac/USAGE.md"))
+    return "".join(path.read_text() for path in paths if path.exists())
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=60)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,183 @@
+"""Whether stock vLLM's greedy tokens depend on the batch that a request is in, on this machine.
+
+A kernel that cuts its work by the number of rows rounds a row by the rows beside it; a near-tie between the two best
+tokens then falls as the batch happens to form. Nothing that is compared with stock under concurrency can be more equal
+than stock is to itself: this measures how equal that is. In one engine of each dtype, without the plugin, every prompt
+is asked alone, all at once, and in random groups; what is compared with the first are the tokens, and, as they move
+long before a token does, the two greatest logits up to the first other token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import plan
+import prompts
+from common import RESULTS, TOY, is_toy, provenance, write_result
+
+TOY_MODEL = TOY / "models" / "target"
+_FLAGS = ("avx512f", "avx512_bf16", "amx_bf16")
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+def groups(count: int, largest: int, rounds: int, seed: int) -> dict[str, list[list[int]]]:
+    """Name -> the numbers of the requests that are asked at once, one group after the other."""
+    draw, found = random.Random(seed), {"all at once": [list(range(count))]}
+    for number in range(rounds):
+        left, parts = draw.sample(range(count), count), []
+        while left:
+            size = draw.randint(1, largest)
+            parts.append(left[:size])
+            left = left[size:]
+        found[f"random groups {number + 1}"] = parts
+    return found
+
+
+def difference(alone: list[dict], other: list[dict]) -> dict:
+    """Of the same requests: ``{"tokens": ids, "logits": the two greatest of each token}`` each."""
+    texts, seen, moved, farthest, gaps = 0, 0, 0, 0.0, []
+    for a, b in zip(alone, other, strict=True):
+        pairs = enumerate(zip(a["tokens"], b["tokens"], strict=True))
+        place = next((i for i, (x, y) in pairs if x != y), None)
+        if place is not None:
+            texts += 1
+            gaps.append(gap(a["logits"][place]))
+        for x, y in zip(a["logits"][:place], b["logits"][:place], strict=True):
+            seen += 1
+            moved += x != y
+            farthest = max(farthest, *(abs(p - q) for p, q in zip(x, y, strict=True)))
+    return {
+        "requests": len(alone),
+        "with_other_tokens": texts,
+        "logits_compared": seen,
+        "with_other_logits": moved,
+        "greatest_difference": farthest,
+        "gaps_where_tokens_part": gaps,
+    }
+
+
+def gap(logits: list[float]) -> float:
+    return logits[0] - logits[1]
+
+
+def ask(job: dict) -> dict:
+    """In this process: name of the grouping -> what ``difference`` says, and the gaps between the best two tokens."""
+    from vllm import LLM, SamplingParams
+
+    options = {"skip_tokenizer_init": True, "enforce_eager": job["eager"], "enable_prefix_caching": False}
+    options |= {"max_model_len": len(job["prompts"][0]) + job["tokens"] + 8, "max_num_seqs": job["largest"]}
+    llm = LLM(model=job["model"], dtype=job["dtype"], logprobs_mode="raw_logits", seed=0, **options)
+    sampling = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False, logprobs=2)
+
+    def answers(parts: list[list[int]]) -> list[dict]:
+        found: dict[int, dict] = {}
+        for part in parts:
+            asked = [{"prompt_token_ids": job["prompts"][number]} for number in part]
+            for number, output in zip(part, llm.generate(asked, sampling, use_tqdm=False), strict=True):
+                said = output.outputs[0]
+                ranked = [sorted((entry.logprob for entry in each.values()), reverse=True) for each in said.logprobs]
+                found[number] = {"tokens": list(said.token_ids), "logits": [each[:2] for each in ranked]}
+        return [found[number] for number in sorted(found)]
+
+    alone = answers([[number] for number in range(len(job["prompts"]))])
+    gaps = sorted(gap(logits) for answer in alone for logits in answer["logits"])
+    same = {"alone once more": [[number] for number in range(len(job["prompts"]))]}
+    return {
+        "tokens": len(gaps),
+        "gaps": {"smallest": gaps[:8], "below 1e-4": sum(gap < 1e-4 for gap in gaps), "median": gaps[len(gaps) // 2]},
+        "greatest_logit": max(abs(value) for answer in alone for logits in answer["logits"] for value in logits),
+        "by_batch": {name: difference(alone, answers(parts)) for name, parts in (same | job["groups"]).items()},
+    }
+
+
+def in_fresh_process(job: dict) -> dict:
+    env = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, told = Path(scratch, "job.json"), Path(scratch, "result.json")
+        asked.write_text(json.dumps(job))
+        subprocess.run([sys.executable, __file__, "one", asked, told], env=env, check=True)
+        return json.loads(told.read_text())
+
+
+@app.command(hidden=True)
+def one(job: Path, result: Path) -> None:
+    """Run the job file in this process; called by ``measure``."""
+    result.write_text(json.dumps(ask(json.loads(job.read_text()))))
+
+
+@app.command(help=__doc__)
+def measure(
+    model: Annotated[Path, typer.Argument(help="Folder.", exists=True, file_okay=False)] = TOY_MODEL,
+    dtype: Annotated[str, typer.Option(help="Of the engines.")] = "bfloat16,float32",
+    count: Annotated[int, typer.Option("--prompts", min=2, help="Prompts.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for a prompt.")] = 64,
+    rounds: Annotated[int, typer.Option(min=0, help="Random groupings.")] = 4,
+    eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager.")] = True,
+    seed: Annotated[int, typer.Option(help="Of prompts and groups.")] = 0,
+    output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "stock_batches.json",
+) -> None:
+    origin, ids = provenance(), prompts.load(model, count, prompt_tokens, seed)
+    origin["machine"]["instructions"] = [name for name in _FLAGS if name in Path("/proc/cpuinfo").read_text()]
+    origin["machine"]["onednn_max_cpu_isa"] = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    job = {"model": str(model), "prompts": ids.ids, "tokens": output_tokens, "largest": count, "eager": eager}
+    job |= {"groups": groups(count, count, rounds, seed)}
+    result = {
+        "label": "toy model" if is_toy(model) else None,
+        "model": model.name,
+        "prompts": ids.describe(),
+        "output_tokens": output_tokens,
+        "enforce_eager": eager,
+        "seed": seed,
+        "dtypes": {},
+        "provenance": origin,
+    }
+    for name in plan.split(dtype):
+        result["dtypes"][name] = in_fresh_process(job | {"dtype": name})
+        write_result(output, result)
+    show(result)
+    typer.echo(f"wrote {output}")
+
+
+def show(result: dict) -> None:
+    table = Table(title=f"stock vLLM against itself, {result['model']}", title_justify="left")
+    for name in ("dtype", "batches", "other tokens", "other logits", "by at most", "gaps where tokens part"):
+        table.add_column(name)
+    for dtype, found in result["dtypes"].items():
+        for name, row in found["by_batch"].items():
+            table.add_row(
+                dtype,
+                name,
+                f"{row['with_other_tokens']} of {row['requests']} requests",
+                f"{row['with_other_logits']} of {row['logits_compared']}",
+                f"{row['greatest_difference']:.2g}",
+                ", ".join(f"{gap:.2g}" for gap in row["gaps_where_tokens_part"]),
+            )
+    console = Console(width=max(140, Console().width))
+    console.print(table)
+    for dtype, found in result["dtypes"].items():
+        smallest = ", ".join(f"{gap:.2g}" for gap in found["gaps"]["smallest"][:4])
+        step = torch.finfo(getattr(torch, dtype)).eps * 2 ** math.floor(math.log2(found["greatest_logit"]))
+        console.print(
+            f"{dtype}: smallest gaps of the best two tokens {smallest} (of {found['tokens']}); "
+            f"a step of the dtype at the greatest logit is {step:.2g}"
+        )
+
+
+if __name__ == "__main__":
+    app()
