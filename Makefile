@@ -1,10 +1,13 @@
-# Works from a bare clone with Python 3.11 and pip: every target that needs it runs `make setup` first.
+# Works from a bare clone with Python 3.11 (with a GPU: to 3.13) and pip: every target that needs it runs `make setup`.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 ifeq ($(origin PYTHON),undefined)
-PYTHON := $(shell for p in python3.11 python3; do \
-	$$p -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit(1); print(sys.executable)' 2>/dev/null && break; done)
+# With SPAC_SITE=system, the machine's own Python, which has vLLM and torch; .ci/bootstrap.py says which versions will do.
+PYTHONS := $(if $(filter system,$(SPAC_SITE)),python3 python,python3.11 python3.12 python3.13 python3)
+PYTHON := $(shell for p in $(PYTHONS); do \
+	$$p -c 'import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit(1); print(sys.executable)' 2>/dev/null \
+	&& break; done)
 endif
 BIN := .venv/bin
 # Not `python -m pytest`: that would put the checkout, and with it the folder triton_kernels, on sys.path.
@@ -14,14 +17,17 @@ PYTEST := $(BIN)/pytest
 LARGE_LIKE := qwen3-30b-a3b
 LARGE := .cache/toy/$(LARGE_LIKE)
 
-.PHONY: help setup demo test test-full test-gpu bench bench-gpu check clean
+# Only these are collected: what other tests import, a GPU machine may lack.
+GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
+
+.PHONY: help setup demo test test-full test-gpu test-gpu-full soak bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-setup: ## install everything into .venv (a few minutes the first time; SPAC_DEVICE=cpu|gpu overrides the detection)
+setup: ## install everything into .venv (minutes the first time; SPAC_DEVICE=cpu|gpu, SPAC_SITE=system: use this Python's vLLM)
 	@if [ -z "$(PYTHON)" ]; then \
-		echo "make: Python 3.11 is needed and neither python3.11 nor python3 is one; install it or say make PYTHON=/path/to/python3.11" >&2; \
+		echo "make: none of $(PYTHONS) is a Python 3.11 to 3.13; install 3.11 or say make PYTHON=/path/to/python3.11" >&2; \
 		exit 1; fi
 	@$(PYTHON) .ci/bootstrap.py
 
@@ -34,18 +40,33 @@ test: setup ## unit, property and contract tests and the short engine tests
 test-full: setup ## all tests that need no GPU, also the slow ones
 	@$(PYTEST) -m "not gpu" -rs
 
-test-gpu: setup ## the tests that need a CUDA device
-	@$(PYTEST) -m gpu -rs
+test-gpu: setup ## the tests that need a CUDA device, with three engines: some minutes
+	@$(PYTEST) -m "gpu and not full" -rs $(GPU_TESTS)
+
+test-gpu-full: setup ## the same with both runners, all ways to draft and to reach experts: most of an hour
+	@$(PYTEST) -m gpu -rs $(GPU_TESTS)
+
+soak: setup ## 10^5 steps or an hour of mixed requests: stock's tokens, constant memory (SOAK="--steps N --minutes M")
+	@$(BIN)/python tests/soak/soak.py $(SOAK)
 
 bench: setup ## the plugin beside stock vLLM on the toy model: tokens first, then speed
 	@$(BIN)/python benchmarks/serving/run.py
 
-bench-gpu: setup ## kernels and serving on a GPU, beside plain copies and stock vLLM's own offloading
+bench-gpu: GPU_KERNELS = --short
+bench-gpu: GPU_SERVING = --slots 25% --policy reuse,reuse+pointers --offload uva --speculation none --repeats 1 --batch 1,8 \
+	--prompts 4
+bench-gpu: bench-gpu-run ## kernels and serving on a GPU, beside plain copies and stock vLLM's own offloading: some minutes
+
+bench-gpu-full: GPU_KERNELS =
+bench-gpu-full: GPU_SERVING = --slots 10%,25%,50% --policy reuse,reuse+pointers --offload uva,prefetch --speculation none,eagle3
+bench-gpu-full: bench-gpu-run ## the same for all sizes, with drafts, three times each: hours
+
+.PHONY: bench-gpu-run
+bench-gpu-run: setup
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("make bench-gpu: needs a CUDA device, and torch sees none")'
-	@$(BIN)/python benchmarks/kernels/run.py
+	@$(BIN)/python benchmarks/kernels/run.py $(GPU_KERNELS)
 	@$(BIN)/python benchmarks/toy/inflate.py benchmarks/toy/models/target $(LARGE) --like $(LARGE_LIKE) --eagle3 benchmarks/toy/models/eagle3
-	@$(BIN)/python benchmarks/serving/run.py $(LARGE) --eagle3 $(LARGE)-eagle3 --slots 10%,25%,50% --policy reuse,reuse+pointers \
-		--offload uva,prefetch --speculation none,eagle3 --compile --store host
+	@$(BIN)/python benchmarks/serving/run.py $(LARGE) --eagle3 $(LARGE)-eagle3 $(GPU_SERVING) --compile --store host
 
 check: setup ## what CI runs: linter, formatting, tests
 	@$(BIN)/ruff check .

