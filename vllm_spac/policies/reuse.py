@@ -1,4 +1,4 @@
-"""The expert that is expected back last goes first: Belady's rule with an estimate in place of the future."""
+"""Evicts the expert whose next use is expected last: Belady's rule with an estimate in place of the future."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
+from vllm_spac.policies._next_use import NextUse
 from vllm_spac.policies.base import Policy, Standing
-
-_RARE = 1e-9  # an expert that no step has selected is expected back, but after all others
 
 
 class Reuse(Policy):
-    """The victim is the expert whose expected next use lies furthest ahead, among equals the one used longest ago.
+    """The victim is the expert whose expected next use is furthest ahead, among equals the least recently used one.
 
-    A step selects an expert with probability p, the mean of its decayed shares of steps (as LRFU decays uses): one
-    remembers a few steps, one many. So its next use is 1/p - 1 steps behind the next run of its layer, which comes in
-    this step for the layers ahead and one step later for the layers that are over.
+    A step selects an expert with probability p, which ``NextUse`` estimates from its past and adapts to how local the
+    routing is. Its next use is then 1/p - 1 steps after the next run of its layer, which is in
+    this step for the layers ahead and in the next step for the layers that have run.
 
-    O(1) a use, O(slots) in numpy an ``evict``, O(keys) an ``observe``. Before the first ``observe``, without
-    ``enter``, it is LRU. What a missing expert was used for counts at the end of the step only, so a rare one makes
+    O(1) per use, O(slots) in numpy per ``evict``, O(keys) per ``observe``. Before the first ``observe``, without
+    ``enter``, it is LRU. Uses count when the step ends, so a missing expert that is rarely used makes
     room again before a popular one does, and no scan empties the slots.
 
     Args:
-        half_lives: steps after which a share has halved, one average each.
+        half_lives: of the averages that p is estimated from, in steps.
     """
 
-    def __init__(self, *, half_lives: Sequence[float] = (4, 32)) -> None:
+    def __init__(self, *, half_lives: Sequence[float] = (2, 8, 32)) -> None:
         if not half_lives or min(half_lives) <= 0:
             raise ValueError("use half_lives of one or more numbers > 0")
-        self._gains = 1 - 0.5 ** (1 / np.array(half_lives, dtype=np.float64))[:, None]
-        self._shares: np.ndarray | None = None  # float64 [half_lives, keys]
+        self._half_lives = tuple(half_lives)
+        self._next_use: NextUse | None = None
         self._held: np.ndarray = np.zeros(0, dtype=bool)
         self._used: np.ndarray = np.zeros(0, dtype=np.int64)
         self._due: np.ndarray = np.zeros(0)  # in steps, for a layer that is ahead
+        self._before: np.ndarray = np.zeros(0)  # the share of a step that runs before the layer of each key
         self._size = 0
         self._clock = 0
         self._layer = range(0)
@@ -41,9 +41,11 @@ class Reuse(Policy):
     @property
     def probabilities(self) -> np.ndarray:
         """float64 [keys], that the next step selects each expert; empty before the first ``observe``."""
-        return np.zeros(0) if self._shares is None else self._shares.mean(axis=0)
+        return np.zeros(0) if self._next_use is None else self._next_use.probabilities
 
     def enter(self, layer: range) -> None:
+        if not self._layer:
+            self._before = np.zeros(0)  # layers were unknown
         self._layer = layer
 
     def insert(self, key: int) -> None:
@@ -79,11 +81,11 @@ class Reuse(Policy):
         return victims
 
     def observe(self, counts: np.ndarray) -> None:
-        if self._shares is None:
-            self._shares = np.zeros((len(self._gains), len(counts)))
+        if self._next_use is None:
+            self._next_use = NextUse(self._half_lives, len(counts))
             self._reach(len(counts))
-        self._shares += self._gains * ((counts > 0) - self._shares) * (counts >= 0)
-        self._due[: len(counts)] = self._expected(self._shares)
+        self._next_use.observe(counts)
+        self._due[: len(counts)] = self._expected(self._next_use.probabilities)
 
     def standing(self, keys: int) -> Standing:
         """A slot is worth as much as the expert is due early: one that is used now, a step from now at the earliest.
@@ -94,8 +96,8 @@ class Reuse(Policy):
         held = np.flatnonzero(self._held)
         order = held[np.lexsort((self._used[held], -self._due[held]))]
         used = np.zeros(keys)
-        if self._shares is not None:
-            used = -self._expected(self._shares + self._gains * (1 - self._shares)) - 0.5
+        if self._next_use is not None:
+            used = -self._expected(self._next_use.if_used()) - 0.5
         return Standing(order, -self._due[order], used)
 
     def __len__(self) -> int:
@@ -104,11 +106,12 @@ class Reuse(Policy):
     def __contains__(self, key: int) -> bool:
         return 0 <= key < len(self._held) and bool(self._held[key])
 
-    def _expected(self, shares: np.ndarray) -> np.ndarray:
-        """float64 [keys], steps until each expert is used next, the part of a step that lies before its layer too."""
-        keys, experts = shares.shape[1], max(1, len(self._layer))
-        layer = np.arange(keys) // experts * (experts / keys) if self._layer else 0
-        return 1 / np.maximum(shares.mean(axis=0), _RARE) + layer
+    def _expected(self, probabilities: np.ndarray) -> np.ndarray:
+        """float64 [keys], steps until each expert is used next, including the part of a step before its layer."""
+        if len(self._before) != len(probabilities):
+            keys, experts = len(probabilities), max(1, len(self._layer))
+            self._before = np.arange(keys) // experts * (experts / keys) if self._layer else np.zeros(keys)
+        return 1 / probabilities + self._before
 
     def _last(self, keys: np.ndarray, due: np.ndarray, count: int) -> list[int]:
         """At least ``count`` of ``keys``, if there are so many: those that are due last, the very last first."""
