@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.speculation.acceptance import Acceptance
-from vllm_spac.speculation.guard import ALLOWANCE, Guard
+from vllm_spac.speculation.batch_guard import ALLOWANCE
+from vllm_spac.speculation.guard import Guard
 
 Seconds = Callable[[float, int], float]  # (tokens so far, drafts) -> of a step
 Chance = Callable[[float, int], float]  # (tokens so far, position) -> of acceptance
