@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from vllm_spac.speculation.acceptance import Acceptance
 from vllm_spac.speculation.batch_guard import ALLOWANCE
 from vllm_spac.speculation.guard import Guard
+from vllm_spac.speculation.trials import TrialCosts
 
 Seconds = Callable[[float, int], float]  # (tokens so far, drafts) -> of a step
 Chance = Callable[[float, int], float]  # (tokens so far, position) -> of acceptance
@@ -355,3 +356,28 @@ def test_any_observations(most: int, events) -> None:
         assert 0 <= guard.choose(requests) <= most
     facts = guard.facts()
     assert sum(facts["steps"].values()) + facts["ignored_steps"] == len(events)
+
+
+def test_a_length_may_be_moved_to_after_all_was_forgotten() -> None:
+    """As in an alarm: no speculation takes far longer than it did, and is still better than the current length."""
+    costs = TrialCosts(3)
+    costs.add(2, 0.1)
+    costs.move(2)
+    costs.forget()
+    assert not costs.add(0, 2.0) and costs.times(0) == 1, "one dear trial counts when there is nothing else"
+    costs.move(0)
+    assert costs.estimates[0] == 0.0 and costs.estimates[2] == pytest.approx(-2.0)
+
+
+def test_machines_that_change_at_random() -> None:
+    """Nothing raises, whatever changes when."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        guard, cost, chance = Guard(rng.choice([1, 2, 4, 8])), 0.1, 0.5
+        for step in range(3000):
+            if step % 500 == 0:
+                cost, chance = rng.uniform(0.02, 0.6), rng.random()
+            drafts, accepted = guard.choose(1), 0
+            while accepted < drafts and rng.random() < chance:
+                accepted += 1
+            guard.observe(drafts, [accepted + 1], 1, (1 + cost * drafts) * rng.lognormvariate(0, 0.05))

@@ -60,7 +60,7 @@ class TrialCosts:
 
     Attributes:
         estimates: logarithms, [K + 1], in between along a straight line; 0 before the first trial.
-        known: whether there was a trial.
+        known: whether there was a trial since all were forgotten.
         spread: standard deviation of a trial, from those at all lengths; ``_NOISE`` counts as two.
     """
 
@@ -96,6 +96,7 @@ class TrialCosts:
         for length in range(above + 1, len(self._trials)):
             self._trials[length].clear()
             self._odd[length] = None
+        self.known &= above >= 0  # nothing is left that the next trial could be too dear for
 
     def odd(self, length: int) -> float | None:
         """The ratio of the last trial of a length, if it is far from those before and another one must confirm it."""
