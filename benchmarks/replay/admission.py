@@ -13,7 +13,8 @@ import numpy as np
 
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.replay import Outcome, Part, Replay
+from vllm_spac.simulation.parts import Part
+from vllm_spac.simulation.replay import Outcome, Replay
 from vllm_spac.traces.format import Trace
 
 # Microseconds on an H100 in a graph, from flashlib's own cost model (measured by its authors): of K ids beyond 8; and

@@ -27,8 +27,9 @@ from policies import facts
 
 from vllm_spac.execution.pointers.protocol import STEP_BYTES, most_moves
 from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.parts import filling, parts
 from vllm_spac.simulation.replay import Outcome
-from vllm_spac.simulation.simulate import filling, parts, simulate
+from vllm_spac.simulation.simulate import simulate
 from vllm_spac.traces.format import PREFILL, Trace, TraceFacts
 
 EXAMPLES = """[bold]Examples[/]

@@ -34,7 +34,8 @@ from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.execution.slots import ExpertPool
-from vllm_spac.simulation import simulate
+from vllm_spac.simulation.parts import filling, parts
+from vllm_spac.simulation.simulate import build_policy
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.tiers.disk import DiskStore
@@ -228,7 +229,7 @@ def replay(
     if device == "cpu" and needed > free:
         raise ConfigError(f"{slots} slots take {gib(needed)}, {gib(free)} of memory are free; use fewer --slots")
     tensors = {NAME: torch.zeros(slots, store.shape.expert_bytes, dtype=torch.uint8, device=device)}
-    chosen = simulate.build_policy(policy, "none", lambda: _future(trace, slots))
+    chosen = build_policy(policy, "none", lambda: _future(trace, slots))
     pool = ExpertPool(store.shape, slots, chosen, store, tensors, io_threads=io_threads, path="store", engine=knobs)
     try:
         for _ in pool.fill():
@@ -294,8 +295,8 @@ def _follow(trace: Trace, pool: ExpertPool, steps: int, seconds: float) -> tuple
 
 
 def _future(trace: Trace, slots: int) -> list[int]:
-    work = simulate.parts(trace, slots)
-    return [*simulate.filling(trace, slots), *(key for record in work for part in record for key in part.keys)]
+    work = parts(trace, slots)
+    return [*filling(trace, slots), *(key for record in work for part in record for key in part.keys)]
 
 
 def _stamp(key: int) -> np.ndarray:

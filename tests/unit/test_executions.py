@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.parts import filling, parts
 from vllm_spac.simulation.replay import Outcome
-from vllm_spac.simulation.simulate import filling, parts, simulate
+from vllm_spac.simulation.simulate import simulate
 from vllm_spac.traces.synthetic import synthetic_trace
 
 REPLAY = Path(__file__).resolve().parents[2] / "benchmarks" / "replay"

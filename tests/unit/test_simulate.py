@@ -15,9 +15,10 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers.protocol import Move
 from vllm_spac.profiling import costs
 from vllm_spac.profiling.costs import Costs, Rate
+from vllm_spac.simulation.parts import parts
 from vllm_spac.simulation.pointers_by_layer import LAUNCHES
 from vllm_spac.simulation.pointers_by_step import Bus
-from vllm_spac.simulation.simulate import parts, simulate
+from vllm_spac.simulation.simulate import simulate
 from vllm_spac.traces import statistics
 from vllm_spac.traces.format import ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 from vllm_spac.traces.synthetic import synthetic_trace

@@ -1,6 +1,6 @@
 """``execution=pointers`` with ``admission=layer`` on a virtual clock: the offers and the twin of the kernel that serve.
 
-What is assumed beyond ``simulate_pointers``, each where nothing was measured:
+What is assumed beyond ``pointers_by_step``, each where nothing was measured:
 
 - A layer first copies what it admits, each expert once over the bus, and then is one launch, as there.
 - What decides and what copies are launched in every layer, and take ``LAUNCHES`` seconds beside the bytes.
@@ -19,7 +19,8 @@ from vllm_spac.kernels.types import ADMITTED, STREAMED, Experts, Offers
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.replay import Outcome, Part, Replay
+from vllm_spac.simulation.parts import Part
+from vllm_spac.simulation.replay import Outcome, Replay
 from vllm_spac.traces.format import Trace
 
 LAUNCHES = 5e-6  # seconds of a layer: one program that decides, and a grid that finds nothing to copy

@@ -24,7 +24,8 @@ from vllm_spac.execution.pointers.protocol import Move, Planner, Pointers, most_
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.replay import Outcome, Part, Replay
+from vllm_spac.simulation.parts import Part
+from vllm_spac.simulation.replay import Outcome, Replay
 from vllm_spac.traces.format import Trace
 
 
@@ -64,7 +65,7 @@ class PointersReplay(Replay):
     """A trace over a table of pointers.
 
     Args:
-        outcome: with ``slots`` and ``step_bytes``, as ``streamed.StreamedPool`` has them.
+        outcome: with ``slots`` and ``step_bytes``, as ``execution.pointers`` has them.
         policy: says who makes room; owned.
     """
 

@@ -9,21 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.parts import Part
 from vllm_spac.traces.format import DRAFT, PREFILL, ROW_KINDS, STEP_KINDS, Trace
 
 _PREFILL = STEP_KINDS.index("prefill")
 _VERIFY = ROW_KINDS.index("verify")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of one layer in one step that run together.
-
-    ``keys`` are ascending; ``rows`` says how many rows selected each.
-    """
-
-    keys: list[int]
-    rows: list[int]
 
 
 @dataclass

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
 from vllm_spac import components
-from vllm_spac.balancers.base import Balancer, LayerState
-from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.balancers.base import Balancer
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.protocol import STEP_BYTES
-from vllm_spac.execution.waves import filled_experts, row_waves
 from vllm_spac.policies.base import Policy
-from vllm_spac.predictors.utility import UtilityEstimator
 from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.parts import filling, parts
 from vllm_spac.simulation.pointers_by_step import PointersReplay
-from vllm_spac.simulation.replay import Outcome, Part, Replay
+from vllm_spac.simulation.replay import Outcome, Replay
+from vllm_spac.simulation.slots import SlotsReplay
 from vllm_spac.traces.format import Trace
 
 EXECUTIONS = ("slots", "pointers")
@@ -42,12 +41,12 @@ def simulate(
     """Replay ``trace`` with ``slots`` experts in fast memory.
 
     Args:
-        execution: one of ``EXECUTIONS``; what the latter assumes is in ``simulate_pointers``.
+        execution: one of ``EXECUTIONS``; what the latter assumes is in ``pointers_by_step``.
         policy, balancer: names of components, with knobs if need be: ``utility@upper=1@variant=literal``.
         overlap: of slots: loads run beside the computing of hits; else a layer waits for its loads, as on-demand
             serving does. With pointers they always run beside one another.
         admission: of pointers: how missed experts get slots, a name of ``admissions``; what ``layer`` assumes is in
-            ``simulate_admitted``.
+            ``pointers_by_layer``.
         step_bytes: of admission ``step``: bytes that are on their way into slots at once, at most, but one expert; 0:
             none moves.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
@@ -60,10 +59,7 @@ def simulate(
     """
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
-    if not facts.top_k <= slots <= facts.total:
-        raise ConfigError(f"{slots} slots: use from {facts.top_k} (one token's experts) to {facts.total} (all)")
-    if nbytes <= 0:
-        raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
+    _check(trace, slots, nbytes)
     outcome = Outcome(policy, balancer, slots, slots / facts.total, execution)
     first = filling(trace, slots) if fill else []
     if execution == "pointers":
@@ -75,133 +71,23 @@ def simulate(
         chosen = build_policy(
             policy, balancer, lambda: [*first, *(k for record in work for p in record for k in p.keys)]
         )
-        replay = _SlotsReplay(trace, costs, nbytes, outcome, chosen, _balancer(balancer, trace, costs, nbytes), overlap)
+        replay = SlotsReplay(trace, costs, nbytes, outcome, chosen, _balancer(balancer, trace, costs, nbytes), overlap)
     else:
         raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
     replay.fill(first)
     return replay.run(work)
 
 
-def parts(trace: Trace, slots: int) -> list[list[Part]]:
-    """The parts of each record, in the order in which they run; see ``row_waves``."""
-    experts = trace.facts.experts
-    record = np.repeat(np.arange(trace.records), np.diff(trace.record_start))
-    flat, counts = np.unique(trace.ids + (record * experts)[:, None], return_counts=True)
-    bounds = np.searchsorted(flat, np.arange(trace.records + 1) * experts)
-    base = trace.record_layer.astype(np.int64) * experts
-    keys = flat % experts + np.repeat(base, np.diff(bounds))
-    whole = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-    return [
-        [Part(keys[a:b].tolist(), counts[a:b].tolist())] if b - a <= slots else list(_split(trace, number, slots))
-        for number, (a, b) in enumerate(whole)
-    ]
+def _check(trace: Trace, slots: int, nbytes: int) -> None:
+    facts = trace.facts
+    if not facts.top_k <= slots <= facts.total:
+        raise ConfigError(f"{slots} slots: use from {facts.top_k} (one token's experts) to {facts.total} (all)")
+    if nbytes <= 0:
+        raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
 
 
-class _SlotsReplay(Replay):
-    def __init__(
-        self,
-        trace: Trace,
-        costs: Costs,
-        nbytes: int,
-        outcome: Outcome,
-        policy: Policy,
-        balancer: Balancer | None,
-        overlap: bool,
-    ) -> None:
-        super().__init__(trace, costs, nbytes, outcome)
-        self.overlap, self.policy, self.balancer = overlap, policy, balancer
-        self.residency = Residency(trace.facts.total, outcome.slots, policy)
-        self.estimator = UtilityEstimator(trace.facts.total)
-        self.cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
-        self._counts = trace.step_counts()
-
-    def fill(self, keys: Sequence[int]) -> None:
-        self.make_resident(keys)
-
-    def begin_step(self, step: int, drafting: float, layers: int) -> None:
-        """Nothing is decided between steps."""
-
-    def end_step(self) -> None:
-        counts = next(self._counts)
-        if counts is not None:
-            self.policy.observe(counts)
-            if self.balancer:
-                self.estimator.observe_step(counts)
-
-    def make_resident(self, keys: Sequence[int]) -> list[int]:
-        """Returns the keys that were loaded."""
-        placement = self.residency.prepare(keys)
-        for key, _ in placement.loads:
-            self.residency.loaded(key)
-        self.residency.release(keys)
-        return [key for key, _ in placement.loads]
-
-    def layer(self, layer: int, parts: list[Part]) -> None:
-        outcome, missed, elsewhere, used = self.outcome, set(), set(), set()
-        experts = self.trace.facts.experts
-        self.policy.enter(range(layer * experts, (layer + 1) * experts))
-        for part in parts:
-            keys, cpu = (part.keys, ()) if self.balancer is None else self._plan(layer, part)
-            loaded = self.make_resident(keys)
-            self._pass_time(part, loaded, cpu)
-            outcome.loads += len(loaded)
-            missed.update(loaded)
-            elsewhere.update(cpu)
-            used.update(part.keys)
-        elsewhere -= missed
-        hits = len(used) - len(missed) - len(elsewhere)
-        outcome.parts += len(parts)
-        outcome.hits += hits
-        outcome.misses += len(missed)
-        outcome.cpu += len(elsewhere)
-        outcome.bytes = outcome.loads * self.nbytes
-        outcome.bound_seconds += self.costs.bound(self.nbytes, hits, len(missed), len(elsewhere))
-
-    def _plan(self, layer: int, part: Part) -> tuple[list[int], set[int]]:
-        """(keys that run in fast memory, keys that run on the CPU)."""
-        experts = self.trace.facts.experts
-        first = layer * experts
-        rows = np.zeros(experts, dtype=np.int64)
-        rows[np.array(part.keys) - first] = part.rows
-        here = slice(first, first + experts)
-        resident = self.residency.slot_of[here] != NOWHERE
-        free = self.residency.slots - int(resident[rows > 0].sum())
-        plan = self.balancer.plan(LayerState(layer, rows, resident, self.estimator.scores[here], free))
-        cpu = {first + expert for expert in plan.cpu}
-        return [key for key in part.keys if key not in cpu], cpu
-
-    def _pass_time(self, part: Part, loaded: list[int], cpu: set[int] | tuple) -> None:
-        late = set(loaded)
-        computed = waiting = beside = 0.0
-        for key, rows in zip(part.keys, part.rows, strict=True):
-            if key in cpu:
-                beside += self.cpu[rows]
-            elif key in late:
-                waiting += self.fast[rows]
-            else:
-                computed += self.fast[rows]
-        load = self.costs.loading(len(loaded), self.nbytes)
-        fast = (max(load, computed) if self.overlap else load + computed) + waiting
-        took = max(fast, beside)
-        self.outcome.seconds += took
-        self.outcome.stall_seconds += took - computed - waiting
-
-
-def _split(trace: Trace, record: int, slots: int) -> Iterator[Part]:
-    experts = trace.facts.experts
-    rows = trace.ids[trace.record_start[record] : trace.record_start[record + 1]]
-    first = int(trace.record_layer[record]) * experts
-    for start, stop in row_waves(rows, slots, experts):
-        keys, counts = np.unique(rows[start:stop].astype(np.int64), return_counts=True)
-        yield Part((keys + first).tolist(), counts.tolist())
-
-
-def filling(trace: Trace, slots: int) -> list[int]:
-    """The keys that are loaded at the start."""
-    return list(chain.from_iterable(filled_experts(trace.facts.layers, trace.facts.experts, slots)))
-
-
-def build_policy(spec: str, balancer: str, future) -> Policy:
+def build_policy(spec: str, balancer: str, future: Callable[[], Iterable[int]]) -> Policy:
+    """The policy ``name@knob=value``; ``future`` gives the keys in the order of their use, for one that must know."""
     name, knobs = _parse(spec)
     if not components.find("policies", name).offline:
         return _build("policies", name, knobs)
@@ -242,14 +128,15 @@ def _balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | 
         return None
     name, knobs = _parse(spec)
     drafts = np.count_nonzero(trace.row_kind == 3) / max(1, np.count_nonzero(trace.row_kind == 2))
-    shape = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
-    return _build("balancers", name, {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts)), **shape} | knobs)
+    facts: dict[str, Any] = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
+    facts |= {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts))}
+    return _build("balancers", name, facts | knobs)
 
 
-def _parse(spec: str) -> tuple[str, dict]:
+def _parse(spec: str) -> tuple[str, dict[str, Any]]:
     """``name@knob=value@...`` -> name and knobs; values are Python literals, or text."""
     name, *settings = spec.split("@")
-    knobs = {}
+    knobs: dict[str, Any] = {}
     for setting in settings:
         knob, equals, value = setting.partition("=")
         if not equals:
@@ -261,7 +148,7 @@ def _parse(spec: str) -> tuple[str, dict]:
     return name, knobs
 
 
-def _build(family: str, name: str, knobs: dict):
+def _build(family: str, name: str, knobs: dict[str, Any]) -> Any:
     try:
         return components.build(family, name, **knobs)
     except (TypeError, ValueError) as error:

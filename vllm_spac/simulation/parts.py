@@ -1,0 +1,52 @@
+"""The parts in which the layers of a trace run their rows, and the experts that have slots before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from vllm_spac.execution.waves import filled_experts, row_waves
+from vllm_spac.traces.format import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one layer in one step that run together.
+
+    ``keys`` are ascending; ``rows`` says how many rows selected each.
+    """
+
+    keys: list[int]
+    rows: list[int]
+
+
+def parts(trace: Trace, slots: int) -> list[list[Part]]:
+    """The parts of each record, in the order in which they run; see ``row_waves``."""
+    experts = trace.facts.experts
+    record = np.repeat(np.arange(trace.records), np.diff(trace.record_start))
+    flat, counts = np.unique(trace.ids + (record * experts)[:, None], return_counts=True)
+    bounds = np.searchsorted(flat, np.arange(trace.records + 1) * experts)
+    base = trace.record_layer.astype(np.int64) * experts
+    keys = flat % experts + np.repeat(base, np.diff(bounds))
+    whole = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+    return [
+        [Part(keys[a:b].tolist(), counts[a:b].tolist())] if b - a <= slots else list(_split(trace, number, slots))
+        for number, (a, b) in enumerate(whole)
+    ]
+
+
+def filling(trace: Trace, slots: int) -> list[int]:
+    """The keys that are loaded at the start."""
+    return list(chain.from_iterable(filled_experts(trace.facts.layers, trace.facts.experts, slots)))
+
+
+def _split(trace: Trace, record: int, slots: int) -> Iterator[Part]:
+    experts = trace.facts.experts
+    rows = trace.ids[trace.record_start[record] : trace.record_start[record + 1]]
+    first = int(trace.record_layer[record]) * experts
+    for start, stop in row_waves(rows, slots, experts):
+        keys, counts = np.unique(rows[start:stop].astype(np.int64), return_counts=True)
+        yield Part((keys + first).tolist(), counts.tolist())
