@@ -1,13 +1,16 @@
-"""Run mypy over the project, with ``triton_kernels/`` under the name by which it is imported.
+"""Check the types of the project with mypy, ``triton_kernels/`` under the name by which it is imported.
 
-    .venv/bin/python .ci/types.py [mypy's options]
+    .venv/bin/python .ci/types.py [OPTIONS OF MYPY]
 
-mypy names a module by its folder, and setup.py installs ``triton_kernels/`` as ``vllm_spac.kernels``.
+mypy takes a module's name from its folder. setup.py installs ``triton_kernels/`` as ``vllm_spac.kernels``, and scripts
+in ``benchmarks/`` import their neighbours by bare names, so each file is named here. Settings are in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from mypy import build, main
@@ -15,28 +18,37 @@ from mypy.errors import CompileError
 from mypy.modulefinder import BuildSource
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"vllm_spac": "vllm_spac", "triton_kernels": "vllm_spac.kernels", "benchmarks": "benchmarks"}
+PACKAGES = {"vllm_spac": "vllm_spac", "triton_kernels": "vllm_spac.kernels"}
+IMPORTED = Path("benchmarks/serving/run.py")  # of scripts with the same name, the one that others import
 
 
-def sources() -> list[BuildSource]:
-    found = []
-    for folder, package in FOLDERS.items():
+def sources() -> Iterator[BuildSource]:
+    """Every file with the name of its module."""
+    for folder, package in PACKAGES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            name = ".".join([package, *(part for part in parts if part != "__init__")])
-            found.append(BuildSource(str(path.relative_to(ROOT)), name))
-    return found
+            yield _source(path, ".".join([package, *(part for part in parts if part != "__init__")]))
+    scripts = sorted((ROOT / "benchmarks").rglob("*.py"))
+    namesakes = Counter(path.stem for path in scripts)
+    for path in scripts:
+        bare = namesakes[path.stem] == 1 or path == ROOT / IMPORTED
+        yield _source(path, path.stem if bare else f"{path.parent.name}_{path.stem}")
 
 
-def check() -> int:
-    _, options = main.process_options([*sys.argv[1:], "-c", ""])
+def check(options: list[str]) -> int:
+    """Print the errors; the exit status."""
+    _, settings = main.process_options([*options, "-c", ""])
     try:
-        errors = build.build(sources(), options).errors
-    except CompileError as error:
+        errors = build.build(list(sources()), settings).errors
+    except CompileError as error:  # e.g. a syntax error
         errors = error.messages
-    print(*errors, sep="\n")
+    print(*errors, f"types: {len(errors)} lines of errors" if errors else "types: no errors", sep="\n")
     return 1 if errors else 0
 
 
+def _source(path: Path, module: str) -> BuildSource:
+    return BuildSource(str(path.relative_to(ROOT)), module)
+
+
 if __name__ == "__main__":
-    sys.exit(check())
+    sys.exit(check(sys.argv[1:]))

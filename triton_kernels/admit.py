@@ -33,8 +33,10 @@ _WARP = 256  # lanes that one warp has registers for; it needs no shared memory 
 
 @triton.jit(do_not_specialize=["n_pairs", "first"], do_not_specialize_on_alignment=["ids", "weights"])
 def _admit_kernel(
-    ids, weights, live, slot_of, owner, table, hosts, places, state, slots, owners, kept, used, counts, sources, copies,
-    n_pairs, n_experts, n_keys, n_slots, first,
+    ids: tl.tensor, weights: tl.tensor, live: tl.tensor, slot_of: tl.tensor, owner: tl.tensor, table: tl.tensor,
+    hosts: tl.tensor, places: tl.tensor, state: tl.tensor, slots: tl.tensor, owners: tl.tensor, kept: tl.tensor,
+    used: tl.tensor, counts: tl.tensor, sources: tl.tensor, copies: tl.tensor,
+    n_pairs: tl.tensor, n_experts: tl.tensor, n_keys: tl.tensor, n_slots: tl.tensor, first: tl.tensor,
     NAMES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
     UNUSED: tl.constexpr, HIT: tl.constexpr, STREAMED: tl.constexpr, ADMITTED: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +142,18 @@ def admit(
     )  # fmt: skip
 
 
-def _check(topk_ids, topk_weights, first, n_experts, experts, offers, counts, sources, copies, live) -> None:
+def _check(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    first: int,
+    n_experts: int,
+    experts: Experts,
+    offers: Offers,
+    counts: Tensor,
+    sources: Tensor,
+    copies: Tensor,
+    live: Tensor | None,
+) -> None:
     (names, keys), slots = experts.table.shape, len(experts.owner)
     assert topk_ids.shape == topk_weights.shape and topk_weights.dtype == torch.float32
     assert topk_ids.dtype in (torch.int32, torch.int64), "ids must be int32 or int64"

@@ -25,7 +25,15 @@ _WORDS = 1024
 
 @triton.jit
 def _fetch_kernel(
-    copies, hosts, places, words, n_experts, n_keys, n_slots, PROGRAMS: tl.constexpr, WORDS: tl.constexpr
+    copies: tl.tensor,
+    hosts: tl.tensor,
+    places: tl.tensor,
+    words: tl.tensor,
+    n_experts: tl.tensor,
+    n_keys: tl.tensor,
+    n_slots: tl.tensor,
+    PROGRAMS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Program (p, t) copies chunks p, p + PROGRAMS, ... of tensor t, counted over all experts."""
     n = tl.load(copies)

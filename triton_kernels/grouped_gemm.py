@@ -93,12 +93,12 @@ def rows_to_compile(most: int, top_k: int, experts: int) -> list[int]:
 
 
 @triton.jit
-def _round(value, T: tl.constexpr):
+def _round(value: tl.tensor, T: tl.constexpr):
     return value.to(T).to(tl.float32)
 
 
 @triton.jit
-def _activate(gate, up, ACT: tl.constexpr, T: tl.constexpr):
+def _activate(gate: tl.tensor, up: tl.tensor, ACT: tl.constexpr, T: tl.constexpr):
     """[M, N] float32 gate and up, already rounded to T -> h in float32."""
     if ACT == "swigluoai":
         gate = tl.minimum(gate, 7.0)
@@ -115,13 +115,13 @@ def _activate(gate, up, ACT: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _expert(table, expert, T: tl.constexpr):
+def _expert(table: tl.tensor, expert: tl.tensor, T: tl.constexpr):
     """Pointer to an expert's tensor. Without the promise of 16 bytes the compiler would load element by element."""
     return tl.multiple_of(tl.load(table + expert).to(tl.pointer_type(T), bitcast=True), 16)
 
 
 @triton.jit
-def _place(blocks, columns, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+def _place(blocks: tl.tensor, columns: tl.tensor, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Program id -> (row block, column block); GROUP_M row blocks take turns on the same columns."""
     program = tl.program_id(0)
     strips = tl.cdiv(columns, BLOCK_N)
@@ -133,7 +133,16 @@ def _place(blocks, columns, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _block(
-    block, ids, router_weights, live, pairs, experts, n_pairs, n_experts, BLOCK_M: tl.constexpr, FEW: tl.constexpr
+    block: tl.tensor,
+    ids: tl.tensor,
+    router_weights: tl.tensor,
+    live: tl.tensor,
+    pairs: tl.tensor,
+    experts: tl.tensor,
+    n_pairs: tl.tensor,
+    n_experts: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """A block's expert, -1 for none, and its pairs: from ``align``'s work list, or without it where there is none."""
     if pairs is None:
@@ -153,7 +162,9 @@ _VARYING = {  # from launch to launch, or from layer to layer
 
 @triton.jit(**_VARYING)
 def _gate_up_kernel(
-    x, w13, b13, ids, router_weights, live, pairs, experts, counts, out, n_pairs, n_experts, blocks, d, ff,
+    x: tl.tensor, w13: tl.tensor, b13: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor,
+    pairs: tl.tensor, experts: tl.tensor, counts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
+    blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
     TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     FEW: tl.constexpr, BINS: tl.constexpr,
@@ -207,7 +218,9 @@ def _gate_up_kernel(
 
 @triton.jit(**_VARYING)
 def _down_kernel(
-    h, w2, b2, ids, router_weights, live, pairs, experts, out, n_pairs, n_experts, blocks, d, ff,
+    h: tl.tensor, w2: tl.tensor, b2: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor,
+    pairs: tl.tensor, experts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor, blocks: tl.tensor,
+    d: tl.tensor, ff: tl.tensor,
     BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +254,18 @@ def _down_kernel(
 
 
 @triton.jit(do_not_specialize=["n_pairs"], do_not_specialize_on_alignment=["ids", "router_weights"])
-def _combine_kernel(y, ids, router_weights, live, out, n_pairs, d, n_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    y: tl.tensor,
+    ids: tl.tensor,
+    router_weights: tl.tensor,
+    live: tl.tensor,
+    out: tl.tensor,
+    n_pairs: tl.tensor,
+    d: tl.tensor,
+    n_experts: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """y [M, k, d] -> out [M, d], summed from slot 0 on. Pairs that are left out were never written: not read."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -340,7 +364,18 @@ def combine(
     )
 
 
-def _check(x, w13, w2, topk_weights, topk_ids, intermediate, b13, b2, activation, live) -> None:
+def _check(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    intermediate: int,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+    live: Tensor | None,
+) -> None:
     assert activation in ACTIVATIONS, f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}"
     assert x.ndim == 2 and x.dtype in DTYPES and x.is_contiguous(), "x must be a contiguous [rows, d] of 16 or 32 bit"
     assert x.data_ptr() % ALIGNMENT == 0, f"x must lie on a multiple of {ALIGNMENT} bytes"

@@ -26,7 +26,7 @@ def chunk_for(pairs: int) -> int:
 
 
 @triton.jit
-def counted_pairs(live, n_pairs):
+def counted_pairs(live: tl.tensor, n_pairs: tl.tensor):
     """How many of the pairs count, the first ones: those before the padding, where it is said where that begins."""
     if live is not None:
         n_pairs = tl.minimum(tl.load(live), n_pairs)
@@ -34,7 +34,7 @@ def counted_pairs(live, n_pairs):
 
 
 @triton.jit
-def routed(ids, weights, at, n_pairs, n_experts):
+def routed(ids: tl.tensor, weights: tl.tensor, at: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor):
     """The experts of pairs ``at``; ``n_experts`` where the pair is none, padding, or has weight 0."""
     inside = at < n_pairs
     expert = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
@@ -43,7 +43,14 @@ def routed(ids, weights, at, n_pairs, n_experts):
 
 
 @triton.jit
-def count(ids, weights, n_pairs, n_experts, BINS: tl.constexpr, CHUNK: tl.constexpr):
+def count(
+    ids: tl.tensor,
+    weights: tl.tensor,
+    n_pairs: tl.tensor,
+    n_experts: tl.tensor,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """[BINS] int32, the pairs of each expert; those of none are in the bin behind the last."""
     found = tl.zeros((BINS,), tl.int32)
     for start in range(0, n_pairs, CHUNK):
@@ -52,7 +59,16 @@ def count(ids, weights, n_pairs, n_experts, BINS: tl.constexpr, CHUNK: tl.conste
 
 
 @triton.jit
-def block_of(me, ids, weights, n_live, n_pairs, n_experts, BLOCK_M: tl.constexpr, FEW: tl.constexpr):
+def block_of(
+    me: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    n_live: tl.tensor,
+    n_pairs: tl.tensor,
+    n_experts: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    FEW: tl.constexpr,
+):
     """The block that begins with pair ``me``, of FEW pairs at most.
 
     Returns its expert, -1 if pair ``me`` begins none, and [BLOCK_M] pairs as ``align`` has them in the block.
@@ -72,7 +88,8 @@ def block_of(me, ids, weights, n_live, n_pairs, n_experts, BLOCK_M: tl.constexpr
     do_not_specialize_on_alignment=["ids", "weights", "counts"],
 )
 def _align_kernel(
-    ids, weights, live, pairs, experts, counts, n_pairs, n_experts, n_blocks,
+    ids: tl.tensor, weights: tl.tensor, live: tl.tensor, pairs: tl.tensor, experts: tl.tensor, counts: tl.tensor,
+    n_pairs: tl.tensor, n_experts: tl.tensor, n_blocks: tl.tensor,
     BLOCK_M: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program e places the pairs of expert e; program ``n_experts`` fills what is left over."""

@@ -5,6 +5,8 @@ Importing this package loads neither torch nor vLLM; ``register`` is vLLM's plug
 
 from __future__ import annotations
 
+from typing import Any
+
 __version__ = "0.1.0"
 
 
@@ -15,7 +17,7 @@ def register() -> None:
     plugin.install()
 
 
-def stats(llm) -> dict:
+def stats(llm: Any) -> dict:
     """Counters of every worker of an offline ``vllm.LLM`` that runs with the plugin.
 
     Args:
@@ -35,6 +37,6 @@ def stats(llm) -> dict:
     return {"workers": workers}
 
 
-def _is_active(llm) -> bool:
+def _is_active(llm: Any) -> bool:
     additional = llm.llm_engine.vllm_config.additional_config
     return isinstance(additional, dict) and "spac" in additional

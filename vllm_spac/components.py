@@ -24,7 +24,7 @@ def names(family: str) -> list[str]:
     )
 
 
-def find(family: str, name: str) -> type:
+def find(family: str, name: str) -> type[Any]:
     """The class called ``name`` in ``family``; ``ConfigError`` when there is none, or it is not of the family."""
     if ":" in name:
         return _outside(family, name)

@@ -51,7 +51,7 @@ class Counters:
 
     def reset(self) -> None:
         """Start from zero, e.g. after warm-up."""
-        self.__init__()
+        vars(self).update(vars(type(self)()))
 
     def snapshot(self) -> dict:
         """A copy as plain data."""

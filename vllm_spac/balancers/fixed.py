@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,7 +14,7 @@ class Fixed(Balancer):
 
     needs_rates: ClassVar[bool] = False
 
-    def __init__(self, *, count: int = 1, **shape) -> None:
+    def __init__(self, *, count: int = 1, **shape: Any) -> None:
         super().__init__(**shape)
         self._count = count
 

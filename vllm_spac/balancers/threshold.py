@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -97,7 +97,7 @@ class Threshold(Balancer):
 
     needs_scores: ClassVar[bool] = True
 
-    def __init__(self, *, fixed: int | None = None, **shape) -> None:
+    def __init__(self, *, fixed: int | None = None, **shape: Any) -> None:
         super().__init__(**shape)
         self._fixed = fixed
         self._seen: dict[int, int] = {}
@@ -116,6 +116,7 @@ class Threshold(Balancer):
     def _solve(self, state: LayerState) -> int:
         means = self._learn(state)
         rates = self.rates
+        assert rates is not None, "it weighs costs"
         return solve(
             *means[:3].tolist(),
             gamma=self.gamma,

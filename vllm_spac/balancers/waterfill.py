@@ -54,6 +54,7 @@ class Waterfill(Balancer):
     def plan(self, state: LayerState) -> Plan:
         hit, missing = split(state)
         rates = self.rates
+        assert rates is not None, "it weighs costs"
         streamed, cpu = solve(
             missing.tolist(), state.rows[missing], t_stream=rates.stream, t_cpu=rates.cpu, t_row=rates.cpu_row
         )

@@ -104,14 +104,21 @@ class Calibration:
 
     @classmethod
     def _of(cls, metadata: dict[str, str], tensors: dict[str, Tensor]) -> Calibration:
-        texts = {name: metadata[name] for name in ("fingerprint", "model")}
-        numbers = {name: int(metadata[name]) for name in ("top_k", "window", "tokens")}
         layers, experts = _names(metadata["layers"]), int(metadata["experts"])
         pairs, curves, counts = tensors["pairs"], tensors["curves"], tensors["counts"]
         _check(pairs.shape == (len(layers), experts, experts) and pairs.dtype == torch.int64, "pairs has another type")
         shape = len(MASSES), len(layers), experts
         _check(curves.shape == shape and curves.dtype == torch.float32, "curves has another type")
-        found = cls(**texts, **numbers, layers=layers, pairs=pairs, curves=curves)
+        found = cls(
+            fingerprint=metadata["fingerprint"],
+            model=metadata["model"],
+            layers=layers,
+            top_k=int(metadata["top_k"]),
+            window=int(metadata["window"]),
+            tokens=int(metadata["tokens"]),
+            pairs=pairs,
+            curves=curves,
+        )
         _check(counts.dtype == torch.int64 and torch.equal(counts, found.counts), "counts and pairs differ")
         _check(0 < found.top_k <= experts and found.window > 0, "impossible model")
         _check(bool((found.counts.sum(1) == found.tokens * found.top_k).all()), "counts and tokens differ")

@@ -85,9 +85,8 @@ def read_budgets(
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(f"spac: {path} (--spac-budget-file) is no budget file of {FORMAT}; {_AGAIN}")
     budgets = content.get("budgets")
-    layers = budgets if layers is None else layers
     other = fingerprint is not None and content.get("fingerprint") != fingerprint
-    if other or not isinstance(budgets, dict) or set(budgets) != set(layers):
+    if other or not isinstance(budgets, dict) or (layers is not None and set(budgets) != set(layers)):
         raise ConfigError(
             f"spac: {path} (--spac-budget-file) was made for another model or revision: {content.get('fingerprint')}, "
             f"not {fingerprint}, or its layers differ; run `vllm-spac calibrate` and `vllm-spac tune` for this one"
@@ -97,4 +96,4 @@ def read_budgets(
             raise ConfigError(
                 f"spac: {path} (--spac-budget-file): the budget of {name} is {budget!r}; use 1 to {experts}"
             )
-    return {name: budgets[name] for name in layers}
+    return {name: budgets[name] for name in (budgets if layers is None else layers)}

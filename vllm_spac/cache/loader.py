@@ -6,6 +6,8 @@ in ``hold`` and ``end_step``: the state machine is single-threaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vllm_spac.balancers.base import Balancer
@@ -126,7 +128,7 @@ class Engine:
         if failed:
             raise StoreError("; ".join(str(error) for error in failed.values())) from next(iter(failed.values()))
 
-    def _load(self, loads, counters: Counters | None) -> dict[int, BaseException]:
+    def _load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
         failed = self._transfers.load(loads, counters)
         for key, _ in loads:
             (self.residency.failed if key in failed else self.residency.loaded)(key)

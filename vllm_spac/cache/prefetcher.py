@@ -145,8 +145,7 @@ class Prefetcher:
         """Ask for the best that waits while there are slots for it; keys below ``passed`` come too late."""
         self.cancel([key for key in self._ahead.keys if key < passed])
         loads: list[tuple[int, int]] = []
-        while self.queue and len(self._ahead.keys) + len(loads) < self._settings.depth:
-            key = self.queue.pop()
+        while len(self._ahead.keys) + len(loads) < self._settings.depth and (key := self.queue.pop()) is not None:
             if key < passed or self._residency.slot_of[key] != NOWHERE:
                 continue
             placement = self._residency.admit(key, self.scores)

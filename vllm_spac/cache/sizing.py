@@ -12,6 +12,7 @@ from vllm_spac.system.host_memory import gib
 if TYPE_CHECKING:  # the command line parses sizes, and starts without torch
     from vllm_spac.config import Slots
     from vllm_spac.core import MoEShape
+    from vllm_spac.traces.format import TraceFacts
 
 
 def check(slots: Slots, experts: int, top_k: int) -> None:
@@ -60,6 +61,7 @@ def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
             "raise --gpu-memory-utilization or lower --max-model-len"
         )
     if count < shape.top_k:
+        assert slots.share is not None, "a number per layer was checked, and auto takes what fits"
         least = math.ceil(Fraction(100 * shape.top_k, shape.total))
         fits = math.ceil(Fraction(least, 100) * shape.total) <= fitting
         instead = f"--spac-slots {least}% or more" if fits else "--spac-slots auto"
@@ -91,7 +93,7 @@ def parse_list(text: str) -> list[str]:
     return [item.strip() for item in found if item.strip()]
 
 
-def slot_counts(text: str, facts) -> list[int]:
+def slot_counts(text: str, facts: TraceFacts) -> list[int]:
     """Numbers of slots, as ``--spac-slots`` computes them; ``ConfigError`` for what it would refuse."""
     from vllm_spac.config import Slots
 
@@ -101,9 +103,10 @@ def slot_counts(text: str, facts) -> list[int]:
             slots = Slots.parse(item)
         except ValueError as error:
             raise ConfigError(f"--slots: {error}") from error
-        if slots.per_layer is None and slots.share is None:
+        if slots.per_layer is not None:
+            found.append(slots.per_layer * facts.layers)
+        elif slots.share is not None:
+            found.append(math.ceil(slots.share * facts.total))
+        else:
             raise ConfigError("--slots: auto needs a machine; name percentages or numbers a layer")
-        found.append(
-            slots.per_layer * facts.layers if slots.per_layer is not None else math.ceil(slots.share * facts.total)
-        )
     return found

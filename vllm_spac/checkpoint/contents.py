@@ -28,7 +28,6 @@ from vllm_spac.system.host_memory import gib
 
 logger = logging.getLogger("vllm.spac")
 
-FORMAT = "spac-checkpoint-1"
 _BLOCK = 8 << 20
 _THREADS = 4
 _BAR = 1 << 30  # bytes from which on reading is shown
@@ -61,7 +60,7 @@ class _Read(BaseModel):
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    format: Literal[FORMAT] = FORMAT
+    format: Literal["spac-checkpoint-1"] = "spac-checkpoint-1"
     files: dict[str, _Read]  # by real path
 
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def look(folder: Path) -> Packed:
     return Packed(folder, tuple(layers), tuple(experts), tuple(leftovers), size, newest)
 
 
-def check_file(path: Path, fingerprint: str, step=lambda count: None) -> str | None:
+def check_file(path: Path, fingerprint: str, step: Callable[[int], object] = lambda count: None) -> str | None:
     """What is wrong with one file, or None; ``step`` is told of the bytes read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -97,7 +97,8 @@ def check_file(path: Path, fingerprint: str, step=lambda count: None) -> str | N
         return f"has no header of format {FORMAT}"
     if metadata.get("fingerprint") != fingerprint:
         return f"belongs to {metadata.get('fingerprint')}"
-    if metadata.get("expert") != str(int(_EXPERT.fullmatch(path.name)[1])):
+    name = _EXPERT.fullmatch(path.name)
+    if name is None or metadata.get("expert") != str(int(name[1])):
         return f"holds expert {metadata.get('expert')}"
     if metadata.get("xxh3_128") != digest.hexdigest():
         return "is not what was packed (checksum)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table
 
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_spac.budget.calibration import Calibration
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -73,7 +76,7 @@ def calibrate(
         _run(llm, pieces, window, checksum(pieces), output)
 
 
-def _run(llm, pieces: list[list[int]], window: int, source: str, output: Path) -> None:
+def _run(llm: Any, pieces: list[list[int]], window: int, source: str, output: Path) -> None:
     from vllm_spac.integration.evaluation.engine import Interruptible, ask, read
 
     progress_file, console = output.with_name(f"{output.name}.progress"), Console(stderr=True)
@@ -114,7 +117,7 @@ def tune(
 
     found = Calibration.read(calibration)
     budgets, console = smallest(found, mass, coverage, mass_of), Console()
-    asked = {"mass": mass, "mass_of": mass_of, "coverage": coverage}
+    asked: dict[str, Any] = {"mass": mass, "mass_of": mass_of, "coverage": coverage}
     console.print(_table(found, budgets, **asked))
     if output is not None:
         _check_target(output)
@@ -122,7 +125,7 @@ def tune(
         console.print(f"written: {shown(output)}", highlight=False, soft_wrap=True)
 
 
-def _table(calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
+def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
     experts, uses = calibration.experts, calibration.counts
     title = (
         f"{shown(calibration.model)}: budgets for {100 * mass:g}% of the mass {mass_of} in steps of "

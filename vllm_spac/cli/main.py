@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -42,7 +42,7 @@ def _reported(command: Callable) -> Callable:
     """Print an error that was raised on purpose as one line, and exit with 1; any other keeps its traceback."""
 
     @functools.wraps(command)
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any):
         try:
             return command(*args, **kwargs)
         except SpacError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.system.atomic_write import check_replaceable, replacing
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_of
+
+if TYPE_CHECKING:
+    from vllm_spac.profiling.costs import Costs
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -48,6 +51,7 @@ def profile(
     nbytes = _size(model, expert_bytes)
     if store not in (None, "host", "disk"):
         raise ConfigError(f"--store {store}: use host or disk")
+    kind = cast(Literal["host", "disk"] | None, store)
     folder = _expanded(disk_dir, "--disk-dir")
     path = _expanded(output or folder / "profile.json", "--output")
     _write(path, None)  # before any work is done
@@ -57,15 +61,16 @@ def profile(
 
     options = {"store": store, "io_threads": io_threads, "seconds": seconds, "draft": draft, "other": other}
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=measurements(io_threads, store))
+        task = progress.add_task("", total=measurements(io_threads, kind))
 
         def tell(text: str) -> None:
             progress.update(task, advance=1, description=text)
 
         try:
             costs = measure(
-                nbytes, folder, **options, kernel=cpu_kernel.to_profile(), source=_command(nbytes, options), tell=tell
-            )
+                nbytes, folder, store=kind, io_threads=io_threads, seconds=seconds, draft=draft, other=other,
+                kernel=cpu_kernel.to_profile(), source=_command(nbytes, options), tell=tell,
+            )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}; name a writable folder with --disk-dir DIR") from error
     _write(path, costs)
@@ -86,6 +91,7 @@ def _size(model: str | None, expert_bytes: int | None) -> int:
         raise ConfigError("say how large an expert is: either --model MODEL_DIR or --expert-bytes N")
     if expert_bytes is not None:
         return expert_bytes
+    assert model is not None
     from vllm_spac.checkpoint.headers import find_folder, read_checkpoint
 
     return max(read_checkpoint(find_folder(model)).expert_bytes)
@@ -96,7 +102,7 @@ def _command(nbytes: int, options: dict) -> str:
     return shlex.join(["vllm-spac", "profile", f"--expert-bytes={nbytes}", *given])
 
 
-def _write(path: Path, costs) -> None:
+def _write(path: Path, costs: Costs | None) -> None:
     """All or nothing; without ``costs`` only see whether it would work."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +115,7 @@ def _write(path: Path, costs) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
 
 
-def _table(costs, nbytes: int) -> Table:
+def _table(costs: Costs, nbytes: int) -> Table:
     origin = costs.provenance
     table = Table(title=f"one expert of {gib(nbytes)} on {shown(origin.machine)}", title_justify="left")
     for name in ("measured", "at", "seconds", "a second"):

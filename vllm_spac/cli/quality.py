@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -90,7 +90,7 @@ def quality(
         _run(llm, pieces, run, asked, output, title)
 
 
-def _run(llm, pieces: list[list[int]], run: dict, asked: dict, output: Path, title: str | None) -> None:
+def _run(llm: Any, pieces: list[list[int]], run: dict, asked: dict, output: Path, title: str | None) -> None:
     from vllm_spac.integration.evaluation.quality_run import QualityRun
 
     console = Console(stderr=True)

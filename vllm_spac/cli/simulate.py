@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,10 @@ from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.system.host_memory import gib
+
+if TYPE_CHECKING:
+    from vllm_spac.profiling.costs import Costs
+    from vllm_spac.simulation.replay import Outcome
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -77,13 +81,13 @@ def simulate(
     from vllm_spac.traces.format import Trace
 
     costs, recorded = Costs.read(profile), Trace.load(trace)
-    cases = [
+    cases: list[dict[str, Any]] = [
         {"slots": count, "policy": name} | case
         for count in slot_counts(slots, recorded.facts)
         for case in _executions(execution, admission, step_bytes)
         for name in swept(parse_list(policy) if policy else _policies(case["execution"]), sweep or [])
     ]
-    common = {"balancer": balancer, "overlap": overlap, "expert_bytes": expert_bytes}
+    common: dict[str, Any] = {"balancer": balancer, "overlap": overlap, "expert_bytes": expert_bytes}
     outcomes = [
         replay(recorded, costs=costs, **case, **common)
         for case in track(cases, "simulating", console=Console(stderr=True), transient=True)
@@ -108,7 +112,7 @@ def _executions(execution: str, admission: str, step_bytes: str | None) -> list[
     admitting = _one_or_both("admission", admission, components.names("execution.pointers.admissions"))
     if step_bytes is not None and "step" not in admitting:
         raise ConfigError("--step-bytes is of --admission step: a layer that admits copies what it misses")
-    ways = {"layer": [{"admission": "layer"}]}
+    ways: dict[str, list[dict[str, Any]]] = {"layer": [{"admission": "layer"}]}
     ways["step"] = [{"admission": "step", "step_bytes": int(size)} for size in sizes]
     pointers = [way for name in admitting for way in ways[name]]
     return [{"execution": name} | way for name in asked for way in ([{}] if name == "slots" else pointers)]
@@ -153,7 +157,7 @@ def _knobs(spec: str) -> Collection[str]:
     return inspect.signature(components.find("policies", spec.partition("@")[0])).parameters
 
 
-def _table(trace: Path, costs, outcomes) -> Table:
+def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
     title = f"{shown(trace)} on {shown(costs.name)} ({costs.provenance.how})"
     table = Table(title=title, title_justify="left", caption=shown(costs.provenance.source), caption_justify="left")
     amounts = ("hit rate", "moved", "streamed", "on the CPU", "stalled", "TPOT ms", "bound ms", "ratio")
@@ -179,7 +183,7 @@ def _table(trace: Path, costs, outcomes) -> Table:
     return table
 
 
-def _execution(outcome) -> str:
+def _execution(outcome: Outcome) -> str:
     if outcome.execution == "slots":
         return "slots"
     if outcome.admission == "layer":
@@ -194,7 +198,7 @@ def _write(path: Path, content: dict) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
 
 
-def _draw(outcomes, path: Path, title: str) -> None:
+def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

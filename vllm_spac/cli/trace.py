@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +12,11 @@ from rich.table import Table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from vllm_spac.traces.format import Trace
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -55,7 +60,7 @@ def show(
         console.print(f"picture: {shown(picture)}", highlight=False, soft_wrap=True)
 
 
-def _facts(file: Path, trace) -> Table:
+def _facts(file: Path, trace: Trace) -> Table:
     import numpy as np
 
     from vllm_spac.traces.format import ROW_KINDS, STEP_KINDS
@@ -77,24 +82,23 @@ def _facts(file: Path, trace) -> Table:
     return table
 
 
-def _layers(trace) -> Table:
+def _layers(trace: Trace) -> Table:
     from vllm_spac.traces import statistics
 
     caption = "right: hot or cold in the next step, of all experts; a prediction is worth what it adds to the last two"
     table = Table(title="layers", title_justify="left", caption=caption, caption_justify="left")
-    names = ("layer", "experts used", "uses by the top 10%")
-    names += tuple(f"right: {name}" for name in ("utility", "with K = 1", "nothing is hot", "as in the last step"))
-    for name in names:
+    predictions = ("utility", "with K = 1", "nothing is hot", "as in the last step")
+    for name in ("layer", "experts used", "uses by the top 10%", *(f"right: {name}" for name in predictions)):
         table.add_column(name, justify="right")
     used = (statistics.uses(trace) > 0).sum(axis=1)
-    columns = (statistics.skew(trace), statistics.accuracy(trace), statistics.accuracy(trace, upper=1))
-    columns += (statistics.nothing_is_hot(trace), statistics.as_last_step(trace))
+    columns = [statistics.skew(trace), statistics.accuracy(trace), statistics.accuracy(trace, upper=1)]
+    columns += [statistics.nothing_is_hot(trace), statistics.as_last_step(trace)]
     for layer, values in enumerate(zip(*columns, strict=True)):
         table.add_row(str(layer), str(used[layer]), *(_percent(value) for value in values))
     return table
 
 
-def _curve(trace, whole, layered) -> Table:
+def _curve(trace: Trace, whole: np.ndarray, layered: np.ndarray) -> Table:
     """Hit rates over slots: of all layers together, and over the slots of each layer, all of which have as many."""
     table = Table(title="hits of LRU, starting empty", title_justify="left")
     for name in ("share", "slots", "one LRU", "slots a layer", "an LRU a layer"):
@@ -112,7 +116,7 @@ def _percent(value: float) -> str:
     return "-" if value != value else f"{100 * value:.1f}%"
 
 
-def _draw(uses, path: Path, title: str) -> None:
+def _draw(uses: np.ndarray, path: Path, title: str) -> None:
     import matplotlib
     import numpy as np
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MARKS = {"substitution": "o", "truncation": "x"}
 _LINES = {"substitution": "-", "truncation": "--"}
@@ -120,7 +123,7 @@ def _figure(rows: int, columns: int, title: str):
     return figure, axes.flatten()
 
 
-def _save(figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     from vllm_spac.system.pictures import save_picture
 
     save_picture(figure, path)

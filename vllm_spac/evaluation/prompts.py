@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,25 @@ def read(path: str | Path) -> list[str | list[int]]:
         raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}; {_HELP}") from error
     if content.lstrip().startswith("{"):
         lines = ((number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip())
-        texts = [_of_line(line, f"{path}, line {number}") for number, line in lines]
+        texts: list[str | list[int]] = [_of_line(line, f"{path}, line {number}") for number, line in lines]
     else:
-        texts = content.split("\0") if "\0" in content else _paragraphs(content)
+        texts = [*(content.split("\0") if "\0" in content else _paragraphs(content))]
     texts = [text for text in texts if (text.strip() if isinstance(text, str) else text)]
     if not texts:
         raise ConfigError(f"{path} holds no text; {_HELP}")
     return texts
 
 
-def tokens(texts: Sequence[str | list[int]], encode, length: int, limit: int | None = None) -> list[list[int]]:
+def tokens(
+    texts: Sequence[str | list[int]],
+    encode: Callable[[str], Sequence[int]] | None,
+    length: int,
+    limit: int | None = None,
+) -> list[list[int]]:
     """Token ids of each text.
 
     Args:
-        encode: str -> ids.
+        encode: str -> ids; None where no text is a string.
         length: longer texts are cut into pieces of so many tokens; a piece of a single token is left out.
         limit: all pieces together have at most so many tokens.
 
@@ -56,7 +61,11 @@ def tokens(texts: Sequence[str | list[int]], encode, length: int, limit: int | N
     pieces: list[list[int]] = []
     left = limit
     for text in texts:
-        ids = list(encode(text)) if isinstance(text, str) else text
+        if isinstance(text, str):
+            assert encode is not None, "a text to be encoded"
+            ids = list(encode(text))
+        else:
+            ids = text
         for start in range(0, len(ids), length):
             piece = ids[start : min(start + length, len(ids))][:left]
             if len(piece) > 1:

@@ -47,7 +47,7 @@ class Reconstruction:
 
     def __init__(self, layers: Sequence[BudgetedLayer], calibration: Calibration | None) -> None:
         self._resident: Tensor | None = None
-        mine = [replace(layer, resident=lambda: self._resident) for layer in layers]
+        mine = [replace(layer, resident=self._held) for layer in layers]
         self._control = BudgetControl(mine, calibration, offline=True)
 
     def errors(
@@ -72,10 +72,15 @@ class Reconstruction:
         scale = float(target.square().sum())
         found = []
         for ranking, coverage, budget in points:
-            self._control.change(BudgetSettings(budget=budget, ranking=ranking, coverage=coverage, when="all"))
+            asked = {"budget": budget, "ranking": ranking, "coverage": coverage}
+            self._control.change(BudgetSettings.parse(asked | {"when": "all"}))
             kept = self._control.apply(layer, logits, weights, ids, step, outputs if ranking == "oracle" else None)
             found.append(float((target - combined(outputs, *kept)).square().sum()) / scale)
         return found
+
+    def _held(self) -> Tensor:
+        assert self._resident is not None, "asked for by ``errors`` alone"
+        return self._resident
 
 
 def together(studies: Sequence[dict], rankings: Sequence[str], coverages: Sequence[str]) -> dict:

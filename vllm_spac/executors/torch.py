@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import ConfigError
 from vllm_spac.executors.base import CpuExperts, Kernel
-from vllm_spac.kernels.reference.grouped_gemm import activate
+from vllm_spac.kernels.reference.grouped_gemm import Activation, activate
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
@@ -37,7 +38,7 @@ class Torch(CpuExperts):
                 continue
             rows, places = (counted == expert).nonzero(as_tuple=True)
             hidden = F.linear(x[rows], experts["w13_weight"][expert], None if bias13 is None else bias13[expert])
-            acted = activate(hidden.float(), self.activation, x.dtype).to(x.dtype)
+            acted = activate(hidden.float(), cast(Activation, self.activation), x.dtype).to(x.dtype)
             out = F.linear(acted, experts["w2_weight"][expert], None if bias2 is None else bias2[expert])
             total.index_add_(0, rows, out.float() * weights[rows, places, None].float())
         return total

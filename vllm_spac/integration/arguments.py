@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Any
 
 from vllm_spac.config import SpacConfig, check_knob, flag
 from vllm_spac.errors import ConfigError
@@ -26,8 +28,8 @@ def install() -> None:
     patches.wrap(f"{patches.ENGINE_ARGS}.from_cli_args", _folding)
 
 
-def _adding(add_cli_args):
-    def add(parser):
+def _adding(add_cli_args: Callable) -> Callable:
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_cli_args(parser)
         group = parser.add_argument_group(
             "SpacConfig", "Experts outside fast memory, e.g. --plugin spac --spac-slots 25%%."
@@ -35,15 +37,17 @@ def _adding(add_cli_args):
         group.add_argument("--plugin", choices=["spac"], action="append", help="Serve with a plugin: spac.")
         for name, field in SpacConfig.model_fields.items():
             text = (field.description or "").replace("%", "%%")
-            switch = {"nargs": "?", "const": "true", "metavar": "BOOL"} if field.annotation is bool else {}
+            switch: dict[str, Any] = {"nargs": "?", "const": "true", "metavar": "BOOL"}
+            if field.annotation is not bool:
+                switch = {}
             group.add_argument(flag(name), type=_knob(name), default=None, help=text, **switch)
         return parser
 
     return add
 
 
-def _folding(from_cli_args):
-    def from_args(cls, args: argparse.Namespace):
+def _folding(from_cli_args: Callable) -> Callable:
+    def from_args(cls, args: argparse.Namespace) -> Any:
         fold(args)
         made = from_cli_args(cls, args)
         made.spac_command = True
@@ -83,8 +87,8 @@ def refused(problem: object) -> SystemExit:
     return SystemExit(f"vllm: error: {printable(problem)}")
 
 
-def _knob(name: str):
-    def parse(text: str) -> str:
+def _knob(name: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
         try:
             return check_knob(name, text)
         except ConfigError as error:

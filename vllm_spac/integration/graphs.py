@@ -10,11 +10,16 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.pointers.staging import ROWS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.spac")
 
@@ -36,7 +41,7 @@ def needs_host(config: SpacConfig) -> tuple[str, str] | None:
     return None
 
 
-def request(engine_args, config: SpacConfig) -> None:
+def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     """Ask for piecewise graphs in an ``EngineArgs`` whose user left the mode to vLLM, if full ones cannot be.
 
     Raises:
@@ -60,7 +65,7 @@ def request(engine_args, config: SpacConfig) -> None:
         engine_args.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
-def split(vllm_config, config: SpacConfig) -> None:
+def split(vllm_config: VllmConfig, config: SpacConfig) -> None:
     """Split the pieces of a checked configuration at our op too; vLLM's own ops to split at, or the user's, stay.
 
     Graphs of vLLM's own kernels over experts that all have a slot may hold them: these are left as they are, unless
@@ -111,7 +116,7 @@ def check(mode: str, config: SpacConfig, breakable: bool) -> None:
         )
 
 
-def check_staging(vllm_config, shape: MoEShape) -> None:
+def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
     """Refuse full graphs of prompts so long that they are to be staged, which the host does layer by layer.
 
     Full graphs of decode steps may be as wide: they read missing experts in place.
@@ -132,7 +137,7 @@ def check_staging(vllm_config, shape: MoEShape) -> None:
         )
 
 
-def most_rows(vllm_config) -> int:
+def most_rows(vllm_config: VllmConfig) -> int:
     """Rows of the largest forward, padded for a graph or not."""
     captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     return max(vllm_config.scheduler_config.max_num_batched_tokens, captured)

@@ -53,6 +53,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
 ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
+_RUNNERS: tuple[tuple[str, Where], ...] = ((RUNNER_V1, "v1"), (RUNNER_V2, "v2"))
 _STEP_HOOK = "a plugin hook with the batch before a forward and its tokens behind it"
 
 PATCHES = (
@@ -156,7 +157,7 @@ PATCHES = (
             where,
             until="a way for a quant method to refuse an update",
         )
-        for runner, where in ((RUNNER_V1, "v1"), (RUNNER_V2, "v2"))
+        for runner, where in _RUNNERS
     ),
     *(
         Patch(

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from vllm_spac.config import SpacConfig, config_of
 from vllm_spac.errors import SpacError
 from vllm_spac.integration import arguments, patches
 from vllm_spac.system import cpu_affinity
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import ModelConfig, VllmConfig
 
 
 def install() -> None:
@@ -16,10 +23,10 @@ def install() -> None:
     patches.wrap(f"{patches.LOADER}.load_model", _managed)
 
 
-def _checked(create_engine_config):
+def _checked(create_engine_config: Callable):
     """Refuse what cannot work before an engine starts, and let workers answer for their counters."""
 
-    def create(self, *args, **kwargs):
+    def create(self, *args: Any, **kwargs: Any):
         try:
             config = config_of(self.additional_config)
             if config is None:
@@ -30,7 +37,7 @@ def _checked(create_engine_config):
                 raise
             raise arguments.refused(error) from None
 
-    def _create(self, config: SpacConfig, *args, **kwargs):
+    def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
         from vllm_spac.integration import compat, graphs, preflight
 
         compat.require_supported_vllm()
@@ -46,10 +53,10 @@ def _checked(create_engine_config):
     return create
 
 
-def _managed(load_model):
+def _managed(load_model: Callable):
     """Build the target model of an engine that asks for spac with its experts outside; drafts stay stock."""
 
-    def load(self, vllm_config, model_config, *args, **kwargs):
+    def load(self, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any):
         config = config_of(vllm_config.additional_config)
         if config is None or model_config.runner_type == "draft":
             return load_model(self, vllm_config, model_config, *args, **kwargs)
@@ -62,7 +69,7 @@ def _managed(load_model):
         patches.check("worker", "v2" if drafts.plans_drafts(vllm_config) else "v1")
         load_weights = self.load_weights
 
-        def prepared(model, *rest):
+        def prepared(model: nn.Module, *rest: Any):
             experts.prepare(model)
             return load_weights(model, *rest)
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_spac import components
 from vllm_spac.budget.calibration import Calibration
@@ -26,6 +27,9 @@ from vllm_spac.integration.stepping import drafts
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.system.printable import printable
 from vllm_spac.traces.writer import check_target
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger("vllm.spac")
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
@@ -91,7 +95,7 @@ def check_knobs(config: SpacConfig) -> None:
             logger.warning("spac: %s; what this engine records replaces it", held)
 
 
-def check(config: SpacConfig, vllm_config) -> None:
+def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Refuse a model or an option that the plugin cannot serve exactly.
 
     Raises:
@@ -123,7 +127,8 @@ def check(config: SpacConfig, vllm_config) -> None:
     _check_files(config, vllm_config)
 
 
-def _refusals(vllm_config):
+def _refusals(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
+    """(whether it was asked for, option of vLLM, what to do instead) for each that is not supported."""
     model, parallel, load = vllm_config.model_config, vllm_config.parallel_config, vllm_config.load_config
     yield parallel.tensor_parallel_size > 1, "--tensor-parallel-size above 1", "use 1: experts are not sharded yet"
     yield parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size above 1", "use 1"
@@ -145,7 +150,7 @@ def _refusals(vllm_config):
     )
 
 
-def _check_quantisation(model) -> None:
+def _check_quantisation(model: ModelConfig) -> None:
     if model.quantization is None:
         return
     if (checkpoint := quantisation.of(model.hf_config.to_dict())) is None:
@@ -162,13 +167,13 @@ def _check_quantisation(model) -> None:
         )
 
 
-def _offloads(vllm_config) -> bool:
+def _offloads(vllm_config: VllmConfig) -> bool:
     offload = getattr(vllm_config, "offload_config", None)
     uva, prefetch = getattr(offload, "uva", None), getattr(offload, "prefetch", None)
     return getattr(uva, "cpu_offload_gb", 0) > 0 or getattr(prefetch, "offload_group_size", 0) > 0
 
 
-def check_guard(config: SpacConfig, vllm_config) -> None:
+def check_guard(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """``UnsupportedError`` where the guard was asked for and cannot change draft lengths."""
     asked = config.guard == "on" and "guard" in config.model_fields_set
     if asked and vllm_config.speculative_config is not None and (reason := drafts.unguarded(vllm_config)):
@@ -200,7 +205,7 @@ def _check_cpu_experts(config: SpacConfig) -> None:
         )
 
 
-def _check_files(config: SpacConfig, vllm_config) -> None:
+def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Those of another model are refused; what depends on its layers is checked when they are built."""
     if config.calibration is None and config.budget_file is None:
         return
@@ -209,7 +214,7 @@ def _check_files(config: SpacConfig, vllm_config) -> None:
     if config.budget_file is not None:
         read_budgets(config.budget_file, None, None, experts)
     model = model_fingerprint(content_of(vllm_config, config.folder))  # may read the whole checkpoint
-    if calibration is not None:
+    if calibration is not None and config.calibration is not None:
         calibration.check_model(config.calibration, model, None, experts)
     if config.budget_file is not None:
         read_budgets(config.budget_file, model, None, experts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,7 +14,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.system.machine import Machine
 from vllm_spac.system.untrusted import read_text
 
-FORMAT = "spac-profile-1"
+FORMAT: Final = "spac-profile-1"
 _FOLDER = "profiles"
 
 
@@ -99,10 +99,11 @@ class Costs(_Frozen):
         try:
             text = read_text(profile)
         except (OSError, ValueError) as error:
-            text, missing = _packaged(str(profile)), isinstance(error, FileNotFoundError)
-            if text is None:
+            packaged, missing = _packaged(str(profile)), isinstance(error, FileNotFoundError)
+            if packaged is None:
                 problem = f"there is no profile {profile}" if missing else f"the profile {profile}: {error}"
                 raise ConfigError(f"{problem}; name a file or one of {', '.join(names())}") from error
+            text = packaged
         try:
             costs = cls.model_validate_json(text)
         except ValidationError as error:
@@ -149,8 +150,9 @@ class Costs(_Frozen):
         return -(-count // self.load_at_once) * self.load.fixed + count * nbytes / self.load.bytes_per_second
 
     def bound(self, nbytes: int, hit: int, stream: int, cpu: int) -> float:
-        """The least a layer can take (specification §8): three processors, each reading its experts once."""
-        return max(hit * self.fast.ideal(nbytes), stream * self.load.ideal(nbytes), cpu * self.cpu.ideal(nbytes))
+        """The least a layer can take: three processors, each reading its experts once."""
+        ideal = hit * self.fast.ideal(nbytes), stream * self.load.ideal(nbytes), cpu * self.cpu.ideal(nbytes)
+        return float(max(ideal))
 
 
 def names() -> list[str]:

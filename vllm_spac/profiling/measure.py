@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -146,8 +147,10 @@ def measure(
         expert_bytes=size.nbytes,
         store=store,
     )
-    rates = {"fast": fast, "load": load, "cpu": cpu, "load_at_once": io_threads + 1}
-    return Costs(format=FORMAT, name="here", provenance=origin, **rates, draft=draft, other=other)
+    return Costs(
+        format=FORMAT, name="here", provenance=origin, fast=fast, load=load, cpu=cpu, load_at_once=io_threads + 1,
+        draft=draft, other=other,
+    )  # fmt: skip
 
 
 def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) -> int:
@@ -158,8 +161,10 @@ def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) 
 
 def _kinds(store: str | None) -> dict[str, type[ExpertStore]]:
     """What is read from: the disk always, host memory where it is not fast memory itself or was asked for."""
-    host = {"host": HostStore} if store == "host" or torch.cuda.is_available() else {}
-    return {"disk": DiskStore} | host
+    kinds: dict[str, type[ExpertStore]] = {"disk": DiskStore}
+    if store == "host" or torch.cuda.is_available():
+        kinds["host"] = HostStore
+    return kinds
 
 
 def _in_flight(threads: int) -> list[int]:
@@ -196,7 +201,7 @@ def _loads(
                     raise error
             for count in _in_flight(threads):
                 tell(f"{name}: {count} at once")
-                found[count] = median(lambda count=count: load(count), seconds)
+                found[count] = median(partial(load, count), seconds)
         finally:
             transfers.close()
     return found

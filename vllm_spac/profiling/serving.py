@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -50,7 +51,9 @@ def serving_rates(
     def compute(rows: int) -> None:
         layer, expert = shape.split(next(turn) % shape.total)
         ids = torch.full((rows, 1), expert, dtype=torch.int32)
-        with group.computing(x[:rows], torch.ones(rows, 1), ids, store.layer(layer)) as computation:
+        experts = store.layer(layer)
+        assert experts is not None, "a store in memory"
+        with group.computing(x[:rows], torch.ones(rows, 1), ids, experts) as computation:
             computation.result()
 
     def synchronized() -> None:
@@ -62,7 +65,7 @@ def serving_rates(
         stream = median(load, seconds) / count
     finally:
         transfers.close()
-    cpu = fit_compute({rows: median(lambda rows=rows: compute(rows), seconds) for rows in (1, ROWS[-1])}, 1, fixed=0.0)
+    cpu = fit_compute({rows: median(partial(compute, rows), seconds) for rows in (1, ROWS[-1])}, 1, fixed=0.0)
     return Rates(
         fast=median(synchronized, seconds) / count,
         stream=stream,

@@ -71,6 +71,7 @@ class PointersReplay(Replay):
 
     def __init__(self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy) -> None:
         super().__init__(trace, costs, nbytes, outcome)
+        assert outcome.step_bytes is not None
         self.counters = Counters()
         self.pointers = Pointers(trace.facts.total, outcome.slots, policy)
         self.planner = Planner(self.pointers, most_moves(outcome.step_bytes, nbytes), self.counters)

@@ -29,7 +29,7 @@ class Outcome:
             another), or ahead of need (pointers; with admission ``layer`` in the layer that missed it).
         streamed_bytes: what layers read over the bus where it lay (pointers).
         parts: parts in which layers ran.
-        seconds: virtual time of all steps; ``bound_seconds``: the least they can take (specification §8).
+        seconds: virtual time of all steps; ``bound_seconds``: the least they can take.
         stall_seconds: of it, time in which fast memory computed no expert although a layer's experts were due.
         tpot, bound_tpot: seconds a token over the steps that emit tokens; None when the trace does not say how many.
     """
@@ -123,5 +123,5 @@ class Replay(ABC):
     def _drafting(self, step: int) -> float:
         """Seconds that a step's draft tokens took."""
         kinds = self.trace.row_kind[self.trace.row_start[step] : self.trace.row_start[step + 1]]
-        verifying, drafts = np.count_nonzero(kinds == _VERIFY), np.count_nonzero(kinds == DRAFT)
+        verifying, drafts = int(np.count_nonzero(kinds == _VERIFY)), int(np.count_nonzero(kinds == DRAFT))
         return -(-drafts // max(1, verifying)) * self.costs.draft  # requests draft side by side

@@ -19,7 +19,7 @@ from vllm_spac.simulation.parts import filling, parts
 from vllm_spac.simulation.pointers_by_step import PointersReplay
 from vllm_spac.simulation.replay import Outcome, Replay
 from vllm_spac.simulation.slots import SlotsReplay
-from vllm_spac.traces.format import Trace
+from vllm_spac.traces.format import ROW_KINDS, Trace
 
 EXECUTIONS = ("slots", "pointers")
 
@@ -118,6 +118,7 @@ def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Repl
     if outcome.admission != "step":
         known = " or ".join(components.names("execution.pointers.admissions"))
         raise ConfigError(f"no admission is called {outcome.admission!r}; use {known}")
+    assert outcome.step_bytes is not None, "given to admission step"
     if outcome.step_bytes < 0:
         raise ConfigError(f"{outcome.step_bytes} bytes a step: use 0 (nothing moves) or more")
     return PointersReplay(trace, costs, nbytes, outcome, chosen)
@@ -127,9 +128,9 @@ def _balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | 
     if spec == "none":
         return None
     name, knobs = _parse(spec)
-    drafts = np.count_nonzero(trace.row_kind == 3) / max(1, np.count_nonzero(trace.row_kind == 2))
+    verifying, drafts = (int(np.count_nonzero(trace.row_kind == ROW_KINDS.index(kind))) for kind in ("verify", "draft"))
     facts: dict[str, Any] = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
-    facts |= {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts))}
+    facts |= {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts / max(1, verifying)))}
     return _build("balancers", name, facts | knobs)
 
 

@@ -65,11 +65,14 @@ class SlotsReplay(Replay):
         return [key for key, _ in placement.loads]
 
     def layer(self, layer: int, parts: list[Part]) -> None:
-        outcome, missed, elsewhere, used = self.outcome, set(), set(), set()
+        missed: set[int] = set()
+        elsewhere: set[int] = set()
+        used: set[int] = set()
+        outcome = self.outcome
         experts = self.trace.facts.experts
         self.policy.enter(range(layer * experts, (layer + 1) * experts))
         for part in parts:
-            keys, cpu = (part.keys, ()) if self.balancer is None else self._plan(layer, part)
+            keys, cpu = (part.keys, set()) if self.balancer is None else self._plan(self.balancer, layer, part)
             loaded = self.make_resident(keys)
             self._pass_time(part, loaded, cpu)
             outcome.loads += len(loaded)
@@ -85,7 +88,7 @@ class SlotsReplay(Replay):
         outcome.bytes = outcome.loads * self.nbytes
         outcome.bound_seconds += self.costs.bound(self.nbytes, hits, len(missed), len(elsewhere))
 
-    def _plan(self, layer: int, part: Part) -> tuple[list[int], set[int]]:
+    def _plan(self, balancer: Balancer, layer: int, part: Part) -> tuple[list[int], set[int]]:
         """(keys that run in fast memory, keys that run on the CPU)."""
         experts = self.trace.facts.experts
         first = layer * experts
@@ -94,11 +97,11 @@ class SlotsReplay(Replay):
         here = slice(first, first + experts)
         resident = self.residency.slot_of[here] != NOWHERE
         free = self.residency.slots - int(resident[rows > 0].sum())
-        plan = self.balancer.plan(LayerState(layer, rows, resident, self.estimator.scores[here], free))
+        plan = balancer.plan(LayerState(layer, rows, resident, self.estimator.scores[here], free))
         cpu = {first + expert for expert in plan.cpu}
         return [key for key in part.keys if key not in cpu], cpu
 
-    def _pass_time(self, part: Part, loaded: list[int], cpu: set[int] | tuple) -> None:
+    def _pass_time(self, part: Part, loaded: list[int], cpu: set[int]) -> None:
         late = set(loaded)
         computed = waiting = beside = 0.0
         for key, rows in zip(part.keys, part.rows, strict=True):

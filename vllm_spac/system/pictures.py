@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_spac.errors import ConfigError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def save_picture(figure, path: Path) -> None:
+
+def save_picture(figure: Figure, path: Path) -> None:
     """Write a matplotlib ``figure`` to ``path`` and close it.
 
     Raises:

@@ -95,8 +95,7 @@ def _is_entry(entry: Any, nbytes: int) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    numbers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-    if not numbers or len(shape) > _MOST_AXES:
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or len(shape) > _MOST_AXES:
         return False
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, *offsets)):
         return False

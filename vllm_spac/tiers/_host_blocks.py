@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping
+from typing import SupportsInt
 
 import torch
 from torch import Tensor
@@ -86,5 +87,5 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _words(error) -> str:
+def _words(error: SupportsInt) -> str:
     return f"{torch.cuda.cudart().cudaGetErrorString(error)}, error {int(error)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def lru_curve(stack: np.ndarray, total: int) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(histogram)[:total])) / max(1, len(stack))
 
 
-def accuracy(trace: Trace, *, threshold: int = 1, **knobs) -> np.ndarray:
+def accuracy(trace: Trace, *, threshold: int = 1, **knobs: Any) -> np.ndarray:
     """How often "score >= ``threshold``" before a step agrees with "selected in that step"; see ``agreement``.
 
     It means nothing without its base rates: with few experts a step, who predicts none at all is right about most.

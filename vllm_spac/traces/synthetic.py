@@ -55,7 +55,9 @@ def synthetic_trace(
     )
 
 
-def _tokens(rng, count, layers, experts, top_k, skew, reuse) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(
+    rng: np.random.Generator, count: int, layers: int, experts: int, top_k: int, skew: float, reuse: float
+) -> tuple[np.ndarray, np.ndarray]:
     """(ids, weights) of shape [count, layers, top_k], the heaviest first."""
     ranks = np.argsort(rng.random((layers, experts)), axis=1) + 1
     popularity = (-skew * np.log(ranks)).astype(np.float32)

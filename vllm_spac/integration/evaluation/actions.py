@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from vllm_spac.budget.control import BudgetedLayer
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.evaluation.routing_study import Study
 from vllm_spac.integration.evaluation.scoring import Scoring
+
+if TYPE_CHECKING:
+    from vllm_spac.integration.loading.managed_load import ModelExperts
 
 
 class Calibrating:
@@ -35,7 +38,8 @@ class Evaluation:
         model: the target model.
     """
 
-    def __init__(self, experts, model: torch.nn.Module) -> None:
+    def __init__(self, experts: ModelExperts, model: torch.nn.Module) -> None:
+        assert experts.runtime is not None, "the model is loaded"
         self._experts, self._model = experts, model
         self._runtime, self._control = experts.runtime, experts.runtime.budget
         self._calibrating: Calibrating | None = None
@@ -77,18 +81,18 @@ class Evaluation:
 
     def calibrated_text(self) -> int:
         """A text was read; returns the tokens so far."""
-        self._calibrating.recorder.end_text()
-        return self._calibrating.recorder.tokens
+        self._recorder.end_text()
+        return self._recorder.tokens
 
     def save_progress(self, path: str) -> None:
         """Write what a later run continues from."""
-        self._calibrating.recorder.save_progress(path)
+        self._recorder.save_progress(path)
 
     def save_calibration(self, path: str) -> int:
         """Write the calibration and stop listening; returns its tokens."""
-        found = self._calibrating.recorder.result()
+        found = self._recorder.result()
         found.save(path)
-        self._runtime.listeners.remove(self._calibrating)
+        self._runtime.listeners.remove(self._listening)
         self._calibrating = None
         return found.tokens
 
@@ -118,19 +122,33 @@ class Evaluation:
 
     def captured_text(self) -> None:
         """A text was read."""
-        self._study.end_text()
+        self._captured.end_text()
 
     def end_capture(self) -> None:
         """Keep no more."""
-        self._runtime.listeners.remove(self._study)
+        self._runtime.listeners.remove(self._captured)
 
-    def routing(self, sizes: list[int], budgets: list[int], coverage: str) -> dict:
+    def routing(self, sizes: list[int], budgets: list[int], coverage: str) -> list[dict]:
         """See ``Study.routing``."""
-        return self._study.routing(sizes, budgets, coverage)
+        return self._captured.routing(sizes, budgets, coverage)
 
     def reconstruction(self, layer: int, budgets: list[int], rankings: list[str], coverages: list[str]) -> dict:
         """See ``Study.reconstruction``."""
-        return self._study.reconstruction(layer, budgets, rankings, coverages)
+        return self._captured.reconstruction(layer, budgets, rankings, coverages)
+
+    @property
+    def _listening(self) -> Calibrating:
+        assert self._calibrating is not None, "calibrate comes first"
+        return self._calibrating
+
+    @property
+    def _recorder(self) -> CalibrationRecorder:
+        return self._listening.recorder
+
+    @property
+    def _captured(self) -> Study:
+        assert self._study is not None, "capture comes first"
+        return self._study
 
 
 def _managed(model: torch.nn.Module) -> list:

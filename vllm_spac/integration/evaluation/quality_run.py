@@ -124,7 +124,7 @@ class QualityRun:
         self._progress.advance(self._task)
 
     def _earlier(self) -> dict:
-        blank = {"points": [], "generation": []}
+        blank: dict[str, list] = {"points": [], "generation": []}
         if not self._path.exists():
             return blank
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,9 @@ from torch import Tensor
 from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
 from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings
 from vllm_spac.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
+
+if TYPE_CHECKING:
+    from vllm_spac.integration.loading.managed_load import ModelExperts
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +38,10 @@ class Study:
         every: keep the hidden states of each so many-th window.
     """
 
-    def __init__(self, experts, modules, calibration: Calibration | None, window: int, every: int) -> None:
+    def __init__(
+        self, experts: ModelExperts, modules: Sequence[Any], calibration: Calibration | None, window: int, every: int
+    ) -> None:
+        assert experts.runtime is not None, "the model is loaded"
         self._control, self._modules = experts.runtime.budget, modules
         self._vllm_config = experts.vllm_config
         self._window, self._every = window, every
@@ -113,7 +121,7 @@ class Study:
 
     def _distinct(self, size: int, budget: int, coverage: str) -> float:
         control = BudgetControl([replace(layer, resident=None) for layer in self._control.layers])
-        control.change(BudgetSettings(budget=budget, coverage=coverage, when="all", window=size))
+        control.change(BudgetSettings.parse({"budget": budget, "coverage": coverage, "when": "all", "window": size}))
         for layer, texts in enumerate(self._texts):
             for text in texts:
                 if rows := len(text.logits) // size * size:

@@ -17,15 +17,15 @@ class Scoring:
     """Keeps the final hidden states of all rows; logits are made from them in blocks.
 
     Args:
-        model: the target model, run by calling it.
+        model: the target model, a vLLM module, run by calling it.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
         self._hook: Any = None
         self._hidden: list[Tensor] = []  # of the text that is being read
         self._reference: list[Tensor] = []  # of each text
-        self._scores: Scores | None = None
+        self._scores = Scores()
 
     def begin(self, reference: bool) -> None:
         """Score the texts from now on, against themselves if they are the ``reference``."""
@@ -50,8 +50,8 @@ class Scoring:
         other, following = self._reference[number], torch.tensor(ids[1:], device=hidden.device)
         for start in range(0, len(following), _BLOCK):
             rows = slice(start, min(start + _BLOCK, len(following)))
-            logits = [self._model.compute_logits(states[rows]) for states in (hidden, other)]
-            self._scores.add(*logits, following[rows])
+            ours, theirs = (self._model.compute_logits(states[rows]) for states in (hidden, other))
+            self._scores.add(ours, theirs, following[rows])
         self._scores.texts += 1
 
     def end(self) -> dict:
@@ -60,6 +60,6 @@ class Scoring:
         self._hook = None
         return self._scores.snapshot()
 
-    def _keep(self, module, arguments, output) -> None:
+    def _keep(self, module: torch.nn.Module, arguments: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
         states = output[0] if isinstance(output, tuple) else output  # with the layers that a draft wants
         self._hidden.append(states.detach().clone())

@@ -45,7 +45,9 @@ class Sweep:
         """Scores of one point."""
         return self._scored(point.settings("all", self.window))
 
-    def study(self, layers: Sequence[int], budgets, rankings, coverages) -> Iterator[dict]:
+    def study(
+        self, layers: Sequence[int], budgets: Sequence[int], rankings: Sequence[str], coverages: Sequence[str]
+    ) -> Iterator[dict]:
         """Reconstruction errors of each layer; see ``Study.reconstruction``."""
         for layer in layers:
             yield engine.ask(self.llm, "reconstruction", layer, list(budgets), list(rankings), list(coverages))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from prometheus_client import REGISTRY
@@ -23,7 +25,15 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.system.printable import brief, printable
 from vllm_spac.system.untrusted import parse_json
 
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from starlette.datastructures import State
+    from starlette.types import ASGIApp, Receive, Scope, Send
+    from vllm.engine.protocol import EngineClient
+
 logger = logging.getLogger("vllm.spac")
+Family = CounterMetricFamily | GaugeMetricFamily
 _MOST_BYTES = 1 << 16  # of a request's body: budgets of a thousand layers
 _PATIENCE = 2.0  # seconds; workers answer between steps, and a long prompt may take longer
 _COUNTERS = {
@@ -56,7 +66,7 @@ _GAUGES = {
 class WorkerCollector:
     """Turns the last answer of the workers into Prometheus metrics."""
 
-    def __init__(self, engine_client) -> None:
+    def __init__(self, engine_client: EngineClient) -> None:
         self.workers: list[dict] = []
         self._client = engine_client
         self._asked: asyncio.Task | None = None
@@ -73,7 +83,7 @@ class WorkerCollector:
         else:
             self.workers = self._asked.result()
 
-    def collect(self):
+    def collect(self) -> Iterator[Family]:
         for name, text in _GAUGES.items():
             yield self._family(GaugeMetricFamily, name, text)
         for name, text in _COUNTERS.items():
@@ -89,7 +99,7 @@ class WorkerCollector:
         yield self._labelled("bytes", "path", "Bytes of experts moved, by the store they came from.")
         yield self._labelled("steps", "kind", "Forwards of the target model, by kind.")
 
-    def _family(self, family, name: str, text: str):
+    def _family(self, family: type[Family], name: str, text: str) -> Family:
         return _metric(family, name, text, [worker[name] for worker in self.workers])
 
     def _labelled(self, name: str, label: str, text: str) -> CounterMetricFamily:
@@ -100,7 +110,7 @@ class WorkerCollector:
         return metric
 
 
-def _metric(family, name: str, text: str, values: list):
+def _metric(family: type[Family], name: str, text: str, values: list) -> Family:
     metric = family(f"vllm:spac_{name}", text, labels=["worker"])
     for index, value in enumerate(values):
         metric.add_metric([str(index)], value)
@@ -110,10 +120,10 @@ def _metric(family, name: str, text: str, values: list):
 class RefreshedMetrics:
     """ASGI middleware: ``/metrics`` waits for the workers' counters; all other requests pass."""
 
-    def __init__(self, app) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope, receive, send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
             collector = getattr(scope["app"].state, "spac_collector", None)
             if collector is not None:
@@ -155,7 +165,7 @@ class SpacEndpoint:
         app.include_router(router)
         app.add_middleware(RefreshedMetrics)
 
-    async def init_state(self, engine_client, state, args) -> None:
+    async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
         """Let ``/metrics`` show the workers' counters."""
         config = config_of(getattr(args, "additional_config", None))
         if engine_client is None or config is None:
@@ -201,7 +211,7 @@ async def _asked(request: Request) -> BudgetSettings:
     return settings
 
 
-def _client(request: Request):
+def _client(request: Request) -> EngineClient:
     client = getattr(request.app.state, "spac_client", None)
     if client is None:
         raise HTTPException(404, "this server runs without spac; start it with --plugin spac")

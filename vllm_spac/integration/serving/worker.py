@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from vllm_spac.budget.control import BudgetSettings
 from vllm_spac.errors import SpacError
@@ -13,6 +14,8 @@ logger = logging.getLogger("vllm.spac")
 
 class SpacWorker:
     """``self`` is the vLLM worker."""
+
+    model_runner: Any  # the worker's
 
     def spac_stats(self) -> dict:
         """Counters and choices of this worker, as plain data (see ``ModelExperts.stats``)."""
@@ -35,7 +38,7 @@ class SpacWorker:
         except SpacError as error:
             return {"refused": str(error)}
 
-    def spac_evaluate(self, action: str, *arguments):
+    def spac_evaluate(self, action: str, *arguments: Any) -> Any:
         """One action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""
         from vllm_spac.integration.evaluation.actions import Evaluation
 
@@ -44,7 +47,7 @@ class SpacWorker:
             self._spac_evaluation = Evaluation(self._spac_experts(), self.model_runner.get_model())
         return self._spac_evaluation.call(action, *arguments)
 
-    def _spac_experts(self):
+    def _spac_experts(self) -> Any:
         experts = experts_of(self.model_runner)
         if experts is None:
             raise RuntimeError("spac: this worker has no managed experts")

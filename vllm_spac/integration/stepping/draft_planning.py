@@ -10,9 +10,16 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm_spac.integration import patches
 from vllm_spac.speculation.guard import Guard
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
 
 
 class PlannedDrafts:
@@ -28,18 +35,18 @@ class PlannedDrafts:
         self, guard: Guard, most: Sequence[int] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._guard, self._most, self._clock = guard, most, clock
-        self._running: deque[tuple[object, float]] = deque()  # plans and when they were made
+        self._running: deque[tuple[SchedulerOutput, float]] = deque()  # plans and when they were made
         self._over = 0.0  # when the last step was
 
     def __getitem__(self, requests: int) -> int:
         length = self._guard.choose(requests)
         return length if self._most is None else min(length, self._most[requests])
 
-    def planned(self, plan) -> None:
+    def planned(self, plan: SchedulerOutput) -> None:
         """The scheduler has made a ``SchedulerOutput``."""
         self._running.append((plan, self._clock()))
 
-    def over(self, plan, result) -> None:
+    def over(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """The step of ``plan`` is over; ``result`` is its ``ModelRunnerOutput``.
 
         It took the time since it was planned or, with async scheduling, since the step was over that ran then.
@@ -58,7 +65,7 @@ class PlannedDrafts:
         self._guard.observe(length, [count for count in emitted if count], len(plan.num_scheduled_tokens), seconds)
 
 
-def offer(vllm_config, guard: Guard) -> None:
+def offer(vllm_config: VllmConfig, guard: Guard) -> None:
     """Let ``guard`` plan the drafts of an engine whose worker is this process: its scheduler is made after the worker.
 
     Where steps are whole CUDA graphs, those without drafts get graphs too, as those with all drafts have: vLLM captures
@@ -79,8 +86,8 @@ def offer(vllm_config, guard: Guard) -> None:
 _waiting: dict[str, PlannedDrafts] = {}  # by the engine's configuration, until its scheduler is there
 
 
-def _starting(start):
-    def started(self, vllm_config, *args, **kwargs):
+def _starting(start: Callable):
+    def started(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any):
         start(self, vllm_config, *args, **kwargs)
         if (drafts := _waiting.pop(vllm_config.instance_id, None)) is not None:
             attach(self, drafts)
@@ -88,18 +95,18 @@ def _starting(start):
     return started
 
 
-def attach(scheduler, drafts: PlannedDrafts) -> None:
+def attach(scheduler: Scheduler, drafts: PlannedDrafts) -> None:
     """Let a scheduler ask ``drafts`` and tell it of its steps."""
     schedule, update = scheduler.schedule, scheduler.update_from_output
 
     @functools.wraps(schedule)
-    def scheduled(*args, **kwargs):
+    def scheduled(*args: Any, **kwargs: Any):
         plan = schedule(*args, **kwargs)
         drafts.planned(plan)
         return plan
 
     @functools.wraps(update)
-    def updated(plan, result, *args, **kwargs):
+    def updated(plan: SchedulerOutput, result: ModelRunnerOutput, *args: Any, **kwargs: Any):
         drafts.over(plan, result)
         return update(plan, result, *args, **kwargs)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
-def unguarded(vllm_config) -> str | None:
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def unguarded(vllm_config: VllmConfig) -> str | None:
     """Why the guard cannot change draft lengths, and what helps; None where it can."""
     if plans_drafts(vllm_config):
         if vllm_config.parallel_config.distributed_executor_backend != "uni":
@@ -13,6 +18,6 @@ def unguarded(vllm_config) -> str | None:
     return None
 
 
-def plans_drafts(vllm_config) -> bool:
+def plans_drafts(vllm_config: VllmConfig) -> bool:
     """Whether the scheduler says how many tokens are drafted (V2, see ``draft_planning``) rather than the runner."""
     return getattr(vllm_config, "use_v2_model_runner", False)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from vllm_spac.core import RequestRows, RowKind
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.integration import patches
 from vllm_spac.integration.layers.host import experts_of
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
-def hook_steps(runner: str, prepare_name: str, step_of, changed=lambda runner, scheduled, prepared: prepared) -> None:
+
+def hook_steps(
+    runner: str,
+    prepare_name: str,
+    step_of: Callable[[Any, Any, Any], Step],
+    changed: Callable[[Any, Any, Any], Any] = lambda runner, scheduled, prepared: prepared,
+) -> None:
     """Begin a step when the inputs of a real batch are prepared, end it when its tokens are sampled.
 
     Args:
@@ -17,8 +28,8 @@ def hook_steps(runner: str, prepare_name: str, step_of, changed=lambda runner, s
             what the second returns goes on instead of what was prepared.
     """
 
-    def preparing(prepare):
-        def prepared(self, scheduler_output, *args, **kwargs):
+    def preparing(prepare: Callable):
+        def prepared(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
             result = prepare(self, scheduler_output, *args, **kwargs)
             if (experts := managed_experts(self)) is None:
                 return result
@@ -27,8 +38,8 @@ def hook_steps(runner: str, prepare_name: str, step_of, changed=lambda runner, s
 
         return prepared
 
-    def executing(execute_model):
-        def executed(self, *args, **kwargs):
+    def executing(execute_model: Callable):
+        def executed(self, *args: Any, **kwargs: Any):
             try:
                 return execute_model(self, *args, **kwargs)
             finally:
@@ -37,8 +48,8 @@ def hook_steps(runner: str, prepare_name: str, step_of, changed=lambda runner, s
 
         return executed
 
-    def sampling(sample_tokens):
-        def sampled(self, *args, **kwargs):
+    def sampling(sample_tokens: Callable):
+        def sampled(self, *args: Any, **kwargs: Any):
             output = sample_tokens(self, *args, **kwargs)
             if (experts := managed_experts(self)) is not None:
                 experts.runtime.end_step(tokens_of(output) if experts.runtime.counts_tokens else None)
@@ -51,7 +62,7 @@ def hook_steps(runner: str, prepare_name: str, step_of, changed=lambda runner, s
     patches.wrap(f"{runner}.sample_tokens", sampling)
 
 
-def tokens_of(output) -> list[int] | None:
+def tokens_of(output: Any) -> list[int] | None:
     """How many tokens each request of a step emitted; None where V1 keeps them on the device (async scheduling).
 
     V2 copies them to the host behind the forward: waits for that copy.
@@ -63,7 +74,7 @@ def tokens_of(output) -> list[int] | None:
     return list(map(len, sampled)) if isinstance(sampled, list) else None
 
 
-def managed_experts(runner):
+def managed_experts(runner: Any):
     """The managed experts of this runner, looked up once; None when its engine did not ask for the plugin."""
     if not hasattr(runner, "_spac_experts"):
         runner._spac_experts = experts_of(runner)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from vllm_spac.core import Step
 from vllm_spac.integration import patches
 from vllm_spac.integration.stepping.runner_hooks import hook_steps, managed_experts, request_rows
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 def install() -> None:
@@ -18,10 +25,10 @@ def install() -> None:
     patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", _proposing)
 
 
-def _proposing(propose):
+def _proposing(propose: Callable):
     """The guard bounds how many tokens are drafted. Without drafts the drafter does not run, but for prompts."""
 
-    def proposed(self, scheduler_output, *args, **kwargs):
+    def proposed(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
         experts = managed_experts(self)
         length = experts.runtime.draft_length() if experts is not None else None
         if length is None:
@@ -36,7 +43,7 @@ def _proposing(propose):
     return proposed
 
 
-def sampled_plainly(runner, scheduled, prepared):
+def sampled_plainly(runner: GPUModelRunner, scheduled: SchedulerOutput, prepared: tuple):
     """What V1 prepared, but a step that the guard left without drafts is sampled as vLLM does without speculation.
 
     It would go through the rejection sampler with nothing to reject: the same token of the same logits, for more work.
@@ -49,7 +56,7 @@ def sampled_plainly(runner, scheduled, prepared):
     return logits_indices, drafts, *others
 
 
-def _step(runner, scheduled) -> Step:
+def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
     batch, start, requests = runner.input_batch, 0, []
     for index, request in enumerate(batch.req_ids):
         stop = start + scheduled.num_scheduled_tokens[request]

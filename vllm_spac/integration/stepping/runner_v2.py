@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vllm_spac.core import Step
 from vllm_spac.integration import patches
 from vllm_spac.integration.stepping.runner_hooks import hook_steps, request_rows
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 def install() -> None:
@@ -12,7 +17,7 @@ def install() -> None:
     hook_steps(patches.RUNNER_V2, "prepare_inputs", lambda runner, scheduled, prepared: step_of(prepared))
 
 
-def step_of(batch) -> Step:
+def step_of(batch: InputBatch) -> Step:
     """The requests of V2's ``InputBatch``; rows from ``num_tokens`` on, which pad a CUDA graph, are nobody's."""
     starts, drafts = batch.query_start_loc_np, batch.num_draft_tokens_per_req
     return Step(

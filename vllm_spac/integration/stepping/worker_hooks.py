@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from vllm_spac.integration import patches
 from vllm_spac.integration.stepping.runner_hooks import managed_experts
@@ -17,7 +18,7 @@ def install() -> None:
     patches.wrap(f"{patches.WORKER}.shutdown", _closing)
 
 
-def _warming_up(warm_up):
+def _warming_up(warm_up: Callable):
     def warmed(self):
         experts = managed_experts(self.model_runner)
         with experts.runtime.warming_up() if experts is not None else contextlib.nullcontext():
@@ -26,7 +27,7 @@ def _warming_up(warm_up):
     return warmed
 
 
-def _closing(shutdown):
+def _closing(shutdown: Callable):
     def closed(self):
         runner = getattr(self, "model_runner", None)
         experts = managed_experts(runner) if runner is not None else None
