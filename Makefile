@@ -68,11 +68,12 @@ bench-gpu-run: setup
 	@$(BIN)/python benchmarks/toy/inflate.py benchmarks/toy/models/target $(LARGE) --like $(LARGE_LIKE) --eagle3 benchmarks/toy/models/eagle3
 	@$(BIN)/python benchmarks/serving/run.py $(LARGE) --eagle3 $(LARGE)-eagle3 $(GPU_SERVING) --compile --store host
 
-check: setup ## what CI runs: linter, formatting, tests
+check: setup ## what CI runs: linter, formatting, types, tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python .ci/types.py
 	@$(MAKE) --no-print-directory test
 
 clean: ## remove .venv and everything that tests, builds and the demo left behind
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .cache/demo
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .cache/demo
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

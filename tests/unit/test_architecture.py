@@ -189,3 +189,23 @@ def test_modules_are_short() -> None:
     print(*(f"{module}: {count} lines" for module, count in product.items() if count > 300), sep="\n")
     assert {module: count for module, count in product.items() if count > 400} == {}
     assert sorted(product.values())[len(product) // 2] <= 150
+
+
+def test_parameters_are_typed() -> None:
+    """At least 95 % of those of all functions; the share is printed."""
+    found = {
+        f"{module}:{node.lineno} {node.name}({given.arg})": given.annotation is not None
+        for module, path in modules().items()
+        if ours(module)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for given in _parameters(node.args)
+    }
+    share = sum(found.values()) / len(found)
+    print(f"{share:.1%} of {len(found)} parameters are typed")
+    assert share >= 0.95, [name for name, typed in found.items() if not typed]
+
+
+def _parameters(arguments: ast.arguments) -> list[ast.arg]:
+    given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return [item for item in given if item is not None and item.arg not in ("self", "cls")]
