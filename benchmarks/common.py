@@ -147,10 +147,11 @@ def disk_read_rates(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".rate-", dir=folder) as scratch:
         paths = _write_files(Path(scratch), count, file_bytes)
-        facts = {"file_bytes": file_bytes, "files": count, "direct": _opens_direct(paths[0])}
+        direct = _opens_direct(paths[0])
+        facts = {"file_bytes": file_bytes, "files": count, "direct": direct}
         rates = {}
         for name, readers in (("sequential", 1), ("parallel", threads)):
-            speeds = _read_speeds(paths, file_bytes, facts["direct"], readers, repeats, seconds / 2)
+            speeds = _read_speeds(paths, file_bytes, direct, readers, repeats, seconds / 2)
             rates[name] = Rate(Spread.of(speeds), f"{name} reads of whole files", facts | {"threads": readers})
     return rates
 

@@ -204,7 +204,8 @@ def stock_server(options: argparse.Namespace) -> Server:
 
 def complete(server: Server, prompt: str, tokens: int, show: bool) -> Reply:
     """One greedy completion, streamed to the terminal if ``show``."""
-    text, ids, reported = "", [], True
+    ids: list[int] = []
+    text, reported = "", True
     direct = openai.DefaultHttpxClient(trust_env=False)
     base = f"{server.url}/v1"
     with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=300, http_client=direct) as client:

@@ -16,10 +16,10 @@ timed. What is measured is written at once: a run that is stopped leaves what it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -140,7 +140,11 @@ def compare(ours: Tensor, theirs: Tensor, what: str) -> float:
     return share
 
 
-def fail(message: str) -> None:
+def _pinned(weight: Tensor) -> Tensor:
+    return torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight)
+
+
+def fail(message: str) -> NoReturn:
     typer.echo(f"benchmarks/kernels: {message}", err=True)
     raise typer.Exit(2)
 
@@ -162,8 +166,9 @@ def measure(shape: Shape, rows: int, w13: Tensor, w2: Tensor, pinned: tuple[Tens
     is_hit = torch.arange(shape.experts, device="cuda") < round(resident * shape.experts)
     mixed = [torch.where(is_hit, fast, slow) for fast, slow in zip(in_hbm, on_host, strict=True)]
 
-    def ours(tables) -> Callable[[], Tensor]:
-        return lambda: grouped_gemm(given.x, *tables, given.weights, given.ids, shape.intermediate)
+    def ours(tables: Sequence[Tensor]) -> Callable[[], Tensor]:
+        w13, w2 = tables
+        return lambda: grouped_gemm(given.x, w13, w2, given.weights, given.ids, shape.intermediate)
 
     theirs = stock(given, w13, w2)
     difference = compare(ours(in_hbm)(), theirs(), f"M={rows}, HBM against vLLM")
@@ -193,7 +198,7 @@ def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], re
     from vllm_spac.kernels.types import Experts, Offers
 
     given, slots = make_input(rows, shape), max(1, round(resident * shape.experts))
-    integers = {"dtype": torch.int32, "device": "cuda"}
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
     room = [torch.empty((slots, *weight.shape[1:]), dtype=weight.dtype, device="cuda") for weight in pinned]
     hosts, places = (torch.stack([addresses(weight) for weight in weights]) for weights in (pinned, room))
     owner = torch.arange(slots, **integers)
@@ -255,10 +260,10 @@ def main(
     shape = Shape(hidden, intermediate, experts, top_k)
     device = torch.cuda.get_device_properties(0)
     gpu = {"name": device.name, "capability": [device.major, device.minor], "l2_bytes": device.L2_cache_size}
-    payload = {"provenance": provenance(), "gpu": gpu, "shape": asdict(shape), "resident": resident}
+    payload: dict[str, Any] = {"provenance": provenance(), "gpu": gpu, "shape": asdict(shape), "resident": resident}
     w13, w2 = make_weights(shape)
     try:
-        pinned = tuple(torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight) for weight in (w13, w2))
+        pinned = _pinned(w13), _pinned(w2)
     except RuntimeError as error:
         fail(f"{shape.experts * shape.expert_bytes >> 20} MiB of host memory cannot be pinned: {error}")
     rates = copy_rates()

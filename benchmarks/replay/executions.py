@@ -150,9 +150,14 @@ def case(trace: Trace, costs: Costs, share: float, way: dict, nbytes: int) -> di
         "hit_rate": round(outcome.hit_rate, 4),
         "moved_bytes_a_token": outcome.bytes // tokens,
         "streamed_bytes_a_token": outcome.streamed_bytes // tokens,
-        "tpot_ms": 1e3 * outcome.tpot,
-        "bound_ms": 1e3 * outcome.bound_tpot,
+        "tpot_ms": _milliseconds(outcome.tpot),
+        "bound_ms": _milliseconds(outcome.bound_tpot),
     }
+
+
+def _milliseconds(seconds: float | None) -> float:
+    assert seconds is not None, "these traces say how many tokens a step emitted"
+    return 1e3 * seconds
 
 
 def ratios(rows: list[dict], moves: int) -> dict:

@@ -12,8 +12,9 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -72,7 +73,7 @@ def main(
 ) -> None:
     traces = traces or sorted(TRACES.glob("*.trace"))
     recorded = {path.stem: Trace.load(path) for path in traces}
-    result = {
+    result: dict[str, Any] = {
         "provenance": provenance(),
         "toy_model": any(is_toy(ROOT / trace.facts.model) for trace in recorded.values()),
         "shares_percent": [float(share) for share in shares.split()],
@@ -150,9 +151,9 @@ def microseconds(name: str) -> dict:
             counts[keys] += 1
             policy.enter(range(first, first + EXPERTS))
             missing = [key for key in keys if key not in policy]
-            times["evict"].append(_timed(lambda n=len(missing), pins=set(keys): policy.evict(n, pins)))
-            times["use"].append(_timed(lambda keys=keys: _use(policy, keys)) / SELECTED)
-        times["observe"].append(_timed(lambda counts=counts: policy.observe(counts)))
+            times["evict"].append(_timed(partial(policy.evict, len(missing), set(keys))))
+            times["use"].append(_timed(partial(_use, policy, keys)) / SELECTED)
+        times["observe"].append(_timed(partial(policy.observe, counts)))
     return {call: round(1e6 * float(np.median(taken)), 2) for call, taken in times.items()}
 
 

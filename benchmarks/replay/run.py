@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -344,7 +344,7 @@ def _draw(cases: list[Case], path: Path, title: str) -> None:
     from vllm_spac.system.pictures import save_picture
 
     figure, (times, hits) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    values: list[tuple[object, Callable[[Case], float]]] = [
+    values: list[tuple[Any, Callable[[Case], float]]] = [
         (times, lambda case: 1e3 * case.seconds / max(1, case.steps)),
         (hits, lambda case: 100 * case.hit_rate),
     ]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -137,7 +137,7 @@ def measure(
     origin["machine"]["onednn_max_cpu_isa"] = os.environ.get("ONEDNN_MAX_CPU_ISA")
     job = {"model": str(model), "prompts": ids.ids, "tokens": output_tokens, "largest": count, "eager": eager}
     job |= {"groups": groups(count, count, rounds, seed)}
-    result = {
+    result: dict[str, Any] = {
         "label": "toy model" if is_toy(model) else None,
         "model": model.name,
         "prompts": ids.describe(),

@@ -60,9 +60,10 @@ def paused(llm, parts: list[str]):
         return
     (runtime,) = llm.collective_rpc(lambda worker: worker._spac_experts().runtime)
     instead = {"speculation": ("guard", _NO_DRAFTS), "trace": ("trace", None)}
-    before = {name: getattr(runtime, name) for name, _ in map(instead.get, parts)}
+    quiet = [instead[part] for part in parts]
+    before = {name: getattr(runtime, name) for name, _ in quiet}
     assert None not in before.values(), f"this engine has no {' and '.join(parts)} to pause"
-    for name, value in map(instead.get, parts):
+    for name, value in quiet:
         setattr(runtime, name, value)
     yield
     for name, value in before.items():

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -177,7 +177,7 @@ def main(
     rows = [summarise(served, name) for name in ("stock", *plan.split(slots))]
     title = f"{'toy model ' if is_toy(model) else ''}{model.resolve().name}"
     path = output or RESULTS / f"online_{model.resolve().name}.json"
-    facts = {"label": "toy model" if is_toy(model) else None, "model": model.resolve().name}
+    facts: dict[str, Any] = {"label": "toy model" if is_toy(model) else None, "model": model.resolve().name}
     facts |= {"prompts": asked.describe(), "output_tokens": output_tokens, "concurrency": concurrency}
     write_result(path, facts | {"enforce_eager": eager, "rows": rows, "provenance": origin})
     console.print(table(rows, f"{title}, {concurrency} requests at once"))

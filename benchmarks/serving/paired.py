@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib
 import numpy as np
@@ -116,7 +116,7 @@ class Side:
             raise plan.PlanError(
                 f"--one-engine: {self.text!r} must be {base.text!r} and speculation=… or trace=…, which can pause"
             )
-        if "speculation" in parts and self.knobs.get("guard") == "off":
+        if "speculation" in parts and (self.knobs or {}).get("guard") == "off":
             raise plan.PlanError("--one-engine: speculation pauses by the guard, which is off")
         return parts
 
@@ -174,7 +174,7 @@ def main(
         console.print(f"[bold red]error:[/] --turns {turns}: each of {starts} starts needs at least one")
         raise typer.Exit(2)
     ids = prompts.load(model, warm + turns, prompt_tokens, seed)
-    result = {
+    result: dict[str, Any] = {
         "label": "toy model" if is_toy(model) else None,
         "model": model.name,
         "base": base,
@@ -244,7 +244,7 @@ def _turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Iterato
             job = arm.side.job(settings)
             engines.append(stack.enter_context(closing(LiveEngine(job, arm.side.knobs is None, settings.timeout))))
         for prompt, order in zip(ids, orders(settings.seed, len(arms)), strict=False):
-            answers = [{} for _ in arms]
+            answers: list[dict] = [{} for _ in arms]
             for which in order:
                 time.sleep(_PAUSE)
                 answers[which] = engines[which].turn(prompt, settings.output_tokens, arms[which].pauses)

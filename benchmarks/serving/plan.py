@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from vllm_spac.checkpoint.headers import Checkpoint
 from vllm_spac.config import Slots
@@ -19,6 +20,9 @@ EXTRAS = {
 OFFLOADS = ("uva", "prefetch")  # of stock vLLM, on a GPU
 ROUNDING = {"cpu", "pointers"}  # sums of another order than stock's
 SPECULATIONS = ("none", "ngram", "eagle3", "draft")
+
+
+T = TypeVar("T")
 
 
 class PlanError(ValueError):
@@ -55,7 +59,7 @@ class Configuration:
 
     @property
     def extras(self) -> list[str]:
-        return [] if self.is_stock else self.policy.split("+")[1:]
+        return [] if self.policy is None else self.policy.split("+")[1:]
 
     @property
     def rounds(self) -> bool:
@@ -64,7 +68,8 @@ class Configuration:
 
     def knobs(self) -> dict:
         """The plugin's knobs that this configuration is about."""
-        found = {"slots": self.slots, "policy": self.policy.split("+")[0]}
+        assert self.policy is not None, "stock has no knobs"
+        found: dict[str, Any] = {"slots": self.slots, "policy": self.policy.split("+")[0]}
         for name in self.extras:
             found |= EXTRAS[name]
         return found | ({"budget": self.budget} if self.budget else {})
@@ -76,7 +81,9 @@ class Configuration:
         """
         if self.offload is None:
             return {}
-        outside, layers = 1 - Slots.parse(self.slots).share, len(checkpoint.layer_bytes)
+        share = Slots.parse(self.slots or "").share
+        assert share is not None, "offloading is asked for with a percentage"
+        outside, layers = 1 - share, len(checkpoint.layer_bytes)
         if self.offload == "uva":
             moved = float(outside * sum(checkpoint.layer_bytes.values())) / 2**30
             return {"offload_backend": "uva", "cpu_offload_gb": moved, "cpu_offload_params": ["experts"]}
@@ -187,7 +194,7 @@ def configurations(
     return plan
 
 
-def rotated(plan: list[Configuration], repeat: int, repeats: int) -> list[Configuration]:
+def rotated(plan: list[T], repeat: int, repeats: int) -> list[T]:
     """The order of one repeat: each starts elsewhere, so that a drift of the machine hits all alike."""
     start = repeat * len(plan) // max(1, repeats)
     return plan[start:] + plan[:start]

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ENGINE = Path(__file__).with_name("engine.py")
 _LOG_LINES = 15
@@ -52,6 +53,8 @@ class LiveEngine:
         self._scratch = tempfile.TemporaryDirectory(prefix="spac-serving-")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._child = _start(job, is_stock, Path(self._scratch.name), **pipes)
+        assert self._child.stdin is not None and self._child.stdout is not None, "both are pipes"
+        self._asked, self._answers = self._child.stdin, self._child.stdout
         try:
             self._answer()
         except BaseException:
@@ -69,28 +72,28 @@ class LiveEngine:
         """
         with contextlib.suppress(BrokenPipeError):  # it has ended: the answer that does not come says why
             turn = {"prompt": prompt, "tokens": tokens, "without": list(without)}
-            self._child.stdin.write(json.dumps(turn) + "\n")
-            self._child.stdin.flush()
+            self._asked.write(json.dumps(turn) + "\n")
+            self._asked.flush()
         return self._answer()
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            self._child.stdin.close()  # the end of its input is its end
+            self._asked.close()  # the end of its input is its end
             self._child.wait(30)
         _end(self._child)
-        self._child.stdout.close()
+        self._answers.close()
         self._scratch.cleanup()
 
     def _answer(self) -> dict:
-        if not select.select([self._child.stdout], [], [], self._timeout)[0]:
+        if not select.select([self._answers], [], [], self._timeout)[0]:
             raise EngineError(f"no answer after {self._timeout:.0f} s")
-        line = self._child.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise EngineError(_ending(self._child.wait(), Path(self._scratch.name)))
         return json.loads(line)
 
 
-def _start(job: dict, is_stock: bool, folder: Path, *arguments: str, **pipes: int) -> subprocess.Popen:
+def _start(job: dict, is_stock: bool, folder: Path, *arguments: str, **pipes: int) -> subprocess.Popen[str]:
     """``engine.py`` with these further arguments; what it prints, and no pipe takes, goes to ``folder / "log"``."""
     env = os.environ | {
         "VLLM_PLUGINS": "" if is_stock else "spac",  # stock means that no line of the plugin is loaded
@@ -101,7 +104,7 @@ def _start(job: dict, is_stock: bool, folder: Path, *arguments: str, **pipes: in
     (folder / "job.json").write_text(json.dumps(job))
     command = [sys.executable, str(ENGINE), str(folder / "job.json"), *arguments]
     with open(folder / "log", "w") as log:
-        streams = {"stdout": log, "stderr": log} | pipes
+        streams: dict[str, Any] = {"stdout": log, "stderr": log} | pipes
         return subprocess.Popen(command, env=env, start_new_session=True, text=True, **streams)
 
 

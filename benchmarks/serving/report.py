@@ -56,7 +56,7 @@ def reasons(rows: list[Row]) -> list[str]:
 
 
 def _speeds(row: Row) -> list[str]:
-    rate, counters = row.tokens_per_second, row.counters
+    rate, counters = row.rate, row.counters
     cells = [f"{rate.median:.1f} [{rate.low:.1f}-{rate.high:.1f}]", _number(row.ratio_to_stock, ".2f")]
     cells += [f"{100 * row.dropped_share:.1f}%" if row.dropped_share is not None else ""]
     cells += [_milliseconds(row.ttft), _milliseconds(row.tpot)]
@@ -100,34 +100,34 @@ def picture(rows: list[Row], batches: list[int], title: str, path: Path) -> None
     plt.close(figure)
 
 
-def _series(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
+def _series(rows: list[Row]) -> dict[tuple[str | None, str], list[Row]]:
     """(policy, speculation) -> rows by cache ratio; all experts resident is the end of every policy's line."""
     served = [row for row in rows if not row.configuration.is_stock]
     full = {row.configuration.speculation: row for row in served if row.cache_ratio == 1}
-    found: dict[tuple[str, str], list[Row]] = {}
+    found: dict[tuple[str | None, str], list[Row]] = {}
     for row in served:
-        if row.cache_ratio < 1:
+        if row.share < 1:
             found.setdefault(row.configuration.series(), []).append(row)
     for speculation, row in full.items():
         mine = [line for (_, other), line in found.items() if other == speculation]
         for line in mine or [found.setdefault(row.configuration.series(), [])]:
             line.append(row)
-    return {key: sorted(line, key=lambda row: row.cache_ratio) for key, line in found.items()}
+    return {key: sorted(line, key=lambda row: row.share) for key, line in found.items()}
 
 
 def _speed_panel(axis, rows: list[Row], batch: int) -> None:
     colours = iter(plt.rcParams["axes.prop_cycle"].by_key()["color"] * 4)
     for (policy, speculation), line in _series(rows).items():
         colour, name = next(colours), policy if speculation == "none" else f"{policy}, {speculation}"
-        x, y = [100 * row.cache_ratio for row in line], [row.tokens_per_second for row in line]
+        x, y = [100 * row.share for row in line], [row.rate for row in line]
         spread = [[s.median - s.low for s in y], [s.high - s.median for s in y]]
         axis.errorbar(x, [s.median for s in y], yerr=spread, color=colour, marker="o", capsize=3, label=f"spac {name}")
-        bounds = [(100 * r.cache_ratio, r.bound_tokens_per_second) for r in line if r.bound_tokens_per_second]
+        bounds = [(100 * r.share, r.bound_tokens_per_second) for r in line if r.bound_tokens_per_second]
         if bounds:
             axis.plot(*zip(*bounds, strict=True), color=colour, linestyle="--", label=f"bound {name}")
     for row in (row for row in rows if row.configuration.is_stock):
         shade = "black" if row.configuration.speculation == "none" else next(colours)
-        axis.axhline(row.tokens_per_second.median, color=shade, label=row.configuration.label)
+        axis.axhline(row.rate.median, color=shade, label=row.configuration.label)
     axis.set_title(f"batch {batch}")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
@@ -135,7 +135,7 @@ def _speed_panel(axis, rows: list[Row], batch: int) -> None:
 
 def _hit_panel(axis, rows: list[Row]) -> None:
     for line in _series(rows).values():
-        points = [(100 * row.cache_ratio, 100 * row.hit_rate) for row in line if row.hit_rate is not None]
+        points = [(100 * row.share, 100 * row.hit_rate) for row in line if row.hit_rate is not None]
         if points:
             axis.plot(*zip(*points, strict=True), marker="o")
     axis.set_xlabel("experts in fast memory, % of all")

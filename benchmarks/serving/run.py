@@ -248,8 +248,8 @@ def main(
         offloads = tuple(plan.split(offload))
         if offloads and not torch.cuda.is_available():
             raise plan.PlanError("--offload: stock vLLM offloads from a GPU, and there is none here")
-        lists = (plan.split(text) for text in (slots, policy, speculation))
-        configurations = plan.configurations(*lists, budgets, offloads)
+        sizes, policies, drafting = (plan.split(text) for text in (slots, policy, speculation))
+        configurations = plan.configurations(sizes, policies, drafting, budgets, offloads)
         for configuration in configurations:
             beside.settings(configuration.speculation)
         batches = plan.sizes(batch)

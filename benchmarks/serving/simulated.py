@@ -13,6 +13,7 @@ import math
 import statistics
 import sys
 import tempfile
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -73,7 +74,8 @@ def main(
 
     ids = prompts.load(model, count, prompt_tokens, 0).ids
     speculations, policies, sizes = plan.split(speculation), plan.split(policy), plan.split(slots)
-    rows, outside = [], {}
+    rows: list[dict] = []
+    outside: dict[str, float] = {}
     with Progress(console=Console(stderr=True)) as progress, tempfile.TemporaryDirectory() as scratch:
         task = progress.add_task("", total=len(speculations) * (1 + repeats * (1 + len(sizes) * len(policies))))
         for drafting in sorted(speculations, key=lambda name: name != "none"):  # what no drafts take comes first
@@ -97,7 +99,7 @@ def main(
                     progress.advance(task, repeats)
                     before, after = after, profile()
                     known = _between(before, after).model_copy(update=told)
-                    count_of = math.ceil(plan.Slots.parse(size).share * total)
+                    count_of = math.ceil(_share(size) * total)
                     said = simulate(trace, count_of, known, policy=name)
                     seen = Rate(bytes_per_second=nbytes / measured["load_seconds"])
                     own = simulate(trace, count_of, known.model_copy(update={"load": seen}), policy=name)
@@ -120,6 +122,13 @@ def main(
     _show(rows, output)
 
 
+def _share(size: str) -> Fraction:
+    share = plan.Slots.parse(size).share
+    if share is None:
+        raise typer.BadParameter(f"{size}: use a percentage of all experts")
+    return share
+
+
 def _engines(settings: Settings, configuration, ids, repeats: int, trace: Path | None = None) -> dict:
     """Medians over engines of the time a token and of the hit rate; the last one records its routing."""
     times, rates, loads = [], [], []
@@ -128,7 +137,7 @@ def _engines(settings: Settings, configuration, ids, repeats: int, trace: Path |
         if trace is not None and repeat == repeats - 1:
             job["spac"]["trace"] = str(trace)
         result, error = run_engine(job, False, settings.timeout)
-        if error:
+        if error or result is None:
             raise typer.BadParameter(f"{configuration.label}: {error}")
         batch = result["batches"]["1"]
         times += batch["tpot"]
@@ -144,8 +153,9 @@ def _between(first: Costs, second: Costs) -> Costs:
 
     def rate(a: Rate, b: Rate) -> Rate:
         pairs = ((a.bytes_per_second, b.bytes_per_second), (a.flops_per_second, b.flops_per_second))
-        harmonic = [2 / (1 / x + 1 / y) if x and y else x or y for x, y in pairs]
-        return Rate(fixed=(a.fixed + b.fixed) / 2, bytes_per_second=harmonic[0], flops_per_second=harmonic[1])
+        moved, computed = (2 / (1 / x + 1 / y) if x and y else x or y for x, y in pairs)
+        assert moved is not None
+        return Rate(fixed=(a.fixed + b.fixed) / 2, bytes_per_second=moved, flops_per_second=computed)
 
     rates = {name: rate(getattr(first, name), getattr(second, name)) for name in ("fast", "load", "cpu")}
     return first.model_copy(update=rates)

@@ -20,6 +20,12 @@ class Run:
     result: dict | None = None
     error: str | None = None
 
+    @property
+    def answer(self) -> dict:
+        """The result of a run that did not fail."""
+        assert self.result is not None, self.error
+        return self.result
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -63,19 +69,31 @@ class Row:
     def is_measured(self) -> bool:
         return self.verdict in ("same", "lossy", "rounded")
 
+    @property
+    def rate(self) -> Spread:
+        """Tokens a second of a row that is measured."""
+        assert self.tokens_per_second is not None, self.verdict
+        return self.tokens_per_second
+
+    @property
+    def share(self) -> float:
+        """Share of the experts in fast memory of a row that is measured and not stock's."""
+        assert self.cache_ratio is not None, self.verdict
+        return self.cache_ratio
+
     def plain(self) -> dict:
         return asdict(self) | {"name": self.configuration.name}
 
 
 def rows(plan: list[Configuration], runs: list[Run], batches: list[int], rates: Rates | None) -> list[Row]:
     """A row for each configuration that has run, batch size by batch size."""
-    found = []
+    found: list[Row] = []
     for batch in batches:
         table = {c: _row(c, batch, _of(c, runs), _reference(c, batch, runs)) for c in plan if _of(c, runs)}
         for configuration, row in table.items():
             stock = table.get(Configuration(None, None, configuration.speculation))
             if row.is_measured and stock is not None and stock.is_measured:
-                row.ratio_to_stock = row.tokens_per_second.median / stock.tokens_per_second.median
+                row.ratio_to_stock = row.rate.median / stock.rate.median
         if rates is not None:
             _add_bounds(list(table.values()), runs, batch, rates)
         found += table.values()
@@ -109,10 +127,10 @@ def _reference(configuration: Configuration, batch: int, runs: list[Run]) -> lis
 def _row(configuration: Configuration, batch: int, runs: list[Run], reference: list[list[int]] | None) -> Row:
     failed = next((run for run in runs if run.error), None)
     if failed is not None:
-        return Row(configuration, batch, "failed", failed.error)
+        return Row(configuration, batch, "failed", failed.error or "")
     if reference is None:
         return Row(configuration, batch, "pending", "stock has not answered yet")
-    measured = [run.result["batches"][str(batch)] for run in runs]
+    measured = [run.answer["batches"][str(batch)] for run in runs]
     verdict, why = "lossy" if configuration.budget is not None else "same", ""
     if verdict == "same" and (different := list(_differences(measured, reference))):
         verdict, why = "rounded" if configuration.rounds else "differs", "; ".join(different)
@@ -145,8 +163,8 @@ def _differences(measured: list[dict], reference: list[list[int]]) -> Iterator[s
 def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
     """Medians over the repeats; the counters of speculation and steps are those of the last one."""
     last = measured[-1]["counters"]
-    names = ("hits", "misses", "loads", "cpu_experts", "stall_seconds", "waves")
-    names += ("prefetches", "prefetch_hits", "prefetch_wasted")
+    names = ["hits", "misses", "loads", "cpu_experts", "stall_seconds", "waves"]
+    names += ["prefetches", "prefetch_hits", "prefetch_wasted"]
     row.counters = {name: statistics.median(m["counters"][name] for m in measured) for name in names}
     row.counters["bytes"] = statistics.median(sum(m["counters"]["bytes"].values()) for m in measured)
     row.counters["steps"] = last["steps"]
@@ -157,7 +175,7 @@ def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
         row.counters["speculation"] = last["speculation"]
     asked = row.counters["hits"] + row.counters["misses"] + row.counters["cpu_experts"]
     row.hit_rate = row.counters["hits"] / asked if asked else None
-    choices = runs[-1].result["choices"]
+    choices = runs[-1].answer["choices"]
     row.cache_ratio = choices["slots"] / choices["experts"]
 
 
@@ -169,7 +187,7 @@ def _add_bounds(table: list[Row], runs: list[Run], batch: int, rates: Rates) -> 
         full = resident.get(row.configuration.speculation)
         if full is None or row.configuration.rounds:  # what the CPU or the bus can compute with was not measured
             continue
-        expert_bytes = _of(row.configuration, runs)[-1].result["choices"]["expert_bytes"]
+        expert_bytes = _of(row.configuration, runs)[-1].answer["choices"]["expert_bytes"]
         rest = other_per_step(min(_seconds(full, runs, batch)), _counts(full), expert_bytes, rates.fast)
         least = run_bound(_counts(row), expert_bytes, rates.fast, rates.slow, rest)
         row.ratio_to_bound = statistics.median(_seconds(row, runs, batch)) / least if least else None
@@ -177,11 +195,12 @@ def _add_bounds(table: list[Row], runs: list[Run], batch: int, rates: Rates) -> 
 
 
 def _seconds(row: Row, runs: list[Run], batch: int) -> list[float]:
-    return [run.result["batches"][str(batch)]["seconds"] for run in _of(row.configuration, runs)]
+    return [run.answer["batches"][str(batch)]["seconds"] for run in _of(row.configuration, runs)]
 
 
 def _tokens(row: Row, runs: list[Run], batch: int) -> int:
-    return sum(map(len, _of(row.configuration, runs)[-1].result["batches"][str(batch)]["tokens"]))
+    said = _of(row.configuration, runs)[-1].answer["batches"][str(batch)]["tokens"]
+    return sum(len(tokens) for tokens in said)
 
 
 def _counts(row: Row) -> Counts:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import corpus
 import typer
@@ -149,7 +149,7 @@ def run_all(
     if unknown:
         raise typer.BadParameter(f"unknown methods {sorted(unknown)}; there are {', '.join(table)}")
     tokenizer = Tokenizer.from_file(str(models / TARGET / "tokenizer.json"))
-    job = {"target": str(models / TARGET), "dtype": dtype, "max_tokens": max_tokens}
+    job: dict[str, Any] = {"target": str(models / TARGET), "dtype": dtype, "max_tokens": max_tokens}
     job["prompts"] = prompts(tokenizer, count, length)
     origin = provenance()
     reference, results = None, {}

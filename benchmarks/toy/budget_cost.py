@@ -32,7 +32,7 @@ from vllm_spac.core import RequestRows, RowKind, Step
 MODELS = Path(__file__).parent / "models"
 EXPERTS, TOP_K, LAYERS, DRAFTS = 64, 8, 6, 8
 _PROMPT = 32  # tokens
-SETTINGS = {
+SETTINGS: dict[str, dict] = {
     "B = 32": {"budget": 32},
     "B = 16": {"budget": 16},
     "B = 32, truncation": {"budget": 32, "coverage": "truncation"},
@@ -145,9 +145,9 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON of --engine.")] = RESULTS / "toy_budget_cost.json",
 ) -> None:
     if engine:
-        rows = in_an_engine(prompts, new_tokens)
-        write_result(output, {"label": "toy model", "drafts": DRAFTS, "rows": rows, "provenance": provenance()})
-        print(json.dumps(rows, indent=1))
+        measured = in_an_engine(prompts, new_tokens)
+        write_result(output, {"label": "toy model", "drafts": DRAFTS, "rows": measured, "provenance": provenance()})
+        print(json.dumps(measured, indent=1))
         return
     torch.set_num_threads(1)
     with torch.inference_mode():

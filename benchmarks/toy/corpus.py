@@ -60,6 +60,7 @@ def tokenize(tokenizer: Tokenizer, paths: list[Path], seed: int = 0) -> np.ndarr
     paths = list(paths)
     random.Random(seed).shuffle(paths)
     end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None, "one of its special tokens"
     ids: list[int] = []
     for encoding in tokenizer.encode_batch([read(path) for path in paths]):
         ids.append(end)

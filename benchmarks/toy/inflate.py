@@ -39,7 +39,7 @@ def _files_of(source: Path) -> dict[str, Path]:
 def _groups(names: list[str]) -> Iterator[list[str]]:
     """One group of names for each layer, then the rest."""
     layers: dict[int, list[str]] = {}
-    rest = []
+    rest: list[str] = []
     for name in names:
         parts = name.split(".")
         (layers.setdefault(int(parts[2]), []) if parts[1] == "layers" else rest).append(name)

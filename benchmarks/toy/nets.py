@@ -7,7 +7,9 @@ attention and MLP, per-head norms of queries and keys, rotary positions, grouped
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -192,8 +194,12 @@ class CausalLM(nn.Module):
         if tied:
             nn.init.normal_(self.embed_tokens.weight, std=shape.hidden**-0.5 / 4)
             self.lm_head.weight = self.embed_tokens.weight
-        for block in self.layers:
+        for block in self.blocks():
             nn.init.normal_(block.self_attn.o_proj.weight, std=0.02 / math.sqrt(shape.layers))
+
+    def blocks(self) -> Iterator[Block]:
+        """The layers, as what they are."""
+        return (cast(Block, layer) for layer in self.layers)
 
     def forward(self, ids: Tensor, hidden_states: bool = False):
         """ids [batch, length] -> (logits [batch, length, vocab], summed balance loss, layers' inputs and output)."""

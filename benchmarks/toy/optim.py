@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is ever given
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -39,7 +41,8 @@ class Muon(torch.optim.Optimizer):
 
 def optimizers(model: nn.Module, matrix_lr: float = 0.02, lr: float = 3e-3) -> list[torch.optim.Optimizer]:
     """Muon for hidden matrices and experts; AdamW for embeddings, router, head and norms."""
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, p in model.named_parameters():
         is_table = any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate.weight"))
         (rest if is_table or p.ndim < 2 else matrices).append(p)

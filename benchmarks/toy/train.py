@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import corpus
 import numpy as np
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import typer
 from eagle import Head, evaluate, head_shape, unrolled_loss, write_head
 from export import load_moe, write_dense, write_moe, write_tokenizer
-from nets import CausalLM, Shape
+from nets import CausalLM, Shape, SparseMLP
 from optim import optimizers, schedule
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
@@ -77,10 +77,12 @@ def validate(model: CausalLM, held_out: np.ndarray, length: int = 512, count: in
         logits, _, _ = model(chunk[:, :-1])
         losses.append(F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten()).item())
         if model.shape.experts:
-            chosen = [block.mlp.chosen.flatten() for block in model.layers]
-            now = torch.stack([torch.bincount(ids, minlength=model.shape.experts) for ids in chosen])
+            chosen = [cast(SparseMLP, block.mlp).chosen for block in model.blocks()]
+            now = torch.stack(
+                [torch.bincount(ids.flatten(), minlength=model.shape.experts) for ids in chosen if ids is not None]
+            )
             counts = now if counts is None else counts + now
-    result = {"validation_loss": round(sum(losses) / len(losses), 4)}
+    result: dict[str, Any] = {"validation_loss": round(sum(losses) / len(losses), 4)}
     if counts is not None:
         share = counts.sort(-1, descending=True).values.float()
         share = share[:, : model.shape.experts // 2].sum(-1) / share.sum(-1)

@@ -17,7 +17,7 @@ def fit_load(points: Mapping[int, float], nbytes: int) -> Rate:
         slope, fixed = float((seconds / counts).min()), 0.0
     elif fixed < 0:
         slope, fixed = float((counts * seconds).sum() / (counts**2).sum()), 0.0
-    return Rate(fixed=float(fixed), bytes_per_second=float(nbytes / slope), flops_per_second=None)
+    return Rate(fixed=float(fixed), bytes_per_second=float(nbytes / slope))
 
 
 def fit_compute(points: Mapping[int, float], nbytes: int, fixed: float) -> Rate:
