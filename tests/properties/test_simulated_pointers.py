@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_streamed import EXPERTS, LAYERS, TOP_K, Pool, shape
-from test_streamed import made as made  # the fixture
+from test_execution import EXPERTS, LAYERS, TOP_K, Pool, shape
+from test_execution import made as made  # the fixture
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
