@@ -14,9 +14,9 @@ from vllm_spac import components
 from vllm_spac.budget.control import BudgetControl
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
-from vllm_spac.execution.exchange import Exchange
+from vllm_spac.execution._exchange import Exchange
 from vllm_spac.execution.pointers.streams import CallerStream
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.integration.graphs import with_moe_layer
 from vllm_spac.integration.layers import custom_ops, managed_experts, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts, runnable
@@ -57,7 +57,7 @@ class Layer(ManagedExperts, Kernel):
         for key in range(shape.total):
             store.put(key, {"w": torch.tensor([key + 1.0])})
         policy = components.build("policies", "lru")
-        pool = ExpertPool(shape, slots, policy, store, {"w": torch.empty(slots, 1)}, io_threads=1, path="memory")
+        pool = SlotExecution(shape, slots, policy, store, {"w": torch.empty(slots, 1)}, io_threads=1, path="memory")
         list(pool.fill())
         self.spac = SimpleNamespace(runtime=Runtime([pool], BudgetControl([])), on_cpu=on_cpu, device="cpu")
         self.spac.exchange = None if on_cpu else Exchange(torch.device("cpu"), CallerLane())

@@ -18,7 +18,7 @@ from launches import D, Device, forward, pool  # noqa: E402
 
 from vllm_spac import components  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
-from vllm_spac.execution.pointers.execution import StreamedPool  # noqa: E402
+from vllm_spac.execution.pointers.execution import PointerExecution  # noqa: E402
 
 MODELS = {
     "Mixtral": (8, 2),
@@ -120,7 +120,7 @@ def test_launches_of_a_layer_with_a_slot_for_each(device):
     made.close()
 
 
-def launches(device: Device, made: StreamedPool, rows: int) -> list[str]:
+def launches(device: Device, made: PointerExecution, rows: int) -> list[str]:
     """Of the last layer, over rows that come as vLLM's routers give them."""
     x, ids = torch.zeros(rows, D), torch.zeros(rows, made.shape.top_k, dtype=torch.int32)
     weights, out = torch.ones(ids.shape), torch.empty_like(x)

@@ -20,9 +20,9 @@ from vllm_spac import components
 from vllm_spac.cache.knobs import EngineKnobs
 from vllm_spac.core import MoEShape, Rates, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, StoreError
-from vllm_spac.execution.row_shares import Share, combine
-from vllm_spac.execution.slots import ExpertPool
-from vllm_spac.executors._thread import CpuGroup
+from vllm_spac.execution._row_shares import Share, combine
+from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.executors._thread import ExecutorThread
 from vllm_spac.executors.base import CpuExperts
 from vllm_spac.executors.torch import Torch
 from vllm_spac.tiers.host import HostStore
@@ -90,9 +90,9 @@ class Layers:
         self.store, self.executor = Slow(delay), Watched()
         built = components.build("policies", policy)
         options = {"io_threads": 2, "path": "double", "engine": EngineKnobs(poison=True)}
-        self.pool = ExpertPool(SHAPE, slots, built, self.store, tensors, **options)
+        self.pool = SlotExecution(SHAPE, slots, built, self.store, tensors, **options)
         chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
-        self.pool.balance(chosen, CpuGroup(self.executor))
+        self.pool.balance(chosen, ExecutorThread(self.executor))
         self.kernel = Torch(SHAPE, 1, "silu")
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def test_threshold_has_scores_where_neither_policy_nor_prefetcher_keeps_them(mak
         layers.pool.begin_step(Step((RequestRows(0, 7, RowKind.VERIFY, 6),)))
         layers.forward(0, x, weights, torch.tensor([[first, first + 1]] * 7, dtype=torch.int32))
         layers.pool.end_step()
-    assert layers.pool._engine.scores[:2].all() and not layers.pool._engine.scores[EXPERTS:].any()
+    assert layers.pool._loader.scores[:2].all() and not layers.pool._loader.scores[EXPERTS:].any()
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -279,6 +279,6 @@ def test_an_executor_that_refuses_a_layer_leaves_no_thread() -> None:
 
     executor: CpuExperts = Refuses()
     with pytest.raises(ValueError, match="not this layer"):
-        CpuGroup(executor, [{}])
+        ExecutorThread(executor, [{}])
     assert executor.closed
     assert not any(thread.name.startswith("spac-cpu") for thread in threading.enumerate())

@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import StoreError
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.metrics import Counters
 from vllm_spac.tiers.memory import MemoryStore
 
@@ -54,7 +54,7 @@ class Torn(MemoryStore):
         return super().read(key, into)
 
 
-class Pool(ExpertPool):
+class Pool(SlotExecution):
     """With poisoned slots and a torn store; ``check`` does what a layer does."""
 
     def __init__(self, slots: int, shape: MoEShape = SHAPE, policy: str = "lru", delay: float = 0.0, threads: int = 4):
@@ -214,7 +214,7 @@ def test_long_prefill(pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> Non
     pools.append(few := Pool(SHAPE.experts - 1))
     narrow = torch.where(ids == 7, 0, ids)
     assert few.check(1, narrow) == [(0, 2500)]
-    monkeypatch.setattr("vllm_spac.execution.waves._LOOK_AHEAD", 5)
+    monkeypatch.setattr("vllm_spac.execution._waves._LOOK_AHEAD", 5)
     few.check(0, torch.cat([narrow[:100], ids[:20], narrow[:100]]))
 
 

@@ -20,7 +20,7 @@ from vllm_spac.cache import background
 from vllm_spac.cache.knobs import EngineKnobs
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.tiers.memory import MemoryStore
 
 SPECS = {"w13": TensorSpec((3, 2), torch.float32), "w2": TensorSpec((2,), torch.bfloat16)}  # numbers < 256 are exact
@@ -59,7 +59,7 @@ class Gated(MemoryStore):
         return super().read(key, into)
 
 
-class Pool(ExpertPool):
+class Pool(SlotExecution):
     def __init__(
         self, slots: int, policy: str = "utility", threads: int = 4, delay: Callable[[], float] = lambda: 0.0, **knobs
     ) -> None:
@@ -77,7 +77,7 @@ class Pool(ExpertPool):
 
     @property
     def ahead(self) -> background.Background:
-        return self._engine._transfers.ahead
+        return self._loader._transfers.ahead
 
     def check(self, layer: int, ids: Tensor) -> None:
         """Run a layer and look at what its rows would read, also after everything else had its turn."""
@@ -98,8 +98,8 @@ class Pool(ExpertPool):
         """A step has ended after which these experts have the highest score and all others none."""
         scores = np.zeros(SHAPE.total, dtype=np.int64)
         scores[list(keys)] = 4
-        self._engine._prefetcher.scores = scores
-        self._engine.end_step(None)
+        self._loader._prefetcher.scores = scores
+        self._loader.end_step(None)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_every_row_sees_its_experts(policy: str, slots: int, depth: int, make) -
         pool.residency.check_integrity()
     counters = pool.counters
     assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(
-        pool._engine._prefetcher.unused
+        pool._loader._prefetcher.unused
     )
     assert counters.bytes.get("double ahead", 0) == counters.prefetches * SHAPE.expert_bytes
     assert counters.bytes["double"] == counters.loads * SHAPE.expert_bytes
@@ -206,9 +206,9 @@ def test_scores_come_from_what_steps_select(policy: str, make) -> None:
         pool.observe(1, ids)
         pool.end_step()
     pool.until_read()
-    pool._engine.end_step(None)
+    pool._loader.end_step(None)
     assert np.flatnonzero(pool.residency.slot_of >= 0).tolist() == [SHAPE.key(1, 2)]
-    scores = pool._engine._prefetcher.scores
+    scores = pool._loader._prefetcher.scores
     assert scores[SHAPE.key(1, 2)] > 0 == scores[SHAPE.key(1, 5)]
 
 
@@ -224,8 +224,8 @@ def test_the_best_come_first_and_then_the_first_layers(make) -> None:
     pool.until_read()
     scores = np.zeros(SHAPE.total, dtype=np.int64)
     scores[[1, 9, 17]] = 1, 3, 3
-    pool._engine._prefetcher.scores = scores
-    pool._engine.end_step(None)
+    pool._loader._prefetcher.scores = scores
+    pool._loader.end_step(None)
     assert list(pool.ahead.keys) == [9, 17, 1]
 
 
@@ -244,7 +244,7 @@ def test_never_a_better_one_for_a_worse_one(make) -> None:
 
 def test_off_reads_nothing(make) -> None:
     pool = make(6)
-    pool._engine._fetches = EngineKnobs().prefetch != "off"
+    pool._loader._fetches = EngineKnobs().prefetch != "off"
     pool.want(2, 3)
     assert not pool.ahead.keys and pool.store.reads.total() == 0
 
@@ -255,7 +255,7 @@ def test_a_balancer_says_the_threshold(make) -> None:
             return 9 if layer == 0 else 1
 
     pool = make(12)
-    pool._engine._prefetcher.balancer = Second()
+    pool._loader._prefetcher.balancer = Second()
     pool.want(2, 10, 18)
     assert set(pool.ahead.keys) | set(np.flatnonzero(pool.residency.slot_of >= 0).tolist()) == {10, 18}
 
@@ -339,7 +339,7 @@ def test_a_read_that_is_cancelled_just_before_it_begins_does_not_write(make) -> 
     with pool.ahead.paused():
         pool.want(2)
         ticket = pool.ahead._tickets[2]
-        pool._engine._prefetcher.cancel([2])
+        pool._loader._prefetcher.cancel([2])
         pool.ahead._waiting.append(ticket)
     until(lambda: not pool.ahead._waiting and pool.ahead._readers == 0)
     assert pool.store.reads[2] == 0
@@ -491,13 +491,13 @@ def test_close_in_the_middle_of_a_copy(make) -> None:
     pool.store.gate(2)
     pool.want(2, 3, 4, 5)
     assert pool.store.begun[2].wait(PATIENCE)
-    thread, errors = in_thread(pool._engine.close)
+    thread, errors = in_thread(pool._loader.close)
     until(lambda: pool.ahead._closed and not pool.ahead._waiting)
     assert thread.is_alive(), "the read in flight is waited for"
     pool.store.gates[2].set()
     finish(thread)
     assert errors == [] and set(pool.store.reads) == {2} and threading.active_count() == before
-    pool._engine.close()
+    pool._loader.close()
 
 
 @pytest.mark.parametrize("needed", [(2, 3, 4), (3, 4, 5)])
@@ -508,8 +508,8 @@ def test_close_while_a_layer_waits(needed: tuple[int, ...], make) -> None:
     assert pool.store.begun[2].wait(PATIENCE)
     forward, errors = in_thread(lambda: pool.check(0, row(*needed)))
     assert pool.store.begun[needed[1]].wait(PATIENCE)
-    closing, problems = in_thread(pool._engine.close)
-    until(lambda: pool._engine._transfers._pool._shutdown)
+    closing, problems = in_thread(pool._loader.close)
+    until(lambda: pool._loader._transfers._pool._shutdown)
     for gate in pool.store.gates.values():
         gate.set()
     finish(closing)
@@ -521,7 +521,7 @@ def test_close_while_a_layer_waits(needed: tuple[int, ...], make) -> None:
 def test_a_closed_pool_fails_and_does_not_hang(make) -> None:
     pool = make(6)
     pool.check(0, row(2, 3, 4))
-    pool._engine.close()
+    pool._loader.close()
     pool.check(0, row(2, 3, 4))
     with pytest.raises(StoreError, match="shutting down; start it again"):
         pool.check(1, row(2, 3, 4))

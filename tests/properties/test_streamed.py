@@ -13,7 +13,7 @@ from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.pointers import execution
-from vllm_spac.execution.pointers.execution import StreamedPool
+from vllm_spac.execution.pointers.execution import PointerExecution
 from vllm_spac.execution.pointers.staging import ROWS
 
 LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
@@ -30,7 +30,7 @@ def shape(dtype: torch.dtype = torch.float32, bias: bool = True, **others) -> Mo
     return MoEShape(tuple("abc"), **{"experts": EXPERTS, "top_k": TOP_K, "tensors": specs, **others})
 
 
-class Pool(StreamedPool):
+class Pool(PointerExecution):
     """With a filled store and slots that are NaN before each copy; ``check`` does what the layers of a step do."""
 
     def __init__(self, slots: int, layout: MoEShape | None = None, policy: str = "lru", store: str = "host", **options):

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from vllm_spac.balancers.base import Balancer, LayerState
 from vllm_spac.cache.knobs import EngineKnobs
-from vllm_spac.cache.loader import Engine
+from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import NOT_RUN, MoEShape, Step
-from vllm_spac.execution.row_shares import Share
-from vllm_spac.execution.waves import filled_experts, row_waves
-from vllm_spac.executors._thread import Computation, CpuGroup
+from vllm_spac.execution._row_shares import Share
+from vllm_spac.execution._waves import filled_experts, row_waves
+from vllm_spac.executors._thread import Computation, ExecutorThread
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.tiers.base import ExpertStore
@@ -40,7 +40,7 @@ class Wave:
     slot_ids: Tensor
 
 
-class ExpertPool:
+class SlotExecution:
     """Slots shared by all layers of one shape, and the only door to their weights.
 
     Args:
@@ -76,12 +76,12 @@ class ExpertPool:
         self.store = store
         self.holds_all = slots == shape.total  # each expert has its slot: nothing is ever decided or moved
         self._step: Step | None = None
-        self._cpu: CpuGroup | None = None
+        self._cpu: ExecutorThread | None = None
         self._routed: list[tuple[int, Tensor]] = []
         self._pairs = 0  # (row, expert) pairs in ``_routed``
         knobs = engine or EngineKnobs()
         transfers = Transfers(store, tensors, io_threads, path, knobs.background)
-        self._engine = Engine(self.residency, transfers, self.counters, shape.experts, knobs, balancer)
+        self._loader = ExpertLoader(self.residency, transfers, self.counters, shape.experts, knobs, balancer)
 
     def begin_step(self, step: Step) -> None:
         """A forward of the target model starts for real requests."""
@@ -97,7 +97,7 @@ class ExpertPool:
             if len(self._routed) >= _COUNT_BATCH or self._pairs >= _COUNT_PAIRS:
                 self._count_hits()
         elif step is not None and self._routed:
-            self._engine.end_step(self._selected(step.generating))
+            self._loader.end_step(self._selected(step.generating))
             self._forget_routed()
 
     def observe(self, layer: int, ids: Tensor) -> None:
@@ -117,12 +117,12 @@ class ExpertPool:
         """Whether vLLM's own kernel computes every expert; results are exact up to rounding if the CPU shares them."""
         return self._cpu is None
 
-    def balance(self, balancer: Balancer, cpu: CpuGroup) -> None:
+    def balance(self, balancer: Balancer, cpu: ExecutorThread) -> None:
         """From now on ``balancer`` gives some of the missing experts to ``cpu``, which this pool owns then.
 
         The store must be one whose experts lie in memory.
         """
-        self._engine.balancer, self._cpu = balancer, cpu
+        self._loader.balancer, self._cpu = balancer, cpu
 
     def cold(self, layer: int, ids: Tensor) -> Tensor | None:
         """Which (row, expert) pairs run on the CPU: bool [rows, top_k], or None when none does; ``ids`` as ``waves``.
@@ -135,7 +135,7 @@ class ExpertPool:
         here = slice(layer * experts, (layer + 1) * experts)
         rows, resident = np.bincount(routed.ravel(), minlength=experts), self.residency.slot_of[here] != NOWHERE
         free = self.residency.slots - int(resident[rows > 0].sum())
-        plan = self._engine.balancer.plan(LayerState(layer, rows, resident, self._engine.scores[here], free))
+        plan = self._loader.balancer.plan(LayerState(layer, rows, resident, self._loader.scores[here], free))
         if not plan.cpu:
             return None
         on_cpu = np.zeros(experts, dtype=bool)
@@ -181,13 +181,13 @@ class ExpertPool:
         for start, stop in row_waves(routed, self.residency.slots, self.shape.experts):
             rows = routed[start:stop]
             keys = (np.unique(rows) + first).tolist()
-            missed.update(self._engine.hold(keys, self.counters if self._step is not None else None))
+            missed.update(self._loader.hold(keys, self.counters if self._step is not None else None))
             used.update(keys)
             try:
                 self.counters.waves += self._step is not None
                 yield Wave(start, stop, torch.from_numpy(table[rows].astype(routed.dtype, copy=False)))
             finally:
-                self._engine.release(keys)
+                self._loader.release(keys)
         if self._step is not None:
             self.counters.misses += len(missed)
             self.counters.hits += len(used) - len(missed)
@@ -201,14 +201,14 @@ class ExpertPool:
         for keys in filled_experts(len(self.shape.layers), self.shape.experts, slots):
             for start in range(0, len(keys), _FILL_BATCH):
                 batch = keys[start : start + _FILL_BATCH]
-                self._engine.hold(batch, None)
-                self._engine.release(batch)
+                self._loader.hold(batch, None)
+                self._loader.release(batch)
                 yield len(batch)
         assert not self.holds_all or (self.residency.slot_of == np.arange(slots)).all()
 
     def close(self) -> None:
         """Stop the threads and give back the store."""
-        self._engine.close()
+        self._loader.close()
         if self._cpu is not None:
             self._cpu.close()
         self.store.close()

@@ -27,13 +27,13 @@ from vllm_spac import components
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution._waves import filled_experts
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.admissions.base import Admission, Kernels, Parts
 from vllm_spac.execution.pointers.mover import ALIGNMENT, ExpertMemory
 from vllm_spac.execution.pointers.protocol import STEP_BYTES
 from vllm_spac.execution.pointers.staging import ROWS, ExpertBuffers, Staging
 from vllm_spac.execution.pointers.streams import capturing, streams
-from vllm_spac.execution.waves import filled_experts
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.tiers.base import ExpertStore
@@ -73,7 +73,7 @@ def check(shape: MoEShape) -> None:
         )
 
 
-class StreamedPool:
+class PointerExecution:
     """Slots shared by all layers of one shape, the table of their experts, and the launches that read it.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm_spac.config import SpacConfig
-    from vllm_spac.execution.exchange import Exchange
+    from vllm_spac.execution._exchange import Exchange
     from vllm_spac.runtime import Runtime
 
 

@@ -14,10 +14,10 @@ from vllm_spac.budget.control import BudgetedLayer, RoutingRule
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
-from vllm_spac.execution.pointers.execution import ACTIVATIONS, StreamedPool
+from vllm_spac.execution._row_shares import Share, combine
+from vllm_spac.execution.pointers.execution import ACTIVATIONS, PointerExecution
 from vllm_spac.execution.pointers.streams import capturing
-from vllm_spac.execution.row_shares import Share, combine
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.integration.layers import quant_schemes, triton_tiles
 from vllm_spac.integration.layers.custom_ops import run_experts
 from vllm_spac.integration.layers.host import LayerHost, current
@@ -49,7 +49,7 @@ class ManagedExperts:
         self.spac_index = 0  # among the layers of its shape
         self.spac_number = 0  # among all
         self.spac_rule = RoutingRule()
-        self.spac_pool: ExpertPool | StreamedPool | None = None
+        self.spac_pool: SlotExecution | PointerExecution | None = None
         self._pointers = self.spac.config.execution == "pointers"
         if quant_schemes.is_quantised(self):
             self._check_quantised(self.spac.config)
@@ -194,7 +194,7 @@ class ManagedExperts:
             param.data = param.data.new_empty(0)
         self._packed = True
 
-    def attach(self, pool: ExpertPool | StreamedPool) -> None:
+    def attach(self, pool: SlotExecution | PointerExecution) -> None:
         """Let the kernel read the slots of ``pool``: its own experts' if all have one, else any."""
         self.spac_pool = pool
         if self._pointers:

@@ -17,10 +17,10 @@ from vllm_spac.config import SpacConfig
 from vllm_spac.core import Rates
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.pointers import admissions
-from vllm_spac.execution.pointers.execution import StreamedPool
+from vllm_spac.execution.pointers.execution import PointerExecution
 from vllm_spac.execution.pointers.staging import staging_bytes
-from vllm_spac.execution.slots import ExpertPool
-from vllm_spac.executors._thread import CpuGroup, binding, threads_of
+from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.executors._thread import ExecutorThread, binding, threads_of
 from vllm_spac.executors.base import check_same
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
@@ -86,7 +86,7 @@ def trace(config: SpacConfig, vllm_config, pools: Sequence[Pool]) -> TraceWriter
     return TraceWriter(path, TraceFacts(len(shape.layers), shape.experts, shape.top_k, shape.expert_bytes, model))
 
 
-def balance(config: SpacConfig, vllm_config, pool: ExpertPool, layer) -> None:
+def balance(config: SpacConfig, vllm_config, pool: SlotExecution, layer) -> None:
     """Let missing experts of ``pool`` run on the CPU, if asked for; ``layer`` is the first of its layers, attached.
 
     Raises:
@@ -103,7 +103,7 @@ def balance(config: SpacConfig, vllm_config, pool: ExpertPool, layer) -> None:
     pool.balance(balancer, group)
 
 
-def _cpu_group(config: SpacConfig, pool: ExpertPool, layer) -> CpuGroup:
+def _cpu_group(config: SpacConfig, pool: SlotExecution, layer) -> ExecutorThread:
     if layer.apply_router_weight_on_input:
         raise UnsupportedError(
             f"spac: {layer.layer_name} weighs what goes into an expert, so its parts cannot be added; "
@@ -124,10 +124,10 @@ def _cpu_group(config: SpacConfig, pool: ExpertPool, layer) -> CpuGroup:
             name,
         )
     executor = kind(pool.shape, threads_of(layer.spac.device), layer.activation.value, kernel)
-    return CpuGroup(executor, layers)
+    return ExecutorThread(executor, layers)
 
 
-def _compared(pool: ExpertPool, layer, group: CpuGroup) -> Callable[[], torch.Tensor]:
+def _compared(pool: SlotExecution, layer, group: ExecutorThread) -> Callable[[], torch.Tensor]:
     """What runs a row of ``layer`` in fast memory, after ``group`` has given the same for it; else ``ConfigError``."""
     top_k, hidden = pool.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
@@ -139,7 +139,7 @@ def _compared(pool: ExpertPool, layer, group: CpuGroup) -> Callable[[], torch.Te
     return in_slots
 
 
-def _balancer(config: SpacConfig, vllm_config, pool: ExpertPool, layer, group: CpuGroup, in_slots) -> Balancer:
+def _balancer(config: SpacConfig, vllm_config, pool: SlotExecution, layer, group: ExecutorThread, in_slots) -> Balancer:
     shape = pool.shape
     speculation = vllm_config.speculative_config
     knobs = {
@@ -160,7 +160,7 @@ def _balancer(config: SpacConfig, vllm_config, pool: ExpertPool, layer, group: C
     return components.build("balancers", name, rates=rates, **knobs)
 
 
-def _rates(config: SpacConfig, pool: ExpertPool, layer, group: CpuGroup, in_slots) -> tuple[Rates, str]:
+def _rates(config: SpacConfig, pool: SlotExecution, layer, group: ExecutorThread, in_slots) -> tuple[Rates, str]:
     """(what the balancer weighs, where it comes from): the profile's if it is of this machine and these experts."""
     nbytes, missing = pool.shape.expert_bytes, ""
     if config.profile is not None:
@@ -192,7 +192,7 @@ def describe(pool: Pool) -> str:
     )
 
 
-def choices(config: SpacConfig, pool: ExpertPool | StreamedPool) -> str:
+def choices(config: SpacConfig, pool: SlotExecution | PointerExecution) -> str:
     """How a pool is run, for the start-up line."""
     execution = f"execution={config.execution}"
     if config.execution == "pointers" and not pool.holds_all:

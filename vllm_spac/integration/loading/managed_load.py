@@ -23,9 +23,9 @@ from vllm_spac.checkpoint.contents import Checkpoint
 from vllm_spac.config import Slots, SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError, UnsupportedError
-from vllm_spac.execution.exchange import Exchange
+from vllm_spac.execution._exchange import Exchange
 from vllm_spac.execution.pointers import admissions, execution, staging
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.integration import graphs
 from vllm_spac.integration.layers import host, routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
@@ -200,7 +200,7 @@ class ModelExperts:
         if plans and self.guard is not None:
             draft_planning.offer(self.vllm_config, self.guard)
         for pool in pools:
-            if isinstance(pool, ExpertPool):
+            if isinstance(pool, SlotExecution):
                 first = next(layer for layer in self._layers if layer.spac_pool is pool)
                 assembly.balance(self.config, self.vllm_config, pool, first)
             mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, pools)
@@ -332,7 +332,7 @@ class ModelExperts:
                 store.drop(key)
             raise
 
-    def _fill(self, shape: MoEShape, count: int, staged: bool) -> ExpertPool | execution.StreamedPool:
+    def _fill(self, shape: MoEShape, count: int, staged: bool) -> SlotExecution | execution.PointerExecution:
         store = self._stores[shape.layers[0]]
         tensors = getattr(store, "tensors", None) or allocate(shape.tensors, count, self.device)
         policy = components.build("policies", self.config.policy)
@@ -340,10 +340,10 @@ class ModelExperts:
         if self.config.execution == "pointers":
             rows = graphs.most_rows(self.vllm_config)
             options = {"rows": rows, "staged": staged, "admission": self.config.admission or admissions.DEFAULT}
-            pool = execution.StreamedPool(*parts, path=self.store_name, **options)
+            pool = execution.PointerExecution(*parts, path=self.store_name, **options)
         else:
             knobs = EngineKnobs(prefetch=self.config.prefetch)
-            pool = ExpertPool(*parts, io_threads=self.config.io_threads, path=self.store_name, engine=knobs)
+            pool = SlotExecution(*parts, io_threads=self.config.io_threads, path=self.store_name, engine=knobs)
         try:
             with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr, disable=pool.holds_all) as bar:
                 for loaded in pool.fill():

@@ -39,7 +39,7 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """What admissions work with; see ``streamed.StreamedPool``.
+    """What admissions work with; see ``PointerExecution``.
 
     Attributes:
         memory: slots, host copies and the table.
@@ -109,7 +109,7 @@ class Admission(ABC, Generic[Known]):
         """Launch what comes before the kernel of a layer; not called if staged.
 
         Args:
-            ids, weights: as in ``StreamedPool.run``.
+            ids, weights: as in ``PointerExecution.run``.
             live: int32 [1] on the device; pairs from this one on are padding.
         """
 
