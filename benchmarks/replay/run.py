@@ -229,7 +229,7 @@ def replay(
         raise ConfigError(f"{slots} slots take {gib(needed)}, {gib(free)} of memory are free; use fewer --slots")
     tensors = {NAME: torch.zeros(slots, store.shape.expert_bytes, dtype=torch.uint8, device=device)}
     chosen = simulate.build_policy(policy, "none", lambda: _future(trace, slots))
-    pool = SlotExecution(store.shape, slots, chosen, store, tensors, io_threads=io_threads, path="store", engine=knobs)
+    pool = SlotExecution(store.shape, slots, chosen, store, tensors, io_threads=io_threads, path="store", ahead=knobs)
     try:
         for _ in pool.fill():
             pass
@@ -289,7 +289,7 @@ def _follow(trace: Trace, pool: SlotExecution, steps: int, seconds: float) -> tu
             pool.observe(layer, rows)
             for _ in () if pool.holds_all else pool.waves(layer, rows):  # as the layers do that serve
                 pass
-        pool.end_step()
+        pool.end_forward()
     return steps, time.perf_counter() - start
 
 

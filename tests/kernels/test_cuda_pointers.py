@@ -88,7 +88,7 @@ def test_same_bits_as_in_hbm_while_experts_move(graph, admission):
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        moving.pool.end_step()
+        moving.pool.end_forward()
         if step % 4 == 0:  # it may wait for the device, and what follows would find it idle
             moving.pool.admission.check_integrity()
         assert torch.equal(moving.out[:, : padded.rows], whole.out[:, : padded.rows]), step
@@ -122,7 +122,7 @@ def test_same_bits_as_in_hbm_while_prompts_are_staged(admission):
             ours.forward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        moving.end_step()
+        moving.end_forward()
         assert torch.equal(ours.out, theirs.out), step
     stats = moving.snapshot()
     assert stats["bytes"]["host staged"] > 0 and stats["prefetches"] + stats["loads"] > 0

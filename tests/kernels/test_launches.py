@@ -69,7 +69,7 @@ def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, mos
     for rows in (1, 2, 3, 5, 7, 11, 17, 33, 65, 127, 129, 257, 1000, 1999):
         made.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
         forward(made, rows)
-        made.end_step()
+        made.end_forward()
     assert device.keys == compiled
     names = [name for name, *_ in compiled]
     assert names.count("combine") == 1 and names.count("fetch") == len(BEFORE[admission]) // 2
@@ -109,7 +109,7 @@ def test_launches_of_a_layer(device, rows, launched, admission):
     for real, device.capturing in ((rows, False), (rows // 2, False), (rows, True)):
         made.begin_step(Step((RequestRows(0, real, RowKind.DECODE),)))
         assert launches(device, made, rows) == BEFORE[admission] + launched
-        made.end_step()
+        made.end_forward()
     made.close()
 
 

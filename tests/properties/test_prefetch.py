@@ -72,7 +72,7 @@ class Pool(SlotExecution):
             tensors,
             io_threads=threads,
             path="double",
-            engine=EngineKnobs(prefetch="utility", gamma=2, poison=True, **knobs),
+            ahead=EngineKnobs(prefetch="utility", gamma=2, poison=True, **knobs),
         )
 
     @property
@@ -169,7 +169,7 @@ def test_every_row_sees_its_experts(policy: str, slots: int, depth: int, make) -
                 pool.check(layer, torch.from_numpy(favourites))
             except StoreError as error:
                 assert "for now" in str(error)
-        pool.end_step()
+        pool.end_forward()
         pool.residency.check_integrity()
     counters = pool.counters
     assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(
@@ -188,7 +188,7 @@ def test_experts_that_score_are_there_before_they_are_needed(make) -> None:
     pool.begin_step(VERIFY)
     pool.check(0, row(2, 3, 2))
     pool.check(1, row(2, 2, 2))
-    pool.end_step()
+    pool.end_forward()
     counters = pool.counters
     assert (counters.hits, counters.misses, counters.loads) == (3, 0, 0)
     assert (counters.prefetches, counters.prefetch_hits, counters.prefetch_late) == (3, 3, 0)
@@ -204,7 +204,7 @@ def test_scores_come_from_what_steps_select(policy: str, make) -> None:
         ids = torch.full((9, 3), 5)
         ids[:rows] = expert
         pool.observe(1, ids)
-        pool.end_step()
+        pool.end_forward()
     pool.until_read()
     pool._loader.end_step(None)
     assert np.flatnonzero(pool.residency.slot_of >= 0).tolist() == [SHAPE.key(1, 2)]
@@ -233,7 +233,7 @@ def test_never_a_better_one_for_a_worse_one(make) -> None:
     pool = make(3)
     pool.begin_step(VERIFY)
     pool.check(0, row(0, 1, 2))
-    pool.end_step()
+    pool.end_forward()
     pool.want(0, 1, 2, 9, 10)
     assert pool.residency.resident == 3 and not pool.ahead.keys, "all that are there score as much"
     pool.want(0, 2, 9, 10)
@@ -280,7 +280,7 @@ def test_a_read_that_has_begun_is_waited_for_and_not_repeated(make) -> None:
     assert pool.residency.is_loading(2)
     pool.store.gates[2].set()
     finish(thread)
-    pool.end_step()
+    pool.end_forward()
     assert errors == [] and pool.store.reads[2] == 1
     counters = pool.counters
     assert (counters.misses, counters.loads, counters.prefetch_hits, counters.prefetch_late) == (3, 2, 1, 1)
@@ -295,7 +295,7 @@ def test_a_read_that_has_not_begun_is_done_on_demand(make) -> None:
     pool.begin_step(VERIFY)
     pool.check(0, row(3, 4, 5))  # though the thread that reads ahead is stuck
     assert pool.store.reads[3] == 1 and pool.residency.is_loading(2)
-    pool.end_step()
+    pool.end_forward()
     assert (pool.counters.loads, pool.counters.prefetches) == (3, 0)
     pool.store.gates[2].set()
     pool.check(0, row(2, 3, 4))

@@ -73,7 +73,7 @@ class Pool(PointerExecution):
             assert self.run(layer, x, weights, routed, activation, out) is out
             assert torch.equal(out, self.expected(layer, x, weights, routed, activation))
             used += len(set(routed.flatten().tolist()) - {-1})
-        self.end_step()
+        self.end_forward()
         return used
 
     def settle(self) -> None:
@@ -222,7 +222,7 @@ def test_with_a_slot_for_each_nothing_moves(made, admission):
 def test_dummy_runs_are_not_counted_and_decide_nothing(made, admission):
     """Before the first step, and after one that has left offers."""
     pool, rng = made(10, admission=admission), torch.Generator().manual_seed(0)
-    pool.end_step()
+    pool.end_forward()
     assert pool.snapshot()["waves"] == 0
     pool.check(DECODE, rng, ids=torch.tensor([[6, 7]] * 3))
     pool.settle()
@@ -231,7 +231,7 @@ def test_dummy_runs_are_not_counted_and_decide_nothing(made, admission):
         x, weights, ids = torch.ones(1, D), torch.ones(1, TOP_K), torch.tensor([[4, 5]])
         out = pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
         assert torch.equal(out, pool.expected(layer, x, weights, ids, "silu"))
-    pool.end_step()
+    pool.end_forward()
     assert pool.snapshot() == before and (pool.admission.slots() == slots).all()
     pool.admission.check_integrity()
 
@@ -324,7 +324,7 @@ class Replayed:
         self.out.fill_(float("nan"))
         self.pool.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
         self.graph.replay()
-        self.pool.end_step()
+        self.pool.end_forward()
         used = 0
         for layer in range(LAYERS):
             given = self.x[layer, :rows], self.weights[layer, :rows], self.ids[layer, :rows]
@@ -364,7 +364,7 @@ def test_replayed_and_launched_steps_take_turns(made, monkeypatch, admission):
         ids = torch.arange(16).view(8, 2) % EXPERTS
         pool.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
         out = pool.run(0, x, weights, ids, "silu", torch.empty_like(x))
-        pool.end_step()
+        pool.end_forward()
         assert torch.equal(out[:rows], pool.expected(0, x[:rows], weights[:rows], ids[:rows], "silu"))
         assert not out[rows:].any()
         assert int((pool._counts[0] > 0).sum()) == len(ids[:rows].unique())

@@ -47,7 +47,7 @@ class Prefetcher:
         self._poison = transfers.poison if knobs.poison else None
         self._counters, self._layer_experts, self._knobs = counters, layer_experts, knobs
         experts = len(residency.slot_of)
-        self._estimator = None if hasattr(residency.policy, "scores") else knobs.estimator(experts)
+        self._estimator = knobs.estimator(experts) if residency.policy.scores is None else None
         self.scores = np.zeros(experts, dtype=np.int64)
         self._damaged: set[int] = set()  # not read ahead again before a forward has had them
 

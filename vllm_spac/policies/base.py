@@ -33,12 +33,17 @@ class Policy(ABC):
     the same calls give the same victims.
 
     Attributes:
-        offline: it must know the future: for the simulator, never for serving.
+        offline: why no engine can serve with it, e.g. because it must know the future; empty if one can.
         needs_layers: it must know which layer asks, by ``enter``: not for ``execution=pointers``, where none does.
     """
 
-    offline: ClassVar[bool] = False
+    offline: ClassVar[str] = ""
     needs_layers: ClassVar[bool] = False
+
+    @property
+    def scores(self) -> np.ndarray | None:
+        """int [keys], the score of each expert after the last ``observe``; None where it keeps none."""
+        return None
 
     @abstractmethod
     def insert(self, key: int) -> None:

@@ -7,13 +7,14 @@ from typing import Literal
 import numpy as np
 
 from vllm_spac.core import NOT_RUN
+from vllm_spac.predictors.base import Predictor
 
 RELEASED_UP, RELEASED_DOWN = 5, 1
 
 Variant = Literal["paper", "literal", "released"]
 
 
-class UtilityEstimator:
+class UtilityEstimator(Predictor):
     """Scores of experts that do not depend on one another: pass L * N for all layers of a model together.
 
     With f_t the rows of step t that selected an expert and d = f_t - f_{t-1} (f_0 = 0), its score rises by one when

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from vllm_spac.tiers.base import ExpertStore
 
 class MemoryStore(ExpertStore):
     """Keeps clones of the tensors."""
+
+    offline: ClassVar[str] = "it is the double of a store in tests"
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         super().__init__(shape, fingerprint, folder)

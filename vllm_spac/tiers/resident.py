@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from vllm_spac.tiers.base import ExpertStore, allocate
 
 class ResidentStore(ExpertStore):
     """Owns the slots: ``tensors`` of shape [all experts, ...] on ``device``; expert ``key`` is row ``key``."""
+
+    offline: ClassVar[str] = "it is taken where every expert has a slot, by --spac-slots 100%"
 
     def __init__(
         self, shape: MoEShape, fingerprint: str, folder: Path | None = None, device: torch.device | str = "cpu"

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -77,7 +77,10 @@ class Admission(ABC, Generic[Known]):
     Attributes:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
             expert.
+        offline: why no engine can serve with it; empty if one can.
     """
+
+    offline: ClassVar[str] = ""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
