@@ -6,7 +6,7 @@ import argparse
 import os
 from importlib.metadata import entry_points
 
-from vllm_spac.config import SpacConfig, check_knob, flag
+from vllm_spac.config import SpacConfig, check_knob, component_knobs, flag
 from vllm_spac.errors import ConfigError
 from vllm_spac.integration import patches
 from vllm_spac.system.printable import brief, printable
@@ -33,8 +33,11 @@ def _adding(add_cli_args):
             "SpacConfig", "Experts outside fast memory, e.g. --plugin spac --spac-slots 25%%."
         )
         group.add_argument("--plugin", choices=["spac"], action="append", help="Serve with a plugin: spac.")
+        components = component_knobs()
         for name, field in SpacConfig.model_fields.items():
             text = (field.description or "").replace("%", "%%")
+            if name in components:
+                text += f" One of {', '.join(components[name].values())}."
             switch = {"nargs": "?", "const": "true", "metavar": "BOOL"} if field.annotation is bool else {}
             group.add_argument(flag(name), type=_knob(name), default=None, help=text, **switch)
         return parser
