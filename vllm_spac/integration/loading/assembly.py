@@ -16,8 +16,7 @@ from vllm_spac.budget.control import BudgetControl
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import Rates
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.execution.base import Execution
-from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.executors._thread import ExecutorThread, binding, threads_of
 from vllm_spac.executors.base import check_same
 from vllm_spac.integration.layers import cpu_kernel
@@ -84,7 +83,7 @@ def trace(config: SpacConfig, vllm_config, executions: Sequence[Execution]) -> T
     return TraceWriter(path, TraceFacts(len(shape.layers), shape.experts, shape.top_k, shape.expert_bytes, model))
 
 
-def balance(config: SpacConfig, vllm_config, execution: SlotExecution, layer) -> None:
+def balance(config: SpacConfig, vllm_config, execution: Execution, layer) -> None:
     """Let missing experts of ``execution`` run on the CPU; ``layer`` is the first of its layers, attached.
 
     Raises:
@@ -125,13 +124,13 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer) -> Executo
     return ExecutorThread(executor, layers)
 
 
-def _compared(execution: SlotExecution, layer, thread: ExecutorThread) -> Callable[[], torch.Tensor]:
+def _compared(execution: Execution, layer, thread: ExecutorThread) -> Callable[[], torch.Tensor]:
     """What runs a row of ``layer`` in fast memory, after ``thread`` has given the same for it; else ``ConfigError``."""
     top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
     ids, weights = torch.arange(top_k, dtype=torch.int32)[None], torch.full((1, top_k), 1 / top_k)
-    device, index = layer.spac.device, layer.spac_index
-    in_slots = partial(execution.in_slots, index, x.to(device), weights.to(device), ids, layer.spac_kernel)
+    index, given = layer.spac_index, [tensor.to(layer.spac.device) for tensor in (x, weights, ids)]
+    in_slots = partial(execution.forward, index, *given, layer.spac_kernel, Rows(1, as_routed=True))
     with thread.computing(x, weights, ids, execution.store.layer(index)) as computation:
         found = computation.result()
     check_same(found, in_slots().cpu(), x.dtype, hidden, "CPU experts beside vLLM's kernel")
