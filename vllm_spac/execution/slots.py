@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vllm_spac.balancers.base import Balancer, LayerState
-from vllm_spac.cache.knobs import EngineKnobs
 from vllm_spac.cache.loader import Engine
+from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import NOT_RUN, MoEShape, Step
@@ -65,7 +65,7 @@ class ExpertPool:
         *,
         io_threads: int,
         path: str,
-        engine: EngineKnobs | None = None,
+        engine: PrefetchSettings | None = None,
         balancer: Balancer | None = None,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
@@ -79,7 +79,7 @@ class ExpertPool:
         self._cpu: CpuGroup | None = None
         self._routed: list[tuple[int, Tensor]] = []
         self._pairs = 0  # (row, expert) pairs in ``_routed``
-        knobs = engine or EngineKnobs()
+        knobs = engine or PrefetchSettings()
         transfers = Transfers(store, tensors, io_threads, path, knobs.background)
         self._engine = Engine(self.residency, transfers, self.counters, shape.experts, knobs, balancer)
 

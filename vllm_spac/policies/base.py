@@ -35,10 +35,13 @@ class Policy(ABC):
     Attributes:
         offline: it must know the future: for the simulator, never for serving.
         needs_layers: it must know which layer asks, by ``enter``: not for ``execution=pointers``, where none does.
+        predictor: name of the predictor whose scores it orders experts by, if it does; who needs the same scores takes
+            them from ``scores``.
     """
 
     offline: ClassVar[bool] = False
     needs_layers: ClassVar[bool] = False
+    predictor: ClassVar[str | None] = None
 
     @abstractmethod
     def insert(self, key: int) -> None:
@@ -75,6 +78,12 @@ class Policy(ABC):
                 a layer that did not run. Always of the same length. Prompts say nothing about the next step: the
                 caller counts the rows of decode and verify only, and does not call after a forward without any.
         """
+
+    @property
+    def scores(self) -> np.ndarray:
+        """int64 [keys], those of ``predictor`` after the last ``observe``; empty before the first. Not to be written
+        to."""
+        return np.zeros(0, dtype=np.int64)
 
     @abstractmethod
     def standing(self, keys: int) -> Standing:

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from vllm_spac import components
 from vllm_spac.budget.control import BudgetControl
-from vllm_spac.cache.knobs import EngineKnobs
+from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.checkpoint.contents import Checkpoint
 from vllm_spac.config import Slots, SpacConfig
 from vllm_spac.core import MoEShape
@@ -342,7 +342,7 @@ class ModelExperts:
             options = {"rows": rows, "staged": staged, "admission": self.config.admission or admissions.DEFAULT}
             pool = execution.StreamedPool(*parts, path=self.store_name, **options)
         else:
-            knobs = EngineKnobs(prefetch=self.config.prefetch)
+            knobs = PrefetchSettings(prefetch=self.config.prefetch)
             pool = ExpertPool(*parts, io_threads=self.config.io_threads, path=self.store_name, engine=knobs)
         try:
             with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr, disable=pool.holds_all) as bar:
