@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.provenance import UNKNOWN, code, command, machine, now, versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,9 +66,9 @@ def write_result(path: Path, payload: dict) -> None:
     if missing:
         raise ProvenanceError(f"{path.name} is not written: its provenance has no {', '.join(missing)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n")
-    os.replace(partial, path)
+    text = json.dumps(payload, indent=1, allow_nan=False) + "\n"
+    with replacing(path) as partial:
+        partial.write_text(text)
 
 
 def exit_on_sigterm() -> None:

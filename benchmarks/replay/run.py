@@ -29,7 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, Rate, Spread, disk_read_rates, exit_on_sigterm, provenance, write_result
 
-from vllm_spac.cache.knobs import EngineKnobs
+from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, SpacError
@@ -114,7 +114,7 @@ def main(
         store = store or ("host" if torch.cuda.is_available() else "disk")
         if store not in STORES:
             raise ConfigError(f"--store {store}: use disk or host")
-        knobs = EngineKnobs(prefetch=prefetch)
+        knobs = PrefetchSettings(prefetch=prefetch)
         sizes, policies = slot_counts(slots, recorded.facts), parse_list(policy)
         with packed(recorded, nbytes, store, disk_dir) as held:
             rate = best_rate(store, nbytes, disk_dir, io_threads + 1)
@@ -204,7 +204,7 @@ def replay(
     store: ExpertStore,
     slots: int,
     policy: str,
-    knobs: EngineKnobs,
+    knobs: PrefetchSettings,
     *,
     io_threads: int,
     seconds: float,

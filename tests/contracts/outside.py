@@ -201,5 +201,9 @@ class Frozen(Admission[np.ndarray]):
 class Same(Predictor):
     """What the last step selected."""
 
-    def update(self, counts: np.ndarray) -> np.ndarray:
-        return (counts > 0).astype(np.int64)
+    def __init__(self, num_experts: int) -> None:
+        self.scores = np.zeros(num_experts, dtype=np.int64)
+
+    def observe_step(self, counts: np.ndarray) -> None:
+        CALLS["predictor"] += 1
+        self.scores = np.where(counts < 0, self.scores, counts > 0).astype(np.int64)

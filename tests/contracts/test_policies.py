@@ -348,7 +348,7 @@ class AgainstScores(Against):
     @rule(counts=row_counts)
     def observe(self, counts: np.ndarray) -> None:
         self.policy.observe(counts)
-        self.estimator.update(counts)
+        self.estimator.observe_step(counts)
         self.fresh.clear()
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from vllm_spac.budget.calibration import Calibration, read_budgets
+from vllm_spac.budget.calibration import Calibration
+from vllm_spac.budget.tuning import read_budgets
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 LAYERS, EXPERTS, TOP_K, WINDOW = 6, 64, 8, 5

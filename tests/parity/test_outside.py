@@ -20,6 +20,7 @@ IN_SLOTS = {
     "execution": "outside:Counting",
     "policy": "outside:Fifo",
     "store": "outside:Blocks",
+    "prefetch": "outside:Same",
     "balancer": "outside:EverySecond",
     "cpu_experts": "auto",
     "cpu_kernel": "outside:RowByRow",
@@ -62,7 +63,7 @@ def exact(checkpoint) -> engines.Run:
 @pytest.mark.parametrize(
     ("spac", "called"),
     [
-        (IN_SLOTS, {"execution", "policy", "store", "balancer", "executor", "ranking"}),
+        (IN_SLOTS, {"execution", "policy", "store", "predictor", "balancer", "executor", "ranking"}),
         (OVER_POINTERS, {"admission"}),
     ],
     ids=["slots", "pointers"],

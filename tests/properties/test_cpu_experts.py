@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.cache.knobs import EngineKnobs
+from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.core import MoEShape, Rates, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution.base import Rows
@@ -92,7 +92,7 @@ class Layers:
         tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in SPECS.items()}
         self.store, self.executor = Slow(delay), Watched()
         built = components.build("policies", policy)
-        options = {"io_threads": 2, "path": "double", "ahead": EngineKnobs(poison=True)}
+        options = {"io_threads": 2, "path": "double", "ahead": PrefetchSettings(poison=True)}
         self.pool = SlotExecution(SHAPE, slots, built, self.store, tensors, **options)
         chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
         self.pool.balance(chosen, ExecutorThread(self.executor))

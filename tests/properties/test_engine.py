@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from vllm_spac import components
-from vllm_spac.cache.knobs import EngineKnobs
 from vllm_spac.cache.loader import ExpertLoader
+from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency, SlotState
 from vllm_spac.errors import StoreError
 from vllm_spac.metrics import Counters
@@ -129,7 +129,7 @@ class World:
 
     transitions = 0
 
-    def __init__(self, policy: str, slots: int, knobs: EngineKnobs) -> None:
+    def __init__(self, policy: str, slots: int, knobs: PrefetchSettings) -> None:
         self.slots, self.knobs = slots, knobs
         self.counters = Counters()
         self.residency = Watched(KEYS, slots, components.build("policies", policy))
@@ -236,7 +236,9 @@ class Machine(RuleBasedStateMachine):
         poison=st.booleans(),
     )
     def start(self, policy: str, slots: int, depth: int, threshold: int, poison: bool) -> None:
-        knobs = EngineKnobs(prefetch="utility", depth=depth, threshold=threshold, gamma=2, poison=poison)
+        knobs = PrefetchSettings(
+            prefetch="utility", depth=depth, threshold=threshold, options={"gamma": 2}, poison=poison
+        )
         self.start_world = lambda: setattr(self, "world", World(policy, slots, knobs))
         self.start_world()
         self.world.check()

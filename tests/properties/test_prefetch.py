@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +18,14 @@ from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.cache import background
-from vllm_spac.cache.knobs import EngineKnobs
+from vllm_spac.cache.prefetcher import Prefetcher, PrefetchSettings
+from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.metrics import Counters
+from vllm_spac.predictors.base import Signal
+from vllm_spac.predictors.utility import UtilityEstimator
 from vllm_spac.tiers.memory import MemoryStore
 
 SPECS = {"w13": TensorSpec((3, 2), torch.float32), "w2": TensorSpec((2,), torch.bfloat16)}  # numbers < 256 are exact
@@ -72,7 +77,7 @@ class Pool(SlotExecution):
             tensors,
             io_threads=threads,
             path="double",
-            ahead=EngineKnobs(prefetch="utility", gamma=2, poison=True, **knobs),
+            ahead=PrefetchSettings(prefetch="utility", options={"gamma": 2}, poison=True, **knobs),
         )
 
     @property
@@ -244,7 +249,7 @@ def test_never_a_better_one_for_a_worse_one(make) -> None:
 
 def test_off_reads_nothing(make) -> None:
     pool = make(6)
-    pool._loader._fetches = EngineKnobs().prefetch != "off"
+    pool._loader._fetches = PrefetchSettings().prefetch != "off"
     pool.want(2, 3)
     assert not pool.ahead.keys and pool.store.reads.total() == 0
 
@@ -263,7 +268,53 @@ def test_a_balancer_says_the_threshold(make) -> None:
 @pytest.mark.parametrize("bad", [{"prefetch": "on"}, {"threshold": 0}, {"depth": 0}, {"background": 0}])
 def test_wrong_knobs_are_refused(bad: dict) -> None:
     with pytest.raises(ConfigError, match="spac: .*(use|must)"):
-        EngineKnobs(**bad)
+        PrefetchSettings(**bad)
+
+
+class Backwards(UtilityEstimator):
+    """Wants the experts that a step did not select; counts the steps that it sees."""
+
+    def observe_step(self, counts: np.ndarray) -> None:
+        self.scores = (counts == 0).astype(np.int64)
+
+
+class OfRouters(UtilityEstimator):
+    looks_at = frozenset(Signal)
+
+
+def prefetcher_of(prefetch: str, policy: str) -> Prefetcher:
+    settings = PrefetchSettings(prefetch=prefetch)
+    chosen = components.build("policies", policy)
+    transfers = SimpleNamespace(ahead=None, path="")
+    residency = Residency(SHAPE.total, 6, chosen)
+    predictor = settings.predictor_beside(chosen, SHAPE.total)
+    return Prefetcher(residency, transfers, Counters(), SHAPE.experts, predictor, settings)
+
+
+@pytest.mark.parametrize("policy", ["lru", "utility"])
+def test_scores_are_those_of_the_predictor_that_was_asked_for(policy: str) -> None:
+    """Also where the policy keeps scores: it lends them to who wants the same predictor, and to nobody else."""
+    counts = np.zeros(SHAPE.total, dtype=np.int64)
+    counts[3] = 9
+    for prefetch, hot in (("utility", [3]), (f"{__name__}:Backwards", np.flatnonzero(counts == 0).tolist())):
+        prefetcher = prefetcher_of(prefetch, policy)
+        assert not prefetcher.scores.any() and len(prefetcher.scores) == SHAPE.total
+        prefetcher._residency.policy.observe(counts)
+        prefetcher.observe(counts)
+        assert np.flatnonzero(prefetcher.scores).tolist() == hot
+
+
+def test_a_policy_lends_its_scores() -> None:
+    lent = prefetcher_of("utility", "utility")
+    counts = np.full(SHAPE.total, 9)
+    lent._residency.policy.observe(counts)
+    lent.observe(counts)
+    assert lent.scores is lent._residency.policy.scores, "the estimator is not run twice"
+
+
+def test_a_predictor_that_looks_at_more_is_refused() -> None:
+    with pytest.raises(ConfigError, match="looks at router, which is not passed on"):
+        PrefetchSettings(prefetch=f"{__name__}:OfRouters")
 
 
 # -- a layer needs what is on its way ------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ import pytest
 import serving
 from exchange import PROMPTS
 
+from vllm_spac.system.atomic_write import partial_of
+
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # servers start slowly on a busy machine
 
 
@@ -53,7 +55,7 @@ def test_killed_while_packing_and_while_serving(starting, answers, tmp_path):
     serving.kill(first)
     done = serving.packed(disk)
     # What a kill in the middle of a write leaves, at each kill.
-    torn = done[0].with_name(f"expert-0063.{first.process.pid}.partial")
+    torn = partial_of(done[0].with_name("expert-0063.safetensors"), first.process.pid)
     torn.write_bytes(done[0].read_bytes()[:7000])
 
     second = starting(disk)

@@ -23,6 +23,7 @@ from vllm_spac.cli.main import app
 from vllm_spac.config import Slots
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
+from vllm_spac.system.atomic_write import partial_of
 from vllm_spac.tiers import disk
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -379,7 +380,7 @@ def test_packed_deletes_one_folder(store):
     root = store.folder.parent
     (store.folder / disk.MARK).touch()
     store.path(0).with_suffix(".corrupt").write_bytes(b"x")
-    store.path(0).with_suffix(".123.partial").write_bytes(b"x")
+    partial_of(store.path(0), 123).write_bytes(b"x")
     (root / f"{FINGERPRINT}.lock").touch()
     kept = disk.DiskStore(store.shape, FINGERPRINT[::-1], root)
     assert "Aborted" in run("packed", "--disk-dir", root, "--delete", FINGERPRINT, input="n\n", code=1)

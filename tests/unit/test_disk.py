@@ -23,6 +23,7 @@ from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.metrics import Counters
+from vllm_spac.system.atomic_write import partial_of
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers import disk
 from vllm_spac.tiers.disk import PAGE, DiskStore
@@ -261,7 +262,7 @@ def test_leftovers_of_killed_processes_are_harmless(tmp_path: Path) -> None:
     store = DiskStore(SHAPE, FINGERPRINT, tmp_path)
     store.put(0, expert(SHAPE, 0))
     for key, pid in ((0, 1), (1, 1), (1, os.getpid())):
-        store.path(key).with_suffix(f".{pid}.partial").write_bytes(b"half an exp")
+        partial_of(store.path(key), pid).write_bytes(b"half an exp")
     store.path(2).with_suffix(".corrupt").write_bytes(bytes(store.file_bytes))
     (store.folder / f".probe-{os.getpid()}").write_bytes(b"x")
     again = DiskStore(SHAPE, FINGERPRINT, tmp_path)

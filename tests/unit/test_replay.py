@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_spac.cache.knobs import EngineKnobs
+from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.core import RequestRows, RowKind
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.profiling.costs import Costs
@@ -44,7 +44,7 @@ def trace():
 
 def one(run, trace, store, slots, policy, **knobs):
     options = {"io_threads": 2, "seconds": 60, "rate": 1e9} | knobs
-    return run.replay(trace, store, slots, policy, options.pop("engine", EngineKnobs()), **options)
+    return run.replay(trace, store, slots, policy, options.pop("engine", PrefetchSettings()), **options)
 
 
 @pytest.mark.parametrize("store", ["disk", "host"])
@@ -63,7 +63,7 @@ def test_moves_what_the_simulator_says(run, trace, store: str, tmp_path: Path) -
 
 def test_reading_ahead_moves_more(run, trace, tmp_path: Path) -> None:
     with run.packed(trace, NBYTES, "host", tmp_path) as held:
-        case = one(run, trace, held, 12, "utility", engine=EngineKnobs(prefetch="utility"))
+        case = one(run, trace, held, 12, "utility", engine=PrefetchSettings(prefetch="utility"))
     assert case.complete and case.hits + case.misses > 0
 
 

@@ -1,4 +1,4 @@
-"""What a model's routers do on a sample of text: one safetensors file, and budgets for each layer from it.
+"""What a model's routers do on a sample of text: one safetensors file.
 
 Format ``spac-calibration-2``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``experts`` N, ``top_k``, ``window`` M, ``tokens``. Tensors, L layers:
@@ -15,30 +15,26 @@ Format 1 had the second curves only, and is refused.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_spac.budget.limits import MASSES, check_mass, check_mass_of
+from vllm_spac.budget.limits import MASSES
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.printable import brief
-from vllm_spac.system.untrusted import parse_json, read_header, read_text
+from vllm_spac.system.untrusted import parse_json, read_header
 
 FORMAT = "spac-calibration-2"
 PROGRESS_FORMAT = "spac-calibration-progress-2"
-BUDGETS_FORMAT = "spac-budgets-1"
 _DTYPES = {"I64", "F32", "F64"}
 _AGAIN = "write it again with `vllm-spac calibrate`"
-_TUNE_AGAIN = "write it again with `vllm-spac tune`"
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,84 +249,6 @@ class CalibrationRecorder:
         self._open.clear()
 
 
-def tune(
-    calibration: Calibration, mass: float, coverage: str = "substitution", mass_of: str = "selected"
-) -> dict[str, int]:
-    """The smallest budget of each layer whose best experts hold ``mass`` of a window's mass in the mean.
-
-    Args:
-        mass: share in (0, 1]; 1.0 gives N.
-        mass_of: what it is a share of, one of ``MASSES``.
-        coverage: no budget is below ``top_k`` under ``substitution``, nor below 1 under ``truncation``.
-
-    Returns:
-        name of each layer -> budget.
-
-    Raises:
-        ConfigError: ``mass`` is out of range, ``mass_of`` or ``coverage`` unknown, or the calibration saw no whole
-            window.
-    """
-    check_mass(mass)
-    check_mass_of(mass_of)
-    if coverage not in ("truncation", "substitution"):
-        raise ConfigError(f"spac: coverage={coverage!r}: use truncation or substitution")
-    curves = calibration.curve(mass_of)
-    if not bool((curves[:, -1] > 0).all()):
-        raise ConfigError(
-            f"spac: the calibration saw {calibration.tokens} tokens and no window of {calibration.window}; calibrate "
-            "with more text"
-        )
-    least = calibration.top_k if coverage == "substitution" else 1
-    if mass == 1.0:
-        return dict.fromkeys(calibration.layers, calibration.experts)
-    needed = 1 + (curves[:, :-1] < torch.tensor(mass, dtype=torch.float32)).sum(1)
-    return {name: max(least, budget) for name, budget in zip(calibration.layers, needed.tolist(), strict=True)}
-
-
-def write_budgets(path: str | Path, fingerprint: str, budgets: dict[str, int], asked: dict[str, Any]) -> None:
-    """Write a budget file, all or nothing; ``ConfigError`` when it cannot be written.
-
-    Args:
-        budgets: name of each layer -> B.
-        asked: for people, what they were tuned to: ``mass``, ``mass_of`` and ``coverage``.
-    """
-    content = {"format": BUDGETS_FORMAT, "fingerprint": fingerprint, "tuned_to": asked, "budgets": budgets}
-    text = json.dumps(content, indent=2) + "\n"
-    with _replacing(Path(path)) as partial:
-        partial.write_text(text)
-
-
-def read_budgets(
-    path: str | Path, fingerprint: str | None, layers: Sequence[str] | None, experts: int
-) -> dict[str, int]:
-    """The budget of each layer, in the order of ``layers``; None for the model or its layers: not known yet.
-
-    Raises:
-        ConfigError: the file cannot be read, is no budget file, belongs to another model or revision, lacks a layer,
-            names an unknown one, or has a budget that is no number from 1 to ``experts``.
-    """
-    try:
-        content = parse_json(read_text(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"spac: {path} (--spac-budget-file) cannot be read: {error}; {_TUNE_AGAIN}") from error
-    if not isinstance(content, dict) or content.get("format") != BUDGETS_FORMAT:
-        raise ConfigError(f"spac: {path} (--spac-budget-file) is no budget file of {BUDGETS_FORMAT}; {_TUNE_AGAIN}")
-    budgets = content.get("budgets")
-    layers = budgets if layers is None else layers
-    other = fingerprint is not None and content.get("fingerprint") != fingerprint
-    if other or not isinstance(budgets, dict) or set(budgets) != set(layers):
-        raise ConfigError(
-            f"spac: {path} (--spac-budget-file) was made for another model or revision: {content.get('fingerprint')}, "
-            f"not {fingerprint}, or its layers differ; run `vllm-spac calibrate` and `vllm-spac tune` for this one"
-        )
-    for name, budget in budgets.items():
-        if type(budget) is not int or not 1 <= budget <= experts:
-            raise ConfigError(
-                f"spac: {path} (--spac-budget-file): the budget of {name} is {budget!r}; use 1 to {experts}"
-            )
-    return {name: budgets[name] for name in layers}
-
-
 def _read(path: Path, format: str, what: str, remedy: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
         metadata, entries = read_header(path)
@@ -355,24 +273,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    with _replacing(path) as partial:
-        save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial, metadata)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` that takes its place, unless the block fails."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        yield partial
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial, metadata)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"spac: {path} cannot be written: {error}; name another file") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def _check(holds: bool, problem: str) -> None:

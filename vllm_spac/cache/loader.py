@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_spac.balancers.base import Balancer
-from vllm_spac.cache.knobs import EngineKnobs
-from vllm_spac.cache.prefetcher import Prefetcher
+from vllm_spac.cache.prefetcher import Prefetcher, PrefetchSettings
 from vllm_spac.cache.residency import Placement, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.errors import StoreError
@@ -23,7 +22,7 @@ class ExpertLoader:
     Args:
         residency: who is where; owned.
         transfers: moves bytes; owned.
-        counters, layer_experts, knobs, balancer: of ``Prefetcher``.
+        counters, layer_experts, settings, balancer: of ``Prefetcher``.
     """
 
     def __init__(
@@ -32,14 +31,15 @@ class ExpertLoader:
         transfers: Transfers,
         counters: Counters,
         layer_experts: int,
-        knobs: EngineKnobs,
+        settings: PrefetchSettings,
         balancer: Balancer | None = None,
     ) -> None:
         self.residency = residency
         self._transfers = transfers
         self._counters = counters
-        self._fetches = knobs.prefetch != "off"
-        self._prefetcher = Prefetcher(residency, transfers, counters, layer_experts, knobs, balancer)
+        self._fetches = settings.prefetch != "off"
+        predictor = settings.predictor_beside(residency.policy, len(residency.slot_of))
+        self._prefetcher = Prefetcher(residency, transfers, counters, layer_experts, predictor, settings, balancer)
 
     def hold(self, keys: list[int], counters: Counters | None) -> list[int]:
         """Pin ``keys``, wait until all are READY, and return those that were not; ``release`` unpins.

@@ -1,21 +1,93 @@
-"""MoE-SpAc's score-guided prefetcher: which missing experts are read while nothing else is, and what became of them."""
+"""The prefetcher, by scores as MoE-SpAc's: which missing experts are read ahead of need, and what became of them."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
-from vllm_spac.cache.knobs import EngineKnobs
 from vllm_spac.cache.level_queue import LevelQueue
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.cache.transfers import Transfers
+from vllm_spac.errors import ConfigError
 from vllm_spac.metrics import Counters
+from vllm_spac.policies.base import Policy
+from vllm_spac.predictors.base import Predictor, Signal
 
 logger = logging.getLogger("vllm.spac")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchSettings:
+    """What is read ahead of need.
+
+    The paper's ablations: ``prefetch="off"`` is "w/o SG-Prefetcher"; policy ``lru`` with ``prefetch="utility"`` is "w/o
+    SG-Evictor"; of ``options``, ``upper=1`` is "w/o SpecUE" and ``boundaries=(3, 1)`` "w/o AdaBC"; ``threshold=2`` is
+    "w/o HetWB".
+
+    Attributes:
+        prefetch: ``off``, or a predictor, whose score must reach the threshold: a name of ``predictors/`` or
+            ``package.module:Class``.
+        threshold: the lowest score worth fetching (the paper's tau), where no balancer decides it.
+        depth: experts that have a slot and are not read yet, at most; what they evicted is gone while they wait.
+        background: reads ahead in flight at once; None is half of the I/O threads.
+        options: arguments of the predictor; not used where the policy lends its scores.
+        poison: fill slots with NaN before they are loaded; for tests.
+
+    Raises:
+        ConfigError: no such predictor, one that looks at what the prefetcher cannot pass on, or a number below 1.
+        ValueError: from the predictor, which refuses its options.
+    """
+
+    prefetch: str = "off"
+    threshold: int = 1
+    depth: int = 16
+    background: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        known = components.names("predictors")
+        if self.prefetch not in ("off", *known) and ":" not in self.prefetch:
+            raise ConfigError(f"spac: prefetch={self.prefetch!r} is not known; use off or {', '.join(known)}")
+        if self.threshold < 1 or self.depth < 1 or (self.background is not None and self.background < 1):
+            raise ConfigError("spac: threshold, depth and background of the prefetcher must be at least 1")
+        others = self.build(1).looks_at - {Signal.COUNTS}  # and refuses wrong options now, not in the first forward
+        if others:
+            raise ConfigError(
+                f"spac: prefetch={self.prefetch!r} looks at {', '.join(sorted(others))}, which is not passed on to "
+                "predictors yet; use off or utility"
+            )
+
+    @property
+    def predictor(self) -> str:
+        """Name of the predictor; balancers may need its scores where nothing is prefetched, too."""
+        return "utility" if self.prefetch == "off" else self.prefetch
+
+    def build(self, experts: int) -> Predictor:
+        """The predictor of so many experts."""
+        return components.build("predictors", self.predictor, num_experts=experts, **self.options)
+
+    def predictor_beside(self, policy: Policy, experts: int) -> Predictor:
+        """The predictor, which is not run again where the policy orders its experts by the same."""
+        return _Lent(policy) if policy.predictor == self.predictor else self.build(experts)
+
+
+class _Lent(Predictor):
+    """The scores that the eviction policy keeps; it has observed a step before."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.scores = policy.scores
+
+    def observe_step(self, counts: np.ndarray) -> None:
+        self.scores = self._policy.scores
 
 
 class Prefetcher:
@@ -23,12 +95,14 @@ class Prefetcher:
 
     Args:
         residency, transfers: the engine's.
+        predictor: scores experts.
         counters: told of everything, also between steps: it is the work of a step.
         layer_experts: experts of a layer; the keys of a layer are consecutive, layers run in the order of their keys.
-        knobs: see there.
+        settings: see there.
 
     Attributes:
-        balancer: says the threshold of each layer instead of ``knobs.threshold``, if there is one.
+        balancer: decides the threshold of each layer instead of ``settings.threshold``, if there is one.
+        scores: int64 [keys], those of the predictor after the last step; zeros before the first.
     """
 
     def __init__(
@@ -37,24 +111,24 @@ class Prefetcher:
         transfers: Transfers,
         counters: Counters,
         layer_experts: int,
-        knobs: EngineKnobs,
+        predictor: Predictor,
+        settings: PrefetchSettings,
         balancer: Balancer | None = None,
     ) -> None:
         self.balancer = balancer
         self.queue = LevelQueue()
         self.unused: set[int] = set()  # read ahead, READY and not needed yet
         self._residency, self._ahead, self._path = residency, transfers.ahead, f"{transfers.path} ahead"
-        self._poison = transfers.poison if knobs.poison else None
-        self._counters, self._layer_experts, self._knobs = counters, layer_experts, knobs
-        experts = len(residency.slot_of)
-        self._estimator = knobs.estimator(experts) if residency.policy.scores is None else None
-        self.scores = np.zeros(experts, dtype=np.int64)
+        self._poison = transfers.poison if settings.poison else None
+        self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
+        self._predictor = predictor
+        self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
         self._damaged: set[int] = set()  # not read ahead again before a forward has had them
 
     def observe(self, counts: np.ndarray) -> None:
-        """The policy was told ``counts`` (see ``Policy.observe``): scores follow, its own where it has some."""
-        policy = self._residency.policy
-        self.scores = policy.scores if self._estimator is None else self._estimator.update(counts)
+        """A step selected ``counts``; the policy has observed them (see ``Policy.observe``)."""
+        self._predictor.observe_step(counts)
+        self.scores = self._predictor.scores
 
     def plan(self) -> None:
         """A step is over: forget what was not begun, and fetch by the newest scores, from layer 0 on."""
@@ -71,7 +145,7 @@ class Prefetcher:
         """Ask for the best that waits while there are slots for it; keys below ``passed`` come too late."""
         self.cancel([key for key in self._ahead.keys if key < passed])
         loads: list[tuple[int, int]] = []
-        while self.queue and len(self._ahead.keys) + len(loads) < self._knobs.depth:
+        while self.queue and len(self._ahead.keys) + len(loads) < self._settings.depth:
             key = self.queue.pop()
             if key < passed or self._residency.slot_of[key] != NOWHERE:
                 continue
@@ -125,7 +199,7 @@ class Prefetcher:
 
     def _thresholds(self) -> int | np.ndarray:
         if self.balancer is None:
-            return self._knobs.threshold
+            return self._settings.threshold
         layers = len(self.scores) // self._layer_experts
         return np.repeat([max(1, self.balancer.threshold(layer)) for layer in range(layers)], self._layer_experts)
 

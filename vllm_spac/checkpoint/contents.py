@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
 from vllm_spac.errors import StoreError
+from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.host_memory import gib
 
@@ -143,10 +144,6 @@ def _described(some: Sequence[Path], files: Sequence[Path], stamps: Mapping[Path
     return f"{len(some)} of {len(files)} weight files ({gib(sum(stamps[path].size for path in some))})"
 
 
-def _settled(stamp: Stamp, begun: int) -> bool:
-    return stamp.ctime_ns + _SETTLED_NS < begun
-
-
 def _record_name(folder: Path) -> str:
     return f"checkpoint-{xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))}.json"
 
@@ -168,9 +165,9 @@ def _write(records: Sequence[Path], content: _Record) -> Path | None:
     for record in records:
         with contextlib.suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
-            partial = record.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(content.model_dump_json(indent=1))
-            return partial.replace(record)
+            with replacing(record) as partial:
+                partial.write_text(content.model_dump_json(indent=1))
+            return record
     return None
 
 

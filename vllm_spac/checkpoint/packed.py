@@ -15,12 +15,13 @@ import xxhash
 
 from vllm_spac.checkpoint.packed_format import FORMAT, HEADER, MARK
 from vllm_spac.errors import StoreError
+from vllm_spac.system.atomic_write import PARTIAL
 from vllm_spac.system.untrusted import parse_json
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _LAYER = re.compile(r"layer-\d{3,}")
 _EXPERT = re.compile(r"expert-(\d{4,})\.safetensors")
-_LEFTOVER = re.compile(r"expert-\d{4,}\.(\d+\.partial|corrupt)")
+_LEFTOVER = re.compile(rf"expert-\d{{4,}}\.(safetensors{PARTIAL}|corrupt)")
 _PROBE = re.compile(r"\.probe-\d+")
 _BLOCK = 8 << 20
 

@@ -108,8 +108,9 @@ def tune(
     output: Annotated[Path | None, typer.Option(help="Write the budgets to this file, e.g. budgets.json.")] = None,
 ) -> None:
     """Choose a budget for each layer, for --spac-budget-file."""
-    from vllm_spac.budget.calibration import Calibration, write_budgets
-    from vllm_spac.budget.calibration import tune as smallest
+    from vllm_spac.budget.calibration import Calibration
+    from vllm_spac.budget.tuning import tune as smallest
+    from vllm_spac.budget.tuning import write_budgets
 
     found = Calibration.read(calibration)
     budgets, console = smallest(found, mass, coverage, mass_of), Console()

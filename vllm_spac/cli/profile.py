@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.atomic_write import check_replaceable, replacing
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_of
 
@@ -98,14 +98,13 @@ def _command(nbytes: int, options: dict) -> str:
 
 def _write(path: Path, costs) -> None:
     """All or nothing; without ``costs`` only see whether it would work."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text("" if costs is None else costs.model_dump_json(indent=2) + "\n")
         if costs is None:
-            partial.unlink()
-        else:
-            os.replace(partial, path)
+            check_replaceable(path)
+            return
+        with replacing(path) as partial:
+            partial.write_text(costs.model_dump_json(indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
 

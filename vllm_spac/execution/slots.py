@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vllm_spac.balancers.base import Balancer, LayerState
-from vllm_spac.cache.knobs import EngineKnobs
 from vllm_spac.cache.loader import ExpertLoader
+from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import NOT_RUN, MoEShape, Step
@@ -75,7 +75,7 @@ class SlotExecution(Execution):
         *,
         io_threads: int,
         path: str,
-        ahead: EngineKnobs | None = None,
+        ahead: PrefetchSettings | None = None,
         balancer: Balancer | None = None,
         exchange: Exchange | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class SlotExecution(Execution):
         self._exchange = exchange
         self._routed: list[tuple[int, Tensor]] = []
         self._pairs = 0  # (row, expert) pairs in ``_routed``
-        knobs = ahead or EngineKnobs()
+        knobs = ahead or PrefetchSettings()
         transfers = Transfers(store, tensors, io_threads, path, knobs.background)
         self._loader = ExpertLoader(self._residency, transfers, self.counters, shape.experts, knobs, balancer)
 
@@ -106,7 +106,7 @@ class SlotExecution(Execution):
             context.tensors,
             io_threads=config.io_threads,
             path=context.path,
-            ahead=EngineKnobs(prefetch=config.prefetch),
+            ahead=PrefetchSettings(prefetch=config.prefetch),
             exchange=context.exchange,
         )
 

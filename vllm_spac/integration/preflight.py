@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_spac import components
-from vllm_spac.budget.calibration import Calibration, read_budgets
+from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.limits import validate
+from vllm_spac.budget.tuning import read_budgets
 from vllm_spac.cache import sizing
 from vllm_spac.checkpoint import quantisation
 from vllm_spac.config import SpacConfig

@@ -35,15 +35,13 @@ class Policy(ABC):
     Attributes:
         offline: why no engine can serve with it, e.g. because it must know the future; empty if one can.
         needs_layers: it must know which layer asks, by ``enter``: not for ``execution=pointers``, where none does.
+        predictor: name of the predictor whose scores it orders experts by, if it does; who needs the same scores takes
+            them from ``scores``.
     """
 
     offline: ClassVar[str] = ""
     needs_layers: ClassVar[bool] = False
-
-    @property
-    def scores(self) -> np.ndarray | None:
-        """int [keys], the score of each expert after the last ``observe``; None where it keeps none."""
-        return None
+    predictor: ClassVar[str | None] = None
 
     @abstractmethod
     def insert(self, key: int) -> None:
@@ -80,6 +78,12 @@ class Policy(ABC):
                 a layer that did not run. Always of the same length. Prompts say nothing about the next step: the
                 caller counts the rows of decode and verify only, and does not call after a forward without any.
         """
+
+    @property
+    def scores(self) -> np.ndarray:
+        """int64 [keys], those of ``predictor`` after the last ``observe``; empty before the first. Not to be written
+        to."""
+        return np.zeros(0, dtype=np.int64)
 
     @abstractmethod
     def standing(self, keys: int) -> Standing:

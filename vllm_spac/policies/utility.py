@@ -21,6 +21,8 @@ class Utility(SortedPolicy):
             come take the slots of the layers that are over.
     """
 
+    predictor = "utility"
+
     def __init__(
         self,
         *,
@@ -43,14 +45,15 @@ class Utility(SortedPolicy):
 
     @property
     def scores(self) -> np.ndarray:
-        """int64 [keys], the scores after the last ``observe``; empty before the first. Not to be written to."""
         return self._scores
 
     def observe(self, counts: np.ndarray) -> None:
         if self._estimator is None:
             self._estimator = UtilityEstimator(len(counts), *self._knobs, boundaries=self._boundaries)
             self._scores = self._estimator.scores
-        before, self._scores = self._scores, self._estimator.update(counts)
+        before = self._scores
+        self._estimator.observe_step(counts)
+        self._scores = self._estimator.scores
         changed = np.flatnonzero(before != self._scores).tolist()
         for key in self._recycled.union(changed) if self._recycled else changed:
             if key in self._rank:

@@ -22,7 +22,7 @@ class UtilityEstimator(Predictor):
     to (1 - forget) * boundary + forget * abs(d). Boundaries belong to an expert (Eq. 6: "expert-specific") and start
     at floor(gamma / 2).
 
-    Variants (specification §3):
+    Variants:
         ``paper``: boundaries are real, at least 1, and floored only to be compared.
         ``literal``: boundaries are floored whenever they move, as the text has it: with forget = 0.1 they only fall,
             and one that starts at 0 (gamma < 2) lets an idle expert climb for ever.
@@ -72,16 +72,9 @@ class UtilityEstimator(Predictor):
         self.last = np.zeros(num_experts, dtype=np.int64)
         self.scores = np.zeros(num_experts, dtype=np.int64)
 
-    def update(self, counts: np.ndarray) -> np.ndarray:
-        """Take in one step.
-
-        Args:
-            counts: int [num_experts], rows that selected each expert; ``NOT_RUN`` (-1) for an expert whose layer did
-                not run in this step: nothing about it changes, and its next change is against the step before.
-
-        Returns:
-            int64 [num_experts], the new scores; a new array.
-        """
+    def observe_step(self, counts: np.ndarray) -> None:
+        """Take in one step; see ``Predictor``. Nothing changes about an expert whose layer did not run, and its next
+        change is against the step before."""
         counts = np.asarray(counts)
         assert counts.shape == self.scores.shape and counts.dtype.kind in "iu", "counts are ints, one for each expert"
         assert counts.size == 0 or counts.min() >= NOT_RUN, "a count below -1"
@@ -95,7 +88,6 @@ class UtilityEstimator(Predictor):
         if not self.fixed:
             self.up = self._moved(self.up, delta, delta > 0)
             self.down = self._moved(self.down, -delta, delta < 0)
-        return self.scores.copy()
 
     def _moved(self, boundary: np.ndarray, change: np.ndarray, where: np.ndarray) -> np.ndarray:
         moved = (1 - self.forget) * boundary + self.forget * change

@@ -126,7 +126,7 @@ class _SlotsReplay(Replay):
         if counts is not None:
             self.policy.observe(counts)
             if self.balancer:
-                self.estimator.update(counts)
+                self.estimator.observe_step(counts)
 
     def make_resident(self, keys: Sequence[int]) -> list[int]:
         """Returns the keys that were loaded."""

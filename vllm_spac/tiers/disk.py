@@ -28,6 +28,7 @@ from torch import Tensor
 from vllm_spac.checkpoint.packed_format import FORMAT, HEADER, MARK, PAGE
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
+from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers.base import ExpertStore, copy_bytes
@@ -78,16 +79,13 @@ class DiskStore(ExpertStore):
         data = _data_of(save({name: tensors[name].contiguous() for name in self.shape.tensors}))
         header = self._header(key, xxhash.xxh3_128_hexdigest(data))
         path = self.path(key)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as file:
+            # The checksum in the header tells what a power cut tore: no expert is worth waiting for the disk.
+            with replacing(path, durable=False) as partial, open(partial, "wb") as file:
                 file.write(header)
                 file.write(data)
-            os.replace(partial, path)  # a process killed here leaves no half-written expert behind
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
             raise StoreError(
                 f"spac: cannot write {path}: {error.strerror}; check --spac-disk-dir and the room on that disk"
             ) from error

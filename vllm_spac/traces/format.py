@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -29,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.untrusted import read_header
 
 FORMAT = "spac-trace-1"
@@ -223,22 +223,14 @@ def write_file(path: Path, facts: TraceFacts, columns: dict) -> None:
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with writing(path):
-        try:
-            with open(partial, "wb") as file:
-                file.write(len(text).to_bytes(8, "little") + text)
-                for _, content in columns.values():
-                    if isinstance(content, bytes):
-                        file.write(content)
-                    else:
-                        content.seek(0)
-                        shutil.copyfileobj(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+    with writing(path), replacing(path) as partial, open(partial, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, content in columns.values():
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                content.seek(0)
+                shutil.copyfileobj(content, file)
 
 
 @contextlib.contextmanager

@@ -80,7 +80,12 @@ def accuracy(trace: Trace, *, threshold: int = 1, **knobs) -> np.ndarray:
         knobs: of ``UtilityEstimator``.
     """
     estimator = UtilityEstimator(trace.facts.total, **knobs)
-    return agreement(trace, lambda counts: estimator.update(counts) >= threshold)
+
+    def hot(counts: np.ndarray) -> np.ndarray:
+        estimator.observe_step(counts)
+        return estimator.scores >= threshold
+
+    return agreement(trace, hot)
 
 
 def nothing_is_hot(trace: Trace) -> np.ndarray:

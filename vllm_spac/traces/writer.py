@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.atomic_write import remove_leftovers
 from vllm_spac.system.untrusted import read_header
 from vllm_spac.traces.format import (
     DRAFT,
@@ -75,7 +74,7 @@ class TraceWriter:
         self._pending: _Recorded | None = None
         self._held = self._steps = 0
         with writing(self.path):
-            _remove_leftovers(self.path)
+            remove_leftovers(self.path)
             folder = self.path.parent
             self._spools = {name: tempfile.TemporaryFile(dir=folder) for name in self._columns}  # noqa: SIM115
 
@@ -203,14 +202,6 @@ def check_target(path: str | Path, overwrite: bool = False) -> TraceFacts | None
     raise ConfigError(
         f"the trace {path} would replace a file that is no trace; name another, or add --spac-trace-overwrite"
     )
-
-
-def _remove_leftovers(path: Path) -> None:
-    """What processes that were killed while they wrote ``path`` have left beside it."""
-    for name in os.listdir(path.parent):
-        match = re.fullmatch(re.escape(path.name) + r"\.(\d{1,9})\.partial", name)
-        if match and not psutil.pid_exists(int(match[1])):
-            path.with_name(name).unlink(missing_ok=True)
 
 
 def _kinds(step: Step) -> np.ndarray:

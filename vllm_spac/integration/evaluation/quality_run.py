@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from vllm_spac.evaluation.points import Point
 from vllm_spac.evaluation.prompts import checksum
 from vllm_spac.evaluation.reconstruction import together
 from vllm_spac.integration.evaluation.sweep import Sweep
+from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.provenance import provenance
 from vllm_spac.system.untrusted import parse_json, read_text
 
@@ -139,10 +139,10 @@ class QualityRun:
         return found
 
     def _write(self) -> None:
-        partial = self._path.with_suffix(f".{os.getpid()}.partial")
+        text = json.dumps(self._results, indent=1, allow_nan=False) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self._results, indent=1, allow_nan=False) + "\n")
-            os.replace(partial, self._path)
+            with replacing(self._path) as partial:
+                partial.write_text(text)
         except OSError as error:
             raise ConfigError(f"{self._path} cannot be written: {error}; name another folder with --output") from error

@@ -11,8 +11,9 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
-from vllm_spac.budget.calibration import Calibration, read_budgets
+from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.control import BudgetControl
+from vllm_spac.budget.tuning import read_budgets
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import Rates
 from vllm_spac.errors import ConfigError, UnsupportedError
