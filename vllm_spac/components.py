@@ -47,13 +47,17 @@ class ComponentName:
         if value is None or value in self.others:
             return value
         if not isinstance(value, str) or (":" not in value and value not in names(self.family)):
-            raise ValueError(f"no {self.noun} is called {brief(value)}; {self._known()}")
-        found = find(self.family, value)
+            raise ValueError(f"no {self.noun} is called {brief(value)}; {self._known()}, or {OUTSIDE}")
+        try:
+            found = find(self.family, value)
+        except ConfigError as error:
+            raise ValueError(f"{error}, or {self._known()}") from error
         if inspect.isabstract(found):
             lacks = ", ".join(sorted(found.__abstractmethods__))
             raise ValueError(f"it cannot be built: it is abstract and lacks {lacks}")
         if found.offline:
-            raise ValueError(f"the {self.noun} {brief(value)} cannot serve: {found.offline}; {self._known()}")
+            reason = f"the {self.noun} {brief(value)} cannot serve: {found.offline}"
+            raise ValueError(f"{reason}; {self._known()}, or {OUTSIDE}")
         return value
 
     def values(self) -> list[str]:
@@ -61,8 +65,7 @@ class ComponentName:
         return [*self.others, *serving(self.family), OUTSIDE]
 
     def _known(self) -> str:
-        *known, outside = self.values()
-        return f"use one of {', '.join(known)}, or {outside}"
+        return f"use one of {', '.join([*self.others, *serving(self.family)])}"
 
 
 def names(family: str) -> list[str]:
@@ -118,13 +121,13 @@ def _outside(family: str, name: str) -> type[Any]:
         found = getattr(importlib.import_module(module_name), class_name)
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         problem = f"{type(error).__name__}: {error}"
-        remedy = f"name {OUTSIDE}, with its folder on PYTHONPATH, or use one of {', '.join(names(family))}"
+        remedy = f"name {OUTSIDE}, with its folder on PYTHONPATH"
         raise ConfigError(f"spac: cannot load {name!r} for {family}: {problem}; {remedy}") from error
     parent = base(family)
     if not inspect.isclass(found) or not issubclass(found, parent):
         what = f"the class {found.__qualname__}" if inspect.isclass(found) else f"no class but {brief(found)}"
         raise ConfigError(
             f"spac: {name!r} is {what}, which is not one of {family}; derive it from "
-            f"{parent.__module__}.{parent.__name__}, or use one of {', '.join(names(family))}"
+            f"{parent.__module__}.{parent.__name__}"
         )
     return found

@@ -225,3 +225,21 @@ def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
     """``fold`` puts the text of a flag into the configuration as it stands."""
     assert SpacConfig.parse({"slots": check_knob("slots", text)}).parsed_slots == Slots.parse(text)
     assert SpacConfig.parse({"io_threads": check_knob("io_threads", "8")}).io_threads == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("staging", "on"),
+        ("admission", "step"),
+        ("cpu_kernel", "torch"),
+        ("balancer", "threshold"),
+        ("budget_mass_of", "scores"),
+        ("trace_overwrite", "true"),
+    ],
+)
+def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_only(name: str, text: str) -> None:
+    """Each flag is parsed before the others are known; without them the configuration refuses it."""
+    assert check_knob(name, text) == text
+    with pytest.raises(ConfigError, match=flag(name)):
+        SpacConfig.parse({name: text})
