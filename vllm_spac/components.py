@@ -90,7 +90,7 @@ def find(family: str, name: str) -> type[Any]:
     if name not in names(family):
         raise ConfigError(f"spac: {family} has no {name!r}; use one of {', '.join(names(family))}")
     module = importlib.import_module(f"vllm_spac.{family}.{name}")
-    if module.__spec__.submodule_search_locations is not None:
+    if getattr(module, "__path__", None) is not None:  # a folder
         module = importlib.import_module(f"{module.__name__}.{family.rpartition('.')[2]}")
     found = [
         value

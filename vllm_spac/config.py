@@ -19,6 +19,8 @@ from vllm_spac.system.printable import brief, shortened
 from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from vllm_spac.budget.control import BudgetSettings
     from vllm_spac.tiers.base import ExpertStore
 
@@ -336,7 +338,7 @@ def flag(name: str) -> str:
 def check_knob(name: str, text: str) -> str:
     """Validate the text of one flag by itself, whatever others must stand beside it; ``ConfigError`` if it is wrong."""
     try:
-        SpacConfig(**{name: text})
+        SpacConfig.model_validate({name: text})
     except ValidationError as error:
         if problems := "; ".join(_explain(item) for item in error.errors() if item["loc"]):
             raise ConfigError(f"spac: {problems}") from None
@@ -345,13 +347,13 @@ def check_knob(name: str, text: str) -> str:
 
 def component_knobs() -> dict[str, ComponentName]:
     """The knobs that name a component, with what they accept."""
-    found = {}
+    found: dict[str, ComponentName] = {}
     for name, field in SpacConfig.model_fields.items():
         found.update((name, item) for item in field.metadata if isinstance(item, ComponentName))
     return found
 
 
-def _explain(item: dict[str, Any]) -> str:
+def _explain(item: ErrorDetails) -> str:
     message = item["msg"].removeprefix("Value error, ").removeprefix("spac: ")
     if not item["loc"]:  # of several knobs together
         return message

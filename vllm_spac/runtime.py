@@ -178,9 +178,9 @@ class Runtime:
         """Each request of the step emitted so many tokens; None when they are not known on the host."""
         timed, self._timed = self._timed, None
         if self.trace is not None:
-            self._write()
+            self._write(self.trace)
             self.trace.end_step(None if tokens is None else sum(tokens))
-            self._save_sometimes()
+            self._save_sometimes(self.trace)
         if self.guard is not None and tokens is not None and timed is not None:
             step, drafts, start = timed
             emitted = [
@@ -188,19 +188,19 @@ class Runtime:
             ]
             self.guard.observe(drafts, emitted, len(step.requests), self._clock() - start)
 
-    def _write(self) -> None:
+    def _write(self, trace: TraceWriter) -> None:
         """What the routers of a step chose, at once: in a layer each call into torch costs a microsecond of its token,
         and on a GPU a copy would wait for the layer."""
         if self._chosen:
             layers, ids, weights = zip(*self._chosen, strict=True)
             self._chosen.clear()
-            self.trace.observe(layers, torch.stack(ids).cpu().numpy(), torch.stack(weights).float().cpu().numpy())
+            trace.observe(layers, torch.stack(ids).cpu().numpy(), torch.stack(weights).float().cpu().numpy())
 
-    def _save_sometimes(self) -> None:
+    def _save_sometimes(self, trace: TraceWriter) -> None:
         """A server may be killed: what it recorded until seconds ago is then in the file. At most 0.5 % of the time."""
         now = self._clock()
         if now >= self._save_at:
-            self.trace.save()
+            trace.save()
             done = self._clock()
             self._save_at = done + max(_SAVE_SECONDS, 200 * (done - now))
 

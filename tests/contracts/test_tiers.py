@@ -116,6 +116,8 @@ def test_a_view_is_the_expert_where_it_lies(name: str, layout: str, tmp_path: Pa
     if not store.addressable:
         with pytest.raises(StoreError, match="have no address"):
             store.view(0)
+        with pytest.raises(StoreError, match="have no address"):
+            store.layer(0)
         return
     for key in range(store.shape.total):
         view = store.view(key)

@@ -59,7 +59,7 @@ class SlotExecution(Execution):
         path: name of the store in the counters.
         ahead: what is read ahead of need.
         balancer: says what is worth that, layer by layer; None leaves it to ``ahead``.
-        exchange: brings routing to the host and slots to the device, for kernels that do not take slots.
+        exchange: brings routing to the host and slots to the device; needed by kernels that do not take slots.
     """
 
     needs_host: ClassVar[bool] = True
@@ -156,6 +156,7 @@ class SlotExecution(Execution):
             return kernel(x, weights, ids)
         routed, there = ids, None
         if not kernel.takes_slots:
+            assert self._exchange is not None
             routed = self._exchange.to_host(ids)  # waits for the router
         if rows.as_routed:  # each call into torch is microseconds, in every layer of every token
             there = ids
@@ -199,8 +200,8 @@ class SlotExecution(Execution):
             if kernel.takes_slots:
                 part = kernel(x[rows], weights[rows], wave.slot_ids)
             else:
-                slot_of = self._map(ids[rows], wave.slot_ids)
-                named = self._exchange.to_device(ids[rows]) if there is None else there[rows]
+                slot_of = self._on_device(self._map(ids[rows], wave.slot_ids))
+                named = self._on_device(ids[rows]) if there is None else there[rows]
                 part = kernel(x[rows], weights[rows], named, slot_of, len(x))
             if len(part) == len(x):
                 out = part
@@ -209,10 +210,14 @@ class SlotExecution(Execution):
         return out
 
     def _map(self, ids: Tensor, slot_ids: Tensor) -> Tensor:
-        """int32 [experts] on the device: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]."""
+        """int32 [experts]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]; all on the CPU."""
         slot_of = torch.full((self.shape.experts,), NOWHERE, dtype=torch.int32)
         slot_of[ids.long()] = slot_ids.to(torch.int32)
-        return self._exchange.to_device(slot_of)
+        return slot_of
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        assert self._exchange is not None
+        return self._exchange.to_device(tensor)
 
     def _tell(self, layer: int, ids: Tensor, weights: Tensor, rows: Rows) -> None:
         self.observe(layer, ids)
@@ -224,13 +229,13 @@ class SlotExecution(Execution):
 
         Their experts are not loaded. The policy hears of them when the step ends, as of all others.
         """
-        if self._cpu is None:
+        if self._cpu is None or (balancer := self._loader.balancer) is None:
             return None
         routed, experts = ids.numpy(), self.shape.experts
         here = slice(layer * experts, (layer + 1) * experts)
         rows, resident = np.bincount(routed.ravel(), minlength=experts), self.residency.slot_of[here] != NOWHERE
         free = self.residency.slots - int(resident[rows > 0].sum())
-        plan = self._loader.balancer.plan(LayerState(layer, rows, resident, self._loader.scores[here], free))
+        plan = balancer.plan(LayerState(layer, rows, resident, self._loader.scores[here], free))
         if not plan.cpu:
             return None
         on_cpu = np.zeros(experts, dtype=bool)
@@ -248,6 +253,7 @@ class SlotExecution(Execution):
         Raises:
             SpacError: the thread is closed.
         """
+        assert self._cpu is not None
         experts = self.store.layer(layer)
         with self._cpu.computing(*share.pick(x, weights), share.ids, experts) as computation:
             yield computation
@@ -314,9 +320,8 @@ class SlotExecution(Execution):
         routed = [(layer, ids[part]) for layer, ids in self._routed for part in rows]
         if not routed:
             return None
-        counts = np.full((len(self.shape.layers), self.shape.experts), NOT_RUN)
-        counts[[layer for layer, _ in routed]] = 0
-        counts = counts.reshape(-1)
+        counts = np.full(self.shape.total, NOT_RUN)
+        counts.reshape(-1, self.shape.experts)[[layer for layer, _ in routed]] = 0
         np.add.at(counts, self._keys_of(routed), 1)
         return counts
 

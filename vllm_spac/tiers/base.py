@@ -100,12 +100,13 @@ class ExpertStore(ABC):
         """
         raise StoreError(f"spac: experts in {self.describe()} have no address")
 
-    def layer(self, number: int) -> Mapping[str, Tensor] | None:
+    def layer(self, number: int) -> Mapping[str, Tensor]:
         """All experts of a layer where they lie: name -> CPU tensor [experts, ...], always the same object.
 
-        None where the store is not addressable.
+        Raises:
+            StoreError: this store is not addressable.
         """
-        return None
+        raise StoreError(f"spac: experts in {self.describe()} have no address")
 
     @abstractmethod
     def describe(self) -> str:

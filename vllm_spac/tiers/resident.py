@@ -18,6 +18,7 @@ class ResidentStore(ExpertStore):
     """Owns the slots: ``tensors`` of shape [all experts, ...] on ``device``; expert ``key`` is row ``key``."""
 
     addressable: ClassVar[bool] = True
+    tensors: Mapping[str, Tensor]
     offline: ClassVar[str] = "it is taken where every expert has a slot, by --spac-slots 100%"
 
     def __init__(

@@ -64,4 +64,4 @@ def current() -> LayerHost:
 
 def experts_of(model_runner: Any) -> Any:
     """The ``ModelExperts`` of a runner's target model; None if it has none."""
-    return next((m.spac for m in model_runner.get_model().modules() if hasattr(m, "spac_execution")), None)
+    return next((m.spac for m in model_runner.get_model().modules() if hasattr(m, "spac_kernel")), None)

@@ -43,10 +43,11 @@ class ManagedExperts(StagedExperts):
     ``StagedExperts`` loads its weights; an ``Execution`` decides what its kernel runs, and where.
     """
 
+    spac_execution: Execution  # from ``attach`` on
+
     def __init__(self, layer_name: str, *args, **kwargs) -> None:
         super().__init__(layer_name, *args, **kwargs)
         self.spac_rule = RoutingRule()
-        self.spac_execution: Execution | None = None
         self.spac_kernel = SlotKernel(self, super().forward_modular, self.spac.on_cpu)
 
     @property
@@ -93,6 +94,6 @@ class ManagedExperts(StagedExperts):
 
     def spac_forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """The layer's output [tokens, hidden], by its execution."""
-        return self.spac.runtime.forward(
-            self.spac_execution, self.spac_index, x, topk_weights, topk_ids, self.spac_kernel
-        )
+        runtime = self.spac.runtime
+        assert runtime is not None, "a layer runs before its weights are loaded"
+        return runtime.forward(self.spac_execution, self.spac_index, x, topk_weights, topk_ids, self.spac_kernel)

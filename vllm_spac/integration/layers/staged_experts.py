@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ from vllm_spac.execution.base import LayerFacts
 from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.integration.layers.host import LayerHost, current
 
+if TYPE_CHECKING:  # what it is mixed into
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as _Layer
+else:
+    _Layer = object
+
 # Whatever a kernel may read beside the weights that each call names; each is a tensor or None.
 _KERNEL_READS = (
     *("w1_scale", "w2_scale", "w1_zp", "w2_zp", "w1_bias", "w2_bias"),
@@ -21,7 +27,7 @@ _KERNEL_READS = (
 )
 
 
-class StagedExperts:
+class StagedExperts(_Layer):
     """Mixed in front of ``RoutedExperts`` while a managed model is built: takes the checkpoint's weights to the store.
 
     Life: created on the CPU with room for all experts of the layer, which stays untouched, hence unreal,
@@ -32,7 +38,7 @@ class StagedExperts:
     def __init__(self, layer_name: str, *args, **kwargs) -> None:
         with torch.device("cpu"):
             super().__init__(layer_name, *args, **kwargs)
-        self._staged = quant_schemes.expert_tensors(self)
+        self._staged: dict[str, Any] = quant_schemes.expert_tensors(self)  # vLLM's parameters, with their loaders
         self.spac: LayerHost = current()
         self.spac_index = 0  # among the layers of its shape
         self.spac_number = 0  # among all
@@ -114,7 +120,9 @@ class StagedExperts:
 
     def _count(self, param, elements: int) -> None:
         """``elements`` of ``param`` were staged; packs the layer if they were the last."""
-        self._arrived[self._name_of(param)] += elements
+        name = self._name_of(param)
+        assert name is not None
+        self._arrived[name] += elements
         if all(self._arrived[name] >= count for name, count in self._expected.items()):
             self.spac.pack(self)
 
@@ -131,9 +139,8 @@ class StagedExperts:
         blank = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
         packed = self._convert(blank)
         self._restore()
-        if not self._converts:
-            packed = self._staged
-        return {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in packed.items()}
+        read = packed if self._converts else self._staged
+        return {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in read.items()}
 
     def convert(self, start: int, stop: int) -> dict[str, Tensor]:
         """Experts ``[start, stop)`` in the kernel's layout: name -> tensor of shape [stop - start, ...]."""

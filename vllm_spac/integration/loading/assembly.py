@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -44,7 +45,8 @@ def budget(config: SpacConfig, vllm_config, layers, device: torch.device, model:
     """
     known = [layer.budgeted() for layer in layers]
     names, experts = [layer.name for layer in known], max(layer.experts for layer in known)
-    calibration, bound = None, config.budget
+    calibration: Calibration | None = None
+    bound: int | dict[str, int] | None = config.budget
     if config.calibration is not None or config.budget_file is not None:
         name = model()
         if config.calibration is not None:
@@ -130,8 +132,9 @@ def _compared(execution: Execution, layer, thread: ExecutorThread) -> Callable[[
     top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
     ids, weights = torch.arange(top_k, dtype=torch.int32)[None], torch.full((1, top_k), 1 / top_k)
-    index, given = layer.spac_index, [tensor.to(layer.spac.device) for tensor in (x, weights, ids)]
-    in_slots = partial(execution.forward, index, *given, layer.spac_kernel, Rows(1, as_routed=True))
+    index, on_device = layer.spac_index, {"device": layer.spac.device}
+    routed = weights.to(**on_device), ids.to(**on_device)
+    in_slots = partial(execution.forward, index, x.to(**on_device), *routed, layer.spac_kernel, Rows(1, as_routed=True))
     with thread.computing(x, weights, ids, execution.store.layer(index)) as computation:
         found = computation.result()
     check_same(found, in_slots().cpu(), x.dtype, hidden, "CPU experts beside vLLM's kernel")
@@ -202,7 +205,7 @@ def choices(config: SpacConfig, execution: Execution) -> str:
 def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:
     """Choices and counters of one worker, summed over executions, as plain data."""
     settings = runtime.budget.settings
-    total = {
+    total: dict[str, Any] = {
         "mode": mode(runtime.budget, runtime.executions),
         "store": store if any(not execution.holds_all for execution in runtime.executions) else "resident",
         "execution": config.execution,

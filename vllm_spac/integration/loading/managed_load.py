@@ -95,8 +95,8 @@ class ModelExperts:
         self._shapes: list[MoEShape] = []
         self._plan: list[Room] = []  # of each shape
         self._filled: dict[MoEShape, Execution] = {}  # of shapes that were packed completely by an earlier start
-        self._bar: tqdm | None = None
-        self._budget: BudgetControl | None = None
+        self._bar: tqdm  # from ``prepare`` on
+        self._budget: BudgetControl
         self._file_bytes = 0
         self._open_files = contextlib.ExitStack()
         self._locks: list[TextIO] = []
@@ -210,7 +210,8 @@ class ModelExperts:
         worker_hooks.install()
 
     def stats(self) -> dict:
-        """Choices and counters of this worker, summed over executions, as plain data."""
+        """Choices and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
+        assert self.runtime is not None
         return assembly.stats(self.runtime, self.config, self.store_name, self.guard)
 
     def close(self) -> None:
