@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_spac import components
+from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.machine import DISK_DIR
 from vllm_spac.system.printable import brief, shortened
 from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from vllm_spac.budget.control import BudgetSettings
+    from vllm_spac.tiers.base import ExpertStore
 
 
 def _path(value: Any) -> Any:
@@ -72,34 +76,33 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-def _policies() -> list[str]:
-    """The policies that can serve; one that must know the future is for the simulator."""
-    return [name for name in components.names("policies") if not components.find("policies", name).offline]
-
-
-def _check_policy(value: str) -> str:
-    if ":" not in value and value not in _policies():
-        known = ", ".join(_policies())
-        raise ValueError(f"no policy is called {value!r}; use one of {known}, or package.module:Class")
-    return value
-
-
 def _check_cpu_experts(value: str) -> str:
     if value not in ("off", "auto") and not re.fullmatch(r"[1-9][0-9]{0,5}", value):
         raise ValueError("use off, auto, or a number of experts of a layer, 1 or more")
     return value
 
 
-def _check_ranking(value: str) -> str:
-    if ":" in value:
-        return value
-    serving = [
-        name for name in components.names("budget.rankings") if not components.find("budget.rankings", name).offline
-    ]
-    if value not in serving:
-        hint = " (it runs every expert: only vllm-spac quality has it)" if value == "oracle" else ""
-        raise ValueError(f"no ranking for serving is called {value!r}{hint}; use one of {', '.join(serving)}")
-    return value
+# Knobs that mean something with some executions only: the values that ask for nothing, and why others are refused.
+_OF_EXECUTION = {
+    "cpu_experts": (
+        ("off",),
+        "execution={execution} (--spac-execution) computes missing experts itself; drop --spac-cpu-experts",
+    ),
+    "prefetch": (
+        ("off",),
+        "execution={execution} (--spac-execution) moves experts ahead of need itself; drop --spac-prefetch",
+    ),
+    "staging": (
+        ("auto", "off"),
+        "staging (--spac-staging) is of execution=pointers: with slots, prompts pass through the slots; "
+        "add --spac-execution pointers",
+    ),
+    "admission": (
+        (None,),
+        "admission (--spac-admission) is of execution=pointers: with slots, each missing expert is loaded "
+        "before its layer computes; add --spac-execution pointers",
+    ),
+}
 
 
 class SpacConfig(BaseModel):
@@ -110,17 +113,17 @@ class SpacConfig(BaseModel):
     slots: Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slots)] = Field(
         "auto", description="Experts kept in fast memory: a number a layer, a percentage of all, or auto."
     )
-    store: Literal["host", "disk"] | None = Field(
+    store: Annotated[str | None, ComponentName("tiers", "store")] = Field(
         None, description="Where the other experts live. Default: host where there is a GPU, else disk."
     )
     disk_dir: _SomePath = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
     )
-    policy: Annotated[str, AfterValidator(_check_policy)] = Field(
-        "reuse", description="Which expert makes room: reuse, lru, layer_lru, lfu, utility, or package.module:Class."
-    )
-    prefetch: Literal["off", "utility"] = Field(
-        "off", description="Read experts ahead of need in the background: by their utility over steps, or not at all."
+    policy: Annotated[str, ComponentName("policies", "policy")] = Field("reuse", description="Which expert makes room.")
+    prefetch: Annotated[str, ComponentName("predictors", "predictor", ("off",))] = Field(
+        "off",
+        description="Read experts ahead of need in the background: utility, by their utility over steps; off, not at "
+        "all.",
     )
     guard: Literal["on", "off"] = Field(
         "on", description="Shorten or skip drafts when the experts they need cost more than the tokens they bring."
@@ -132,24 +135,26 @@ class SpacConfig(BaseModel):
         description="Compute missing experts on the CPU, from where they lie, exact up to rounding: off; auto, those "
         "that the balancer takes; or N, in each forward of a layer the N missing ones with the fewest rows.",
     )
-    balancer: Literal["none", "threshold", "waterfill"] | None = Field(
+    balancer: Annotated[str | None, ComponentName("balancers", "balancer")] = Field(
         None, description="Decides with cpu_experts=auto: waterfill (the default then) or threshold (MoE-SpAc's)."
     )
     profile: _SomePath = Field(
         None, description="What the balancer weighs, from vllm-spac profile. Default: measured at the start."
     )
-    cpu_kernel: Literal["native", "torch", "kt"] | None = Field(
-        None, description="Computes CPU experts: vLLM's kernel (default on a CPU machine), torch, or kt-kernel."
+    cpu_kernel: Annotated[str | None, ComponentName("executors", "CPU kernel")] = Field(
+        None,
+        description="Computes CPU experts: vLLM's kernel (native, default on a CPU machine), torch (default elsewhere) "
+        "or kt-kernel (kt).",
     )
     io_threads: Annotated[int, BeforeValidator(_no_bool)] = Field(
         4, ge=1, le=64, description="Threads that read missed experts."
     )
-    execution: Literal["slots", "pointers"] = Field(
+    execution: Annotated[str, ComponentName("execution", "execution")] = Field(
         "slots",
         description="How layers reach experts: slots loads missing ones and runs vLLM's kernel; pointers runs our own, "
         "which reads each expert where it lies, in its slot or in host memory.",
     )
-    admission: Literal["step", "layer"] | None = Field(
+    admission: Annotated[str | None, ComponentName("execution.pointers.admissions", "admission")] = Field(
         None,
         description="With execution=pointers, when a missed expert gets a slot: step, between steps, copied beside the "
         "kernels; layer (default), before its layer computes, decided and copied by the GPU.",
@@ -179,8 +184,8 @@ class SpacConfig(BaseModel):
         "scores, the routers' scores of all experts.",
     )
     budget_file: _SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac tune.")
-    budget_ranking: Annotated[str, AfterValidator(_check_ranking)] = Field(
-        "router", description="Which experts stay: router, static, coactivation or resident."
+    budget_ranking: Annotated[str, ComponentName("budget.rankings", "ranking")] = Field(
+        "router", description="Which experts stay."
     )
     budget_coverage: Literal["substitution", "truncation"] = Field(
         "substitution", description="What a token does without an expert: take another, or leave it out."
@@ -215,43 +220,23 @@ class SpacConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _pointers_reach_memory(self) -> SpacConfig:
-        if self.execution == "pointers":
-            if self.store == "disk" or self.disk_dir is not None:
+    def _fits_the_execution(self) -> SpacConfig:
+        kind, named = self.execution_class, f"execution={self.execution} (--spac-execution)"
+        if kind.needs_addressable_store:
+            store = None if self.store is None else components.find("tiers", self.store)
+            if self.disk_dir is not None or (store is not None and not store.addressable):
+                where = f"store={self.store}" if store is not None and not store.persistent else "a disk"
                 raise ValueError(
-                    "execution=pointers (--spac-execution) reads missing experts where they lie, and a disk has no "
+                    f"{named} reads missing experts where they lie, and {where} has no "
                     "addresses; use --spac-store host without --spac-disk-dir, or --spac-execution slots"
                 )
-            if self.cpu_experts != "off":
-                raise ValueError(
-                    "execution=pointers (--spac-execution) computes missing experts itself; drop --spac-cpu-experts"
-                )
-            if self.prefetch != "off":
-                raise ValueError(
-                    "execution=pointers (--spac-execution) moves experts ahead of need itself; drop --spac-prefetch"
-                )
-            if components.find("policies", self.policy).needs_layers:
-                raise ValueError(
-                    f"policy={self.policy} (--spac-policy) evicts from the layer that asks, and no layer asks the host "
-                    "with execution=pointers (--spac-execution); use --spac-policy lru, or --spac-execution slots"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _staged_for_pointers(self) -> SpacConfig:
-        if self.execution != "pointers" and self.staging == "on":
+        for name, (idle, problem) in _OF_EXECUTION.items():
+            if name not in kind.knobs and getattr(self, name) not in idle:
+                raise ValueError(problem.format(execution=self.execution))
+        if not kind.needs_host and components.find("policies", self.policy).needs_layers:
             raise ValueError(
-                "staging (--spac-staging) is of execution=pointers: with slots, prompts pass through the slots; "
-                "add --spac-execution pointers"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _admitted_to_pointers(self) -> SpacConfig:
-        if self.execution != "pointers" and self.admission is not None:
-            raise ValueError(
-                "admission (--spac-admission) is of execution=pointers: with slots, each missing expert is loaded "
-                "before its layer computes; add --spac-execution pointers"
+                f"policy={self.policy} (--spac-policy) evicts from the layer that asks, and no layer asks the host "
+                f"with {named}; use --spac-policy lru, or --spac-execution slots"
             )
         return self
 
@@ -263,13 +248,14 @@ class SpacConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_who_decides(self) -> SpacConfig:
-        if self.cpu_experts == "auto" and self.balancer == "none":
+        decides = self.balancer is not None and components.find("balancers", self.balancer).uses_cpu
+        if self.cpu_experts == "auto" and self.balancer is not None and not decides:
             raise ValueError(
-                "cpu_experts=auto (--spac-cpu-experts) leaves it to the balancer, and balancer=none (--spac-balancer) "
-                "computes none; use --spac-balancer waterfill, or --spac-cpu-experts off"
+                f"cpu_experts=auto (--spac-cpu-experts) leaves it to the balancer, and balancer={self.balancer} "
+                "(--spac-balancer) computes none; use --spac-balancer waterfill, or --spac-cpu-experts off"
             )
-        for name in ("balancer", "profile"):
-            if self.cpu_experts != "auto" and getattr(self, name) not in (None, "none"):
+        for name, given in (("balancer", decides), ("profile", self.profile is not None)):
+            if self.cpu_experts != "auto" and given:
                 raise ValueError(
                     f"{name} ({flag(name)}) decides nothing with cpu_experts={self.cpu_experts}; "
                     "add --spac-cpu-experts auto"
@@ -278,9 +264,29 @@ class SpacConfig(BaseModel):
             raise ValueError("cpu_kernel (--spac-cpu-kernel) computes nothing without --spac-cpu-experts auto or N")
         return self
 
-    def store_on(self, device: str) -> Literal["host", "disk"]:
-        """The store for a ``device`` of that type: what was asked for, or what suits it."""
-        return self.store or ("disk" if device == "cpu" and self.execution == "slots" else "host")
+    @property
+    def execution_class(self) -> type[Any]:
+        """What runs the layers, an ``Execution``."""
+        return components.find("execution", self.execution)
+
+    def store_on(self, device: str) -> str:
+        """The name of the store for a ``device`` of that type: what was asked for, or what suits it."""
+        in_memory = device != "cpu" or self.execution_class.needs_addressable_store
+        return self.store or ("host" if in_memory else "disk")
+
+    def store_class_on(self, device: str) -> type[ExpertStore]:
+        """As ``store_on``, its class."""
+        return components.find("tiers", self.store_on(device))
+
+    @property
+    def uses_cpu_experts(self) -> bool:
+        """Whether the CPU computes some of the missing experts."""
+        return self.cpu_experts != "off"
+
+    @property
+    def cpu_expert_count(self) -> int | None:
+        """How many the CPU computes in each forward of a layer; None where a balancer decides."""
+        return int(self.cpu_experts) if self.cpu_experts.isdigit() else None
 
     @property
     def folder(self) -> Path:
@@ -330,12 +336,24 @@ def flag(name: str) -> str:
 
 
 def check_knob(name: str, text: str) -> str:
-    """Validate the text of one flag; ``ConfigError`` says what is wrong."""
-    SpacConfig.parse({name: text})
+    """Validate the text of one flag by itself, whatever others must stand beside it; ``ConfigError`` if it is wrong."""
+    try:
+        SpacConfig.model_validate({name: text})
+    except ValidationError as error:
+        if problems := "; ".join(_explain(item) for item in error.errors() if item["loc"]):
+            raise ConfigError(f"spac: {problems}") from None
     return text
 
 
-def _explain(item: dict[str, Any]) -> str:
+def component_knobs() -> dict[str, ComponentName]:
+    """The knobs that name a component, with what they accept."""
+    found: dict[str, ComponentName] = {}
+    for name, field in SpacConfig.model_fields.items():
+        found.update((name, item) for item in field.metadata if isinstance(item, ComponentName))
+    return found
+
+
+def _explain(item: ErrorDetails) -> str:
     message = item["msg"].removeprefix("Value error, ").removeprefix("spac: ")
     if not item["loc"]:  # of several knobs together
         return message

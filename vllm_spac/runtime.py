@@ -13,48 +13,14 @@ import torch
 from torch import Tensor
 
 from vllm_spac.budget.control import BudgetControl
-from vllm_spac.cache.residency import Residency
-from vllm_spac.core import MoEShape, RowKind, Step
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.core import RowKind, Step
+from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.execution.base import Execution, LayerKernel, Rows
+from vllm_spac.execution.pointers.streams import capturing
 from vllm_spac.speculation.guard import Guard
-from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.traces.writer import TraceWriter
 
 _SAVE_SECONDS = 5.0
-
-
-class Pool(Protocol):
-    """The experts of all layers of one shape, whichever way they are executed.
-
-    Attributes:
-        holds_all: each expert has its slot, so that nothing is ever decided or moved.
-        keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding.
-    """
-
-    shape: MoEShape
-    store: ExpertStore
-
-    @property
-    def residency(self) -> Residency: ...
-    @property
-    def holds_all(self) -> bool: ...
-    @property
-    def keeps_bits(self) -> bool: ...
-
-    def begin_step(self, step: Step) -> None:
-        """A forward of the target model starts for real requests."""
-
-    def observe(self, layer: int, ids: Tensor) -> None:
-        """A layer's rows were routed to ``ids`` [rows, top_k], without padding."""
-
-    def end_step(self) -> None:
-        """The forward is over; what comes until the next step (profiling, warm-up) is not counted."""
-
-    def snapshot(self) -> dict:
-        """The counters as plain data, up to the last step."""
-
-    def close(self) -> None:
-        """Stop what runs in the background and give back the store."""
 
 
 class Listener(Protocol):
@@ -70,23 +36,23 @@ class Runtime:
     ``begin_step``, then each layer, then ``end_forward``, then ``end_step`` with the tokens.
 
     Args:
-        pools: one for each shape of layer.
+        executions: one for each shape of layer.
         budget: bounds the experts of a layer; exact until it is changed.
-        trace: records the routing of the one pool, if given.
+        trace: records the routing of the one execution, if given.
         guard: says how many draft tokens the next step gets, if given.
         clock: seconds that never go back.
     """
 
     def __init__(
         self,
-        pools: Sequence[Pool],
+        executions: Sequence[Execution],
         budget: BudgetControl,
         trace: TraceWriter | None = None,
         guard: Guard | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        assert trace is None or len(pools) == 1
-        self.pools = list(pools)
+        assert trace is None or len(executions) == 1
+        self.executions = list(executions)
         self.budget = budget
         self.guard = guard
         self.listeners: list[Listener] = []
@@ -101,7 +67,7 @@ class Runtime:
         self._drafts = 0
         self._save_at = -math.inf
         # Finishes the trace, stops threads and gives back stores: once, when called, forgotten or at exit.
-        self.close = weakref.finalize(self, _close, trace, tuple(pools))
+        self.close = weakref.finalize(self, _close, trace, tuple(executions))
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -118,8 +84,8 @@ class Runtime:
             return
         self._step, self._rows = step, step.rows
         self._timed = step, self._drafts, self._clock()
-        for pool in self.pools:
-            pool.begin_step(step)
+        for execution in self.executions:
+            execution.begin_step(step)
         self._chosen.clear()
         if self.trace is not None:
             self.trace.begin_step(step)
@@ -158,21 +124,37 @@ class Runtime:
         """How many of a forward's rows belong to requests, the first ones; all of them in a dummy run."""
         return forward if self._step is None else self._rows
 
-    def as_routed(self, forward: int) -> bool:
-        """Whether each row of a forward is a request's and runs what its router chose: no expert is -1 then."""
-        return self._step is not None and self._rows == forward and not self.budget.active
+    def forward(
+        self, execution: Execution, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel
+    ) -> Tensor:
+        """Routed experts of one layer, arguments and result as in ``Execution.forward``.
 
-    def routed(self, pool: Pool, layer: int, ids: Tensor, weights: Tensor) -> None:
+        Raises:
+            SpacError: the layer cannot be computed, or is being captured and waits for the host.
+            UnsupportedError: as ``captured``.
+        """
+        if capturing(x):
+            if execution.waits_for_host(kernel):
+                raise SpacError(
+                    f"spac: {execution.shape.layers[layer]} is being captured into a CUDA graph, where nothing can be "
+                    "loaded or counted; add --enforce-eager"
+                )
+            self.captured()
+        real = self.rows(len(x))
+        as_routed = self._step is not None and real == len(x) and not self.budget.active
+        rows = Rows(real, as_routed, None if self.trace is None else self._record)
+        return execution.forward(layer, x, weights, ids, kernel, rows)
+
+    def _record(self, layer: int, ids: Tensor, weights: Tensor) -> None:
         """A layer is about to run its rows with these experts, [rows, top_k] without padding."""
-        pool.observe(layer, ids)
-        if self.trace is not None and self._step is not None:
+        if self._step is not None:
             self._chosen.append((layer, ids.clone(), weights.clone()))  # what is in them may be overwritten
 
     def end_forward(self) -> None:
         """The layers are done, or failed; what comes until the next step (profiling, warm-up) is not counted."""
         self._step = None
-        for pool in self.pools:
-            pool.end_step()
+        for execution in self.executions:
+            execution.end_forward()
 
     @property
     def in_prompt(self) -> bool:
@@ -196,9 +178,9 @@ class Runtime:
         """Each request of the step emitted so many tokens; None when they are not known on the host."""
         timed, self._timed = self._timed, None
         if self.trace is not None:
-            self._record()
+            self._write(self.trace)
             self.trace.end_step(None if tokens is None else sum(tokens))
-            self._save_sometimes()
+            self._save_sometimes(self.trace)
         if self.guard is not None and tokens is not None and timed is not None:
             step, drafts, start = timed
             emitted = [
@@ -206,25 +188,25 @@ class Runtime:
             ]
             self.guard.observe(drafts, emitted, len(step.requests), self._clock() - start)
 
-    def _record(self) -> None:
+    def _write(self, trace: TraceWriter) -> None:
         """What the routers of a step chose, at once: in a layer each call into torch costs a microsecond of its token,
         and on a GPU a copy would wait for the layer."""
         if self._chosen:
             layers, ids, weights = zip(*self._chosen, strict=True)
             self._chosen.clear()
-            self.trace.observe(layers, torch.stack(ids).cpu().numpy(), torch.stack(weights).float().cpu().numpy())
+            trace.observe(layers, torch.stack(ids).cpu().numpy(), torch.stack(weights).float().cpu().numpy())
 
-    def _save_sometimes(self) -> None:
+    def _save_sometimes(self, trace: TraceWriter) -> None:
         """A server may be killed: what it recorded until seconds ago is then in the file. At most 0.5 % of the time."""
         now = self._clock()
         if now >= self._save_at:
-            self.trace.save()
+            trace.save()
             done = self._clock()
             self._save_at = done + max(_SAVE_SECONDS, 200 * (done - now))
 
 
-def _close(trace: TraceWriter | None, pools: Sequence[Pool]) -> None:
+def _close(trace: TraceWriter | None, executions: Sequence[Execution]) -> None:
     if trace is not None:
         trace.finish()
-    for pool in pools:
-        pool.close()
+    for execution in executions:
+        execution.close()

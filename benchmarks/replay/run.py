@@ -33,7 +33,7 @@ from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, SpacError
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.simulation.parts import filling, parts
 from vllm_spac.simulation.simulate import build_policy
 from vllm_spac.system.host_memory import available_host_bytes, gib
@@ -230,7 +230,7 @@ def replay(
         raise ConfigError(f"{slots} slots take {gib(needed)}, {gib(free)} of memory are free; use fewer --slots")
     tensors = {NAME: torch.zeros(slots, store.shape.expert_bytes, dtype=torch.uint8, device=device)}
     chosen = build_policy(policy, "none", lambda: _future(trace, slots))
-    pool = ExpertPool(store.shape, slots, chosen, store, tensors, io_threads=io_threads, path="store", engine=knobs)
+    pool = SlotExecution(store.shape, slots, chosen, store, tensors, io_threads=io_threads, path="store", ahead=knobs)
     try:
         for _ in pool.fill():
             pass
@@ -274,7 +274,7 @@ def step_of(kinds: np.ndarray) -> Step:
     return Step(tuple(requests))
 
 
-def _follow(trace: Trace, pool: ExpertPool, steps: int, seconds: float) -> tuple[int, float]:
+def _follow(trace: Trace, pool: SlotExecution, steps: int, seconds: float) -> tuple[int, float]:
     """(steps replayed, seconds that they took)."""
     bounds = np.searchsorted(trace.record_step, np.arange(trace.steps + 1)).tolist()
     work = [step_of(trace.row_kind[a:b]) for a, b in zip(trace.row_start[:-1], trace.row_start[1:], strict=True)]
@@ -290,7 +290,7 @@ def _follow(trace: Trace, pool: ExpertPool, steps: int, seconds: float) -> tuple
             pool.observe(layer, rows)
             for _ in () if pool.holds_all else pool.waves(layer, rows):  # as the layers do that serve
                 pass
-        pool.end_step()
+        pool.end_forward()
     return steps, time.perf_counter() - start
 
 
@@ -303,7 +303,7 @@ def _stamp(key: int) -> np.ndarray:
     return np.frombuffer(int(key).to_bytes(8, "little"), np.uint8)
 
 
-def _check(pool: ExpertPool, slots: Tensor) -> None:
+def _check(pool: SlotExecution, slots: Tensor) -> None:
     """Every slot holds the expert that it is said to hold."""
     heads = slots[:, :8].cpu().numpy()
     for slot, key in enumerate(pool.residency.owner.tolist()):

@@ -126,7 +126,8 @@ def build(name: str, layer: Layer, threads: int = 1) -> tuple[CpuExperts, dict[s
     return kind(layer.shape, threads, layer.activation, kernel), experts
 
 
-every = pytest.mark.parametrize("name", [name for name in components.names("executors") if name != "kt"])
+NAMES = [*(name for name in components.names("executors") if name != "kt"), "outside:RowByRow"]
+every = pytest.mark.parametrize("name", NAMES)
 
 
 @every

@@ -28,7 +28,7 @@ BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # th
 KEYS = 8
 NO_AGEING = 1 << 60
 
-every_policy = pytest.mark.parametrize("name", components.names("policies"))
+every_policy = pytest.mark.parametrize("name", [*components.names("policies"), "outside:Fifo"])
 keys = st.integers(0, KEYS - 1)
 row_counts = st.lists(st.integers(-1, 9), min_size=KEYS, max_size=KEYS).map(np.array)
 ops = st.lists(

@@ -12,7 +12,7 @@ from vllm_spac.core import NOT_RUN
 from vllm_spac.predictors.base import Predictor
 
 KEYS = 24
-NAMES = components.names("predictors")
+NAMES = [*components.names("predictors"), "outside:Same"]
 
 
 def steps(seed: int, count: int = 40) -> list[np.ndarray]:

@@ -25,7 +25,7 @@ from vllm_spac.errors import ConfigError
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 LAYERS, EXPERTS, TOP_K, WIDTH = 2, 8, 2, 6
 
-every_budget = pytest.mark.parametrize("name", components.names("budget.rankings"))
+every_budget = pytest.mark.parametrize("name", [*components.names("budget.rankings"), "outside:Loudest"])
 seeds = st.integers(0, 2**32)
 
 
@@ -139,7 +139,7 @@ def test_ties_go_by_the_lowest_id_and_nothing_is_changed(name: str) -> None:
         assert budget.rank(probs, votes, 300, context).tolist() == list(range(300))
 
 
-@every_budget
+@pytest.mark.parametrize("name", components.names("budget.rankings"))
 def test_the_module_has_a_function_of_the_same_meaning(name: str) -> None:
     module = importlib.import_module(f"vllm_spac.budget.rankings.{name}")
     assert list(inspect.signature(module.rank).parameters)[:3] == ["probs", "votes", "budget"]

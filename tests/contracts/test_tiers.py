@@ -40,7 +40,7 @@ SPECS = {
     },
 }
 
-every_store = pytest.mark.parametrize("name", components.names("tiers"))
+every_store = pytest.mark.parametrize("name", [*components.names("tiers"), "outside:Blocks"])
 every_layout = pytest.mark.parametrize("layout", SPECS)
 
 
@@ -113,15 +113,20 @@ def test_a_view_is_the_expert_where_it_lies(name: str, layout: str, tmp_path: Pa
     store, specs = open_store(name, tmp_path, layout), SPECS[layout]
     for key in range(store.shape.total):
         store.put(key, expert(specs, key))
-    if name == "disk":
+    if not store.addressable:
         with pytest.raises(StoreError, match="have no address"):
             store.view(0)
+        with pytest.raises(StoreError, match="have no address"):
+            store.layer(0)
         return
     for key in range(store.shape.total):
         view = store.view(key)
         assert_same(dict(view), expert(specs, key))
         assert all(tensor.is_contiguous() for tensor in view.values())
         assert [t.data_ptr() for t in view.values()] == [t.data_ptr() for t in store.view(key).values()]
+        layer, number = store.shape.split(key)
+        assert store.layer(layer) is store.layer(layer), "kernels keep what they make of it"
+        assert all(store.layer(layer)[name][number].data_ptr() == view[name].data_ptr() for name in specs)
     store.close()
 
 

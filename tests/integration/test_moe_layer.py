@@ -10,16 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_spac import components
+from vllm_spac import components, runtime
 from vllm_spac.budget.control import BudgetControl
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
-from vllm_spac.execution.exchange import Exchange
+from vllm_spac.execution._exchange import Exchange
+from vllm_spac.execution.pointers.execution import PointerExecution
 from vllm_spac.execution.pointers.streams import CallerStream
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution.slots import SlotExecution, runnable
 from vllm_spac.integration.graphs import with_moe_layer
-from vllm_spac.integration.layers import custom_ops, managed_experts, triton_tiles
-from vllm_spac.integration.layers.managed_experts import ManagedExperts, runnable
+from vllm_spac.integration.layers import custom_ops, triton_tiles
+from vllm_spac.integration.layers.managed_experts import ManagedExperts, SlotKernel
 from vllm_spac.runtime import Runtime
 from vllm_spac.tiers.memory import MemoryStore
 
@@ -35,7 +36,7 @@ class Kernel:
         assert topk_ids.min() >= 0, "a CPU kernel writes past its heap"
         self.ran.append(len(x))
         slots = topk_ids if self._expert_map is None else self._expert_map[topk_ids.long()]
-        scale = self.spac_pool.tensors["w"][slots.long()].squeeze(-1)
+        scale = self.spac_execution.tensors["w"][slots.long()].squeeze(-1)
         self.seen.append(topk_ids)
         return x * (topk_weights * scale).sum(1, keepdim=True)
 
@@ -56,13 +57,25 @@ class Layer(ManagedExperts, Kernel):
         store = MemoryStore(shape, "")
         for key in range(shape.total):
             store.put(key, {"w": torch.tensor([key + 1.0])})
-        policy = components.build("policies", "lru")
-        pool = ExpertPool(shape, slots, policy, store, {"w": torch.empty(slots, 1)}, io_threads=1, path="memory")
-        list(pool.fill())
-        self.spac = SimpleNamespace(runtime=Runtime([pool], BudgetControl([])), on_cpu=on_cpu, device="cpu")
-        self.spac.exchange = None if on_cpu else Exchange(torch.device("cpu"), CallerLane())
-        self.spac_pool, self.spac_index, self.layer_name, self.ran = pool, 0, "layer", []
-        self._pointers, self._expert_map, self.seen = False, None, []
+        self.exchange = None if on_cpu else Exchange(torch.device("cpu"), CallerLane())
+        execution = SlotExecution(
+            shape,
+            slots,
+            components.build("policies", "lru"),
+            store,
+            {"w": torch.empty(slots, 1)},
+            io_threads=1,
+            path="memory",
+            exchange=self.exchange,
+        )
+        list(execution.fill())
+        self.spac = SimpleNamespace(runtime=Runtime([execution], BudgetControl([])), device="cpu")
+        self.spac_execution, self.spac_index, self.layer_name, self.ran = execution, 0, "layer", []
+        self.activation, self._expert_map, self.seen = SimpleNamespace(value="silu"), None, []
+        self.spac_kernel = SlotKernel(self, lambda *given: Kernel.forward_modular(self, *given), on_cpu)
+
+    def in_slots(self, x, weights, ids):
+        return self.spac_execution.in_slots(self.spac_index, x, weights, ids, self.spac_kernel)
 
 
 def padded(rows: int, junk: list[int]) -> torch.Tensor:
@@ -81,14 +94,14 @@ def test_padding_needs_no_experts(junk: list[int], slots: int) -> None:
     expected = x[:3] * (weights[:3] * (IDS + 1)).sum(1, keepdim=True)
     assert torch.allclose(out[:3], expected)
     assert layer.ran == [8], "as many rows as without the plugin: a GPU's kernel rounds by the size of its batch"
-    counted = layer.spac_pool.snapshot()
+    counted = layer.spac_execution.snapshot()
     assert (counted["hits"], counted["misses"], counted["loads"]) == (3, 0, 0)
 
 
 def test_a_dummy_run_may_be_padding_alone() -> None:
     layer = Layer(3)
     out = layer.spac_forward(torch.ones(4, WIDTH), torch.ones(4, TOP_K), torch.full((4, TOP_K), -1))
-    assert out.shape == (4, WIDTH) and layer.spac_pool.snapshot()["waves"] == 0
+    assert out.shape == (4, WIDTH) and layer.spac_execution.snapshot()["waves"] == 0
 
 
 def test_an_expert_that_is_skipped_in_a_row_that_counts_adds_nothing() -> None:
@@ -101,7 +114,7 @@ def test_an_expert_that_is_skipped_in_a_row_that_counts_adds_nothing() -> None:
 def test_off_the_cpu_experts_keep_their_ids_and_a_map_has_their_slots() -> None:
     layer = Layer(3, on_cpu=False)
     ids, x, weights = torch.tensor([[7, 5], [5, 6], [4, 3]]), torch.rand(3, WIDTH), torch.rand(3, TOP_K)
-    out = layer.spac_in_slots(x, weights, ids)
+    out = layer.in_slots(x, weights, ids)
     assert torch.allclose(out, x * (weights * (ids + 1)).sum(1, keepdim=True))
     assert torch.equal(torch.cat(layer.seen), ids) and len(layer.seen) == 2, "vLLM sorts rows by a layer's experts"
 
@@ -110,8 +123,8 @@ def test_off_the_cpu_experts_keep_their_ids_and_a_map_has_their_slots() -> None:
 def test_off_the_cpu_ids_that_all_count_stay_where_they_are(slots: int) -> None:
     """What the router chose goes down to the host; up goes the map alone, unless padding has changed the ids."""
     layer, up = Layer(slots, on_cpu=False), []
-    to_device = layer.spac.exchange.to_device
-    layer.spac.exchange.to_device = lambda tensor: up.append(tensor.shape) or to_device(tensor)
+    to_device = layer.exchange.to_device
+    layer.exchange.to_device = lambda tensor: up.append(tensor.shape) or to_device(tensor)
     layer.spac.runtime.begin_step(Step((RequestRows(0, 3, RowKind.PREFILL),)))
     ids, x, weights = torch.tensor([[7, 5], [5, 6], [4, 3]]), torch.rand(3, WIDTH), torch.rand(3, TOP_K)
     out = layer.spac_forward(x, weights, ids)
@@ -181,7 +194,7 @@ def test_off_the_cpu_vllm_sorts_by_experts_and_finds_their_slots(unhooked, monke
                 pair, slot = int(order[place]), blocks[place // 4]
                 if pair < ids.numel():
                     row = pair // TOP_K
-                    out[row] += x[row] * weights.flatten()[pair] * self.spac_pool.tensors["w"][slot]
+                    out[row] += x[row] * weights.flatten()[pair] * self.spac_execution.tensors["w"][slot]
             return out
 
     monkeypatch.setattr(_custom_ops, "moe_align_block_size", align_on_cuda)
@@ -191,7 +204,7 @@ def test_off_the_cpu_vllm_sorts_by_experts_and_finds_their_slots(unhooked, monke
     ids = torch.tensor([[7, 5], [5, 6], [4, 3]], dtype=torch.int32)
     for index in (0, 4):
         layer.spac_index = index
-        out = layer.spac_in_slots(x, weights, ids)
+        out = layer.in_slots(x, weights, ids)
         expected = x * (weights * (ids + 1 + index * EXPERTS)).sum(1, keepdim=True)
         assert torch.allclose(out, expected)
     assert layer._expert_map.max() >= EXPERTS
@@ -229,7 +242,7 @@ def test_off_the_cpu_tiles_are_those_of_a_whole_layer(unhooked, monkeypatch) -> 
 
     monkeypatch.setattr(Kernel, "forward_modular", kernel)
     monkeypatch.setattr(triton_moe, "try_get_optimal_moe_config", choose)
-    layer.spac_in_slots(torch.rand(3, WIDTH), torch.rand(3, TOP_K), torch.tensor([[7, 5], [5, 6], [4, 3]]))
+    layer.in_slots(torch.rand(3, WIDTH), torch.rand(3, TOP_K), torch.tensor([[7, 5], [5, 6], [4, 3]]))
     assert chosen == 2 * [((EXPERTS, 64, 32), (EXPERTS, 32, 32), 3)]
     assert triton_moe.try_get_optimal_moe_config((3, 64, 32), (3, 32, 32), TOP_K, None, 1)[2] == 1, (
         "others choose as ever"
@@ -239,7 +252,7 @@ def test_off_the_cpu_tiles_are_those_of_a_whole_layer(unhooked, monkeypatch) -> 
 def test_off_the_cpu_vllms_own_ids_reach_its_kernel_untouched() -> None:
     layer = Layer(EXPERTS, on_cpu=False)
     seen = []
-    layer.spac_pool.observe = lambda index, ids: seen.append(ids)
+    layer.spac_execution.observe = lambda index, ids: seen.append(ids)
     ids = padded(2, [7, 7])
     layer.spac.runtime.begin_step(Step((RequestRows(0, 3, RowKind.PREFILL),)))
     layer.spac_forward(torch.ones(5, WIDTH), torch.ones(5, TOP_K), ids)
@@ -249,7 +262,7 @@ def test_off_the_cpu_vllms_own_ids_reach_its_kernel_untouched() -> None:
 @pytest.mark.parametrize(("slots", "on_cpu"), [(3, True), (3, False), (EXPERTS, True)])
 def test_a_graph_holds_no_layer_that_loads(monkeypatch, slots: int, on_cpu: bool) -> None:
     layer = Layer(slots, on_cpu)
-    monkeypatch.setattr(managed_experts, "capturing", lambda tensor: True)
+    monkeypatch.setattr(runtime, "capturing", lambda tensor: True)
     with pytest.raises(SpacError, match="--enforce-eager"):
         layer.spac_forward(torch.ones(1, WIDTH), torch.ones(1, TOP_K), torch.zeros(1, TOP_K, dtype=torch.int64))
 
@@ -257,27 +270,29 @@ def test_a_graph_holds_no_layer_that_loads(monkeypatch, slots: int, on_cpu: bool
 def test_a_graph_holds_a_layer_whose_experts_all_have_a_slot(monkeypatch) -> None:
     """vLLM's kernel runs what the router chose, and nothing waits for the host or is kept for it."""
     layer, ids = Layer(EXPERTS, on_cpu=False), padded(2, [7, 7])
-    monkeypatch.setattr(managed_experts, "capturing", lambda tensor: True)
+    monkeypatch.setattr(runtime, "capturing", lambda tensor: True)
     with monkeypatch.context() as graph:
         for name in ("cpu", "numpy", "item", "tolist", "nonzero"):
             graph.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for the device"))
         layer.spac_forward(torch.ones(5, WIDTH), torch.ones(5, TOP_K), ids)
-    assert layer.seen == [ids] and layer.spac_pool.snapshot()["hits"] == 0
+    assert layer.seen == [ids] and layer.spac_execution.snapshot()["hits"] == 0
     with pytest.raises(UnsupportedError, match="a budget"):
         layer.spac.runtime.require_host("a budget")
 
 
 def test_a_layer_over_pointers_that_is_captured_is_closed_to_the_host(monkeypatch) -> None:
     layer, ids = Layer(3), torch.tensor([[1, 2]])
-    layer._pointers, layer.activation = True, SimpleNamespace(value="silu")
-    layer.spac_pool = SimpleNamespace(observe=lambda *_: None, run=lambda index, x, weights, ids, *rest: x * ids.sum())
-    x, weights, runtime = torch.ones(1, WIDTH), torch.ones(1, TOP_K), layer.spac.runtime
+    layer.spac_execution = SimpleNamespace(
+        waits_for_host=lambda kernel: PointerExecution.needs_host,
+        forward=lambda index, x, weights, ids, *rest: x * ids.sum(),
+    )
+    x, weights, closed = torch.ones(1, WIDTH), torch.ones(1, TOP_K), layer.spac.runtime
     layer.spac_forward(x, weights, ids)
-    runtime.require_host("a budget")
-    monkeypatch.setattr(managed_experts, "capturing", lambda tensor: True)
+    closed.require_host("a budget")
+    monkeypatch.setattr(runtime, "capturing", lambda tensor: True)
     assert torch.equal(layer.spac_forward(x, weights, ids), 3 * x)
     with pytest.raises(UnsupportedError, match="a budget"):
-        runtime.require_host("a budget")
+        closed.require_host("a budget")
 
 
 def test_runnable_keeps_what_counts() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,7 +169,7 @@ def outside(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     ("spac", "named"),
     [
-        ({"policy": "spac_nowhere:X"}, r"policy=spac_nowhere:X \(--spac-policy\).*No module named.*PYTHONPATH"),
+        ({"policy": "spac_nowhere:X"}, r"policy='spac_nowhere:X' \(--spac-policy\).*No module named.*PYTHONPATH"),
         ({"policy": "spac_outside:Nope"}, "--spac-policy.*has no attribute 'Nope'"),
         ({"policy": "spac_outside:instance"}, "--spac-policy.*derive it from vllm_spac.policies.base.Policy"),
         ({"policy": "spac_outside:Oracle"}, "--spac-policy.*derive it from vllm_spac.policies.base.Policy"),
@@ -182,7 +183,7 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"policy": ":"}, "--spac-policy.*package.module:Class"),
         ({"budget_ranking": "spac_outside:Fine"}, "--spac-budget-ranking.*vllm_spac.budget.rankings.base.Ranking"),
         ({"budget_ranking": "spac_outside:Oracle"}, "--spac-budget-ranking.*every expert"),
-        ({"budget": 8, "budget_ranking": "spac_nowhere:X"}, "^spac: cannot load 'spac_nowhere:X'.*No module named"),
+        ({"budget": 8, "budget_ranking": "spac_nowhere:X"}, "--spac-budget-ranking.*cannot load .*No module named"),
         ({"trace": "/no/such/folder/t"}, "--spac-trace.*No such file or directory; name another file"),
         ({"trace": "/proc/x"}, "--spac-trace.*cannot be written"),
         ({"trace": "text"}, "--spac-trace.*no trace.*--spac-trace-overwrite"),
@@ -388,21 +389,24 @@ def test_without_asking_nothing_changes(moe):
 @pytest.mark.parametrize(
     ("facts", "named"),
     [
-        ({"activation": SimpleNamespace(value="relu2")}, "the activation relu2"),
-        ({"activation": SimpleNamespace(value="swigluoai"), "swiglu_limit": 5.0}, "swigluoai with limit 5.0"),
-        ({"swiglu_limit": 7.0}, "silu with limit 7.0"),
-        ({"apply_router_weight_on_input": True}, "router weights on the input"),
+        ({"activation": "relu2"}, "the activation relu2"),
+        ({"activation": "swigluoai", "limit": 5.0}, "swigluoai with limit 5.0"),
+        ({"limit": 7.0}, "silu with limit 7.0"),
+        ({"weighs_input": True}, "router weights on the input"),
+        ({"quantised": "Fp8MoEMethod"}, r"the quantised experts \(Fp8MoEMethod\)"),
     ],
     ids=str,
 )
 def test_layers_that_our_kernels_do_not_compute(facts, named):
-    from vllm_spac.integration.layers.managed_experts import ManagedExperts
+    from vllm_spac.execution.base import LayerFacts
+    from vllm_spac.execution.pointers.execution import PointerExecution
+    from vllm_spac.execution.slots import SlotExecution
 
-    plain = {"activation": SimpleNamespace(value="silu"), "swiglu_limit": None, "swiglu_alpha": None}
-    plain |= {"apply_router_weight_on_input": False, "layer_name": "layers.3"}
-    ManagedExperts._check_kernels(SimpleNamespace(**plain))
+    plain = LayerFacts("layers.3", "silu")
+    PointerExecution.check_layer(plain)
     with pytest.raises(ValueError, match=f"{named}.* of layers.3; use --spac-execution slots"):
-        ManagedExperts._check_kernels(SimpleNamespace(**plain | facts))
+        PointerExecution.check_layer(replace(plain, **facts))
+    SlotExecution.check_layer(replace(plain, **facts))
 
 
 def test_a_worker_extension_built_on_ours_is_kept(moe):
@@ -494,7 +498,7 @@ def test_bad_keys_on_the_command_line_are_one_line(flags, said):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--plugin", "spac", "--spac-policy", "spac_nowhere:X"], "policy=spac_nowhere:X (--spac-policy)"),
+        (["--plugin", "spac", "--spac-calibration", "/not/there"], "calibration=/not/there (--spac-calibration)"),
         (["--additional-config", '{"spac": 5}'], "must be a mapping of knobs"),
     ],
     ids=["preflight", "arguments"],
@@ -514,6 +518,6 @@ def test_an_offline_llm_raises_one_line(moe):
 
     from vllm_spac.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"policy=spac_nowhere:X \(--spac-policy\)") as caught:
+    with pytest.raises(ConfigError, match=r"policy='spac_nowhere:X' \(--spac-policy\)") as caught:
         LLM(str(moe), skip_tokenizer_init=True, additional_config={"spac": {"policy": "spac_nowhere:X"}})
     assert str(caught.value).isprintable()

@@ -19,7 +19,7 @@ from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.execution.pointers import execution
 from vllm_spac.execution.pointers.admissions.base import Kernels
-from vllm_spac.execution.pointers.execution import StreamedPool
+from vllm_spac.execution.pointers.execution import PointerExecution
 
 KERNELS = {
     "gate_up": (grouped_gemm, "_gate_up_kernel"),
@@ -88,7 +88,7 @@ class Device(TorchDispatchMode):
         return result
 
 
-def pool(experts: int, top_k: int, rows: int, slots: float = 0.25, layers: int = 2, **options) -> StreamedPool:
+def pool(experts: int, top_k: int, rows: int, slots: float = 0.25, layers: int = 2, **options) -> PointerExecution:
     """Filled, in float32, with so many layers of tiny experts; ``slots`` is a share."""
     specs = {"w13_weight": TensorSpec((2 * FF, D), torch.float32), "w2_weight": TensorSpec((D, FF), torch.float32)}
     shape = MoEShape(tuple(map(str, range(layers))), experts, top_k, specs)
@@ -99,13 +99,13 @@ def pool(experts: int, top_k: int, rows: int, slots: float = 0.25, layers: int =
         store.put(key, blank)
     tensors = getattr(store, "tensors", None) or {n: torch.zeros(count, *s.shape) for n, s in specs.items()}
     policy = components.build("policies", "lru")
-    made = StreamedPool(shape, count, policy, store, tensors, path="host", rows=rows, **options)
+    made = PointerExecution(shape, count, policy, store, tensors, path="host", rows=rows, **options)
     for _ in made.fill():
         pass
     return made
 
 
-def forward(pool: StreamedPool, rows: int) -> None:
+def forward(pool: PointerExecution, rows: int) -> None:
     """All layers, over rows that come as vLLM's routers give them."""
     k = pool.shape.top_k
     x, weights = torch.zeros(rows, D), torch.ones(rows, k)

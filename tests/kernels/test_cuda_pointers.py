@@ -7,7 +7,7 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.execution.pointers.execution import StreamedPool
+from vllm_spac.execution.pointers.execution import PointerExecution
 from vllm_spac.execution.pointers.staging import ROWS as ROWS_STAGED
 
 pytestmark = [
@@ -20,7 +20,7 @@ STEPS = [Step((RequestRows(0, rows, RowKind.DECODE),)) for rows in (ROWS, ROWS -
 PROMPT = Step((RequestRows(0, ROWS_STAGED * EXPERTS // TOP_K, RowKind.PREFILL),))
 
 
-def pool(slots: int, **options) -> StreamedPool:
+def pool(slots: int, **options) -> PointerExecution:
     dtype = torch.bfloat16
     specs = {"w13_weight": TensorSpec((2 * FF, D), dtype), "w2_weight": TensorSpec((D, FF), dtype)}
     shape = MoEShape(tuple(map(str, range(LAYERS))), EXPERTS, TOP_K, specs)
@@ -35,7 +35,7 @@ def pool(slots: int, **options) -> StreamedPool:
         name: torch.empty((slots, *spec.shape), dtype=dtype, device="cuda") for name, spec in specs.items()
     }
     options |= {"path": "host", "rows": PROMPT.rows, "poison": True}
-    made = StreamedPool(shape, slots, components.build("policies", "lru"), store, tensors, **options)
+    made = PointerExecution(shape, slots, components.build("policies", "lru"), store, tensors, **options)
     for _ in made.fill():
         pass
     return made
@@ -44,7 +44,7 @@ def pool(slots: int, **options) -> StreamedPool:
 class Model:
     """Layers one behind the other, on buffers that stay where they are."""
 
-    def __init__(self, pool: StreamedPool, rows: int = ROWS) -> None:
+    def __init__(self, pool: PointerExecution, rows: int = ROWS) -> None:
         self.pool, self.rows = pool, rows
         self.x = torch.zeros(rows, D, dtype=torch.bfloat16, device="cuda")
         self.ids = torch.zeros(LAYERS, rows, TOP_K, dtype=torch.int32, device="cuda")
@@ -88,7 +88,7 @@ def test_same_bits_as_in_hbm_while_experts_move(graph, admission):
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        moving.pool.end_step()
+        moving.pool.end_forward()
         if step % 4 == 0:  # it may wait for the device, and what follows would find it idle
             moving.pool.admission.check_integrity()
         assert torch.equal(moving.out[:, : padded.rows], whole.out[:, : padded.rows]), step
@@ -122,7 +122,7 @@ def test_same_bits_as_in_hbm_while_prompts_are_staged(admission):
             ours.forward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        moving.end_step()
+        moving.end_forward()
         assert torch.equal(ours.out, theirs.out), step
     stats = moving.snapshot()
     assert stats["bytes"]["host staged"] > 0 and stats["prefetches"] + stats["loads"] > 0

@@ -18,7 +18,7 @@ from launches import D, Device, forward, pool  # noqa: E402
 
 from vllm_spac import components  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
-from vllm_spac.execution.pointers.execution import StreamedPool  # noqa: E402
+from vllm_spac.execution.pointers.execution import PointerExecution  # noqa: E402
 
 MODELS = {
     "Mixtral": (8, 2),
@@ -69,7 +69,7 @@ def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, mos
     for rows in (1, 2, 3, 5, 7, 11, 17, 33, 65, 127, 129, 257, 1000, 1999):
         made.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
         forward(made, rows)
-        made.end_step()
+        made.end_forward()
     assert device.keys == compiled
     names = [name for name, *_ in compiled]
     assert names.count("combine") == 1 and names.count("fetch") == len(BEFORE[admission]) // 2
@@ -109,7 +109,7 @@ def test_launches_of_a_layer(device, rows, launched, admission):
     for real, device.capturing in ((rows, False), (rows // 2, False), (rows, True)):
         made.begin_step(Step((RequestRows(0, real, RowKind.DECODE),)))
         assert launches(device, made, rows) == BEFORE[admission] + launched
-        made.end_step()
+        made.end_forward()
     made.close()
 
 
@@ -120,7 +120,7 @@ def test_launches_of_a_layer_with_a_slot_for_each(device):
     made.close()
 
 
-def launches(device: Device, made: StreamedPool, rows: int) -> list[str]:
+def launches(device: Device, made: PointerExecution, rows: int) -> list[str]:
     """Of the last layer, over rows that come as vLLM's routers give them."""
     x, ids = torch.zeros(rows, D), torch.zeros(rows, made.shape.top_k, dtype=torch.int32)
     weights, out = torch.ones(ids.shape), torch.empty_like(x)

@@ -20,9 +20,9 @@ from vllm_spac import components
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.core import MoEShape, Rates, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, StoreError
-from vllm_spac.execution.row_shares import Share, combine
-from vllm_spac.execution.slots import ExpertPool
-from vllm_spac.executors._thread import CpuGroup
+from vllm_spac.execution.base import Rows
+from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.executors._thread import ExecutorThread
 from vllm_spac.executors.base import CpuExperts
 from vllm_spac.executors.torch import Torch
 from vllm_spac.tiers.host import HostStore
@@ -83,36 +83,27 @@ class Watched(Torch):
 
 
 class Layers:
-    """What the layers of a model do: ``ManagedExperts.spac_forward`` with torch for a kernel."""
+    """The layers of a model with torch for a kernel."""
+
+    activation = "silu"
+    takes_slots = True
 
     def __init__(self, slots: int, balancer: str = "fixed", delay: float = 0.0, policy: str = "lru", **knobs) -> None:
         tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in SPECS.items()}
         self.store, self.executor = Slow(delay), Watched()
         built = components.build("policies", policy)
-        options = {"io_threads": 2, "path": "double", "engine": PrefetchSettings(poison=True)}
-        self.pool = ExpertPool(SHAPE, slots, built, self.store, tensors, **options)
+        options = {"io_threads": 2, "path": "double", "ahead": PrefetchSettings(poison=True)}
+        self.pool = SlotExecution(SHAPE, slots, built, self.store, tensors, **options)
         chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
-        self.pool.balance(chosen, CpuGroup(self.executor))
+        self.pool.balance(chosen, ExecutorThread(self.executor))
         self.kernel = Torch(SHAPE, 1, "silu")
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        self.pool.observe(layer, ids)
-        cold = self.pool.cold(layer, ids)
-        if cold is None:
-            return self.in_slots(layer, x, weights, ids)
-        beside, hot = Share.of(ids, cold), Share.of(ids, ~cold)
-        with self.pool.computing(layer, beside, x, weights) as computation:
-            parts = [(hot, self.in_slots(layer, *hot.pick(x, weights), hot.ids, computation.give_way))]
-            return combine(x, [*parts, (beside, computation.result())])
+        return self.pool.forward(layer, x, weights, ids, self, Rows(len(x), as_routed=True))
 
-    def in_slots(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, loaded=lambda: None) -> Tensor:
-        out = torch.empty_like(x)
-        for wave in self.pool.waves(layer, ids):
-            rows = slice(wave.start, wave.stop)
-            loaded()
-            assert not self.executor.inside.is_set(), "a kernel runs beside one that must be alone"
-            out[rows] = self.kernel.run(x[rows], weights[rows], wave.slot_ids, self.pool.tensors)
-        return out
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of=None, rows: int = 0) -> Tensor:
+        assert not self.executor.inside.is_set(), "a kernel runs beside one that must be alone"
+        return self.kernel.run(x, weights, ids, self.pool.tensors)
 
     def all_hot(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return self.kernel.run(x, weights, ids, self.store.layer(layer))
@@ -159,7 +150,7 @@ def test_hot_and_cold_are_all_hot(forwards, slots: int, balancer, policy: str) -
             before = layers.pool.residency.slot_of.copy()
             layers.pool.begin_step(DECODE)
             out = layers.forward(layer, x, weights, ids)
-            layers.pool.end_step()
+            layers.pool.end_forward()
             expected = layers.all_hot(layer, x, weights, ids)
             torch.testing.assert_close(out, expected, rtol=0, atol=16 * 100 * torch.finfo(torch.float32).eps / 2)
             layers.pool.residency.check_integrity()
@@ -179,7 +170,7 @@ def test_all_hot_all_cold_and_some(make) -> None:
     ids = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
     cold = layers.pool.cold(0, ids)
     assert cold.tolist() == [[True, False], [False, True]], "the two with the fewest rows, of three that are missing"
-    layers.in_slots(0, x, weights, ids)
+    layers.pool.in_slots(0, x, weights, ids, layers)
     assert layers.pool.cold(0, ids) is None, "nothing is missing"
     assert layers.pool.cold(1, ids[:1]).all() and layers.pool.residency.resident == 3
 
@@ -200,7 +191,7 @@ def test_policy_hears_of_what_ran_on_the_cpu(make) -> None:
     for _ in range(3):
         layers.pool.begin_step(DECODE)
         layers.forward(0, *routed(1, 0)[:2], torch.tensor([[0, 1]], dtype=torch.int32))
-        layers.pool.end_step()
+        layers.pool.end_forward()
     assert layers.pool.residency.resident == 0 and layers.pool.counters.cpu_experts == 6
     assert layers.pool.residency.policy._estimator is not None
 
@@ -211,8 +202,8 @@ def test_threshold_has_scores_where_neither_policy_nor_prefetcher_keeps_them(mak
     for first in (0, 2, 0):
         layers.pool.begin_step(Step((RequestRows(0, 7, RowKind.VERIFY, 6),)))
         layers.forward(0, x, weights, torch.tensor([[first, first + 1]] * 7, dtype=torch.int32))
-        layers.pool.end_step()
-    assert layers.pool._engine.scores[:2].all() and not layers.pool._engine.scores[EXPERTS:].any()
+        layers.pool.end_forward()
+    assert layers.pool._loader.scores[:2].all() and not layers.pool._loader.scores[EXPERTS:].any()
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -279,6 +270,6 @@ def test_an_executor_that_refuses_a_layer_leaves_no_thread() -> None:
 
     executor: CpuExperts = Refuses()
     with pytest.raises(ValueError, match="not this layer"):
-        CpuGroup(executor, [{}])
+        ExecutorThread(executor, [{}])
     assert executor.closed
     assert not any(thread.name.startswith("spac-cpu") for thread in threading.enumerate())

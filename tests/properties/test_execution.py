@@ -13,7 +13,7 @@ from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.pointers import execution
-from vllm_spac.execution.pointers.execution import StreamedPool
+from vllm_spac.execution.pointers.execution import PointerExecution
 from vllm_spac.execution.pointers.staging import ROWS
 
 LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
@@ -30,7 +30,7 @@ def shape(dtype: torch.dtype = torch.float32, bias: bool = True, **others) -> Mo
     return MoEShape(tuple("abc"), **{"experts": EXPERTS, "top_k": TOP_K, "tensors": specs, **others})
 
 
-class Pool(StreamedPool):
+class Pool(PointerExecution):
     """With a filled store and slots that are NaN before each copy; ``check`` does what the layers of a step do."""
 
     def __init__(self, slots: int, layout: MoEShape | None = None, policy: str = "lru", store: str = "host", **options):
@@ -73,7 +73,7 @@ class Pool(StreamedPool):
             assert self.run(layer, x, weights, routed, activation, out) is out
             assert torch.equal(out, self.expected(layer, x, weights, routed, activation))
             used += len(set(routed.flatten().tolist()) - {-1})
-        self.end_step()
+        self.end_forward()
         return used
 
     def settle(self) -> None:
@@ -222,7 +222,7 @@ def test_with_a_slot_for_each_nothing_moves(made, admission):
 def test_dummy_runs_are_not_counted_and_decide_nothing(made, admission):
     """Before the first step, and after one that has left offers."""
     pool, rng = made(10, admission=admission), torch.Generator().manual_seed(0)
-    pool.end_step()
+    pool.end_forward()
     assert pool.snapshot()["waves"] == 0
     pool.check(DECODE, rng, ids=torch.tensor([[6, 7]] * 3))
     pool.settle()
@@ -231,7 +231,7 @@ def test_dummy_runs_are_not_counted_and_decide_nothing(made, admission):
         x, weights, ids = torch.ones(1, D), torch.ones(1, TOP_K), torch.tensor([[4, 5]])
         out = pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
         assert torch.equal(out, pool.expected(layer, x, weights, ids, "silu"))
-    pool.end_step()
+    pool.end_forward()
     assert pool.snapshot() == before and (pool.admission.slots() == slots).all()
     pool.admission.check_integrity()
 
@@ -324,7 +324,7 @@ class Replayed:
         self.out.fill_(float("nan"))
         self.pool.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
         self.graph.replay()
-        self.pool.end_step()
+        self.pool.end_forward()
         used = 0
         for layer in range(LAYERS):
             given = self.x[layer, :rows], self.weights[layer, :rows], self.ids[layer, :rows]
@@ -364,7 +364,7 @@ def test_replayed_and_launched_steps_take_turns(made, monkeypatch, admission):
         ids = torch.arange(16).view(8, 2) % EXPERTS
         pool.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
         out = pool.run(0, x, weights, ids, "silu", torch.empty_like(x))
-        pool.end_step()
+        pool.end_forward()
         assert torch.equal(out[:rows], pool.expected(0, x[:rows], weights[:rows], ids[:rows], "silu"))
         assert not out[rows:].any()
         assert int((pool._counts[0] > 0).sum()) == len(ids[:rows].unique())

@@ -1,4 +1,4 @@
-"""The engine's books under any order of events: residency, queue and prefetcher are the real ones, and reads ahead
+"""The loader's books under any order of events: residency, queue and prefetcher are the real ones, and reads ahead
 begin, end, fail and are dropped when the test says so. A million transitions in `make test-full`.
 """
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from vllm_spac import components
-from vllm_spac.cache.loader import Engine
+from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency, SlotState
 from vllm_spac.errors import StoreError
@@ -125,7 +125,7 @@ class Watched(Residency):
 
 
 class World:
-    """One engine, and what must be true of it. Every method is a transition."""
+    """One loader, and what must be true of it. Every method is a transition."""
 
     transitions = 0
 
@@ -135,7 +135,7 @@ class World:
         self.residency = Watched(KEYS, slots, components.build("policies", policy))
         self.transfers = Transfers(slots)
         self.ahead = self.transfers.ahead
-        self.engine = Engine(self.residency, self.transfers, self.counters, EXPERTS, knobs)
+        self.loader = ExpertLoader(self.residency, self.transfers, self.counters, EXPERTS, knobs)
         self.held: list[list[int]] = []
 
     def hold(self, layer: int, experts: list[int], failing: set[int], interrupt: str = "") -> None:
@@ -145,7 +145,7 @@ class World:
         self.transfers.failing, self.ahead.failing = failing, failing
         self.transfers.interrupt, self.ahead.interrupt = interrupt == "load", interrupt == "wait"
         try:
-            missed = self.engine.hold(keys, self.counters)
+            missed = self.loader.hold(keys, self.counters)
         except LookupError:
             assert len(pinned) + len(keys) > self.slots, "a forward fails for slots that nobody needs"
         except StoreError as error:
@@ -162,11 +162,11 @@ class World:
 
     def release(self, number: int) -> None:
         if self.held:
-            self.engine.release(self.held.pop(number % len(self.held)))
+            self.loader.release(self.held.pop(number % len(self.held)))
 
     def end_step(self, counts: np.ndarray | None) -> None:
         if not self.ahead.closed:
-            self.engine.end_step(counts)
+            self.loader.end_step(counts)
 
     def begin(self, number: int) -> None:
         waiting = [key for key in self.ahead.keys if key not in self.ahead.begun]
@@ -181,7 +181,7 @@ class World:
             self.ahead.end(key)
 
     def close(self) -> None:
-        self.engine.close()
+        self.loader.close()
 
     def random(self, rng: random.Random) -> None:
         """Any transition but the last."""
@@ -216,7 +216,7 @@ class World:
         assert residency._pinned == {key for keys in self.held for key in keys}
         assert all(self.is_ready(key) for key in residency._pinned)
         assert len(self.ahead.keys) <= self.knobs.depth
-        unused = self.engine._prefetcher.unused
+        unused = self.loader._prefetcher.unused
         assert all(self.is_ready(key) for key in unused)
         assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(unused)
         assert counters.prefetches == counters.bytes.get("double ahead", 0)

@@ -22,7 +22,7 @@ from vllm_spac.cache.prefetcher import Prefetcher, PrefetchSettings
 from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.metrics import Counters
 from vllm_spac.predictors.base import Signal
 from vllm_spac.predictors.utility import UtilityEstimator
@@ -64,7 +64,7 @@ class Gated(MemoryStore):
         return super().read(key, into)
 
 
-class Pool(ExpertPool):
+class Pool(SlotExecution):
     def __init__(
         self, slots: int, policy: str = "utility", threads: int = 4, delay: Callable[[], float] = lambda: 0.0, **knobs
     ) -> None:
@@ -77,12 +77,12 @@ class Pool(ExpertPool):
             tensors,
             io_threads=threads,
             path="double",
-            engine=PrefetchSettings(prefetch="utility", options={"gamma": 2}, poison=True, **knobs),
+            ahead=PrefetchSettings(prefetch="utility", options={"gamma": 2}, poison=True, **knobs),
         )
 
     @property
     def ahead(self) -> background.Background:
-        return self._engine._transfers.ahead
+        return self._loader._transfers.ahead
 
     def check(self, layer: int, ids: Tensor) -> None:
         """Run a layer and look at what its rows would read, also after everything else had its turn."""
@@ -103,8 +103,8 @@ class Pool(ExpertPool):
         """A step has ended after which these experts have the highest score and all others none."""
         scores = np.zeros(SHAPE.total, dtype=np.int64)
         scores[list(keys)] = 4
-        self._engine._prefetcher.scores = scores
-        self._engine.end_step(None)
+        self._loader._prefetcher.scores = scores
+        self._loader.end_step(None)
 
 
 @pytest.fixture
@@ -174,11 +174,11 @@ def test_every_row_sees_its_experts(policy: str, slots: int, depth: int, make) -
                 pool.check(layer, torch.from_numpy(favourites))
             except StoreError as error:
                 assert "for now" in str(error)
-        pool.end_step()
+        pool.end_forward()
         pool.residency.check_integrity()
     counters = pool.counters
     assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(
-        pool._engine._prefetcher.unused
+        pool._loader._prefetcher.unused
     )
     assert counters.bytes.get("double ahead", 0) == counters.prefetches * SHAPE.expert_bytes
     assert counters.bytes["double"] == counters.loads * SHAPE.expert_bytes
@@ -193,7 +193,7 @@ def test_experts_that_score_are_there_before_they_are_needed(make) -> None:
     pool.begin_step(VERIFY)
     pool.check(0, row(2, 3, 2))
     pool.check(1, row(2, 2, 2))
-    pool.end_step()
+    pool.end_forward()
     counters = pool.counters
     assert (counters.hits, counters.misses, counters.loads) == (3, 0, 0)
     assert (counters.prefetches, counters.prefetch_hits, counters.prefetch_late) == (3, 3, 0)
@@ -209,11 +209,11 @@ def test_scores_come_from_what_steps_select(policy: str, make) -> None:
         ids = torch.full((9, 3), 5)
         ids[:rows] = expert
         pool.observe(1, ids)
-        pool.end_step()
+        pool.end_forward()
     pool.until_read()
-    pool._engine.end_step(None)
+    pool._loader.end_step(None)
     assert np.flatnonzero(pool.residency.slot_of >= 0).tolist() == [SHAPE.key(1, 2)]
-    scores = pool._engine._prefetcher.scores
+    scores = pool._loader._prefetcher.scores
     assert scores[SHAPE.key(1, 2)] > 0 == scores[SHAPE.key(1, 5)]
 
 
@@ -229,8 +229,8 @@ def test_the_best_come_first_and_then_the_first_layers(make) -> None:
     pool.until_read()
     scores = np.zeros(SHAPE.total, dtype=np.int64)
     scores[[1, 9, 17]] = 1, 3, 3
-    pool._engine._prefetcher.scores = scores
-    pool._engine.end_step(None)
+    pool._loader._prefetcher.scores = scores
+    pool._loader.end_step(None)
     assert list(pool.ahead.keys) == [9, 17, 1]
 
 
@@ -238,7 +238,7 @@ def test_never_a_better_one_for_a_worse_one(make) -> None:
     pool = make(3)
     pool.begin_step(VERIFY)
     pool.check(0, row(0, 1, 2))
-    pool.end_step()
+    pool.end_forward()
     pool.want(0, 1, 2, 9, 10)
     assert pool.residency.resident == 3 and not pool.ahead.keys, "all that are there score as much"
     pool.want(0, 2, 9, 10)
@@ -249,7 +249,7 @@ def test_never_a_better_one_for_a_worse_one(make) -> None:
 
 def test_off_reads_nothing(make) -> None:
     pool = make(6)
-    pool._engine._fetches = PrefetchSettings().prefetch != "off"
+    pool._loader._fetches = PrefetchSettings().prefetch != "off"
     pool.want(2, 3)
     assert not pool.ahead.keys and pool.store.reads.total() == 0
 
@@ -260,7 +260,7 @@ def test_a_balancer_says_the_threshold(make) -> None:
             return 9 if layer == 0 else 1
 
     pool = make(12)
-    pool._engine._prefetcher.balancer = Second()
+    pool._loader._prefetcher.balancer = Second()
     pool.want(2, 10, 18)
     assert set(pool.ahead.keys) | set(np.flatnonzero(pool.residency.slot_of >= 0).tolist()) == {10, 18}
 
@@ -331,7 +331,7 @@ def test_a_read_that_has_begun_is_waited_for_and_not_repeated(make) -> None:
     assert pool.residency.is_loading(2)
     pool.store.gates[2].set()
     finish(thread)
-    pool.end_step()
+    pool.end_forward()
     assert errors == [] and pool.store.reads[2] == 1
     counters = pool.counters
     assert (counters.misses, counters.loads, counters.prefetch_hits, counters.prefetch_late) == (3, 2, 1, 1)
@@ -346,7 +346,7 @@ def test_a_read_that_has_not_begun_is_done_on_demand(make) -> None:
     pool.begin_step(VERIFY)
     pool.check(0, row(3, 4, 5))  # though the thread that reads ahead is stuck
     assert pool.store.reads[3] == 1 and pool.residency.is_loading(2)
-    pool.end_step()
+    pool.end_forward()
     assert (pool.counters.loads, pool.counters.prefetches) == (3, 0)
     pool.store.gates[2].set()
     pool.check(0, row(2, 3, 4))
@@ -390,7 +390,7 @@ def test_a_read_that_is_cancelled_just_before_it_begins_does_not_write(make) -> 
     with pool.ahead.paused():
         pool.want(2)
         ticket = pool.ahead._tickets[2]
-        pool._engine._prefetcher.cancel([2])
+        pool._loader._prefetcher.cancel([2])
         pool.ahead._waiting.append(ticket)
     until(lambda: not pool.ahead._waiting and pool.ahead._readers == 0)
     assert pool.store.reads[2] == 0
@@ -542,13 +542,13 @@ def test_close_in_the_middle_of_a_copy(make) -> None:
     pool.store.gate(2)
     pool.want(2, 3, 4, 5)
     assert pool.store.begun[2].wait(PATIENCE)
-    thread, errors = in_thread(pool._engine.close)
+    thread, errors = in_thread(pool._loader.close)
     until(lambda: pool.ahead._closed and not pool.ahead._waiting)
     assert thread.is_alive(), "the read in flight is waited for"
     pool.store.gates[2].set()
     finish(thread)
     assert errors == [] and set(pool.store.reads) == {2} and threading.active_count() == before
-    pool._engine.close()
+    pool._loader.close()
 
 
 @pytest.mark.parametrize("needed", [(2, 3, 4), (3, 4, 5)])
@@ -559,8 +559,8 @@ def test_close_while_a_layer_waits(needed: tuple[int, ...], make) -> None:
     assert pool.store.begun[2].wait(PATIENCE)
     forward, errors = in_thread(lambda: pool.check(0, row(*needed)))
     assert pool.store.begun[needed[1]].wait(PATIENCE)
-    closing, problems = in_thread(pool._engine.close)
-    until(lambda: pool._engine._transfers._pool._shutdown)
+    closing, problems = in_thread(pool._loader.close)
+    until(lambda: pool._loader._transfers._pool._shutdown)
     for gate in pool.store.gates.values():
         gate.set()
     finish(closing)
@@ -572,7 +572,7 @@ def test_close_while_a_layer_waits(needed: tuple[int, ...], make) -> None:
 def test_a_closed_pool_fails_and_does_not_hang(make) -> None:
     pool = make(6)
     pool.check(0, row(2, 3, 4))
-    pool._engine.close()
+    pool._loader.close()
     pool.check(0, row(2, 3, 4))
     with pytest.raises(StoreError, match="shutting down; start it again"):
         pool.check(1, row(2, 3, 4))

@@ -50,7 +50,7 @@ def follow(pool: Pool, trace: Trace) -> dict:
             ids = torch.from_numpy(trace.ids[trace.record_start[record] : trace.record_start[record + 1]].astype(int))
             x, weights = torch.randn(rows, 16, generator=rng), torch.rand(rows, TOP_K, generator=rng)
             pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
-        pool.end_step()
+        pool.end_forward()
         pool.settle()
     return pool.snapshot()
 

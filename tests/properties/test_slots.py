@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import StoreError
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.metrics import Counters
 from vllm_spac.tiers.memory import MemoryStore
 
@@ -54,7 +54,7 @@ class Torn(MemoryStore):
         return super().read(key, into)
 
 
-class Pool(ExpertPool):
+class Pool(SlotExecution):
     """With poisoned slots and a torn store; ``check`` does what a layer does."""
 
     def __init__(self, slots: int, shape: MoEShape = SHAPE, policy: str = "lru", delay: float = 0.0, threads: int = 4):
@@ -162,7 +162,7 @@ def test_counters_add_up(forwards: list[tuple[int, Tensor]], slots: int, data: s
             if counted:
                 pool.begin_step(DECODE)
             parts = pool.check(layer, ids)
-            pool.end_step()
+            pool.end_forward()
             if not counted:
                 assert pool.counters == before
                 continue
@@ -192,7 +192,7 @@ def test_hits_and_misses_by_hand(pools: list[Pool]) -> None:
     assert (pool.counters.hits, pool.counters.misses, pool.counters.waves) == (2, 7, 3)
     pool.check(1, torch.tensor([[0, 1, 2], [3, 4, 5]]))  # 6 experts in 4 slots
     assert (pool.counters.hits, pool.counters.misses, pool.counters.waves) == (5, 10, 5)
-    pool.end_step()
+    pool.end_forward()
     assert pool.counters.stall_seconds > 0
 
 
@@ -214,7 +214,7 @@ def test_long_prefill(pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> Non
     pools.append(few := Pool(SHAPE.experts - 1))
     narrow = torch.where(ids == 7, 0, ids)
     assert few.check(1, narrow) == [(0, 2500)]
-    monkeypatch.setattr("vllm_spac.execution.waves._LOOK_AHEAD", 5)
+    monkeypatch.setattr("vllm_spac.execution._waves._LOOK_AHEAD", 5)
     few.check(0, torch.cat([narrow[:100], ids[:20], narrow[:100]]))
 
 
@@ -266,7 +266,7 @@ def test_failed_read_is_told_and_can_be_tried_again(bad: set[int], ids: Tensor, 
                 assert failures <= len(needed), "it fails for ever"
                 pool.residency.check_integrity()
                 pool.assert_nothing_pinned()
-        pool.end_step()
+        pool.end_forward()
         assert (failures > 0) == bool(needed)
         assert pool.counters.loads == pool.counters.bytes.get("double", 0) // SHAPE.expert_bytes
         assert pool.counters.misses <= pool.counters.loads, "a forward that failed is not counted, its loads are"
@@ -370,7 +370,7 @@ def test_routing_of_long_prompts_is_not_kept(pools: list[Pool], monkeypatch) -> 
     for kept in (1, 2, 0):
         pool.begin_step(DECODE)
         pool.observe(0, torch.tensor([[0, 1], [2, 1]]))
-        pool.end_step()
+        pool.end_forward()
         assert len(pool._routed) == kept
     assert pool.counters.hits == 3 * 3
 
@@ -383,10 +383,10 @@ def test_counting_where_all_fit(pools: list[Pool]) -> None:
     pool.begin_step(DECODE)
     pool.observe(0, torch.tensor([[0, 1, 2], [2, 1, 7]]))
     pool.observe(1, torch.tensor([[5, 5, 5]]))
-    pool.end_step()
+    pool.end_forward()
     pool.begin_step(DECODE)
     pool.observe(0, torch.tensor([[0, 1, 2]]))
-    pool.end_step()
+    pool.end_forward()
     pool.observe(0, torch.tensor([[0, 1, 2]]))
     assert pool.snapshot() == asdict(Counters(hits=8, waves=3, steps={"decode": 2})), "the same expert, another forward"
 
@@ -400,11 +400,11 @@ def test_policy_observes_what_a_step_selected(pools: list[Pool]) -> None:
     pool.begin_step(Step((RequestRows(0, 1, RowKind.DECODE), prompt, verify)))
     pool.observe(0, torch.tensor([[0, 1, 2], [5, 5, 5], [6, 6, 6], [2, 1, 7], [1, 3, 0]]))
     pool.observe(2, torch.tensor([[5, 5, 5], [1, 1, 1], [1, 1, 1], [0, 6, 5], [5, 0, 1], [4, 4, 4]]))
-    pool.end_step()
-    pool.end_step()
+    pool.end_forward()
+    pool.end_forward()
     pool.begin_step(Step((prompt,)))
     pool.observe(0, torch.tensor([[0, 1, 2]] * 3))
-    pool.end_step()
+    pool.end_forward()
     expected = [2, 3, 2, 1, 0, 0, 0, 1] + [NOT_RUN] * 8 + [2, 1, 0, 0, 0, 5, 1, 0]
     assert seen == [expected], "prompts and padding do not count, and a prompt alone is no news"
 
@@ -413,7 +413,7 @@ def test_steps_are_counted_by_kind(pools: list[Pool]) -> None:
     pools.append(pool := Pool(4))
     for step in (DECODE, Step((RequestRows(0, 4, RowKind.VERIFY, 3),)), DECODE):
         pool.begin_step(step)
-        pool.end_step()
+        pool.end_forward()
     assert pool.counters.steps == {"decode": 2, "verify": 1}
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.execution import waves
+from vllm_spac.execution import _waves as waves
 
 
 def one_row_at_a_time(ids: np.ndarray, slots: int) -> list[tuple[int, int]]:

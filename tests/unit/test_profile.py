@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.executors._thread import CpuGroup
+from vllm_spac.executors._thread import ExecutorThread
 from vllm_spac.executors.torch import Torch
 from vllm_spac.profiling import measure as profile
 from vllm_spac.profiling.costs import Costs
@@ -155,7 +155,7 @@ def test_rates_are_measured_in_the_engine_that_serves() -> None:
     store, calls = HostStore(shape, ""), []
     for key in range(shape.total):
         store.put(key, {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in tensors.items()})
-    group = CpuGroup(Torch(shape, 1, "silu"))
+    group = ExecutorThread(Torch(shape, 1, "silu"))
     try:
         options = {"hidden": size.hidden, "device": torch.device("cpu"), "io_threads": 2, "seconds": 0.001}
         rates = serving_rates(store, group, lambda: calls.append(1), **options)

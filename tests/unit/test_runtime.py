@@ -133,7 +133,7 @@ def test_batches_that_warm_up_are_nobodys() -> None:
         save=lambda: None,
         finish=lambda: None,
     )
-    pool = SimpleNamespace(begin_step=lambda step: calls.append("pool"), end_step=lambda: None, close=lambda: None)
+    pool = SimpleNamespace(begin_step=lambda step: calls.append("pool"), end_forward=lambda: None, close=lambda: None)
     run = Runtime([pool], BudgetControl([]), trace)
     with pytest.raises(KeyError), run.warming_up():
         run.begin_step(VERIFY)
@@ -157,14 +157,17 @@ def test_what_routers_chose_is_recorded_behind_the_step() -> None:
         finish=lambda: None,
     )
     pool = SimpleNamespace(
-        begin_step=lambda step: None, observe=lambda *_: None, end_step=lambda: None, close=lambda: None
+        begin_step=lambda step: None,
+        forward=lambda layer, x, weights, ids, kernel, rows: rows.record(layer, ids, weights),
+        end_forward=lambda: None,
+        close=lambda: None,
     )
     run = Runtime([pool], BudgetControl([]), trace)
     for fails in (True, False):
         run.begin_step(VERIFY)
         ids, weights = torch.zeros(6, 2, dtype=torch.int32), torch.ones(6, 2, dtype=torch.bfloat16)
         for layer in (1, 4):
-            run.routed(pool, layer, ids.fill_(layer), weights)
+            run.forward(pool, layer, torch.zeros(6, 4), weights, ids.fill_(layer), None)
         ids.fill_(9)
         run.end_forward()
         assert not heard
@@ -173,7 +176,7 @@ def test_what_routers_chose_is_recorded_behind_the_step() -> None:
     ((layers, ids, weights),) = heard
     assert layers == (1, 4) and ids.shape == weights.shape == (2, 6, 2)
     assert (ids[0] == 1).all() and (ids[1] == 4).all() and weights.dtype == np.float32
-    run.routed(pool, 0, torch.zeros(6, 2), torch.zeros(6, 2))
+    run.forward(pool, 0, *(torch.zeros(6, 2) for _ in range(3)), None)
     run.end_step(None)
     assert len(heard) == 1, "what runs between steps is nobody's"
 
@@ -195,7 +198,7 @@ def test_trace_is_saved_now_and_then() -> None:
         finish=lambda: calls.append("finish"),
     )
     now = [0.0]
-    pool = SimpleNamespace(begin_step=lambda step: None, end_step=lambda: None, close=lambda: None)
+    pool = SimpleNamespace(begin_step=lambda step: None, end_forward=lambda: None, close=lambda: None)
     run = Runtime([pool], BudgetControl([]), trace, clock=lambda: now[0])
     for now[0] in (1.0, 4.0, 6.0, 7.0, 12.0):
         run.begin_step(VERIFY)
@@ -214,7 +217,7 @@ def test_everything_is_closed_once_when_it_is_called_or_forgotten(failed: bool) 
         finish=lambda: calls.append("finish"),
     )
     ticks = itertools.count()
-    pool = SimpleNamespace(begin_step=lambda step: None, end_step=lambda: None, close=lambda: calls.append("close"))
+    pool = SimpleNamespace(begin_step=lambda step: None, end_forward=lambda: None, close=lambda: calls.append("close"))
     run = Runtime([pool], BudgetControl([]), trace, clock=lambda: float(next(ticks)))
     run.begin_step(VERIFY)
     run.end_forward()

@@ -51,6 +51,8 @@ class Balancer(ABC):
     Attributes:
         needs_rates: it weighs costs; the others may be built without.
         needs_scores: it reads ``LayerState.scores``; the others may be given zeros.
+        uses_cpu: some of its plans have experts on the CPU.
+        offline: why no engine is served with it by name; empty if one can be.
 
     Args:
         rates: measured seconds.
@@ -63,6 +65,8 @@ class Balancer(ABC):
 
     needs_rates: ClassVar[bool] = True
     needs_scores: ClassVar[bool] = False
+    uses_cpu: ClassVar[bool] = True
+    offline: ClassVar[str] = ""
 
     def __init__(
         self,

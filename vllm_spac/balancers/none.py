@@ -11,6 +11,7 @@ class StreamAll(Balancer):
     """The baseline, and the only choice where one processor does everything."""
 
     needs_rates: ClassVar[bool] = False
+    uses_cpu: ClassVar[bool] = False
 
     def plan(self, state: LayerState) -> Plan:
         hit, missing = split(state)

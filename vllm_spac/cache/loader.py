@@ -18,7 +18,7 @@ from vllm_spac.errors import StoreError
 from vllm_spac.metrics import Counters
 
 
-class Engine:
+class ExpertLoader:
     """Brings experts into the slots of ``residency``.
 
     Args:

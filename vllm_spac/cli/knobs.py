@@ -23,16 +23,6 @@ Flags of `vllm serve --plugin spac`, and keys of `additional_config["spac"]`. Fr
 | knob | flag | values | default | what it does |
 |---|---|---|---|---|
 """
-# The folder whose files a knob names, where its values are components.
-_FAMILIES = {
-    "store": "tiers",
-    "policy": "policies",
-    "prefetch": "predictors",
-    "cpu_kernel": "executors",
-    "balancer": "balancers",
-    "admission": "execution/pointers/admissions",
-    "budget_ranking": "budget/rankings",
-}
 
 
 def knobs(
@@ -53,20 +43,23 @@ def document() -> str:
     lines = (
         f"| `{name}` | `{option}` | {values} | `{default}` | {text} |" for name, option, values, default, text in rows()
     )
-    families = "\n".join(f"- `{knob}`: a file of `{folder}/`" for knob, folder in _FAMILIES.items())
+    from vllm_spac.config import component_knobs
+
+    families = "\n".join(
+        f"- `{knob}`: a file of `{name.family.replace('.', '/')}/`" for knob, name in component_knobs().items()
+    )
     return f"{_HEAD}{chr(10).join(lines)}\n\nKnobs that name a component of a family:\n\n{families}\n"
 
 
 def rows() -> list[tuple[str, str, str, str, str]]:
     """(knob, flag, values, default, description) of each knob, in the order of the configuration."""
-    from vllm_spac.config import SpacConfig, flag  # torch, which takes seconds
+    from vllm_spac.config import SpacConfig, component_knobs, flag  # torch, which takes seconds
 
-    found = []
+    found, components = [], component_knobs()
     for name, field in SpacConfig.model_fields.items():
         default = "" if field.default is None else str(field.default)
-        found.append(
-            (name, flag(name), _values(field.annotation), default, (field.description or "").replace("|", "/"))
-        )
+        values = ", ".join(components[name].values()) if name in components else _values(field.annotation)
+        found.append((name, flag(name), values, default, (field.description or "").replace("|", "/")))
     return found
 
 

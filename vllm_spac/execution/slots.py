@@ -1,27 +1,33 @@
-"""The order of things in a MoE layer: divide, pin, load, run, unpin. The one file that knows it."""
+"""Loads the experts that a layer misses, then runs vLLM's kernel: divide, pin, load, run, unpin. The one file that
+knows this order."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_spac.balancers.base import Balancer, LayerState
-from vllm_spac.cache.loader import Engine
+from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import NOT_RUN, MoEShape, Step
-from vllm_spac.execution.row_shares import Share
-from vllm_spac.execution.waves import filled_experts, row_waves
-from vllm_spac.executors._thread import Computation, CpuGroup
+from vllm_spac.execution._row_shares import Share, combine
+from vllm_spac.execution._waves import filled_experts, row_waves
+from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
+from vllm_spac.executors._thread import Computation, ExecutorThread
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.tiers.base import ExpertStore
+
+if TYPE_CHECKING:
+    from vllm_spac.execution._exchange import Exchange
 
 _FILL_BATCH = 16
 _COUNT_BATCH = 1024  # forwards of layers whose routing is kept until it is counted
@@ -40,7 +46,7 @@ class Wave:
     slot_ids: Tensor
 
 
-class ExpertPool:
+class SlotExecution(Execution):
     """Slots shared by all layers of one shape, and the only door to their weights.
 
     Args:
@@ -51,9 +57,13 @@ class ExpertPool:
         tensors: name -> slots of shape [slots, ...].
         io_threads: reads in flight at once.
         path: name of the store in the counters.
-        engine: what is read ahead of need.
-        balancer: says what is worth that, layer by layer; None leaves it to ``engine``.
+        ahead: what is read ahead of need.
+        balancer: says what is worth that, layer by layer; None leaves it to ``ahead``.
+        exchange: brings routing to the host and slots to the device; needed by kernels that do not take slots.
     """
+
+    needs_host: ClassVar[bool] = True
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "prefetch"})
 
     def __init__(
         self,
@@ -65,39 +75,58 @@ class ExpertPool:
         *,
         io_threads: int,
         path: str,
-        engine: PrefetchSettings | None = None,
+        ahead: PrefetchSettings | None = None,
         balancer: Balancer | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
         self.shape = shape
         self.counters = Counters()
-        self.residency = Residency(shape.total, slots, policy)
+        self._residency = Residency(shape.total, slots, policy)
         self.tensors = tensors
         self.store = store
         self.holds_all = slots == shape.total  # each expert has its slot: nothing is ever decided or moved
         self._step: Step | None = None
-        self._cpu: CpuGroup | None = None
+        self._cpu: ExecutorThread | None = None
+        self._exchange = exchange
         self._routed: list[tuple[int, Tensor]] = []
         self._pairs = 0  # (row, expert) pairs in ``_routed``
-        knobs = engine or PrefetchSettings()
+        knobs = ahead or PrefetchSettings()
         transfers = Transfers(store, tensors, io_threads, path, knobs.background)
-        self._engine = Engine(self.residency, transfers, self.counters, shape.experts, knobs, balancer)
+        self._loader = ExpertLoader(self._residency, transfers, self.counters, shape.experts, knobs, balancer)
+
+    @classmethod
+    def of(cls, context: ExecutionContext) -> Self:
+        config = context.config
+        return cls(
+            context.shape,
+            context.room.slots,
+            context.policy,
+            context.store,
+            context.tensors,
+            io_threads=config.io_threads,
+            path=context.path,
+            ahead=PrefetchSettings(prefetch=config.prefetch),
+            exchange=context.exchange,
+        )
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
 
     def begin_step(self, step: Step) -> None:
-        """A forward of the target model starts for real requests."""
         self._step = step
         if not self.holds_all:
             self._forget_routed()  # of a forward that failed
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
 
-    def end_step(self) -> None:
-        """The forward is over; what comes until the next step (profiling, warm-up) is not counted."""
+    def end_forward(self) -> None:
         step, self._step = self._step, None
         if self.holds_all:
             if len(self._routed) >= _COUNT_BATCH or self._pairs >= _COUNT_PAIRS:
                 self._count_hits()
         elif step is not None and self._routed:
-            self._engine.end_step(self._selected(step.generating))
+            self._loader.end_step(self._selected(step.generating))
             self._forget_routed()
 
     def observe(self, layer: int, ids: Tensor) -> None:
@@ -107,35 +136,106 @@ class ExpertPool:
             self._pairs += ids.numel()
 
     def snapshot(self) -> dict:
-        """The counters as plain data, up to the last step."""
         if self.holds_all:
             self._count_hits()
         return self.counters.snapshot()
 
-    @property
-    def keeps_bits(self) -> bool:
-        """Whether vLLM's own kernel computes every expert; results are exact up to rounding if the CPU shares them."""
-        return self._cpu is None
+    def balance(self, balancer: Balancer, thread: ExecutorThread) -> None:
+        """As in ``Execution``; the store must be addressable. From now on results are exact up to rounding."""
+        self._loader.balancer, self._cpu = balancer, thread
+        self.keeps_bits = False
 
-    def balance(self, balancer: Balancer, cpu: CpuGroup) -> None:
-        """From now on ``balancer`` gives some of the missing experts to ``cpu``, which this pool owns then.
+    # -- a layer -------------------------------------------------------------------------------------------
 
-        The store must be one whose experts lie in memory.
+    def waits_for_host(self, kernel: LayerKernel) -> bool:
+        return kernel.takes_slots or not self.holds_all
+
+    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
+        if not self.waits_for_host(kernel):  # vLLM's own routing and kernel
+            self._tell(layer, ids[: rows.real], weights[: rows.real], rows)
+            return kernel(x, weights, ids)
+        routed, there = ids, None
+        if not kernel.takes_slots:
+            assert self._exchange is not None
+            routed = self._exchange.to_host(ids)  # waits for the router
+        if rows.as_routed:  # each call into torch is microseconds, in every layer of every token
+            there = ids
+            self._tell(layer, routed, weights, rows)
+        else:
+            weights = weights.masked_fill(ids < 0, 0)
+            routed = runnable(routed, rows.real)
+            self._tell(layer, routed[: rows.real], weights[: rows.real], rows)
+        if self.holds_all:
+            return kernel(x, weights, routed)
+        if (cold := self.cold(layer, routed)) is None:
+            return self.in_slots(layer, x, weights, routed, kernel, there=there)
+        beside, hot = Share.of(routed, cold), Share.of(routed, ~cold)
+        with self.computing(layer, beside, x, weights) as computation:
+            part = self.in_slots(layer, *hot.pick(x, weights), hot.ids, kernel, computation.give_way)
+            return combine(x, [(hot, part), (beside, computation.result())])
+
+    def in_slots(
+        self,
+        layer: int,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        kernel: LayerKernel,
+        loaded: Callable[[], None] | None = None,
+        there: Tensor | None = None,
+    ) -> Tensor:
+        """What the experts ``ids`` [rows, top_k] (on the CPU) give, computed wave by wave if it must be.
+
+        Rows are independent in the kernel, so a row's result does not depend on its wave.
+
+        Args:
+            loaded: called when a wave's experts are there and its kernel is to run.
+            there: ``ids`` on the device of ``x``, if they are there.
         """
-        self._engine.balancer, self._cpu = balancer, cpu
+        out = torch.empty_like(x)
+        for wave in self.waves(layer, ids):
+            rows = slice(wave.start, wave.stop)
+            if loaded is not None:
+                loaded()
+            if kernel.takes_slots:
+                part = kernel(x[rows], weights[rows], wave.slot_ids)
+            else:
+                slot_of = self._on_device(self._map(ids[rows], wave.slot_ids))
+                named = self._on_device(ids[rows]) if there is None else there[rows]
+                part = kernel(x[rows], weights[rows], named, slot_of, len(x))
+            if len(part) == len(x):
+                out = part
+            else:
+                out[rows] = part
+        return out
+
+    def _map(self, ids: Tensor, slot_ids: Tensor) -> Tensor:
+        """int32 [experts]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]; all on the CPU."""
+        slot_of = torch.full((self.shape.experts,), NOWHERE, dtype=torch.int32)
+        slot_of[ids.long()] = slot_ids.to(torch.int32)
+        return slot_of
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        assert self._exchange is not None
+        return self._exchange.to_device(tensor)
+
+    def _tell(self, layer: int, ids: Tensor, weights: Tensor, rows: Rows) -> None:
+        self.observe(layer, ids)
+        if rows.record is not None:
+            rows.record(layer, ids, weights)
 
     def cold(self, layer: int, ids: Tensor) -> Tensor | None:
         """Which (row, expert) pairs run on the CPU: bool [rows, top_k], or None when none does; ``ids`` as ``waves``.
 
         Their experts are not loaded. The policy hears of them when the step ends, as of all others.
         """
-        if self._cpu is None:
+        if self._cpu is None or (balancer := self._loader.balancer) is None:
             return None
         routed, experts = ids.numpy(), self.shape.experts
         here = slice(layer * experts, (layer + 1) * experts)
         rows, resident = np.bincount(routed.ravel(), minlength=experts), self.residency.slot_of[here] != NOWHERE
         free = self.residency.slots - int(resident[rows > 0].sum())
-        plan = self._engine.balancer.plan(LayerState(layer, rows, resident, self._engine.scores[here], free))
+        plan = balancer.plan(LayerState(layer, rows, resident, self._loader.scores[here], free))
         if not plan.cpu:
             return None
         on_cpu = np.zeros(experts, dtype=bool)
@@ -151,8 +251,9 @@ class ExpertPool:
         """While inside, the CPU computes ``share`` of a layer's rows ``x`` [rows, hidden], ``weights`` [rows, top_k].
 
         Raises:
-            SpacError: the pool is closed.
+            SpacError: the thread is closed.
         """
+        assert self._cpu is not None
         experts = self.store.layer(layer)
         with self._cpu.computing(*share.pick(x, weights), share.ids, experts) as computation:
             yield computation
@@ -181,34 +282,29 @@ class ExpertPool:
         for start, stop in row_waves(routed, self.residency.slots, self.shape.experts):
             rows = routed[start:stop]
             keys = (np.unique(rows) + first).tolist()
-            missed.update(self._engine.hold(keys, self.counters if self._step is not None else None))
+            missed.update(self._loader.hold(keys, self.counters if self._step is not None else None))
             used.update(keys)
             try:
                 self.counters.waves += self._step is not None
                 yield Wave(start, stop, torch.from_numpy(table[rows].astype(routed.dtype, copy=False)))
             finally:
-                self._engine.release(keys)
+                self._loader.release(keys)
         if self._step is not None:
             self.counters.misses += len(missed)
             self.counters.hits += len(used) - len(missed)
 
     def fill(self) -> Iterator[int]:
-        """Load experts into the free slots, an equal share of each layer; yields how many were loaded.
-
-        With a slot for each expert, slot and key are the same number.
-        """
         slots = self.residency.slots
         for keys in filled_experts(len(self.shape.layers), self.shape.experts, slots):
             for start in range(0, len(keys), _FILL_BATCH):
                 batch = keys[start : start + _FILL_BATCH]
-                self._engine.hold(batch, None)
-                self._engine.release(batch)
+                self._loader.hold(batch, None)
+                self._loader.release(batch)
                 yield len(batch)
         assert not self.holds_all or (self.residency.slot_of == np.arange(slots)).all()
 
     def close(self) -> None:
-        """Stop the threads and give back the store."""
-        self._engine.close()
+        self._loader.close()
         if self._cpu is not None:
             self._cpu.close()
         self.store.close()
@@ -224,9 +320,8 @@ class ExpertPool:
         routed = [(layer, ids[part]) for layer, ids in self._routed for part in rows]
         if not routed:
             return None
-        counts = np.full((len(self.shape.layers), self.shape.experts), NOT_RUN)
-        counts[[layer for layer, _ in routed]] = 0
-        counts = counts.reshape(-1)
+        counts = np.full(self.shape.total, NOT_RUN)
+        counts.reshape(-1, self.shape.experts)[[layer for layer, _ in routed]] = 0
         np.add.at(counts, self._keys_of(routed), 1)
         return counts
 
@@ -242,3 +337,17 @@ class ExpertPool:
         self._forget_routed()
         self.counters.hits += len(np.unique(self._keys_of(forwards)))
         self.counters.waves += len(forwards)
+
+
+def runnable(ids: Tensor, real: int) -> Tensor:
+    """Experts [rows, top_k] on the CPU that can all be run: padding needs no expert that the first row does not need.
+
+    A padded row carries -1, which corrupts the heap in a CPU kernel, or what was routed before; what it gives is
+    nobody's. A -1 in a row that counts becomes expert 0, to be run with weight 0.
+
+    Args:
+        real: rows that count, the first ones.
+    """
+    if real < len(ids):
+        ids = torch.cat([ids[:real], ids[:1].expand(len(ids) - real, -1)])
+    return ids.clamp(min=0)

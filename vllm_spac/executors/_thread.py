@@ -55,7 +55,7 @@ class Computation:
             self.waited += time.perf_counter() - start
 
 
-class CpuGroup:
+class ExecutorThread:
     """Runs an executor in one thread.
 
     OpenMP gives each thread that computes a team of its own, whose size is that thread's own setting: it is set here

@@ -25,6 +25,7 @@ class CpuExperts(ABC):
             ``w13_bias`` [experts, 2 * intermediate], ``w2_bias`` [experts, hidden]; ``kernel`` is what the kernel reads
             that serves the slots.
         exclusive: no kernel of the layers may run meanwhile; loads may.
+        offline: why no engine can serve with it; empty if one can.
 
     Args:
         shape: layers and experts.
@@ -38,6 +39,7 @@ class CpuExperts(ABC):
 
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
     exclusive: ClassVar[bool] = False
+    offline: ClassVar[str] = ""
 
     def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
         self.shape = shape

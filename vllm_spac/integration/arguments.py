@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from vllm_spac.config import SpacConfig, check_knob, flag
+from vllm_spac.config import SpacConfig, check_knob, component_knobs, flag
 from vllm_spac.errors import ConfigError
 from vllm_spac.integration import patches
 from vllm_spac.system.printable import brief, printable
@@ -35,8 +35,11 @@ def _adding(add_cli_args: Callable) -> Callable:
             "SpacConfig", "Experts outside fast memory, e.g. --plugin spac --spac-slots 25%%."
         )
         group.add_argument("--plugin", choices=["spac"], action="append", help="Serve with a plugin: spac.")
+        components = component_knobs()
         for name, field in SpacConfig.model_fields.items():
             text = (field.description or "").replace("%", "%%")
+            if name in components:
+                text += f" One of {', '.join(components[name].values())}."
             switch: dict[str, Any] = {"nargs": "?", "const": "true", "metavar": "BOOL"}
             if field.annotation is not bool:
                 switch = {}

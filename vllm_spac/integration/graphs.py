@@ -1,8 +1,9 @@
 """CUDA graphs: of whole steps where no layer needs the host, else split at our op, or none.
 
 A graph of a whole forward repeats for ever what the host decided while it was captured. Where experts are loaded
-between layers, routing is recorded or a budget cuts it, that would be wrong. With ``execution=pointers`` and none of
-these the host decides between steps alone (``streamed``); with a slot for each expert it decides nothing.
+between layers, routing is recorded or a budget cuts it, that would be wrong. Where an
+execution does not need the host and none of these is asked for, the host decides between steps alone; with a slot for
+each expert it decides nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PIECEWISE = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enfo
 
 def needs_host(config: SpacConfig) -> tuple[str, str] | None:
     """(what the host does in a layer, the flag without which it does nothing there), or None."""
-    if config.execution != "pointers" and config.parsed_slots.share != 1:
+    if config.execution_class.needs_host and config.parsed_slots.share != 1:
         return "experts are loaded between the pieces", "use --spac-execution pointers or --spac-slots 100%"
     if config.trace is not None:
         return "routing is recorded between the pieces", "drop --spac-trace"
@@ -82,7 +83,7 @@ def split(vllm_config: VllmConfig, config: SpacConfig) -> None:
     if mode == CUDAGraphMode.NONE:
         return
     host = needs_host(config)
-    if host is None and config.execution == "slots" and mode != CUDAGraphMode.PIECEWISE:
+    if host is None and config.execution_class.keeps_bits and mode != CUDAGraphMode.PIECEWISE:
         logger.info("spac: CUDA graphs are %s, as without the plugin; hits in them are not counted", mode.name)
         return
     check(mode.name, config, breakable=envs.VLLM_USE_BREAKABLE_CUDAGRAPH)

@@ -69,17 +69,11 @@ def check_knobs(config: SpacConfig) -> None:
         ConfigError: names the knob.
     """
     with _naming(config, "policy"):
-        policy = components.find("policies", config.policy)
-        if policy.offline:
-            raise ConfigError("it must know the future: for the simulator only")
         try:
-            policy()
+            components.build("policies", config.policy)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError(f"it cannot be built without arguments: {problem}; give them defaults") from error
-    with _naming(config, "budget_ranking"):
-        if components.find("budget.rankings", config.budget_ranking).offline:
-            raise ConfigError("it runs every expert: for vllm-spac quality only")
     for name in ("calibration", "budget_file"):
         path = getattr(config, name)
         if path is not None and not os.path.isfile(path):
@@ -120,7 +114,7 @@ def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
         device.check(
             facts,
             pinned=keeps_on_the_host(config, model.get_num_experts()),
-            unified=config.execution == "pointers",
+            unified=config.execution_class.needs_addressable_store,
         )
     _check_folder(config, model.get_num_experts())
     _check_cpu_experts(config)
@@ -182,7 +176,7 @@ def check_guard(config: SpacConfig, vllm_config: VllmConfig) -> None:
 
 def keeps_on_the_host(config: SpacConfig, experts: int) -> bool:
     """Whether experts may lie in host memory on a machine with a GPU."""
-    return config.store != "disk" and not _holds_all(config, experts)
+    return config.store_class_on("cuda").addressable and not _holds_all(config, experts)
 
 
 def _holds_all(config: SpacConfig, experts: int) -> bool:
@@ -191,17 +185,18 @@ def _holds_all(config: SpacConfig, experts: int) -> bool:
     return slots.share == 1 or slots.per_layer == experts
 
 
-def _store(config: SpacConfig) -> str:
+def _device_type() -> str:
     from vllm.platforms import current_platform
 
-    return config.store_on("cpu" if current_platform.is_cpu() else "cuda")
+    return "cpu" if current_platform.is_cpu() else "cuda"
 
 
 def _check_cpu_experts(config: SpacConfig) -> None:
-    if config.cpu_experts != "off" and _store(config) == "disk":
+    device_type = _device_type()
+    if config.uses_cpu_experts and not config.store_class_on(device_type).addressable:
         raise ConfigError(
             f"spac: cpu_experts={config.cpu_experts} (--spac-cpu-experts) computes experts where they lie, and with "
-            "store=disk that is no memory; add --spac-store host"
+            f"store={config.store_on(device_type)} that is no memory; add --spac-store host"
         )
 
 
@@ -221,9 +216,12 @@ def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
 
 
 def _check_folder(config: SpacConfig, experts: int) -> None:
-    if config.disk_dir is not None and config.store == "host":
-        raise ConfigError("spac: disk_dir (--spac-disk-dir) means nothing with store=host; drop it or use store=disk")
-    packs = _store(config) == "disk" and not _holds_all(config, experts)
+    persistent = config.store_class_on(_device_type()).persistent
+    if config.disk_dir is not None and config.store is not None and not persistent:
+        raise ConfigError(
+            f"spac: disk_dir (--spac-disk-dir) means nothing with store={config.store}; drop it or use store=disk"
+        )
+    packs = persistent and not _holds_all(config, experts)
     if config.disk_dir is None and not packs:
         return
     folder = config.folder

@@ -33,13 +33,13 @@ class Policy(ABC):
     the same calls give the same victims.
 
     Attributes:
-        offline: it must know the future: for the simulator, never for serving.
+        offline: why no engine can serve with it, e.g. because it must know the future; empty if one can.
         needs_layers: it must know which layer asks, by ``enter``: not for ``execution=pointers``, where none does.
         predictor: name of the predictor whose scores it orders experts by, if it does; who needs the same scores takes
             them from ``scores``.
     """
 
-    offline: ClassVar[bool] = False
+    offline: ClassVar[str] = ""
     needs_layers: ClassVar[bool] = False
     predictor: ClassVar[str | None] = None
 

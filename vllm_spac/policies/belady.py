@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,7 +23,7 @@ class Belady(SortedPolicy):
             experts are pinned then. None when nothing is known: then no key is ever used again.
     """
 
-    offline = True
+    offline: ClassVar[str] = "it must know the future, as the simulator alone does"
 
     def __init__(self, *, future: Sequence[int] | None = None) -> None:
         super().__init__()

@@ -26,10 +26,12 @@ class Predictor(ABC):
 
     Attributes:
         looks_at: the signals that it must be given; a prefetcher refuses a predictor that asks for others than it has.
+        offline: why no engine can serve with it; empty if one can.
         scores: int64 [keys]; 0 for an expert that is not worth fetching. Replaced and never written to.
     """
 
     looks_at: ClassVar[frozenset[Signal]] = frozenset({Signal.COUNTS})
+    offline: ClassVar[str] = ""
     scores: np.ndarray
 
     @abstractmethod

@@ -9,7 +9,7 @@ import torch
 
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import Rates
-from vllm_spac.executors._thread import CpuGroup
+from vllm_spac.executors._thread import ExecutorThread
 from vllm_spac.profiling.fit import fit_compute
 from vllm_spac.profiling.timing import ROWS, median
 from vllm_spac.tiers.base import ExpertStore, allocate
@@ -17,7 +17,7 @@ from vllm_spac.tiers.base import ExpertStore, allocate
 
 def serving_rates(
     store: ExpertStore,
-    group: CpuGroup,
+    group: ExecutorThread,
     fast: Callable[[], object],
     *,
     hidden: int,

@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from vllm_spac.execution.waves import filled_experts, row_waves
+from vllm_spac.execution._waves import filled_experts, row_waves
 from vllm_spac.traces.format import Trace
 
 

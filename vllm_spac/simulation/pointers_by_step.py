@@ -65,7 +65,7 @@ class PointersReplay(Replay):
     """A trace over a table of pointers.
 
     Args:
-        outcome: with ``slots`` and ``step_bytes``, as ``execution.pointers`` has them.
+        outcome: with ``slots`` and ``step_bytes``, as ``PointerExecution`` has them.
         policy: says who makes room; owned.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,11 +21,23 @@ class ExpertStore(ABC):
     Written once while the model is loaded, read-only from then on. ``put`` is called by one thread,
     ``read`` by many at once.
 
+    Attributes:
+        addressable: experts lie in memory that the CPU and the GPU can read: ``view`` and ``layer`` find them.
+        persistent: experts outlive the process, in a folder and under a fingerprint.
+        tensors: the slots themselves, [all experts, ...] by name, of the store that has one for each expert.
+        offline: why no engine is served with it by name; empty if one can be.
+
     Args:
         shape: layers, experts and tensors; the layout of every expert.
-        fingerprint: names the checkpoint and the kernel layout; experts of another one are never returned.
-        folder: where a store on disk keeps its files; ignored by the others.
+        fingerprint: names the checkpoint and the kernel layout; experts of another one are never returned. Empty for
+            one that is not persistent.
+        folder: where a persistent store keeps its files; None for the others.
     """
+
+    addressable: ClassVar[bool] = False
+    persistent: ClassVar[bool] = False
+    offline: ClassVar[str] = ""
+    tensors: Mapping[str, Tensor] | None = None
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         self.shape = shape
@@ -80,19 +93,20 @@ class ExpertStore(ABC):
         """Remove what processes that were killed while they packed have left; nobody may be packing."""
 
     def view(self, key: int) -> Mapping[str, Tensor]:
-        """The tensors of expert ``key`` where they lie, contiguous, not to be written; only of stores in memory.
+        """The tensors of expert ``key`` where they lie, contiguous, not to be written; of addressable stores.
 
         Raises:
             StoreError: this store has none, or the expert was never packed.
         """
         raise StoreError(f"spac: experts in {self.describe()} have no address")
 
-    def layer(self, number: int) -> Mapping[str, Tensor] | None:
+    def layer(self, number: int) -> Mapping[str, Tensor]:
         """All experts of a layer where they lie: name -> CPU tensor [experts, ...], always the same object.
 
-        None where they do not lie in memory.
+        Raises:
+            StoreError: this store is not addressable.
         """
-        return None
+        raise StoreError(f"spac: experts in {self.describe()} have no address")
 
     @abstractmethod
     def describe(self) -> str:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ _NO_CHECKSUM = "0" * 32
 
 class DiskStore(ExpertStore):
     """``folder/<fingerprint>/layer-003/expert-0042.safetensors``."""
+
+    persistent: ClassVar[bool] = True
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         assert folder is not None, "a store on disk needs a folder"

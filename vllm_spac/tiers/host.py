@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _RESERVE = 1 << 30  # left to the rest of the machine
 
 class HostStore(ExpertStore):
     """``[experts, ...]`` per tensor and layer; a read is one copy per tensor."""
+
+    addressable: ClassVar[bool] = True
 
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         super().__init__(shape, fingerprint, folder)

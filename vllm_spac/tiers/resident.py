@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,11 +17,17 @@ from vllm_spac.tiers.base import ExpertStore, allocate
 class ResidentStore(ExpertStore):
     """Owns the slots: ``tensors`` of shape [all experts, ...] on ``device``; expert ``key`` is row ``key``."""
 
+    addressable: ClassVar[bool] = True
+    tensors: Mapping[str, Tensor]
+    offline: ClassVar[str] = "it is taken where every expert has a slot, by --spac-slots 100%"
+
     def __init__(
         self, shape: MoEShape, fingerprint: str, folder: Path | None = None, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__(shape, fingerprint, folder)
         self.tensors = allocate(shape.tensors, shape.total, device)
+        starts = range(0, shape.total, shape.experts)
+        self._layers = [{name: t[i : i + shape.experts] for name, t in self.tensors.items()} for i in starts]
         self._packed: set[int] = set()
 
     def holds(self, key: int) -> bool:
@@ -44,6 +51,9 @@ class ResidentStore(ExpertStore):
         if key not in self._packed:
             raise StoreError(f"expert {self.shape.split(key)} was never packed")
         return {name: slots[key] for name, slots in self.tensors.items()}
+
+    def layer(self, number: int) -> Mapping[str, Tensor]:
+        return self._layers[number]
 
     def describe(self) -> str:
         return "resident (every expert has a slot, nothing lies outside)"

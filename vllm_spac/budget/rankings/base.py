@@ -37,11 +37,11 @@ class Ranking(ABC):
     """Orders the experts of a layer. Holds tensors that no call changes; deterministic, equals by the lowest id.
 
     Attributes:
-        offline: it needs every expert's output: for evaluation, never for serving.
+        offline: why no engine can serve with it, e.g. because it needs every expert's output; empty if one can.
         needs_calibration: it is built from a calibration file.
     """
 
-    offline: ClassVar[bool] = False
+    offline: ClassVar[str] = ""
     needs_calibration: ClassVar[bool] = False
 
     @classmethod

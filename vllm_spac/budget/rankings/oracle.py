@@ -21,7 +21,7 @@ class Oracle(Ranking):
     where the paper's text has g_j(h_t) for every j: the error that truncation makes, in the scale of the checkpoint.
     """
 
-    offline: ClassVar[bool] = True
+    offline: ClassVar[str] = "it runs every expert, as vllm-spac quality alone does"
 
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
         assert context is not None and context.outputs is not None and context.mixing is not None, (

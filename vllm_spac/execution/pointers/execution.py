@@ -7,7 +7,7 @@ kernels: the same addresses and the same rounding, made to be compared with and 
 
 So a step may also be one CUDA graph. A replay runs launches and no line of this module, and what differs from step to
 step lies in memory that stays where it is: the table, the offers, where padding begins, the counts. Some is written
-before the replay and some read behind it, on the stream that it runs on, by ``begin_step`` and ``end_step``.
+before the replay and some read behind it, on the stream that it runs on, by ``begin_step`` and ``end_forward``.
 
 Nothing can be compiled while a graph is captured, and nobody should wait for it in a request. So the first forward,
 with which vLLM measures its memory, first launches every variant of the kernels that any forward can need.
@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -26,17 +27,21 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, Step
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.execution._waves import filled_experts
+from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows, refusal
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.admissions.base import Admission, Kernels, Parts
 from vllm_spac.execution.pointers.mover import ALIGNMENT, ExpertMemory
 from vllm_spac.execution.pointers.protocol import STEP_BYTES
-from vllm_spac.execution.pointers.staging import ROWS, ExpertBuffers, Staging
+from vllm_spac.execution.pointers.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.pointers.streams import capturing, streams
-from vllm_spac.execution.waves import filled_experts
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
+from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers.base import ExpertStore
+
+if TYPE_CHECKING:
+    from vllm_spac.config import Slots
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
 MAX_EXPERTS = 1024  # of a layer; what the kernels' routing takes
@@ -67,13 +72,10 @@ def check(shape: MoEShape) -> None:
     elif 2 * ff * d >= 2**31:
         reason = "experts of 2**31 weights and more"
     if reason is not None:
-        raise UnsupportedError(
-            f"spac: execution=pointers cannot run {reason}; use --spac-execution slots, which loads missing experts "
-            "into slots and runs vLLM's own kernel"
-        )
+        raise refusal("pointers", reason)
 
 
-class StreamedPool:
+class PointerExecution(Execution):
     """Slots shared by all layers of one shape, the table of their experts, and the launches that read it.
 
     Args:
@@ -85,12 +87,18 @@ class StreamedPool:
         tensors: name -> slots of shape [slots, ...], on the device that computes.
         path: name of the store in the counters.
         rows: the most of a forward; the kernels are compiled for as many.
-        admission: how missed experts get slots, a name of ``admissions``.
+        admission: how missed experts get slots, a component of ``admissions``.
         step_bytes: of ``step``: bytes that are on their way into slots at once, at most, but one expert at least; 0:
             none moves.
         staged: forwards of many rows read what has no slot from buffers of ``staging_bytes``, else in place.
         poison: fill slots with NaN before they are written; for tests.
     """
+
+    needs_host: ClassVar[bool] = False
+    needs_addressable_store: ClassVar[bool] = True
+    keeps_bits = False  # the kernels sum in another order than vLLM's
+    layout: ClassVar[Literal["plain", "kernel"]] = "plain"
+    knobs: ClassVar[frozenset[str]] = frozenset({"admission", "staging"})
 
     def __init__(
         self,
@@ -113,6 +121,7 @@ class StreamedPool:
         self.counters = Counters()
         self.tensors = tensors
         self.store = store
+        self.holds_all = slots == shape.total
         self._path = path
         device = next(iter(tensors.values())).device
         self._compute, copy = streams(device)
@@ -120,6 +129,7 @@ class StreamedPool:
         memory = ExpertMemory(store, tensors, shape.total, poison)
         parts = Parts(shape, slots, policy, memory, self.counters, self._compute, copy, self._kernels, path, step_bytes)
         self.admission: Admission = components.build("execution.pointers.admissions", admission, parts=parts)
+        self._admission = admission
         self._buffers = self._staging = None
         if staged and slots < shape.total:
             self._buffers = ExpertBuffers(store, memory, tensors, poison)
@@ -135,7 +145,44 @@ class StreamedPool:
         self._step: Step | None = None
         self._staged = False  # some layer of the step
 
-    keeps_bits = False  # the kernels sum in another order than vLLM's
+    @classmethod
+    def of(cls, context: ExecutionContext) -> Self:
+        return cls(
+            context.shape,
+            context.room.slots,
+            context.policy,
+            context.store,
+            context.tensors,
+            path=context.path,
+            rows=context.rows,
+            admission=context.config.admission or admissions.DEFAULT,
+            staged=context.room.staged,
+        )
+
+    @classmethod
+    def check_layer(cls, layer: LayerFacts) -> None:
+        if layer.quantised is not None:
+            raise refusal("pointers", f"the quantised experts ({layer.quantised}) of {layer.name}")
+        reason = None
+        if layer.activation not in ACTIVATIONS:
+            reason = f"the activation {layer.activation}"
+        elif (layer.activation != "swigluoai" and layer.limit) or (
+            layer.limit not in (None, 7.0) or layer.alpha not in (None, 1.702)
+        ):
+            reason = f"{layer.activation} with limit {layer.limit} and alpha {layer.alpha}"
+        elif layer.weighs_input:
+            reason = "router weights on the input"
+        if reason is not None:
+            raise refusal("pointers", f"{reason} of {layer.name}")
+
+    @classmethod
+    def check_shape(cls, shape: MoEShape) -> None:
+        check(shape)
+
+    @classmethod
+    def divide(cls, slots: Slots, staging: str, shape: MoEShape, free_bytes: int) -> Room:
+        count, staged = divide(slots, staging, shape, free_bytes)
+        return Room(count, staged, count * shape.expert_bytes + (staging_bytes(shape) if staged else 0))
 
     @property
     def residency(self) -> Residency:
@@ -146,10 +193,19 @@ class StreamedPool:
         """Whether forwards of many rows read what has no slot from buffers."""
         return self._staging is not None
 
-    @property
-    def holds_all(self) -> bool:
-        """Whether every expert has its slot, so that nothing is ever decided or moved."""
-        return self.residency.slots == self.shape.total
+    def describe(self) -> str:
+        if self.holds_all:
+            return ""
+        prompts = f"staged in {gib(staging_bytes(self.shape))}" if self.staged else "read in place"
+        return f"admission={self._admission}, prompts {prompts}"
+
+    def caveat(self) -> str | None:
+        if self._live.is_cuda:
+            return None
+        return (
+            "execution=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and slow; to "
+            "serve, use --spac-execution slots"
+        )
 
     # -- between steps -------------------------------------------------------------------------------------
 
@@ -168,21 +224,21 @@ class StreamedPool:
             self._compute.submit(self._live.fill_, rows * self.shape.top_k)
         self._rows = rows
 
-    def end_step(self) -> None:
-        """The layers were launched; what comes until the next step (profiling, warm-up) is not counted."""
+    def end_forward(self) -> None:
         step, self._step = self._step, None
         if step is not None:
             self.admission.end(step, staged=self._staged)
 
-    def observe(self, layer: int, ids: Tensor) -> None:
-        """The launches count what is routed; nothing is to be remembered."""
-
     def snapshot(self) -> dict:
-        """The counters as plain data, up to the last step whose counts have come."""
         self.admission.take()
         return self.counters.snapshot()
 
     # -- a layer -------------------------------------------------------------------------------------------
+
+    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
+        if rows.record is not None:
+            rows.record(layer, ids[: rows.real], weights[: rows.real])
+        return self.run(layer, x, weights, ids, kernel.activation, torch.empty_like(x))
 
     def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: str, out: Tensor) -> Tensor:
         """Routed experts of one layer. No host synchronisation: may be captured in a CUDA graph, which is never staged.
@@ -261,10 +317,6 @@ class StreamedPool:
     # -- start and end -------------------------------------------------------------------------------------
 
     def fill(self) -> Iterator[int]:
-        """Copy experts into the free slots, an equal share of each layer, before anything runs; yields how many.
-
-        With a slot for each expert, slot and key are the same number.
-        """
         for share in filled_experts(len(self.shape.layers), self.shape.experts, self.residency.slots):
             for start in range(0, len(share), _FILL_BATCH):
                 keys = share[start : start + _FILL_BATCH]
@@ -275,7 +327,6 @@ class StreamedPool:
                 yield len(keys)
 
     def close(self) -> None:
-        """Finish the copies in flight and give back the store."""
         self.admission.close()
         self.store.close()
 

@@ -54,7 +54,7 @@ class Evaluation:
 
     def facts(self) -> dict:
         """What the model is: names and sizes."""
-        layers, pools = self._control.layers, self._runtime.pools
+        layers, executions = self._control.layers, self._runtime.executions
         return {
             "model": Path(self._experts.vllm_config.model_config.model).name,
             "fingerprint": self._experts.model_name(),
@@ -62,8 +62,8 @@ class Evaluation:
             "experts": max(layer.experts for layer in layers),
             "top_k": layers[0].top_k,
             "custom": any(layer.rule.custom for layer in layers),
-            "expert_bytes": max(pool.shape.expert_bytes for pool in pools),
-            "resident": all(pool.holds_all for pool in pools),
+            "expert_bytes": max(execution.shape.expert_bytes for execution in executions),
+            "resident": all(execution.holds_all for execution in executions),
         }
 
     # -- calibration ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm_spac.config import SpacConfig
-    from vllm_spac.execution.exchange import Exchange
+    from vllm_spac.execution.base import Execution
     from vllm_spac.runtime import Runtime
 
 
@@ -18,15 +18,15 @@ class LayerHost(Protocol):
     """All managed layers of one model, as each of them sees it.
 
     Attributes:
+        execution: runs the layers.
         device: where the kernels run.
-        exchange: brings small tensors from there to the host and back; None on a CPU.
         runtime: None until the weights are loaded.
     """
 
     config: SpacConfig
+    execution: type[Execution]
     device: torch.device
     on_cpu: bool
-    exchange: Exchange | None
     runtime: Runtime | None
 
     def add(self, layer: Any) -> None:
@@ -64,4 +64,4 @@ def current() -> LayerHost:
 
 def experts_of(model_runner: Any) -> Any:
     """The ``ModelExperts`` of a runner's target model; None if it has none."""
-    return next((m.spac for m in model_runner.get_model().modules() if hasattr(m, "spac_pool")), None)
+    return next((m.spac for m in model_runner.get_model().modules() if hasattr(m, "spac_kernel")), None)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,18 +18,15 @@ from vllm_spac.budget.tuning import read_budgets
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import Rates
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.execution.pointers import admissions
-from vllm_spac.execution.pointers.execution import StreamedPool
-from vllm_spac.execution.pointers.staging import staging_bytes
-from vllm_spac.execution.slots import ExpertPool
-from vllm_spac.executors._thread import CpuGroup, binding, threads_of
+from vllm_spac.execution.base import Execution, Rows
+from vllm_spac.executors._thread import ExecutorThread, binding, threads_of
 from vllm_spac.executors.base import check_same
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.measure import ExpertSize
 from vllm_spac.profiling.serving import serving_rates
-from vllm_spac.runtime import Pool, Runtime
+from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.host_memory import gib
 from vllm_spac.traces.format import TraceFacts
@@ -47,7 +45,8 @@ def budget(config: SpacConfig, vllm_config, layers, device: torch.device, model:
     """
     known = [layer.budgeted() for layer in layers]
     names, experts = [layer.name for layer in known], max(layer.experts for layer in known)
-    calibration, bound = None, config.budget
+    calibration: Calibration | None = None
+    bound: int | dict[str, int] | None = config.budget
     if config.calibration is not None or config.budget_file is not None:
         name = model()
         if config.calibration is not None:
@@ -75,36 +74,36 @@ def guard(config: SpacConfig, vllm_config) -> Guard | None:
     return Guard(speculation.num_speculative_tokens)
 
 
-def trace(config: SpacConfig, vllm_config, pools: Sequence[Pool]) -> TraceWriter | None:
+def trace(config: SpacConfig, vllm_config, executions: Sequence[Execution]) -> TraceWriter | None:
     """What records the routing, if asked for; ``ConfigError`` for layers of several shapes."""
     if config.trace is None:
         return None
-    if len(pools) != 1:
-        raise ConfigError(f"spac: trace (--spac-trace) needs MoE layers of one shape, this model has {len(pools)}")
-    shape, path = pools[0].shape, config.trace.absolute()
+    if len(executions) != 1:
+        raise ConfigError(f"spac: trace (--spac-trace) needs MoE layers of one shape, this model has {len(executions)}")
+    shape, path = executions[0].shape, config.trace.absolute()
     model = vllm_config.model_config.model
     logger.info("spac: routing is recorded in %s", path)
     return TraceWriter(path, TraceFacts(len(shape.layers), shape.experts, shape.top_k, shape.expert_bytes, model))
 
 
-def balance(config: SpacConfig, vllm_config, pool: ExpertPool, layer) -> None:
-    """Let missing experts of ``pool`` run on the CPU, if asked for; ``layer`` is the first of its layers, attached.
+def balance(config: SpacConfig, vllm_config, execution: Execution, layer) -> None:
+    """Let missing experts of ``execution`` run on the CPU; ``layer`` is the first of its layers, attached.
 
     Raises:
         ConfigError, UnsupportedError: they cannot be computed here as the layer does.
     """
-    if config.cpu_experts == "off" or pool.holds_all:
+    if execution.holds_all:
         return
-    group = _cpu_group(config, pool, layer)
+    thread = _executor_thread(config, execution, layer)
     try:
-        balancer = _balancer(config, vllm_config, pool, layer, group, _compared(pool, layer, group))
+        balancer = _balancer(config, vllm_config, execution, layer, thread, _compared(execution, layer, thread))
     except BaseException:
-        group.close()
+        thread.close()
         raise
-    pool.balance(balancer, group)
+    execution.balance(balancer, thread)
 
 
-def _cpu_group(config: SpacConfig, pool: ExpertPool, layer) -> CpuGroup:
+def _executor_thread(config: SpacConfig, execution: Execution, layer) -> ExecutorThread:
     if layer.apply_router_weight_on_input:
         raise UnsupportedError(
             f"spac: {layer.layer_name} weighs what goes into an expert, so its parts cannot be added; "
@@ -117,31 +116,35 @@ def _cpu_group(config: SpacConfig, pool: ExpertPool, layer) -> CpuGroup:
             f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read the layout that experts have on a "
             "CPU machine; use native"
         )
-    layers = [pool.store.layer(number) for number in range(len(pool.shape.layers))]
+    layers = [execution.store.layer(number) for number in range(len(execution.shape.layers))]
     if kernel is not None and (name := binding()) is not None:
         logger.warning(
             "spac: %s binds the threads that compute CPU experts to the cores of those that stream the others; "
             "set VLLM_CPU_OMP_THREADS_BIND=nobind",
             name,
         )
-    executor = kind(pool.shape, threads_of(layer.spac.device), layer.activation.value, kernel)
-    return CpuGroup(executor, layers)
+    executor = kind(execution.shape, threads_of(layer.spac.device), layer.activation.value, kernel)
+    return ExecutorThread(executor, layers)
 
 
-def _compared(pool: ExpertPool, layer, group: CpuGroup) -> Callable[[], torch.Tensor]:
-    """What runs a row of ``layer`` in fast memory, after ``group`` has given the same for it; else ``ConfigError``."""
-    top_k, hidden = pool.shape.top_k, layer.moe_config.hidden_dim
+def _compared(execution: Execution, layer, thread: ExecutorThread) -> Callable[[], torch.Tensor]:
+    """What runs a row of ``layer`` in fast memory, after ``thread`` has given the same for it; else ``ConfigError``."""
+    top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
     ids, weights = torch.arange(top_k, dtype=torch.int32)[None], torch.full((1, top_k), 1 / top_k)
-    in_slots = partial(layer.spac_in_slots, x.to(layer.spac.device), weights.to(layer.spac.device), ids)
-    with group.computing(x, weights, ids, pool.store.layer(0)) as computation:
+    index, on_device = layer.spac_index, {"device": layer.spac.device}
+    routed = weights.to(**on_device), ids.to(**on_device)
+    in_slots = partial(execution.forward, index, x.to(**on_device), *routed, layer.spac_kernel, Rows(1, as_routed=True))
+    with thread.computing(x, weights, ids, execution.store.layer(index)) as computation:
         found = computation.result()
     check_same(found, in_slots().cpu(), x.dtype, hidden, "CPU experts beside vLLM's kernel")
     return in_slots
 
 
-def _balancer(config: SpacConfig, vllm_config, pool: ExpertPool, layer, group: CpuGroup, in_slots) -> Balancer:
-    shape = pool.shape
+def _balancer(
+    config: SpacConfig, vllm_config, execution: Execution, layer, thread: ExecutorThread, in_slots
+) -> Balancer:
+    shape = execution.shape
     speculation = vllm_config.speculative_config
     knobs = {
         "layers": len(shape.layers),
@@ -149,21 +152,21 @@ def _balancer(config: SpacConfig, vllm_config, pool: ExpertPool, layer, group: C
         "gamma": 1 if speculation is None else speculation.num_speculative_tokens,
         "expert_bytes": shape.expert_bytes,
     }
-    if config.cpu_experts != "auto":
-        logger.info(
-            "spac: up to %s missing experts of a layer run on the CPU: %s", config.cpu_experts, group.describe()
-        )
-        return components.build("balancers", "fixed", count=int(config.cpu_experts), **knobs)
-    rates, origin = _rates(config, pool, layer, group, in_slots)
+    if (count := config.cpu_expert_count) is not None:
+        logger.info("spac: up to %s missing experts of a layer run on the CPU: %s", count, thread.describe())
+        return components.build("balancers", "fixed", count=count, **knobs)
     name = config.balancer or "waterfill"
-    seconds = ", ".join(f"{what} {1e3 * value:.3f} ms" for what, value in asdict(rates).items())
-    logger.info("spac: CPU experts by %s (%s): %s; %s", name, group.describe(), seconds, origin)
+    rates, costs = None, "weighs no costs"
+    if components.find("balancers", name).needs_rates:
+        rates, origin = _rates(config, execution, layer, thread, in_slots)
+        costs = ", ".join(f"{what} {1e3 * value:.3f} ms" for what, value in asdict(rates).items()) + f"; {origin}"
+    logger.info("spac: CPU experts by %s (%s): %s", name, thread.describe(), costs)
     return components.build("balancers", name, rates=rates, **knobs)
 
 
-def _rates(config: SpacConfig, pool: ExpertPool, layer, group: CpuGroup, in_slots) -> tuple[Rates, str]:
+def _rates(config: SpacConfig, execution: Execution, layer, thread: ExecutorThread, in_slots) -> tuple[Rates, str]:
     """(what the balancer weighs, where it comes from): the profile's if it is of this machine and these experts."""
-    nbytes, missing = pool.shape.expert_bytes, ""
+    nbytes, missing = execution.shape.expert_bytes, ""
     if config.profile is not None:
         try:
             costs = Costs.read(config.profile, here=True)
@@ -172,64 +175,60 @@ def _rates(config: SpacConfig, pool: ExpertPool, layer, group: CpuGroup, in_slot
         except ConfigError as error:
             missing = f", because {error}"
     options = {"device": layer.spac.device, "io_threads": config.io_threads, "hidden": layer.moe_config.hidden_dim}
-    return serving_rates(pool.store, group, in_slots, **options), f"measured now{missing}"
+    return serving_rates(execution.store, thread, in_slots, **options), f"measured now{missing}"
 
 
-def mode(budget: BudgetControl, pools: Sequence[Pool]) -> str:
+def mode(budget: BudgetControl, executions: Sequence[Execution]) -> str:
     """``exact``, ``exact up to rounding`` (CPU experts, pointers: not vLLM's kernel) or ``lossy`` (a budget)."""
     if budget.settings.active:
         return "lossy"
-    return "exact" if all(pool.keeps_bits for pool in pools) else "exact up to rounding"
+    return "exact" if all(execution.keeps_bits for execution in executions) else "exact up to rounding"
 
 
-def describe(pool: Pool) -> str:
-    """Slots, bytes and store of a pool, for the start-up line."""
-    shape, count = pool.shape, pool.residency.slots
+def describe(execution: Execution) -> str:
+    """Slots, bytes and store of an execution, for the start-up line."""
+    shape, count = execution.shape, execution.residency.slots
     share, size, total = 100 * count / shape.total, count * shape.expert_bytes, shape.total * shape.expert_bytes
     return (
         f"slots={count} of {shape.total} experts ({share:.1f}%, {gib(size)} of {gib(total)}; "
         f"{len(shape.layers)} layers x {shape.experts} experts of {gib(shape.expert_bytes)}, top-{shape.top_k}), "
-        f"store={pool.store.describe()}"
+        f"store={execution.store.describe()}"
     )
 
 
-def choices(config: SpacConfig, pool: ExpertPool | StreamedPool) -> str:
-    """How a pool is run, for the start-up line."""
-    execution = f"execution={config.execution}"
-    if config.execution == "pointers" and not pool.holds_all:
-        size = gib(staging_bytes(pool.shape))
-        staged = f"prompts staged in {size}" if pool.staged else "prompts read in place"
-        execution += f" (admission={config.admission or admissions.DEFAULT}, {staged})"
-    return f"{execution}, policy={config.policy}"
+def choices(config: SpacConfig, execution: Execution) -> str:
+    """How layers are run, for the start-up line."""
+    details = execution.describe()
+    return f"execution={config.execution}{f' ({details})' if details else ''}, policy={config.policy}"
 
 
 def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:
-    """Choices and counters of one worker, summed over pools, as plain data."""
+    """Choices and counters of one worker, summed over executions, as plain data."""
     settings = runtime.budget.settings
-    total = {
-        "mode": mode(runtime.budget, runtime.pools),
-        "store": store if any(not pool.holds_all for pool in runtime.pools) else "resident",
+    total: dict[str, Any] = {
+        "mode": mode(runtime.budget, runtime.executions),
+        "store": store if any(not execution.holds_all for execution in runtime.executions) else "resident",
         "execution": config.execution,
         "policy": config.policy,
     }
-    for pool in runtime.pools:
-        total = _add(total, _facts(pool))
+    for execution in runtime.executions:
+        total = _add(total, _facts(execution))
     if guard is not None:
         total["guard"] = guard.facts()
     return total | {"budget": {"setting": settings.describe(), **runtime.budget.counters.snapshot()}}
 
 
-def _facts(pool: Pool) -> dict:
-    shape = pool.shape
+def _facts(execution: Execution) -> dict:
+    shape, residency = execution.shape, execution.residency
     return {
         "layers": len(shape.layers),
         "experts": shape.total,
-        "slots": pool.residency.slots,
-        "resident": pool.residency.resident,
-        "pinned": pool.residency.pinned,
-        "slot_bytes": pool.residency.slots * shape.expert_bytes,
+        "slots": residency.slots,
+        "resident": residency.resident,
+        "pinned": residency.pinned,
+        "slot_bytes": residency.slots * shape.expert_bytes,
         "expert_bytes": shape.expert_bytes,
-        **pool.snapshot(),
+        **execution.snapshot(),
     }
 
 

@@ -18,21 +18,19 @@ from vllm.platforms import current_platform
 
 from vllm_spac import components
 from vllm_spac.budget.control import BudgetControl
-from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.checkpoint.contents import Checkpoint
 from vllm_spac.config import Slots, SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError, UnsupportedError
-from vllm_spac.execution.exchange import Exchange
-from vllm_spac.execution.pointers import admissions, execution, staging
-from vllm_spac.execution.slots import ExpertPool
+from vllm_spac.execution._exchange import Exchange
+from vllm_spac.execution.base import Execution, ExecutionContext, Room
 from vllm_spac.integration import graphs
 from vllm_spac.integration.layers import host, routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading import assembly, fast_memory
 from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
 from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
-from vllm_spac.runtime import Pool, Runtime
+from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
 from vllm_spac.tiers.base import ExpertStore, allocate
@@ -80,24 +78,25 @@ def _managed_classes() -> dict[str, type]:
 
 
 class ModelExperts:
-    """All managed layers of one model: packs them, then serves them from a pool of slots a shape."""
+    """All managed layers of one model: packs them, then serves them by an execution for each shape."""
 
     def __init__(self, config: SpacConfig, vllm_config) -> None:
         self.config = config
         self.vllm_config = vllm_config
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
-        self.exchange = None if self.on_cpu else Exchange(self.device)
+        self.execution = config.execution_class
         self.store_name = config.store_on("cpu" if self.on_cpu else "cuda")
+        self._exchange = None if self.on_cpu else Exchange(self.device)
         self.runtime: Runtime | None = None
         self.guard: Guard | None = None
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share one
         self._shapes: list[MoEShape] = []
-        self._plan: list[tuple[int, bool]] = []  # of each shape: slots, whether prompts are staged
-        self._filled: dict[MoEShape, Pool] = {}  # of shapes that were packed completely by an earlier start
-        self._bar: tqdm | None = None
-        self._budget: BudgetControl | None = None
+        self._plan: list[Room] = []  # of each shape
+        self._filled: dict[MoEShape, Execution] = {}  # of shapes that were packed completely by an earlier start
+        self._bar: tqdm  # from ``prepare`` on
+        self._budget: BudgetControl
         self._file_bytes = 0
         self._open_files = contextlib.ExitStack()
         self._locks: list[TextIO] = []
@@ -127,8 +126,7 @@ class ModelExperts:
             groups.setdefault(tuple(sorted((n, s.shape, s.dtype) for n, s in layer.probe().items())), []).append(layer)
         for layers in groups.values():
             self._shapes.append(self._shape_of(layers))
-            if self.config.execution == "pointers":
-                execution.check(self._shapes[-1])
+            self.execution.check_shape(self._shapes[-1])
         routers.install(model, self._layers)
         self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device, self.model_name)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
@@ -137,16 +135,15 @@ class ModelExperts:
             kv = gib(fast_memory.kv_bytes(self.vllm_config))
             logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())
         free = fast_memory.budget(self.vllm_config, self.device, others, working.total)
-        knob = self.config.staging if self.config.execution == "pointers" else "off"
         for shape in self._shapes:
-            count, staged = staging.divide(self.config.parsed_slots, knob, shape, free)
-            if staged:
+            room = self.execution.divide(self.config.parsed_slots, self.config.staging, shape, free)
+            if room.staged:
                 graphs.check_staging(self.vllm_config, shape)
-            if self.config.execution == "slots" and count < shape.total and not self.on_cpu:
+            if self.execution.layout == "kernel" and room.slots < shape.total and not self.on_cpu:
                 triton_tiles.install()
-            self._plan.append((count, staged))
-            free -= count * shape.expert_bytes + (staging.staging_bytes(shape) if staged else 0)
-            self._open_store(shape, count, staged)
+            self._plan.append(room)
+            free -= room.nbytes
+            self._open_store(shape, room)
         missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
         self._bar = tqdm(total=missing, desc="Packing experts", unit="expert", file=sys.stderr, disable=missing == 0)
 
@@ -186,35 +183,35 @@ class ModelExperts:
             self._check_unchanged()
         for lock in self._locks:
             fcntl.flock(lock, fcntl.LOCK_SH)
-        pools = []
-        for shape, planned in zip(self._shapes, self._plan, strict=True):
-            pool = self._filled.pop(shape, None) or self._fill(shape, *planned)
-            pools.append(pool)
+        executions = []
+        for shape, room in zip(self._shapes, self._plan, strict=True):
+            execution = self._filled.pop(shape, None) or self._fill(shape, room)
+            executions.append(execution)
             for layer in self._layers:
-                if self._store(layer) is pool.store:
-                    layer.attach(pool)
-        trace = assembly.trace(self.config, self.vllm_config, pools)
+                if self._store(layer) is execution.store:
+                    layer.attach(execution)
+        trace = assembly.trace(self.config, self.vllm_config, executions)
         self.guard = assembly.guard(self.config, self.vllm_config)
         plans = drafts.plans_drafts(self.vllm_config)
-        self.runtime = Runtime(pools, self._budget, trace, None if plans else self.guard)
+        self.runtime = Runtime(executions, self._budget, trace, None if plans else self.guard)
         if plans and self.guard is not None:
             draft_planning.offer(self.vllm_config, self.guard)
-        for pool in pools:
-            if isinstance(pool, ExpertPool):
-                first = next(layer for layer in self._layers if layer.spac_pool is pool)
-                assembly.balance(self.config, self.vllm_config, pool, first)
-            mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, pools)
-            logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(pool), assembly.choices(self.config, pool))
-        if self.config.execution == "pointers" and self.device.type == "cpu":
-            logger.warning(
-                "spac: execution=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and "
-                "slow; to serve, use --spac-execution slots"
-            )
+        for execution in executions:
+            if self.config.uses_cpu_experts:
+                first = next(layer for layer in self._layers if layer.spac_execution is execution)
+                assembly.balance(self.config, self.vllm_config, execution, first)
+            mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, executions)
+            choices = assembly.choices(self.config, execution)
+            logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(execution), choices)
+        for caveat in dict.fromkeys(execution.caveat() for execution in executions):
+            if caveat is not None:
+                logger.warning("spac: %s", caveat)
         (runner_v2 if plans else runner_v1).install()
         worker_hooks.install()
 
     def stats(self) -> dict:
-        """Choices and counters of this worker, summed over pools, as plain data."""
+        """Choices and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
+        assert self.runtime is not None
         return assembly.stats(self.runtime, self.config, self.store_name, self.guard)
 
     def close(self) -> None:
@@ -223,9 +220,9 @@ class ModelExperts:
         if self.runtime is not None:
             self.runtime.close()
             return
-        filled = {id(pool.store) for pool in self._filled.values()}  # loading failed
-        for pool in self._filled.values():
-            pool.close()
+        filled = {id(execution.store) for execution in self._filled.values()}  # loading failed
+        for execution in self._filled.values():
+            execution.close()
         for store in {id(store): store for store in self._stores.values()}.values():
             if id(store) not in filled:
                 store.close()
@@ -240,23 +237,23 @@ class ModelExperts:
             tuple(layer.layer_name for layer in layers), first.moe_config.num_experts, first.top_k, first.probe()
         )
 
-    def _open_store(self, shape: MoEShape, count: int, staged: bool) -> None:
-        parts, lock = {"shape": shape, "fingerprint": ""}, None
-        if count == shape.total:
-            store = components.build("tiers", "resident", **parts, device=self.device)
-        elif self.store_name == "disk":
+    def _open_store(self, shape: MoEShape, room: Room) -> None:
+        kind, lock = components.find("tiers", self.store_name), None
+        if room.slots == shape.total:
+            store = components.build("tiers", "resident", shape=shape, fingerprint="", device=self.device)
+        elif kind.persistent:
             first = next(layer for layer in self._layers if layer.layer_name == shape.layers[0])
-            parts["fingerprint"] = name = fingerprint(self.vllm_config, shape, first, self.checkpoint)
+            name = fingerprint(self.vllm_config, shape, first, self.checkpoint)
             lock = self._lock_folder(self.config.folder, name)
-            store = components.build("tiers", "disk", **parts, folder=self.config.folder)
+            store = kind(shape=shape, fingerprint=name, folder=self.config.folder)
         else:
-            store = components.build("tiers", self.store_name, **parts)
+            store = kind(shape=shape, fingerprint="", folder=None)
         self._stores.update(dict.fromkeys(shape.layers, store))
         if store.suspect:
             self._verify(store)
         if all(map(store.holds, range(shape.total))):
             try:  # now, so that what turns out to be damaged is packed by this start
-                self._filled[shape] = self._fill(shape, count, staged)
+                self._filled[shape] = self._fill(shape, room)
             except StoreError as error:
                 logger.warning("%s", error)
                 self._verify(store)
@@ -332,27 +329,31 @@ class ModelExperts:
                 store.drop(key)
             raise
 
-    def _fill(self, shape: MoEShape, count: int, staged: bool) -> ExpertPool | execution.StreamedPool:
+    def _fill(self, shape: MoEShape, room: Room) -> Execution:
         store = self._stores[shape.layers[0]]
-        tensors = getattr(store, "tensors", None) or allocate(shape.tensors, count, self.device)
-        policy = components.build("policies", self.config.policy)
-        parts = shape, count, policy, store, tensors
-        if self.config.execution == "pointers":
-            rows = graphs.most_rows(self.vllm_config)
-            options = {"rows": rows, "staged": staged, "admission": self.config.admission or admissions.DEFAULT}
-            pool = execution.StreamedPool(*parts, path=self.store_name, **options)
-        else:
-            knobs = PrefetchSettings(prefetch=self.config.prefetch)
-            pool = ExpertPool(*parts, io_threads=self.config.io_threads, path=self.store_name, engine=knobs)
+        execution = self.execution.of(
+            ExecutionContext(
+                shape=shape,
+                room=room,
+                policy=components.build("policies", self.config.policy),
+                store=store,
+                tensors=store.tensors or allocate(shape.tensors, room.slots, self.device),
+                path=self.store_name,
+                rows=graphs.most_rows(self.vllm_config),
+                config=self.config,
+                exchange=self._exchange,
+            )
+        )
+        hidden = execution.holds_all
         try:
-            with tqdm(total=count, desc="Filling slots", unit="expert", file=sys.stderr, disable=pool.holds_all) as bar:
-                for loaded in pool.fill():
+            with tqdm(total=room.slots, desc="Filling slots", unit="expert", file=sys.stderr, disable=hidden) as bar:
+                for loaded in execution.fill():
                     bar.update(loaded)
         except BaseException:
-            pool.close()
+            execution.close()
             raise
-        pool.counters.reset()
-        return pool
+        execution.counters.reset()
+        return execution
 
     def _store(self, layer) -> ExpertStore:
         return self._stores[layer.layer_name]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """What admissions work with; see ``streamed.StreamedPool``.
+    """What admissions work with; see ``PointerExecution``.
 
     Attributes:
         memory: slots, host copies and the table.
@@ -77,7 +77,10 @@ class Admission(ABC, Generic[Known]):
     Attributes:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
             expert.
+        offline: why no engine can serve with it; empty if one can.
     """
+
+    offline: ClassVar[str] = ""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -109,7 +112,7 @@ class Admission(ABC, Generic[Known]):
         """Launch what comes before the kernel of a layer; not called if staged.
 
         Args:
-            ids, weights: as in ``StreamedPool.run``.
+            ids, weights: as in ``PointerExecution.run``.
             live: int32 [1] on the device; pairs from this one on are padding.
         """
 

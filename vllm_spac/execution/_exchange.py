@@ -55,7 +55,7 @@ class Exchange:
         self._device = device
         self._lane = lane or CurrentStream()
         self._in = _grown(None, 0)
-        self._out = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
+        self._out: list[tuple[Tensor, Event | None]] = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
         self._next = 0
 
     def to_host(self, tensor: Tensor) -> Tensor:

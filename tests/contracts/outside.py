@@ -1,0 +1,209 @@
+"""A component of each family as a package of a user's has it: written against the base alone, and named by a knob.
+
+``CALLS`` counts what an engine called.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
+from vllm_spac.budget.rankings.base import LayerContext, Ranking
+from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.core import Step
+from vllm_spac.errors import StoreError
+from vllm_spac.execution.pointers.admissions.base import Admission, Parts
+from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.executors.base import CpuExperts, Kernel
+from vllm_spac.policies.base import Policy, Standing
+from vllm_spac.predictors.base import Predictor
+from vllm_spac.tiers.base import ExpertStore
+
+CALLS: Counter[str] = Counter()
+
+
+class Fifo(Policy):
+    """The victim is the expert that has been resident for longest."""
+
+    def __init__(self) -> None:
+        self._order: dict[int, None] = {}
+
+    def insert(self, key: int) -> None:
+        assert key not in self._order
+        self._order[key] = None
+
+    def touch(self, key: int) -> None:
+        assert key in self._order
+
+    def remove(self, key: int) -> None:
+        del self._order[key]
+
+    def evict(self, count: int, pinned: Container[int]) -> list[int]:
+        CALLS["policy"] += 1
+        victims = [key for key in self._order if key not in pinned][:count]
+        if len(victims) < count:
+            raise LookupError(f"{count} victims wanted, {len(victims)} are not in use")
+        for key in victims:
+            del self._order[key]
+        return victims
+
+    def standing(self, keys: int) -> Standing:
+        order = np.array(list(self._order), dtype=np.int64)
+        return Standing(order, np.arange(len(order), dtype=np.float64), np.full(keys, np.inf))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._order
+
+
+class Blocks(ExpertStore):
+    """One tensor for all experts of a layer, in memory that nobody pins."""
+
+    addressable: ClassVar[bool] = True
+
+    def __init__(self, shape, fingerprint, folder=None) -> None:
+        super().__init__(shape, fingerprint, folder)
+        self._blocks = [
+            {name: torch.zeros(shape.experts, *spec.shape, dtype=spec.dtype) for name, spec in shape.tensors.items()}
+            for _ in shape.layers
+        ]
+        self._packed = np.zeros(shape.total, dtype=bool)
+
+    def holds(self, key: int) -> bool:
+        return bool(self._packed[key])
+
+    def reserve(self, experts: int) -> None:
+        pass
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        self._packed[key] = True
+        for name, place in self.view(key).items():
+            place.copy_(tensors[name])
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        CALLS["store"] += 1
+        for name, tensor in self.view(key).items():
+            into[name].copy_(tensor)
+        return self.shape.expert_bytes
+
+    def view(self, key: int) -> Mapping[str, Tensor]:
+        if not self._packed[key]:
+            raise StoreError(f"expert {key} was never packed")
+        layer, expert = self.shape.split(key)
+        return {name: block[expert] for name, block in self._blocks[layer].items()}
+
+    def layer(self, number: int) -> Mapping[str, Tensor]:
+        return self._blocks[number]
+
+    def describe(self) -> str:
+        return "blocks"
+
+
+class EverySecond(Balancer):
+    """Every second of the missing experts runs on the CPU."""
+
+    needs_rates: ClassVar[bool] = False
+
+    def plan(self, state: LayerState) -> Plan:
+        CALLS["balancer"] += 1
+        hit, missing = split(state)
+        return Plan(hit=hit, stream=tuple(missing[1::2].tolist()), cpu=tuple(missing[::2].tolist()))
+
+
+class RowByRow(CpuExperts):
+    """The kernel of the slots, one row at a time."""
+
+    layout: ClassVar[Literal["plain", "kernel"]] = "kernel"
+    exclusive: ClassVar[bool] = True
+
+    def __init__(self, shape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
+        super().__init__(shape, threads, activation, kernel)
+        self._kernel = kernel
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        CALLS["executor"] += 1
+        rows = zip(x.split(1), weights.split(1), ids.split(1), strict=True)
+        return torch.cat([self._kernel(*row, experts) for row in rows])
+
+    def describe(self) -> str:
+        return "row by row"
+
+
+class Loudest(Ranking):
+    """The experts with the highest score of any row."""
+
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        CALLS["ranking"] += 1
+        assert 1 <= budget <= probs.shape[1], f"a budget of {budget}"
+        assert votes is None or bool(votes.any()), "no row votes"
+        heard = probs if votes is None else probs.masked_fill(~votes[:, None], 0)
+        return heard.amax(0).sort(descending=True, stable=True).indices[:budget]
+
+
+class Counting(SlotExecution):
+    """Slots, and how many forwards of layers there were."""
+
+    def forward(self, *given) -> Tensor:
+        CALLS["execution"] += 1
+        return super().forward(*given)
+
+
+class Frozen(Admission[np.ndarray]):
+    """Nobody gets a slot but those who had one when the engine started."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._residency = Residency(parts.shape.total, parts.slots, parts.policy)
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
+
+    def seat(self, key: int) -> int:
+        ((_, slot),) = self._residency.prepare([key]).loads
+        self._residency.release([key])
+        return slot
+
+    def seated(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._residency.loaded(key)
+        self.parts.compute.submit(self.parts.memory.point, keys, self._residency.slot_of[list(keys)])
+
+    def begin(self, step: Step) -> None:
+        CALLS["admission"] += 1
+        self.take()
+
+    def slots(self) -> np.ndarray:
+        return self._residency.slot_of
+
+    def _tells(self) -> Sequence[Tensor]:
+        return [self.counts]
+
+    def _known(self, staged: bool) -> np.ndarray:
+        return self.slots() != NOWHERE
+
+    def _learn(self, told: Sequence[np.ndarray], known: np.ndarray, *, prompts: bool) -> int:
+        used = told[0] > 0
+        misses = int((used & ~known).sum())
+        self.parts.counters.hits += int((used & known).sum())
+        self.parts.counters.misses += misses
+        return misses
+
+
+class Same(Predictor):
+    """What the last step selected."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.scores = np.zeros(num_experts, dtype=np.int64)
+
+    def observe_step(self, counts: np.ndarray) -> None:
+        CALLS["predictor"] += 1
+        self.scores = np.where(counts < 0, self.scores, counts > 0).astype(np.int64)

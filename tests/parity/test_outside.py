@@ -1,0 +1,79 @@
+"""Engines that serve with components from outside the package, those of ``tests/contracts/outside.py``: stock's tokens.
+
+In float32, because CPU experts and pointers are exact up to rounding. The budget leaves 1e-9 of the mass: none is cut.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import engines
+import pytest
+from exactness import FLOAT32, assert_same_tokens
+
+import vllm_spac
+
+FOLDER = str(Path(__file__).parents[1] / "contracts")
+IN_SLOTS = {
+    "execution": "outside:Counting",
+    "policy": "outside:Fifo",
+    "store": "outside:Blocks",
+    "prefetch": "outside:Same",
+    "balancer": "outside:EverySecond",
+    "cpu_experts": "auto",
+    "cpu_kernel": "outside:RowByRow",
+    "budget_ranking": "outside:Loudest",
+    "budget_mass": 1 - 1e-9,
+    "budget_when": "all",
+}
+OVER_POINTERS = {"execution": "pointers", "store": "outside:Blocks", "admission": "outside:Frozen", "staging": "off"}
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module can be imported, here and in a worker's process."""
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    yield
+    sys.modules.pop("outside", None)
+
+
+def _calls(worker) -> dict[str, int]:
+    import outside
+
+    return dict(outside.CALLS)
+
+
+def serve(model, spac: dict) -> tuple[engines.Run, dict, dict]:
+    """(what an engine said, calls before it served, calls in the end)."""
+    with engines.engine(model, spac, **FLOAT32) as llm:
+        (before,) = llm.collective_rpc(_calls)
+        tokens = engines.say(llm)
+        (after,) = llm.collective_rpc(_calls)
+        return engines.Run(tokens, vllm_spac.stats(llm)["workers"][0], "float32"), before, after
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoint) -> engines.Run:
+    return engines.generate(checkpoint("qwen3_moe"), **FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("spac", "called"),
+    [
+        (IN_SLOTS, {"execution", "policy", "store", "predictor", "balancer", "executor", "ranking"}),
+        (OVER_POINTERS, {"admission"}),
+    ],
+    ids=["slots", "pointers"],
+)
+def test_same_tokens_as_stock(spac, called, outside, exact, checkpoint):
+    run, before, after = serve(checkpoint("qwen3_moe"), {"slots": "50%", **spac})
+    assert_same_tokens(run, exact)
+    assert {name for name, count in after.items() if count > before.get(name, 0)} == called
+    stats = run.stats
+    assert (stats["store"], stats["execution"]) == (spac["store"], spac["execution"])
+    assert stats["hits"] > 0 and stats["misses"] > 0
+    assert stats["mode"] == ("lossy" if "budget_mass" in spac else "exact up to rounding")
+    assert stats["budget"]["dropped_share"] == 0

@@ -1,0 +1,222 @@
+"""The weights of a managed layer: staged as they arrive, converted to what its kernel reads, given to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import TensorSpec
+from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.execution.base import LayerFacts
+from vllm_spac.integration.layers import quant_schemes
+from vllm_spac.integration.layers.host import LayerHost, current
+
+if TYPE_CHECKING:  # what it is mixed into
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as _Layer
+else:
+    _Layer = object
+
+# Whatever a kernel may read beside the weights that each call names; each is a tensor or None.
+_KERNEL_READS = (
+    *("w1_scale", "w2_scale", "w1_zp", "w2_zp", "w1_bias", "w2_bias"),
+    *("a1_scale", "a2_scale", "a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas"),
+)
+
+
+class StagedExperts(_Layer):
+    """Mixed in front of ``RoutedExperts`` while a managed model is built: takes the checkpoint's weights to the store.
+
+    Life: created on the CPU with room for all experts of the layer, which stays untouched, hence unreal,
+    memory until weights arrive; packed and emptied as soon as the last weight has arrived; at the end its
+    parameters are the slots.
+    """
+
+    def __init__(self, layer_name: str, *args, **kwargs) -> None:
+        with torch.device("cpu"):
+            super().__init__(layer_name, *args, **kwargs)
+        self._staged: dict[str, Any] = quant_schemes.expert_tensors(self)  # vLLM's parameters, with their loaders
+        self.spac: LayerHost = current()
+        self.spac_index = 0  # among the layers of its shape
+        self.spac_number = 0  # among all
+        quantised = type(self.quant_method).__name__ if quant_schemes.is_quantised(self) else None
+        self._check(quantised)
+        if quantised is not None:
+            for param in self._staged.values():
+                param.data = torch.empty_like(param)  # vLLM fills scales and zero points, which makes them real memory
+        self._converts = self.spac.execution.layout == "kernel"  # else experts stay as the checkpoint has them
+        self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
+        self._arrived = dict.fromkeys(self._staged, 0)
+        self._packed = False
+        self._plain = quant_schemes.is_plain(self)
+        for param in self._staged.values():
+            if param.weight_loader != self.weight_loader:
+                param.weight_loader = partial(self._load_through, param.weight_loader)
+        self._to_kernel = self.quant_method.process_weights_after_loading
+        self.quant_method.process_weights_after_loading = lambda layer: self.spac.pack(self)
+        self.quant_method.requires_device_loading = False  # pack moves a part of the layer at a time instead
+        self.spac.add(self)
+
+    def _check(self, quantised: str | None) -> None:
+        """``UnsupportedError`` if the execution, or what computes experts on the CPU, cannot run this layer."""
+        self.spac.execution.check_layer(
+            LayerFacts(
+                self.layer_name,
+                self.activation.value,
+                self.swiglu_limit,
+                self.swiglu_alpha,
+                self.apply_router_weight_on_input,
+                quantised,
+            )
+        )
+        config = self.spac.config
+        if quantised is not None and config.uses_cpu_experts:
+            raise UnsupportedError(
+                f"spac: cpu_experts={config.cpu_experts} cannot compute the quantised experts ({quantised}) of "
+                f"{self.layer_name}; use --spac-cpu-experts off"
+            )
+
+    # -- loading -------------------------------------------------------------------------------------------
+
+    def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
+        """Stage one checkpoint tensor; when it is the last of the layer, pack the layer and forget it."""
+        self.spac.arrived(loaded_weight.nbytes)
+        if not self._awaits(param, weight_name):
+            return True if return_success else None
+        success = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+        self._count(param, loaded_weight.numel())
+        return success
+
+    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+    def _load_through(self, loader, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
+        """Stage one checkpoint tensor through the quant method's own ``loader``.
+
+        It gives most tensors converted to ``weight_loader``; the others, each a shard of one expert, it writes itself.
+        """
+        if not self._awaits(param, weight_name):  # and need not be converted
+            return True if return_success else None
+        before = dict(self._arrived)
+        success = loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+        if self._arrived == before:
+            self.spac.arrived(loaded_weight.nbytes)
+            self._count(param, param[0].numel() // (1 if shard_id == "w2" else self.moe_config.w13_num_shards))
+        return success
+
+    def _awaits(self, param, weight_name: str) -> bool:
+        """Whether what ``param`` is given is read by a kernel and not packed yet."""
+        if self._name_of(param) is None:
+            return False
+        if self._packed:
+            raise SpacError(
+                f"spac: {weight_name} of {self.layer_name} came after the layer was packed, so it would be ignored: "
+                "the checkpoint has a weight twice, or weights of a running engine are changed; use a checkpoint that "
+                "has each weight once, or restart with the new one"
+            )
+        return not self.spac.is_stored(self)
+
+    def _count(self, param, elements: int) -> None:
+        """``elements`` of ``param`` were staged; packs the layer if they were the last."""
+        name = self._name_of(param)
+        assert name is not None
+        self._arrived[name] += elements
+        if all(self._arrived[name] >= count for name, count in self._expected.items()):
+            self.spac.pack(self)
+
+    def _name_of(self, param) -> str | None:
+        return next((name for name, staged in self._staged.items() if staged is param), None)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of all experts of the layer, as the checkpoint has them."""
+        return sum(param.nbytes for param in self._staged.values())
+
+    def probe(self) -> dict[str, TensorSpec]:
+        """Layout of one expert as the kernel reads it; builds the layer's kernel on the way."""
+        blank = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
+        packed = self._convert(blank)
+        self._restore()
+        read = packed if self._converts else self._staged
+        return {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in read.items()}
+
+    def convert(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Experts ``[start, stop)`` in the kernel's layout: name -> tensor of shape [stop - start, ...]."""
+        raw = {name: p.data[start:stop] for name, p in self._staged.items()}
+        if not self._converts or (self._plain and start > 0):
+            return raw
+        packed = self._convert({name: t[:1] for name, t in raw.items()} if self._plain else raw)
+        self._restore()
+        if not self._plain:
+            return packed
+        self._check_plain(raw, packed)
+        return raw
+
+    def _check_plain(self, raw: dict[str, Tensor], packed: dict[str, Tensor]) -> None:
+        """``SpacError`` if vLLM gave its kernel the first expert otherwise than the checkpoint has it."""
+        for name, tensor in raw.items():
+            ours, given = tensor[:1], packed[name].to(tensor.device)
+            if ours.shape != given.shape or not torch.equal(_bits(ours), _bits(given)):
+                kernel = self.quant_method.experts_cls.__name__
+                raise SpacError(f"spac: {kernel} does not read {name} of {self.layer_name} as the checkpoint has it")
+
+    def forget(self) -> None:
+        """Give the staged weights back."""
+        for param in self._staged.values():
+            param.data = param.data.new_empty(0)
+        self._packed = True
+
+    def _bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let vLLM's kernel read ``tensors``, name -> [slots, ...], in place of what it was built on.
+
+        Raises:
+            SpacError: it keeps scales, zero points or biases of its own.
+        """
+        for name, param in self._kernel_params.items():
+            param.data = tensors[name]
+        self._parameters.update(self._named_for_kernel)
+        self._check_bound()
+
+    def _convert(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run vLLM's own conversion on some of the experts; leaves the kernel built on ``_kernel_params``.
+
+        It works expert by expert in all that ``quant_schemes`` allows: what a whole layer would give, in parts.
+        """
+        device = self.spac.device
+        for name, tensor in raw.items():
+            param = torch.nn.Parameter(tensor.to(device), requires_grad=False)
+            param.__dict__.update(self._staged[name].__dict__)
+            self._parameters[name] = param
+        self.quant_method.moe_kernel = self.quant_method.moe_quant_config = None  # else weights count as an update
+        self._to_kernel(self)
+        self._kernel_params = {name: self._parameters[name] for name in raw}
+        ours = {id(param) for param in self._kernel_params.values()}
+        self._named_for_kernel = {name: param for name, param in self._parameters.items() if id(param) in ours}
+        return {name: param.data for name, param in self._kernel_params.items()}
+
+    def _restore(self) -> None:
+        """Loaders look parameters up by name while others are still to come: show them the staged ones."""
+        for name in self._named_for_kernel:
+            del self._parameters[name]  # some go by a second name
+        self._parameters.update(self._staged)
+        self._kernel_params = {name: _emptied(param) for name, param in self._kernel_params.items()}
+
+    def _check_bound(self) -> None:
+        """``SpacError`` if vLLM's kernel reads scales, zero points or biases that are not those of the slots."""
+        config = self.quant_method.moe_kernel.fused_experts.quant_config
+        slots = {param.data_ptr() for param in self._kernel_params.values()}
+        for name in _KERNEL_READS:
+            tensor = getattr(config, name)
+            if tensor is not None and tensor.data_ptr() not in slots:
+                raise SpacError(f"spac: vLLM's kernel of {self.layer_name} keeps {name} for itself, outside the slots")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _emptied(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    param.data = param.data.new_empty(0)
+    return param
