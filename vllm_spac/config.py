@@ -18,7 +18,7 @@ from vllm_spac.system.printable import brief, shortened
 from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
-    from vllm_spac.budget.control import BudgetSettings
+    from vllm_spac.budget.settings import BudgetSettings
 
 
 def _path(value: Any) -> Any:
@@ -289,7 +289,7 @@ class SpacConfig(BaseModel):
 
     def budget_settings(self, budget: int | dict[str, int] | None) -> BudgetSettings:
         """The settings of the budget at the start; ``budget`` is B, or B for each layer from the budget file."""
-        from vllm_spac.budget.control import BudgetSettings
+        from vllm_spac.budget.settings import BudgetSettings
 
         return BudgetSettings(
             budget=budget,

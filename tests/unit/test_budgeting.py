@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.budget import control as budgeting
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import ConfigError, UnsupportedError
 

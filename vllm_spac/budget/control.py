@@ -4,132 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.budget.calibration import Calibration
+from vllm_spac.budget.counters import BudgetCounters
 from vllm_spac.budget.coverage import Known, kept, members, substitute, truncate
 from vllm_spac.budget.limits import check_mass, mass_cut, validate
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass
+from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.system.printable import brief, shortened
 
-_MOST_PROBLEMS = 3  # named in one refusal
-_PENDING = 64  # shortlists that are counted at once
 _CUT = {
     "verify": (RowKind.VERIFY,),
     "decode": (RowKind.VERIFY, RowKind.DECODE),
     "all": tuple(RowKind),
 }
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("use a number")
-    return value
-
-
-_Experts = Annotated[int, Field(ge=0, le=1 << 20), BeforeValidator(_number)]
-_Bound = Annotated[
-    Annotated[_Experts, Tag("number")] | Annotated[dict[str, _Experts], Tag("layers")],
-    Discriminator(lambda value: "layers" if isinstance(value, dict) else "number"),
-]
-
-
-class BudgetSettings(BaseModel):
-    """What can be changed while the model runs; nothing set means exact. An unknown key is an error.
-
-    Attributes:
-        budget: experts a layer may touch in one forward (B), for all layers or by layer name.
-        mass: instead of B, the share of the mass that the shortlist of each layer and forward must hold.
-        mass_of: which mass: ``selected``, the routing weights that the rows which vote give to the experts selected for
-            them, where experts that no row selected are ranked last; ``scores``, the routers' scores of all experts
-            (MoE-Spec's s_i).
-        ranking: name of a ranking in ``vllm_spac.budget.rankings``.
-        coverage: what a row does without an expert that is outside.
-        when: the kinds of step whose rows vote and are cut.
-        window: rank so many consecutive rows of a request at a time, as if each were one verify step. For evaluation.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    budget: _Bound | None = None
-    mass: Annotated[float, BeforeValidator(_number)] | None = None
-    mass_of: Literal["selected", "scores"] = "selected"
-    ranking: str = "router"
-    coverage: Literal["substitution", "truncation"] = "substitution"
-    when: Literal["verify", "decode", "all"] = "verify"
-    window: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(_number)] | None = None
-
-    @model_validator(mode="after")
-    def _one_bound(self) -> BudgetSettings:
-        if self.budget is not None and self.mass is not None:
-            raise ValueError("budget and budget_mass bound the same thing; use one of them")
-        if self.mass is None and self.mass_of != "selected":
-            raise ValueError(f"mass_of={self.mass_of} says what a share is of; give mass as well")
-        return self
-
-    @classmethod
-    def parse(cls, raw: Any) -> BudgetSettings:
-        """From plain data, e.g. the body of ``POST /spac/budget``; ``ConfigError`` says what is wrong."""
-        try:
-            return cls(**raw)
-        except ValidationError as error:
-            found = error.errors(include_url=False, include_context=False, include_input=False)
-            problems = "; ".join(
-                f"{shortened('.'.join(map(str, item['loc']))) or 'budget'}: {item['msg'].removeprefix('Value error, ')}"
-                for item in found[:_MOST_PROBLEMS]
-            )
-            if len(found) > _MOST_PROBLEMS:
-                problems += f"; and {len(found) - _MOST_PROBLEMS} more"
-            raise ConfigError(f"spac: {problems}; known: {', '.join(cls.model_fields)}") from None
-        except TypeError:
-            raise ConfigError(f'spac: a budget is a mapping such as {{"budget": 16}}, not {brief(raw)}') from None
-
-    @property
-    def active(self) -> bool:
-        return self.budget is not None or self.mass is not None
-
-    def describe(self) -> str:
-        """A few words for the log and the metrics."""
-        if not self.active:
-            return "exact"
-        bound = "by layer" if isinstance(self.budget, dict) else self.budget
-        if self.mass is not None:
-            bound = f"{self.mass:g} of the mass {self.mass_of}"
-        return f"lossy (budget {bound}, {self.ranking}, {self.coverage}, {self.when} rows)"
-
-
-@dataclass(frozen=True, eq=False)
-class RoutingRule:
-    """How a checkpoint turns router logits into weights, as vLLM configured it.
-
-    Attributes:
-        scoring: ``softmax`` or ``sigmoid``.
-        renormalize: whether the weights of a row are divided by their sum.
-        bias: float [N] added to the scores to choose by, not to weigh by.
-        groups, top_groups: limit to the best groups of experts.
-        custom: a routing function of the model's own, which substitution cannot repeat.
-    """
-
-    scoring: str = "softmax"
-    renormalize: bool = True
-    scale: float = 1.0
-    bias: Tensor | None = None
-    groups: int | None = None
-    top_groups: int | None = None
-    custom: bool = False
-
-    def probs(self, logits: Tensor) -> Tensor:
-        """float32 [rows, N], the scores of all experts."""
-        logits = logits.float()
-        return logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -141,61 +35,6 @@ class BudgetedLayer:
     top_k: int
     rule: RoutingRule
     resident: Callable[[], Tensor] | None = field(default=None, compare=False)
-
-
-class BudgetCounters:
-    """What a budget did since the start, or since ``reset``; layers and forwards are added up.
-
-    What ``add`` is given is counted later, that of many layers at once: a layer waits for no count.
-    """
-
-    def __init__(self) -> None:
-        self._counted = {"rows": 0, "dropped_weight": 0.0, "shortlists": 0, "experts": 0}
-        self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-
-    def add(self, natural: Tensor, kept: Tensor, weights: Tensor, ids: Tensor) -> None:
-        """One shortlist.
-
-        Args:
-            natural: float [rows, k], the routing weights without a budget.
-            kept: bool [rows, k], which of them the shortlist holds.
-            weights, ids: [rows, k], what the rows run instead.
-        """
-        if len(self._pending) == _PENDING or (self._pending and self._pending[0][0].shape[1] != natural.shape[1]):
-            self._count()
-        self._pending.append((natural.clone(), kept, weights.clone(), ids.clone()))  # they may be overwritten
-
-    def reset(self) -> None:
-        """Start from zero."""
-        self.__init__()
-
-    def snapshot(self) -> dict:
-        """As plain data.
-
-        Returns:
-            ``rows`` that were budgeted, once a layer; ``dropped_weight``: the sum over them of the share of their
-            routing weights, of the experts selected for them, that fell outside; ``shortlists`` made, one a layer and
-            forward; distinct ``experts`` that their rows then used; ``dropped_share``: the mean over the rows.
-        """
-        self._count()
-        found = self._counted
-        return {**found, "dropped_share": found["dropped_weight"] / found["rows"] if found["rows"] else 0.0}
-
-    def _count(self) -> None:
-        if not self._pending:
-            return
-        pending, self._pending = self._pending, []
-        natural, kept, weights, ids = (torch.cat(parts) for parts in zip(*pending, strict=True))
-        lost = natural.masked_fill(kept, 0).sum(1) / natural.sum(1).clamp_min(1e-30)
-        used, ids = (weights != 0).cpu().numpy(), ids.cpu().numpy()
-        shortlist = np.repeat(np.arange(len(pending)), [len(part[0]) for part in pending])
-        seen = np.zeros((len(pending), int(ids.max()) + 1), dtype=bool)
-        seen[np.broadcast_to(shortlist[:, None], ids.shape)[used], ids[used]] = True
-        counted = self._counted
-        counted["rows"] += len(natural)
-        counted["dropped_weight"] += float(lost.sum(dtype=torch.float64))
-        counted["shortlists"] += len(pending)
-        counted["experts"] += int(seen.sum())
 
 
 class BudgetControl:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_spac.budget.control import BudgetedLayer, RoutingRule
+from vllm_spac.budget.control import BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError

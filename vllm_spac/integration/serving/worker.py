@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from vllm_spac.budget.control import BudgetSettings
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.layers.host import experts_of
 
