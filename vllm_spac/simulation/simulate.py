@@ -13,7 +13,7 @@ from vllm_spac.balancers.base import Balancer, LayerState
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
-from vllm_spac.execution.pointers.protocol import STEP_BYTES
+from vllm_spac.execution.pointers.planner import STEP_BYTES
 from vllm_spac.execution.waves import filled_experts, row_waves
 from vllm_spac.policies.base import Policy
 from vllm_spac.predictors.utility import UtilityEstimator

@@ -29,10 +29,10 @@ from vllm_spac.core import MoEShape, Step
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.admissions.base import Admission, Kernels, Parts
-from vllm_spac.execution.pointers.mover import ALIGNMENT, ExpertMemory
-from vllm_spac.execution.pointers.protocol import STEP_BYTES
+from vllm_spac.execution.pointers.planner import STEP_BYTES
 from vllm_spac.execution.pointers.staging import ROWS, ExpertBuffers, Staging
 from vllm_spac.execution.pointers.streams import capturing, streams
+from vllm_spac.execution.pointers.table import ALIGNMENT, AddressTable
 from vllm_spac.execution.waves import filled_experts
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
@@ -117,7 +117,7 @@ class StreamedPool:
         device = next(iter(tensors.values())).device
         self._compute, copy = streams(device)
         self._kernels = _kernels(device)
-        memory = ExpertMemory(store, tensors, shape.total, poison)
+        memory = AddressTable(store, tensors, shape.total, poison)
         parts = Parts(shape, slots, policy, memory, self.counters, self._compute, copy, self._kernels, path, step_bytes)
         self.admission: Admission = components.build("execution.pointers.admissions", admission, parts=parts)
         self._buffers = self._staging = None
