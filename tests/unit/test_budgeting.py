@@ -109,7 +109,7 @@ def test_rows_that_the_shortlist_covers_are_the_router_s_own(monkeypatch) -> Non
     logits, weights, ids = routing()
     logits[:, 4:] -= 50
     ids = logits.topk(TOP_K).indices.int()
-    monkeypatch.setattr(budgeting, "substitute", None)
+    monkeypatch.setattr(budgeting, "substituted", None)
     budget = control()
     budget.change(BudgetSettings(budget=4))
     got = budget.apply(0, logits, weights, ids, MIXED)
@@ -147,8 +147,8 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
     budget = control()
     budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
-    shortlist = budget._shortlist(0, probs, *routed, EXPERTS, None)
-    assert set(shortlist.tolist()) == kept
+    inside, _ = budget._shortlist(0, probs, *routed, EXPERTS, None)
+    assert set(inside.nonzero().flatten().tolist()) == kept
     assert budget.settings.describe() == f"lossy (budget 0.85 of the mass {mass_of}, router, substitution, verify rows)"
 
 

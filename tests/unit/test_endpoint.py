@@ -146,7 +146,8 @@ class Worker(SpacWorker):
     """One with a budget and no model."""
 
     def __init__(self) -> None:
-        self.runtime = SimpleNamespace(budget=BudgetControl([LAYER]), require_host=lambda what: None)
+        budget = BudgetControl([LAYER])
+        self.runtime = SimpleNamespace(budget=budget, change_budget=budget.change)
 
     def _spac_experts(self):
         return SimpleNamespace(runtime=self.runtime)

@@ -11,19 +11,14 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.counters import BudgetCounters
-from vllm_spac.budget.coverage import Known, kept, members, substitute, truncate
-from vllm_spac.budget.limits import check_mass, mass_cut, validate
+from vllm_spac.budget.coverage import first_members, kept, members, substituted, truncated, where
+from vllm_spac.budget.limits import check_mass, mass_count, validate
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass
+from vllm_spac.budget.replay import Launches, ReplayBuffers
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.budget.settings import BudgetSettings
-from vllm_spac.core import RowKind, Step
+from vllm_spac.core import Step
 from vllm_spac.errors import ConfigError, UnsupportedError
-
-_CUT = {
-    "verify": (RowKind.VERIFY,),
-    "decode": (RowKind.VERIFY, RowKind.DECODE),
-    "all": tuple(RowKind),
-}
 
 
 @dataclass(frozen=True)
@@ -39,6 +34,10 @@ class BudgetedLayer:
 
 class BudgetControl:
     """The budget of one model; ``change`` may be called between any two steps.
+
+    A step that is launched by the host is cut by ``apply``, which picks the rows that vote. A CUDA graph holds the
+    launches of ``capture`` instead: over all rows, with a mask of those that vote in memory that the host writes
+    between steps. Both make the same shortlists with the same operations, and cover by the same.
 
     Args:
         layers: in the order of execution.
@@ -63,27 +62,50 @@ class BudgetControl:
         self._ranking: Ranking | None = None
         self._mixes = False  # whether the ranking looks at the natural weights
         self._parts: tuple[Step | None, list[slice | Tensor]] = (None, [])
+        self._mass = torch.ones((), dtype=torch.float64, device=device)
+        self._buffers: ReplayBuffers | None = None
+        self._captured: Launches | None = None
 
     @property
     def active(self) -> bool:
         return self.settings.active
+
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs hold the launches of a budget, be it in force or not."""
+        return self._captured is not None
 
     def change(self, settings: BudgetSettings) -> None:
         """Use ``settings`` from the next step on, or change nothing.
 
         Raises:
             ConfigError: the budget does not fit a layer, or the ranking cannot serve or lacks its calibration.
-            UnsupportedError: substitution for a model whose routing function is its own.
+            UnsupportedError: substitution for a model whose routing function is its own, or the CUDA graphs that were
+                captured hold another kind of budget.
         """
         ranking = None
         if settings.active:
-            ranking = _ranking(settings.ranking, self._calibration, self._offline).to(self._device)
+            ranking = self._ranking_of(settings)
             if settings.mass is not None:
                 check_mass(settings.mass)
             for layer in self.layers:
                 _check_layer(layer, settings)
-        self.settings, self._ranking, self._parts = settings, ranking, (None, [])
+            if self._captured is not None:
+                self._captured.check(settings)
+        if self._captured is None:  # else the graphs read the tensors of the ranking that is there
+            self._ranking = ranking
+        self.settings, self._parts = settings, (None, [])
         self._mixes = settings.ranking not in ("router", "static", "resident")
+        self._mass.fill_(1.0 if settings.mass is None else settings.mass)
+        if self._buffers is not None:
+            self._buffers.bound([self._bound(layer) or layer.experts for layer in self.layers])
+
+    def _ranking_of(self, settings: BudgetSettings) -> Ranking:
+        return _ranking(settings.ranking, self._calibration, self._offline).to(self._device)
+
+    def _bound(self, layer: BudgetedLayer) -> int | None:
+        budget = self.settings.budget
+        return budget[layer.name] if isinstance(budget, dict) else budget
 
     def apply(
         self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, step: Step, outputs: Tensor | None = None
@@ -107,29 +129,73 @@ class BudgetControl:
             weights[rows], ids[rows] = covered
         return weights, ids
 
+    # -- in a CUDA graph -----------------------------------------------------------------------------------
+
+    def hold_in_graphs(self, rows: int) -> None:
+        """Let CUDA graphs of up to ``rows`` rows hold the launches of this budget, also if it is switched on later."""
+        self._buffers = ReplayBuffers(rows, len(self.layers), self._device)
+        self.counters.count_on(self._device)
+        self.change(self.settings)
+
+    def begin_step(self, step: Step) -> None:
+        """A forward for real requests starts, perhaps as a replay: write which of its rows vote."""
+        if self._captured is not None and self.active:
+            self._buffers.begin_step(step, self.settings.kinds)
+
+    def end_step(self) -> None:
+        """Its launches are over; in what is replayed until the next step no row votes."""
+        if self._captured is not None:
+            self._buffers.end_step()
+
+    def capture(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``apply`` as launches that a CUDA graph holds: fixed shapes, and nothing that the host reads or decides.
+
+        Sums over rows have a term of 0 for each row that does not vote, hence perhaps another order of additions. They
+        are float64 sums of float32, exact where the terms are within a factor of 2**29 / rows.
+
+        Returns:
+            Weights and ids, [rows, k]. A row that does not vote keeps its own, whatever stands in it.
+        """
+        if self._buffers is None:
+            return weights, ids
+        if self._captured is None:
+            self._captured = Launches.of(self.settings)
+            self._ranking = self._ranking or self._ranking_of(self.settings)
+        assert self._captured == Launches.of(self.settings), "captured again, under another budget"
+        layer, votes = self.layers[index], self._buffers.votes[: len(ids)]
+        silent = ~votes[:, None]
+        probs = layer.rule.probs(logits).masked_fill_(silent, 0)
+        natural = weights.masked_fill(silent, 0), ids.masked_fill(silent, 0)
+        inside, best = self._shortlist(index, probs, *natural, self._buffers.bounds[index], None)
+        held = kept(inside, natural[1])
+        covered = self._cover(layer, probs, natural, inside, best, held)
+        self.counters.add_masked(votes, natural[0], held, *covered, layer.experts)
+        return where(votes, covered, (weights, ids))
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
     def _cut(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, outputs: Tensor | None):
         """(weights, ids) of rows that vote together, within their shortlist; None where they are so already."""
-        layer, settings = self.layers[index], self.settings
-        bound = settings.budget[layer.name] if isinstance(settings.budget, dict) else settings.budget
-        if layer.experts == bound or settings.mass == 1.0:
+        layer = self.layers[index]
+        bound = self._bound(layer)
+        if layer.experts == bound or self.settings.mass == 1.0:
             self.counters.add(weights, torch.ones_like(ids, dtype=torch.bool), weights, ids)
             return None
         probs = layer.rule.probs(logits)
-        shortlist = self._shortlist(index, probs, weights, ids, bound or layer.experts, outputs)
-        inside = members(shortlist, layer.experts)
-        known = inside, kept(inside, ids)
-        if not ids.is_cuda and bool(known[1].all()):  # nothing to do; a GPU would have to be waited for
-            self.counters.add(weights, known[1], weights, ids)
+        inside, best = self._shortlist(index, probs, weights, ids, bound or layer.experts, outputs)
+        held = kept(inside, ids)
+        if not ids.is_cuda and bool(held.all()):  # nothing to do; a GPU would have to be waited for
+            self.counters.add(weights, held, weights, ids)
             return None
-        covered = self._cover(layer, probs, weights, ids, shortlist, known)
-        self.counters.add(weights, known[1], *covered)
+        covered = self._cover(layer, probs, (weights, ids), inside, best, held)
+        self.counters.add(weights, held, *covered)
         return covered
 
     def _rows(self, step: Step) -> list[slice | Tensor]:
         """Rows that vote together (a slice, or their numbers), worked out once a step."""
         if self._parts[0] is not step:
-            kinds, window = _CUT[self.settings.when], self.settings.window
-            asked = [r for r in step.requests if r.kind in kinds]
+            window = self.settings.window
+            asked = [r for r in step.requests if r.kind in self.settings.kinds]
             if window is not None:
                 starts = [(start, r.stop) for r in asked for start in range(r.start, r.stop, window)]
                 parts: list[slice | Tensor] = [slice(start, min(start + window, stop)) for start, stop in starts]
@@ -141,8 +207,9 @@ class BudgetControl:
         return self._parts[1]
 
     def _shortlist(
-        self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, count: int, outputs: Tensor | None
-    ) -> Tensor:
+        self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, bound: int | Tensor, outputs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(bool [N], the members; int64 [], the best of them), of at most ``bound`` experts, an int or int64 []."""
         layer, settings = self.layers[index], self.settings
         context = LayerContext(
             layer=index,
@@ -150,26 +217,42 @@ class BudgetControl:
             mixing=torch.zeros_like(probs).scatter(1, ids.long(), weights.float()) if self._mixes else None,
             outputs=outputs,
         )
-        order = self._ranking.rank(probs, None, count, context)
+        order = self._ranking.rank(probs, None, bound if isinstance(bound, int) else layer.experts, context)
         if settings.mass is None:
-            return order
+            inside = members(order, layer.experts) if isinstance(bound, int) else first_members(order, bound)
+            return inside, order[0]
+        held = router_mass(probs)
+        if settings.mass_of == "selected":
+            held = selected_mass(weights, ids, layer.experts)
+            order = order[(held[order] == 0).sort(stable=True).indices]
         least = layer.top_k if settings.coverage == "substitution" else 1
-        if settings.mass_of == "scores":
-            return order[: mass_cut(order, router_mass(probs), settings.mass, least)]
-        held = selected_mass(weights, ids, layer.experts)
-        order = order[(held[order] == 0).sort(stable=True).indices]
-        return order[: mass_cut(order, held, settings.mass, least)]
+        return first_members(order, mass_count(order, held, self._mass, least)), order[0]
 
     def _cover(
-        self, layer: BudgetedLayer, probs: Tensor, weights: Tensor, ids: Tensor, shortlist: Tensor, known: Known
+        self,
+        layer: BudgetedLayer,
+        probs: Tensor,
+        natural: tuple[Tensor, Tensor],
+        inside: Tensor,
+        best: Tensor,
+        held: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """(weights, ids) within the members ``inside``; ``held`` is bool [rows, k], which of the natural ids are."""
+        weights, ids = natural
         if self.settings.coverage == "truncation":
-            return truncate(probs, ids, weights, shortlist, known=known)
+            return truncated(probs, ids, weights, held, best)
         rule = layer.rule
-        chosen_by = None if rule.bias is None else probs + rule.bias
-        groups = {"groups": rule.groups, "top_groups": rule.top_groups}
-        options = {"selection": chosen_by, "scale": rule.scale, "natural": (weights, ids), "known": known, **groups}
-        return substitute(probs, layer.top_k, shortlist, rule.renormalize, **options)
+        covered = substituted(
+            probs,
+            layer.top_k,
+            inside,
+            rule.renormalize,
+            selection=None if rule.bias is None else probs + rule.bias,
+            scale=rule.scale,
+            groups=rule.groups,
+            top_groups=rule.top_groups,
+        )
+        return where(held.all(1), natural, covered)
 
 
 def _ranking(name: str, calibration: Calibration | None, offline: bool) -> Ranking:

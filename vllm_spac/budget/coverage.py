@@ -7,12 +7,16 @@ from torch import Tensor
 
 from vllm_spac.budget.limits import validate
 
-Known = tuple[Tensor, Tensor] | None
-
 
 def members(shortlist: Tensor, experts: int) -> Tensor:
     """bool [N]: whether each expert is in the shortlist."""
     return torch.zeros(experts, dtype=torch.bool, device=shortlist.device).index_fill_(0, shortlist, True)
+
+
+def first_members(order: Tensor, count: Tensor) -> Tensor:
+    """bool [N]: whether each expert is among the first ``count`` (int64 []) of a full ranking ``order`` (int64 [N])."""
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order, dtype=torch.bool).scatter_(0, order, places < count)
 
 
 def kept(inside: Tensor, ids: Tensor) -> Tensor:
@@ -20,9 +24,7 @@ def kept(inside: Tensor, ids: Tensor) -> Tensor:
     return inside.index_select(0, ids.flatten()).view(ids.shape)
 
 
-def truncate(
-    probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, shortlist: Tensor, *, known: Known = None
-) -> tuple[Tensor, Tensor]:
+def truncate(probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, shortlist: Tensor) -> tuple[Tensor, Tensor]:
     """The natural top-k without what is outside: the weights that stay are not recomputed (Eq. 7).
 
     Args:
@@ -30,21 +32,30 @@ def truncate(
         topk_ids: int [rows, k], the natural choice.
         topk_weights: float32 [rows, k], its mixing weights.
         shortlist: int64 [B], distinct.
-        known: ``members`` and ``kept`` of it, if the caller has them.
 
     Returns:
         (weights, ids), with the shapes and dtypes of ``topk_weights`` and ``topk_ids``. A dropped expert has weight 0;
         its id is replaced by the best that the row keeps (equals: the lowest id), in a row that keeps nothing by the
         first of the shortlist, so that no expert outside is ever loaded. A row that keeps all is unchanged to the bit.
     """
-    experts = probs.shape[1]
-    ids = topk_ids.long()
-    inside = kept(members(shortlist, experts), topk_ids) if known is None else known[1]
-    outside = ~inside
+    inside = kept(members(shortlist, probs.shape[1]), topk_ids)
+    return truncated(probs, topk_ids, topk_weights, inside, shortlist[0])
+
+
+def truncated(
+    probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, inside: Tensor, best: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``truncate`` in operations of fixed shape, which a CUDA graph may hold.
+
+    Args:
+        inside: bool [rows, k], which of ``topk_ids`` the shortlist has.
+        best: int64 [], the first of the shortlist.
+    """
+    ids, outside, experts = topk_ids.long(), ~inside, probs.shape[1]
     scores = probs.gather(1, ids).masked_fill_(outside, -torch.inf)
     leading = inside & (scores == scores.amax(1, keepdim=True))
     stand_in = ids.masked_fill(~leading, experts).amin(1, keepdim=True)
-    stand_in = torch.where(stand_in < experts, stand_in, shortlist[0])
+    stand_in = torch.where(stand_in < experts, stand_in, best)
     return topk_weights.masked_fill(outside, 0), torch.where(inside, ids, stand_in).to(topk_ids.dtype)
 
 
@@ -59,7 +70,6 @@ def substitute(
     groups: int | None = None,
     top_groups: int | None = None,
     natural: tuple[Tensor, Tensor] | None = None,
-    known: Known = None,
 ) -> tuple[Tensor, Tensor]:
     """The top-k within the shortlist, weighted as the checkpoint weighs (Eq. 8).
 
@@ -79,7 +89,6 @@ def substitute(
             A group is worth its best expert, or with ``selection`` the sum of its best two.
         natural: (weights, ids) [rows, k] of the unbudgeted router. Rows whose whole choice is in the shortlist keep
             it to the bit, equals and rounding included; the dtype of ids is taken from it.
-        known: ``members`` of the shortlist and ``kept`` of ``natural``, if the caller has them.
 
     Returns:
         (float32 [rows, top_k], int64 [rows, top_k]): weights and ids, the best first, equals by the lowest id.
@@ -88,10 +97,29 @@ def substitute(
         ConfigError: the shortlist has fewer than ``top_k`` experts.
     """
     validate(len(shortlist), probs.shape[1], top_k, "substitution")
-    inside = open_to = members(shortlist, probs.shape[1]) if known is None else known[0]
-    chosen_by = probs if selection is None else selection
+    inside = members(shortlist, probs.shape[1])
+    assert (groups is None) == (top_groups is None), "groups and top_groups come together"
+    limits = {"selection": selection, "scale": scale, "groups": groups, "top_groups": top_groups}
+    weights, ids = substituted(probs, top_k, inside, renormalize, **limits)
+    if natural is None:
+        return weights, ids
+    return where(kept(inside, natural[1]).all(1), natural, (weights, ids))
+
+
+def substituted(
+    probs: Tensor,
+    top_k: int,
+    inside: Tensor,
+    renormalize: bool,
+    *,
+    selection: Tensor | None,
+    scale: float,
+    groups: int | None,
+    top_groups: int | None,
+) -> tuple[Tensor, Tensor]:
+    """``substitute`` in operations of fixed shape, which a CUDA graph may hold; ``inside`` is bool [N], the members."""
+    open_to, chosen_by = inside, probs if selection is None else selection
     if groups is not None:
-        assert top_groups is not None, "groups and top_groups come together"
         best = inside & _in_top_groups(chosen_by, groups, top_groups, 1 if selection is None else 2)
         open_to = best | (inside & (best.sum(1, keepdim=True) < top_k))
     scores = chosen_by.masked_fill(~open_to, -torch.inf)
@@ -102,10 +130,13 @@ def substitute(
         weights /= total.masked_fill_(total == 0, 1)
     if scale != 1.0:
         weights *= scale
-    if natural is None:
-        return weights, ids
-    whole = (kept(inside, natural[1]) if known is None else known[1]).all(1, keepdim=True)
-    return torch.where(whole, natural[0], weights), torch.where(whole, natural[1], ids.to(natural[1].dtype))
+    return weights, ids
+
+
+def where(rows: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(weights, ids) [rows, k] of ``first`` where ``rows`` (bool [rows]), else of ``second``; ids as in ``first``."""
+    here = rows[:, None]
+    return torch.where(here, first[0], second[0]), torch.where(here, first[1], second[1].to(first[1].dtype))
 
 
 def _in_top_groups(scores: Tensor, groups: int, top_groups: int, summed: int) -> Tensor:

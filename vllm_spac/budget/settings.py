@@ -6,9 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from vllm_spac.core import RowKind
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.printable import brief, shortened
 
+_KINDS = {
+    "verify": (RowKind.VERIFY,),
+    "decode": (RowKind.VERIFY, RowKind.DECODE),
+    "all": tuple(RowKind),
+}
 _MOST_PROBLEMS = 3  # named in one refusal
 
 
@@ -74,6 +80,11 @@ class BudgetSettings(BaseModel):
             raise ConfigError(f"spac: {problems}; known: {', '.join(cls.model_fields)}") from None
         except TypeError:
             raise ConfigError(f'spac: a budget is a mapping such as {{"budget": 16}}, not {brief(raw)}') from None
+
+    @property
+    def kinds(self) -> tuple[RowKind, ...]:
+        """The kinds of rows that vote and are cut."""
+        return _KINDS[self.when]
 
     @property
     def active(self) -> bool:

@@ -1,8 +1,9 @@
 """CUDA graphs: of whole steps where no layer needs the host, else split at our op, or none.
 
 A graph of a whole forward repeats for ever what the host decided while it was captured. Where experts are loaded
-between layers, routing is recorded or a budget cuts it, that would be wrong. With ``execution=pointers`` and none of
-these the host decides between steps alone (``streamed``); with a slot for each expert it decides nothing.
+between layers or routing is recorded, that would be wrong, and where a budget is applied by the host. With
+``execution=pointers`` the host decides between steps alone, also of a budget whose ranking can be replayed; with a slot
+for each expert it decides nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import logging
 from collections.abc import Sequence
 
+from vllm_spac import components
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
@@ -28,12 +30,21 @@ def needs_host(config: SpacConfig) -> tuple[str, str] | None:
         return "experts are loaded between the pieces", "use --spac-execution pointers or --spac-slots 100%"
     if config.trace is not None:
         return "routing is recorded between the pieces", "drop --spac-trace"
+    if config.execution == "pointers" and components.find("budget.rankings", config.budget_ranking).replayable:
+        return None
     for name in ("budget", "budget_mass", "budget_file"):
         if getattr(config, name) is not None:
             return "a budget is applied between the pieces", f"drop --spac-{name.replace('_', '-')}"
     if config.control:
         return "a budget may be applied between the pieces", "drop --spac-control"
     return None
+
+
+def hold_budget(config: SpacConfig) -> bool:
+    """Whether full graphs of this engine hold the launches of a budget: one that is in force or may be set later."""
+    budgets = config.budget, config.budget_mass, config.budget_file
+    asked = config.control or any(budget is not None for budget in budgets)
+    return config.execution == "pointers" and asked and needs_host(config) is None
 
 
 def request(engine_args, config: SpacConfig) -> None:

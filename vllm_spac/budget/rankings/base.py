@@ -39,10 +39,13 @@ class Ranking(ABC):
     Attributes:
         offline: it needs every expert's output: for evaluation, never for serving.
         needs_calibration: it is built from a calibration file.
+        replayable: ``rank`` launches operations of fixed shapes and reads nothing on the host, so that a CUDA graph
+            may hold it; without ``votes``, rows that do not vote have scores and weights of 0 there.
     """
 
     offline: ClassVar[bool] = False
     needs_calibration: ClassVar[bool] = False
+    replayable: ClassVar[bool] = False
 
     @classmethod
     def of(cls, calibration: Calibration | None = None, **knobs: Any) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ class Resident(Ranking):
     """
 
     bonus: float = 1.0
+    replayable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.bonus >= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from vllm_spac.budget.rankings.base import LayerContext, Ranking, best, router_m
 @dataclass(kw_only=True, eq=False)
 class Router(Ranking):
     """The experts with the highest s_i = sum_t g_i(h_t)."""
+
+    replayable: ClassVar[bool] = True
 
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
         return rank(probs, votes, budget)

@@ -23,6 +23,7 @@ class Static(Ranking):
 
     counts: Tensor
     needs_calibration: ClassVar[bool] = True
+    replayable: ClassVar[bool] = True
 
     @classmethod
     def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class StreamedPool:
         device = next(iter(tensors.values())).device
         self._compute, copy = streams(device)
         self._kernels = _kernels(device)
-        memory = AddressTable(store, tensors, shape.total, poison)
+        self._memory = memory = AddressTable(store, tensors, shape.total, poison)
         parts = Parts(shape, slots, policy, memory, self.counters, self._compute, copy, self._kernels, path, step_bytes)
         self.admission: Admission = components.build("execution.pointers.admissions", admission, parts=parts)
         self._buffers = self._staging = None
@@ -150,6 +150,16 @@ class StreamedPool:
     def holds_all(self) -> bool:
         """Whether every expert has its slot, so that nothing is ever decided or moved."""
         return self.residency.slots == self.shape.total
+
+    def resident(self, layer: int) -> Tensor:
+        """bool [experts] on the device: which experts of a layer its kernels find in slots.
+
+        One launch, of what the device knows: a CUDA graph may hold it.
+        """
+        experts = self.shape.experts
+        if self.holds_all:
+            return torch.ones(experts, dtype=torch.bool, device=self._live.device)
+        return self._memory.resident(slice(layer * experts, (layer + 1) * experts))
 
     # -- between steps -------------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ class AddressTable:
         device: that of the slots.
         sizes: bytes of each of an expert's tensors.
         addresses: int64 [names, keys] on the device: of each expert's tensors, where kernels are to read them.
-        table: its rows, by name.
+        hosts: int64 [names, keys] on the device: of their host copies.
+        table: the rows of ``addresses``, by name.
         slot_addresses: int64 [names, slots], on the host.
         host_addresses: int64 [names, keys], on the host.
     """
@@ -46,7 +47,12 @@ class AddressTable:
         self.host_addresses = np.array([[_address(view[name], self.device) for view in views] for name in slots])
         assert not (self.host_addresses % ALIGNMENT).any() and not (self.slot_addresses % ALIGNMENT).any()
         self.addresses = torch.from_numpy(self.host_addresses).to(self.device, copy=True)
+        self.hosts = self.addresses.clone()
         self.table = dict(zip(slots, self.addresses, strict=True))
+
+    def resident(self, keys: slice) -> Tensor:
+        """bool [keys] on the device: whose pointers are at slots. One launch."""
+        return self.addresses[0, keys] != self.hosts[0, keys]
 
     def point(self, keys: Sequence[int], slots: Sequence[int]) -> None:
         """One small copy to the device and one launch."""

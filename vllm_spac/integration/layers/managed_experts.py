@@ -218,6 +218,8 @@ class ManagedExperts:
         )
 
     def _resident_experts(self) -> Tensor:
+        if self._pointers:
+            return self.spac_pool.resident(self.spac_index)
         experts = self.spac_pool.shape.experts
         keys = slice(self.spac_index * experts, (self.spac_index + 1) * experts)
         return torch.from_numpy(self.spac_pool.residency.slot_of[keys] >= 0).to(self.spac.device)
