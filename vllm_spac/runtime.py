@@ -133,7 +133,10 @@ class Runtime:
         Dummy and profile runs pass unchanged. A CUDA graph that is captured gets the launches of the budget.
         """
         if self._step is None:
-            return self.budget.capture(layer, logits, weights, ids) if capturing(ids) else (weights, ids)
+            if capturing(ids):
+                return self.budget.capture(layer, logits, weights, ids)
+            self.budget.compile(layer, logits, weights, ids)
+            return weights, ids
         if not (self.listeners or self.budget.active):
             return weights, ids
         rows = self._rows

@@ -104,8 +104,10 @@ def test_the_same_to_the_bit_as_on_the_host(rule, bound, ranking, coverage, when
         logits[step.rows :], weights[step.rows :], ids[step.rows :] = math.nan, math.nan, -1
         expected = host.apply(index, logits, weights, ids, step)
         if index == 0:
-            device.capture(index, logits, weights, ids)  # nobody votes yet: it counts nothing
-            assert set(device.counters.snapshot().values()) == {0}
+            for layer in range(LAYERS):
+                device.compile(layer, logits, weights, ids)
+            same(device.capture(index, *routing(rule, seed, spread, coarse)), routing(rule, seed, spread, coarse)[1:])
+            assert set(device.counters.snapshot().values()) == {0}, "nobody votes yet"
             device.begin_step(step)
         found = device.capture(index, logits, weights, ids)
         same(found, expected, step.rows)
@@ -121,6 +123,8 @@ class Replayed:
         held.hold_in_graphs(ROWS)
         self.held, self.graph = held, Graph()
         self.given = [list(routing(RULES[0], layer, 1.0, False)) for layer in range(LAYERS)]
+        for layer, buffers in enumerate(self.given):
+            held.compile(layer, *buffers)
         with self.graph:
             self.found = [held.capture(layer, *buffers) for layer, buffers in enumerate(self.given)]
 

@@ -11,14 +11,16 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.counters import BudgetCounters
-from vllm_spac.budget.coverage import first_members, kept, members, substituted, truncated, where
-from vllm_spac.budget.limits import check_mass, mass_count, validate
+from vllm_spac.budget.coverage import kept, members, within_groups
+from vllm_spac.budget.limits import check_mass, validate
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass
-from vllm_spac.budget.replay import Launches, ReplayBuffers
+from vllm_spac.budget.replay import Kernels, Launches, ReplayBuffers
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import Step
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.kernels.reference.cover import substituted, truncated, where
+from vllm_spac.kernels.reference.shortlist import behind_empty, first_members, mass_count
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class BudgetControl:
         self._parts: tuple[Step | None, list[slice | Tensor]] = (None, [])
         self._mass = torch.ones((), dtype=torch.float64, device=device)
         self._buffers: ReplayBuffers | None = None
+        self._kernels: Kernels | None = None
+        self._compiled: set[int] = set()  # layers
         self._captured: Launches | None = None
 
     @property
@@ -94,6 +98,7 @@ class BudgetControl:
                 self._captured.check(settings)
         if self._captured is None:  # else the graphs read the tensors of the ranking that is there
             self._ranking = ranking
+            self._compiled.clear()
         self.settings, self._parts = settings, (None, [])
         self._mixes = settings.ranking not in ("router", "static", "resident")
         self._mass.fill_(1.0 if settings.mass is None else settings.mass)
@@ -134,6 +139,7 @@ class BudgetControl:
     def hold_in_graphs(self, rows: int) -> None:
         """Let CUDA graphs of up to ``rows`` rows hold the launches of this budget, also if it is switched on later."""
         self._buffers = ReplayBuffers(rows, len(self.layers), self._device)
+        self._kernels = Kernels.on(torch.device(self._device))
         self.counters.count_on(self._device)
         self.change(self.settings)
 
@@ -158,21 +164,51 @@ class BudgetControl:
         """
         if self._buffers is None:
             return weights, ids
-        if self._captured is None:
-            self._captured = Launches.of(self.settings)
-            self._ranking = self._ranking or self._ranking_of(self.settings)
+        assert index in self._compiled, "a forward must run before one is captured"
+        self._captured = self._captured or Launches.of(self.settings)
         assert self._captured == Launches.of(self.settings), "captured again, under another budget"
-        layer, votes = self.layers[index], self._buffers.votes[: len(ids)]
-        silent = ~votes[:, None]
-        probs = layer.rule.probs(logits).masked_fill_(silent, 0)
-        natural = weights.masked_fill(silent, 0), ids.masked_fill(silent, 0)
-        inside, best = self._shortlist(index, probs, *natural, self._buffers.bounds[index], None)
-        held = kept(inside, natural[1])
-        covered = self._cover(layer, probs, natural, inside, best, held)
-        self.counters.add_masked(votes, natural[0], held, *covered, layer.experts)
-        return where(votes, covered, (weights, ids))
+        return self._launch(index, logits, weights, ids)
+
+    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+        """Launch for a dummy forward what will be captured, once a layer: no row votes, and nothing is changed.
+
+        Nothing can be compiled while a graph is captured.
+        """
+        if self._buffers is not None and index not in self._compiled:
+            self._ranking = self._ranking or self._ranking_of(self.settings)
+            self._launch(index, logits, weights, ids)
+            self._compiled.add(index)
 
     # -- parts ---------------------------------------------------------------------------------------------
+
+    def _launch(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        layer, votes, kernels = self.layers[index], self._buffers.votes[: len(ids)], self._kernels
+        silent = ~votes[:, None]
+        probs = layer.rule.probs(logits).masked_fill_(silent, 0)
+        inside, best = self._chosen(index, probs, weights, ids, silent)
+        natural = weights.float().contiguous(), ids.contiguous()
+        rule, substitute = layer.rule, self.settings.coverage == "substitution"
+        if substitute and rule.groups is not None:  # what the kernel does not know
+            known = ids.masked_fill(silent, 0)
+            covered = self._cover(layer, probs, (natural[0], known), inside, best, kept(inside, known))
+            covered = where(votes, covered, natural)
+        else:
+            bias = None if rule.bias is None else rule.bias.float()
+            options = {"renormalize": rule.renormalize, "bias": bias, "scale": rule.scale}
+            covered = kernels.cover(probs, *natural, votes, inside, best, substitute, **options)
+        kernels.tally(self.counters.on_device, votes, natural, inside, covered)
+        return covered
+
+    def _chosen(self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, silent: Tensor) -> tuple[Tensor, Tensor]:
+        """``_shortlist`` by launches, of the rows that are not ``silent`` (bool [rows, 1]), whose scores are 0."""
+        scores = self._ranking.scores(probs, self._context(index))
+        if self.settings.mass is None:
+            return self._kernels.shortlist(scores, self._buffers.bounds[index])
+        selected, least = self.settings.mass_of == "selected", self._least(self.layers[index])
+        if selected:
+            weights, ids = weights.masked_fill(silent, 0), ids.masked_fill(silent, 0)
+        held = self._held(probs, weights, ids)
+        return self._kernels.shortlist(scores, None, held, self._mass, least, empty_last=selected)
 
     def _cut(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, outputs: Tensor | None):
         """(weights, ids) of rows that vote together, within their shortlist; None where they are so already."""
@@ -207,26 +243,34 @@ class BudgetControl:
         return self._parts[1]
 
     def _shortlist(
-        self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, bound: int | Tensor, outputs: Tensor | None
+        self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, bound: int, outputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(bool [N], the members; int64 [], the best of them), of at most ``bound`` experts, an int or int64 []."""
+        """(bool [N], the members; int64 [], the best of them) of rows that all vote; at most ``bound``."""
         layer, settings = self.layers[index], self.settings
-        context = LayerContext(
-            layer=index,
-            resident=layer.resident() if layer.resident is not None and settings.ranking == "resident" else None,
-            mixing=torch.zeros_like(probs).scatter(1, ids.long(), weights.float()) if self._mixes else None,
-            outputs=outputs,
-        )
-        order = self._ranking.rank(probs, None, bound if isinstance(bound, int) else layer.experts, context)
+        mixing = torch.zeros_like(probs).scatter(1, ids.long(), weights.float()) if self._mixes else None
+        context = self._context(index, mixing=mixing, outputs=outputs)
+        order = self._ranking.rank(probs, None, bound, context)
         if settings.mass is None:
-            inside = members(order, layer.experts) if isinstance(bound, int) else first_members(order, bound)
-            return inside, order[0]
-        held = router_mass(probs)
+            return members(order, layer.experts), order[0]
+        held = self._held(probs, weights, ids)
         if settings.mass_of == "selected":
-            held = selected_mass(weights, ids, layer.experts)
-            order = order[(held[order] == 0).sort(stable=True).indices]
-        least = layer.top_k if settings.coverage == "substitution" else 1
-        return first_members(order, mass_count(order, held, self._mass, least)), order[0]
+            order = behind_empty(order, held)
+        return first_members(order, mass_count(order, held, self._mass, self._least(layer))), order[0]
+
+    def _context(self, index: int, **known: Tensor | None) -> LayerContext:
+        layer = self.layers[index]
+        asked = layer.resident is not None and self.settings.ranking == "resident"
+        return LayerContext(layer=index, resident=layer.resident() if asked else None, **known)
+
+    def _held(self, probs: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """float64 [N], the mass of each expert that the budget keeps a share of."""
+        if self.settings.mass_of == "scores":
+            return router_mass(probs)
+        return selected_mass(weights, ids, probs.shape[1])
+
+    def _least(self, layer: BudgetedLayer) -> int:
+        """The smallest shortlist that a layer can do with."""
+        return layer.top_k if self.settings.coverage == "substitution" else 1
 
     def _cover(
         self,
@@ -240,18 +284,13 @@ class BudgetControl:
         """(weights, ids) within the members ``inside``; ``held`` is bool [rows, k], which of the natural ids are."""
         weights, ids = natural
         if self.settings.coverage == "truncation":
-            return truncated(probs, ids, weights, held, best)
-        rule = layer.rule
-        covered = substituted(
-            probs,
-            layer.top_k,
-            inside,
-            rule.renormalize,
-            selection=None if rule.bias is None else probs + rule.bias,
-            scale=rule.scale,
-            groups=rule.groups,
-            top_groups=rule.top_groups,
-        )
+            return truncated(probs, weights, ids, held, best)
+        rule, open_to = layer.rule, inside
+        chosen_by = probs if rule.bias is None else probs + rule.bias
+        if rule.groups is not None:
+            summed = 1 if rule.bias is None else 2
+            open_to = within_groups(inside, chosen_by, layer.top_k, rule.groups, rule.top_groups, summed)
+        covered = substituted(probs, chosen_by, open_to, layer.top_k, rule.renormalize, rule.scale)
         return where(held.all(1), natural, covered)
 
 

@@ -12,12 +12,15 @@ _PENDING = 64  # shortlists that are counted at once
 class BudgetCounters:
     """What a budget did since the start, or since ``reset``; layers and forwards are added up.
 
-    What ``add`` is given is counted later, that of many layers at once: a layer waits for no count. In a CUDA graph
-    ``add_masked`` counts in the memory of the device, which ``snapshot`` reads.
+    What ``add`` is given is counted later, that of many layers at once: a layer waits for no count. CUDA graphs
+    count in the memory of the device, which ``snapshot`` reads.
+
+    Attributes:
+        on_device: float64 [4], what graphs counted, in the order of ``snapshot``; None until ``count_on``.
     """
 
     def __init__(self) -> None:
-        self._on_device: Tensor | None = None  # float64, in the order of ``_counted``
+        self.on_device: Tensor | None = None
         self._counted = _none()
         self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
@@ -35,29 +38,13 @@ class BudgetCounters:
 
     def count_on(self, device: torch.device | str) -> None:
         """Make room for what graphs count there, in memory that stays where it is."""
-        self._on_device = torch.zeros(len(self._counted), dtype=torch.float64, device=device)
-
-    def add_masked(
-        self, votes: Tensor, natural: Tensor, kept: Tensor, weights: Tensor, ids: Tensor, experts: int
-    ) -> None:
-        """``add`` for the rows of a forward that vote (bool [rows]), as launches; no shortlist if none does.
-
-        Args:
-            natural: 0 in the other rows; ``kept``, ``weights`` and ``ids`` may be anything there that is an expert.
-            experts: N.
-        """
-        lost = natural.masked_fill(kept, 0).sum(1) / natural.sum(1).clamp_min(1e-30)
-        used = (votes[:, None] & (weights != 0)).flatten()
-        rows_of = torch.zeros(experts, dtype=torch.int32, device=ids.device)
-        rows_of.index_add_(0, ids.flatten(), used.int())
-        counts = votes.sum(), lost.sum(dtype=torch.float64), votes.any(), (rows_of > 0).sum()
-        self._on_device.add_(torch.stack([count.double() for count in counts]))
+        self.on_device = torch.zeros(len(self._counted), dtype=torch.float64, device=device)
 
     def reset(self) -> None:
         """Start from zero."""
         self._counted, self._pending = _none(), []
-        if self._on_device is not None:
-            self._on_device.zero_()
+        if self.on_device is not None:
+            self.on_device.zero_()
 
     def snapshot(self) -> dict:
         """As plain data.
@@ -69,8 +56,8 @@ class BudgetCounters:
         """
         self._count()
         found = self._counted
-        if self._on_device is not None:
-            told = self._on_device.tolist()  # waits for the steps that were launched
+        if self.on_device is not None:
+            told = self.on_device.tolist()  # waits for the steps that were launched
             found = {name: type(found[name])(found[name] + more) for name, more in zip(found, told, strict=True)}
         return {**found, "dropped_share": found["dropped_weight"] / found["rows"] if found["rows"] else 0.0}
 

@@ -6,17 +6,12 @@ import torch
 from torch import Tensor
 
 from vllm_spac.budget.limits import validate
+from vllm_spac.kernels.reference.cover import substituted, truncated, where
 
 
 def members(shortlist: Tensor, experts: int) -> Tensor:
     """bool [N]: whether each expert is in the shortlist."""
     return torch.zeros(experts, dtype=torch.bool, device=shortlist.device).index_fill_(0, shortlist, True)
-
-
-def first_members(order: Tensor, count: Tensor) -> Tensor:
-    """bool [N]: whether each expert is among the first ``count`` (int64 []) of a full ranking ``order`` (int64 [N])."""
-    places = torch.arange(len(order), device=order.device)
-    return torch.empty_like(order, dtype=torch.bool).scatter_(0, order, places < count)
 
 
 def kept(inside: Tensor, ids: Tensor) -> Tensor:
@@ -39,24 +34,7 @@ def truncate(probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, shortlist: T
         first of the shortlist, so that no expert outside is ever loaded. A row that keeps all is unchanged to the bit.
     """
     inside = kept(members(shortlist, probs.shape[1]), topk_ids)
-    return truncated(probs, topk_ids, topk_weights, inside, shortlist[0])
-
-
-def truncated(
-    probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, inside: Tensor, best: Tensor
-) -> tuple[Tensor, Tensor]:
-    """``truncate`` in operations of fixed shape, which a CUDA graph may hold.
-
-    Args:
-        inside: bool [rows, k], which of ``topk_ids`` the shortlist has.
-        best: int64 [], the first of the shortlist.
-    """
-    ids, outside, experts = topk_ids.long(), ~inside, probs.shape[1]
-    scores = probs.gather(1, ids).masked_fill_(outside, -torch.inf)
-    leading = inside & (scores == scores.amax(1, keepdim=True))
-    stand_in = ids.masked_fill(~leading, experts).amin(1, keepdim=True)
-    stand_in = torch.where(stand_in < experts, stand_in, best)
-    return topk_weights.masked_fill(outside, 0), torch.where(inside, ids, stand_in).to(topk_ids.dtype)
+    return truncated(probs, topk_weights, topk_ids, inside, shortlist[0])
 
 
 def substitute(
@@ -99,44 +77,19 @@ def substitute(
     validate(len(shortlist), probs.shape[1], top_k, "substitution")
     inside = members(shortlist, probs.shape[1])
     assert (groups is None) == (top_groups is None), "groups and top_groups come together"
-    limits = {"selection": selection, "scale": scale, "groups": groups, "top_groups": top_groups}
-    weights, ids = substituted(probs, top_k, inside, renormalize, **limits)
-    if natural is None:
-        return weights, ids
-    return where(kept(inside, natural[1]).all(1), natural, (weights, ids))
-
-
-def substituted(
-    probs: Tensor,
-    top_k: int,
-    inside: Tensor,
-    renormalize: bool,
-    *,
-    selection: Tensor | None,
-    scale: float,
-    groups: int | None,
-    top_groups: int | None,
-) -> tuple[Tensor, Tensor]:
-    """``substitute`` in operations of fixed shape, which a CUDA graph may hold; ``inside`` is bool [N], the members."""
-    open_to, chosen_by = inside, probs if selection is None else selection
+    chosen_by = probs if selection is None else selection
     if groups is not None:
-        best = inside & _in_top_groups(chosen_by, groups, top_groups, 1 if selection is None else 2)
-        open_to = best | (inside & (best.sum(1, keepdim=True) < top_k))
-    scores = chosen_by.masked_fill(~open_to, -torch.inf)
-    ids = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    weights = probs.gather(1, ids).to(torch.float32)
-    if renormalize:
-        total = weights.sum(1, keepdim=True)
-        weights /= total.masked_fill_(total == 0, 1)
-    if scale != 1.0:
-        weights *= scale
-    return weights, ids
+        summed = 1 if selection is None else 2
+    open_to = inside if groups is None else within_groups(inside, chosen_by, top_k, groups, top_groups, summed)
+    covered = substituted(probs, chosen_by, open_to, top_k, renormalize, scale)
+    return covered if natural is None else where(kept(inside, natural[1]).all(1), natural, covered)
 
 
-def where(rows: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(weights, ids) [rows, k] of ``first`` where ``rows`` (bool [rows]), else of ``second``; ids as in ``first``."""
-    here = rows[:, None]
-    return torch.where(here, first[0], second[0]), torch.where(here, first[1], second[1].to(first[1].dtype))
+def within_groups(inside: Tensor, scores: Tensor, top_k: int, groups: int, top_groups: int, summed: int) -> Tensor:
+    """bool [rows, N]: the members ``inside`` (bool [N]) in the best groups of each row, or all in a row that has fewer
+    than ``top_k`` there. A group is worth the sum of its ``summed`` best ``scores`` (float [rows, N])."""
+    best = inside & _in_top_groups(scores, groups, top_groups, summed)
+    return best | (inside & (best.sum(1, keepdim=True) < top_k))
 
 
 def _in_top_groups(scores: Tensor, groups: int, top_groups: int, summed: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.errors import ConfigError
+from vllm_spac.kernels.reference.shortlist import mass_count
 
 MASSES = ("selected", "scores")  # what a share is of: ``selected_mass`` or ``router_mass``
 
@@ -33,13 +34,6 @@ def mass_cut(order: Tensor, scores: Tensor, mass: float, least: int = 1) -> int:
     check_mass(mass)
     assert len(order) == len(scores) and 1 <= least <= len(order)
     return int(mass_count(order, scores, torch.tensor(mass, dtype=torch.float64, device=scores.device), least))
-
-
-def mass_count(order: Tensor, scores: Tensor, mass: Tensor, least: int) -> Tensor:
-    """``mass_cut`` as int64 [], in operations of fixed shape, which a CUDA graph may hold; ``mass`` is float64 []."""
-    held = scores[order].to(torch.float64).cumsum(0)
-    count = (1 + (held < mass * held[-1]).sum()).clamp_(min=least)
-    return count.masked_fill_(mass >= 1, len(order))
 
 
 def check_mass_of(mass_of: str) -> None:

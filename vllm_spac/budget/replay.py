@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import UnsupportedError
+
+
+class Kernels(NamedTuple):
+    """The launches of ``vllm_spac.kernels``, or their twins."""
+
+    shortlist: Callable[..., tuple[Tensor, Tensor]]
+    cover: Callable[..., tuple[Tensor, Tensor]]
+    tally: Callable[..., None]
+
+    @classmethod
+    def on(cls, device: torch.device) -> Kernels:
+        """What is launched on ``device``."""
+        if device.type == "cpu":
+            from vllm_spac.kernels.reference.cover import cover
+            from vllm_spac.kernels.reference.shortlist import shortlist
+            from vllm_spac.kernels.reference.tally import tally
+        else:
+            from vllm_spac.kernels.cover import cover
+            from vllm_spac.kernels.shortlist import shortlist
+            from vllm_spac.kernels.tally import tally
+        return cls(shortlist, cover, tally)
 
 
 @dataclass(frozen=True)

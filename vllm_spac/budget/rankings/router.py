@@ -19,6 +19,9 @@ class Router(Ranking):
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
         return rank(probs, votes, budget)
 
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        return router_mass(probs)
+
 
 def rank(probs: Tensor, votes: Tensor | None, budget: int) -> Tensor:
     """float [rows, N], bool [rows] -> int64 [budget]; see ``Ranking.rank``."""

@@ -32,6 +32,9 @@ class Static(Ranking):
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
         return rank(probs, votes, budget, self.counts[(context or LayerContext()).layer])
 
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        return self.counts[context.layer]
+
 
 def rank(probs: Tensor, votes: Tensor | None, budget: int, counts: Tensor) -> Tensor:
     """float [rows, N], bool [rows], selections int64 [N] of the layer -> int64 [budget]; see ``Ranking.rank``."""
