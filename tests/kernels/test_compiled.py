@@ -176,7 +176,7 @@ def budgeted(ids, weights, count, substitute: bool) -> None:
     probs, held, bias = torch.ones(len(ids), count), torch.ones(count).double(), torch.ones(count)
     votes, share = torch.ones(len(ids), dtype=torch.bool), torch.ones(()).double()
     members, best = shortlist.shortlist(held, None, held, share, empty_last=True)
-    chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias)
+    chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, groups=8, top_groups=4)
     tally.tally(torch.zeros(4).double(), votes, (weights, ids), members, chosen)
 
 

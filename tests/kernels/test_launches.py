@@ -136,12 +136,13 @@ SELECTED = ["masked_fill", "masked_fill", "zeros", "_to_copy", "_to_copy", "inde
     [({"budget": 8}, ["sum"]), ({"mass": 0.9}, ["sum", *SELECTED]), ({"mass": 0.9, "mass_of": "scores"}, ["sum"] * 2)],
     ids=["number", "selected mass", "mass of scores"],
 )
-@pytest.mark.parametrize("model", ["Mixtral", "GPT-OSS-120b", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("model", ["Mixtral", "GPT-OSS-120b", "Qwen3-30B-A3B", "DeepSeek-V3"])
 def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverage):
     """As few in a graph, whatever its size; and nothing compiles in a capture."""
     experts, top_k = MODELS[model]
     monkeypatch.setattr(replay.Kernels, "on", lambda where: replay.Kernels(shortlist, cover, tally))
-    layers = [BudgetedLayer(str(layer), experts, top_k, RoutingRule()) for layer in range(2)]
+    rule = RoutingRule(groups=8, top_groups=4) if model == "DeepSeek-V3" else RoutingRule()
+    layers = [BudgetedLayer(str(layer), experts, top_k, rule) for layer in range(2)]
     budget = BudgetControl(layers)
     budget.change(BudgetSettings(**bound, coverage=coverage))
     budget.hold_in_graphs(BATCHED)

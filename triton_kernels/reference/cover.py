@@ -47,6 +47,22 @@ def substituted(
     return weights, ids
 
 
+def within_groups(inside: Tensor, scores: Tensor, top_k: int, groups: int, top_groups: int, summed: int) -> Tensor:
+    """bool [rows, N]: the members ``inside`` (bool [N]) in the best groups of each row, or all in a row that has fewer
+    than ``top_k`` there. A group is worth the sum of its ``summed`` best ``scores`` (float [rows, N])."""
+    best = inside & _in_top_groups(scores, groups, top_groups, summed)
+    return best | (inside & (best.sum(1, keepdim=True) < top_k))
+
+
+def _in_top_groups(scores: Tensor, groups: int, top_groups: int, summed: int) -> Tensor:
+    """bool [rows, N]: whether an expert's group is among the best of its row."""
+    rows, experts = scores.shape
+    worth = scores.view(rows, groups, -1).topk(summed, dim=2).values.sum(2)
+    best = worth.sort(dim=1, descending=True, stable=True).indices[:, :top_groups]
+    chosen = torch.zeros_like(worth, dtype=torch.bool).scatter(1, best, True)
+    return chosen.repeat_interleave(experts // groups, dim=1)
+
+
 def where(rows: Tensor, first: Chosen, second: Chosen) -> Chosen:
     """``first`` where ``rows`` (bool [rows]), else ``second``; ids have the dtype of ``first``'s."""
     here = rows[:, None]
@@ -64,13 +80,17 @@ def cover(
     renormalize: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    groups: int | None = None,
+    top_groups: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Twin of ``cover.cover``."""
     experts = ids.masked_fill(~votes[:, None], 0)
     inside = members.index_select(0, experts.flatten()).view(ids.shape)
     if substitute:
-        chosen_by = probs if bias is None else probs + bias
-        covered = substituted(probs, chosen_by, members, ids.shape[1], renormalize, scale)
+        chosen_by, open_to = probs if bias is None else probs + bias, members
+        if groups is not None:
+            open_to = within_groups(members, chosen_by, ids.shape[1], groups, top_groups, 1 if bias is None else 2)
+        covered = substituted(probs, chosen_by, open_to, ids.shape[1], renormalize, scale)
     else:
         covered = truncated(probs, weights, experts, inside, best)
     return where(~votes | inside.all(1), (weights, ids), covered)

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.counters import BudgetCounters
-from vllm_spac.budget.coverage import kept, members, within_groups
+from vllm_spac.budget.coverage import kept, members
 from vllm_spac.budget.limits import check_mass, validate
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass
 from vllm_spac.budget.replay import Kernels, Launches, ReplayBuffers
@@ -19,7 +19,7 @@ from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import Step
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.kernels.reference.cover import substituted, truncated, where
+from vllm_spac.kernels.reference.cover import substituted, truncated, where, within_groups
 from vllm_spac.kernels.reference.shortlist import behind_empty, first_members, mass_count
 
 
@@ -188,14 +188,14 @@ class BudgetControl:
         inside, best = self._chosen(index, probs, weights, ids, silent)
         natural = weights.float().contiguous(), ids.contiguous()
         rule, substitute = layer.rule, self.settings.coverage == "substitution"
-        if substitute and rule.groups is not None:  # what the kernel does not know
-            known = ids.masked_fill(silent, 0)
-            covered = self._cover(layer, probs, (natural[0], known), inside, best, kept(inside, known))
-            covered = where(votes, covered, natural)
-        else:
-            bias = None if rule.bias is None else rule.bias.float()
-            options = {"renormalize": rule.renormalize, "bias": bias, "scale": rule.scale}
-            covered = kernels.cover(probs, *natural, votes, inside, best, substitute, **options)
+        options = {
+            "renormalize": rule.renormalize,
+            "bias": None if rule.bias is None else rule.bias.float(),
+            "scale": rule.scale,
+            "groups": rule.groups,
+            "top_groups": rule.top_groups,
+        }
+        covered = kernels.cover(probs, *natural, votes, inside, best, substitute, **options)
         kernels.tally(self.counters.on_device, votes, natural, inside, covered)
         return covered
 

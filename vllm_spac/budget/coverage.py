@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.budget.limits import validate
-from vllm_spac.kernels.reference.cover import substituted, truncated, where
+from vllm_spac.kernels.reference.cover import substituted, truncated, where, within_groups
 
 
 def members(shortlist: Tensor, experts: int) -> Tensor:
@@ -83,19 +83,3 @@ def substitute(
     open_to = inside if groups is None else within_groups(inside, chosen_by, top_k, groups, top_groups, summed)
     covered = substituted(probs, chosen_by, open_to, top_k, renormalize, scale)
     return covered if natural is None else where(kept(inside, natural[1]).all(1), natural, covered)
-
-
-def within_groups(inside: Tensor, scores: Tensor, top_k: int, groups: int, top_groups: int, summed: int) -> Tensor:
-    """bool [rows, N]: the members ``inside`` (bool [N]) in the best groups of each row, or all in a row that has fewer
-    than ``top_k`` there. A group is worth the sum of its ``summed`` best ``scores`` (float [rows, N])."""
-    best = inside & _in_top_groups(scores, groups, top_groups, summed)
-    return best | (inside & (best.sum(1, keepdim=True) < top_k))
-
-
-def _in_top_groups(scores: Tensor, groups: int, top_groups: int, summed: int) -> Tensor:
-    """bool [rows, N]: whether an expert's group is among the best of its row."""
-    rows, experts = scores.shape
-    worth = scores.view(rows, groups, -1).topk(summed, dim=2).values.sum(2)
-    best = worth.sort(dim=1, descending=True, stable=True).indices[:, :top_groups]
-    chosen = torch.zeros_like(worth, dtype=torch.bool).scatter(1, best, True)
-    return chosen.repeat_interleave(experts // groups, dim=1)

@@ -57,6 +57,18 @@ def test_substitution(device, rows, k, experts, coarse, biased, renormalize):
         check(device, *drawn(rows, k, experts, coarse), *some(experts, count), True, **options)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "k", "experts", "groups", "top_groups"), [(9, 2, 6, 3, 1), (5, 4, 40, 5, 2), (4, 2, 16, 8, 8)]
+)
+def test_substitution_in_groups(device, rows, k, experts, groups, top_groups, coarse, biased):
+    bias = torch.randn(experts, generator=torch.Generator().manual_seed(0)) if biased else None
+    for count in (k, (k + experts) // 2, experts):
+        options = {"groups": groups, "top_groups": top_groups, "bias": bias}
+        check(device, *drawn(rows, k, experts, coarse), *some(experts, count), True, **options)
+
+
 @pytest.mark.parametrize("substitute", [False, True])
 def test_who_keeps_all_and_who_does_not_vote_is_unchanged(device, substitute):
     probs, weights, ids, votes = drawn(9, 2, 6)
