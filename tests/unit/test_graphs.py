@@ -148,6 +148,14 @@ def test_only_graphs_are_split() -> None:
         assert made.compilation_config.splitting_ops == ops
 
 
+@pytest.mark.parametrize(
+    ("knobs", "held"), [({}, "the MoE layers,"), ({"control": True}, "the MoE layers and a budget,")]
+)
+def test_what_full_graphs_hold_is_logged(caplog, knobs: dict, held: str) -> None:
+    graphs.split(config("FULL_AND_PIECEWISE"), SpacConfig(execution="pointers", **knobs))
+    assert f"the full ones hold {held}" in caplog.text
+
+
 @pytest.mark.parametrize("mode", FULL)
 def test_graphs_over_slots_of_all_experts_are_vllms_own(monkeypatch, mode: str) -> None:
     made = config(mode)

@@ -145,19 +145,20 @@ class BudgetControl:
 
     def begin_step(self, step: Step) -> None:
         """A forward for real requests starts, perhaps as a replay: write which of its rows vote."""
-        if self._captured is not None and self.active:
+        if self._buffers is not None and self.captured and self.active:
             self._buffers.begin_step(step, self.settings.kinds)
 
     def end_step(self) -> None:
         """Its launches are over; in what is replayed until the next step no row votes."""
-        if self._captured is not None:
+        if self._buffers is not None and self.captured:
             self._buffers.end_step()
 
     def capture(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """``apply`` as launches that a CUDA graph holds: fixed shapes, and nothing that the host reads or decides.
 
         Sums over rows have a term of 0 for each row that does not vote, hence perhaps another order of additions. They
-        are float64 sums of float32, exact where the terms are within a factor of 2**29 / rows.
+        are float64 sums of float32, exact where the terms are within a factor of 2**29 / rows. A GPU's kernel adds the
+        weights that a row is divided by in an order of its own.
 
         Returns:
             Weights and ids, [rows, k]. A row that does not vote keeps its own, whatever stands in it.

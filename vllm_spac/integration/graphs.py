@@ -97,7 +97,8 @@ def split(vllm_config, config: SpacConfig) -> None:
         reason, _ = host or ("as was asked for", None)
         logger.info("spac: CUDA graphs are PIECEWISE, split at the MoE layers: %s", reason)
     else:
-        logger.info("spac: CUDA graphs are %s: the full ones hold the MoE layers, which need no host", mode.name)
+        held = "the MoE layers and a budget" if hold_budget(config) else "the MoE layers"
+        logger.info("spac: CUDA graphs are %s: the full ones hold %s, which need no host", mode.name, held)
 
 
 def check(mode: str, config: SpacConfig, breakable: bool) -> None:
