@@ -21,7 +21,7 @@ from vllm_spac.system.untrusted import path_of
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-    from vllm_spac.budget.control import BudgetSettings
+    from vllm_spac.budget.settings import BudgetSettings
     from vllm_spac.tiers.base import ExpertStore
 
 
@@ -295,7 +295,7 @@ class SpacConfig(BaseModel):
 
     def budget_settings(self, budget: int | dict[str, int] | None) -> BudgetSettings:
         """The settings of the budget at the start; ``budget`` is B, or B for each layer from the budget file."""
-        from vllm_spac.budget.control import BudgetSettings
+        from vllm_spac.budget.settings import BudgetSettings
 
         return BudgetSettings(
             budget=budget,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.budget.control import BudgetControl
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
@@ -86,6 +87,7 @@ class Runtime:
         self._timed = step, self._drafts, self._clock()
         for execution in self.executions:
             execution.begin_step(step)
+        self.budget.begin_step(step)
         self._chosen.clear()
         if self.trace is not None:
             self.trace.begin_step(step)
@@ -93,9 +95,14 @@ class Runtime:
     def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The weights and ids [rows, k] that layer number ``layer`` of the model shall run; shapes as in ``Listener``.
 
-        Dummy and profile runs pass unchanged.
+        Dummy and profile runs pass unchanged. A CUDA graph that is captured gets the launches of the budget.
         """
-        if self._step is None or not (self.listeners or self.budget.active):
+        if self._step is None:
+            if capturing(ids):
+                return self.budget.capture(layer, logits, weights, ids)
+            self.budget.compile(layer, logits, weights, ids)
+            return weights, ids
+        if not (self.listeners or self.budget.active):
             return weights, ids
         rows = self._rows
         for listener in self.listeners:
@@ -109,7 +116,7 @@ class Runtime:
             UnsupportedError: something looks at layers from the host.
         """
         self._replayed = True
-        if self.trace is not None or self.listeners or self.budget.active:
+        if self.trace is not None or self.listeners or (self.budget.active and not self.budget.captured):
             self.require_host("what records, cuts or evaluates routing")
 
     def require_host(self, what: str) -> None:
@@ -119,6 +126,16 @@ class Runtime:
                 f"spac: {what} cannot look into a full CUDA graph, and this engine runs its layers in such; start it "
                 """with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
             )
+
+    def change_budget(self, settings: BudgetSettings) -> None:
+        """Use ``settings`` from the next step on, or change nothing.
+
+        Raises:
+            ConfigError, UnsupportedError: as ``BudgetControl.change``; or layers are replayed without a budget.
+        """
+        if settings.active and not self.budget.captured:
+            self.require_host("a budget")
+        self.budget.change(settings)
 
     def rows(self, forward: int) -> int:
         """How many of a forward's rows belong to requests, the first ones; all of them in a dummy run."""
@@ -153,6 +170,7 @@ class Runtime:
     def end_forward(self) -> None:
         """The layers are done, or failed; what comes until the next step (profiling, warm-up) is not counted."""
         self._step = None
+        self.budget.end_step()
         for execution in self.executions:
             execution.end_forward()
 

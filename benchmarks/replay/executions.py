@@ -25,7 +25,7 @@ from admission import AdmissionReplay
 from common import RESULTS, ROOT, TRACES, is_toy, provenance, write_result
 from policies import facts
 
-from vllm_spac.execution.pointers.protocol import STEP_BYTES, most_moves
+from vllm_spac.execution.pointers.planner import STEP_BYTES, most_moves
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.simulation.parts import filling, parts
 from vllm_spac.simulation.replay import Outcome

@@ -26,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, provenance, write_result
 from texts import chosen
 
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 
 MODELS = Path(__file__).parent / "models"

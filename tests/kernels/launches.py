@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from vllm_spac.kernels import admit, fetch, grouped_gemm, route
+from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, route, shortlist, tally
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
@@ -28,6 +28,9 @@ KERNELS = {
     "align": (route, "_align_kernel"),
     "admit": (admit, "_admit_kernel"),
     "fetch": (fetch, "_fetch_kernel"),
+    "shortlist": (shortlist, "_shortlist_kernel"),
+    "cover": (cover, "_cover_kernel"),
+    "tally": (tally, "_tally_kernel"),
 }
 D, FF = 48, 32  # multiples of 16 elements, as in all models
 

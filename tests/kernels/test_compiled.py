@@ -24,13 +24,14 @@ import triton  # noqa: E402
 from launches import KERNELS, Recorder  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
-from vllm_spac.kernels import admit, fetch, grouped_gemm, route  # noqa: E402
+from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, route, shortlist, tally  # noqa: E402
 from vllm_spac.kernels.types import Experts, Offers  # noqa: E402
 
 # Shared memory of one block, in bytes: CUDA programming guide, "Technical Specifications per Compute Capability".
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float64: "*fp64", torch.bool: "*i1",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
@@ -56,8 +57,12 @@ def source(kernel, arguments, named) -> tuple[ASTSource, dict]:
         if param.is_constexpr or value is None or one:
             signature[name], constants[(place,)] = "constexpr", value
             continue
-        signature[name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-        aligned = not param.do_not_specialize_on_alignment if isinstance(value, torch.Tensor) else value % 16 == 0
+        if isinstance(value, torch.Tensor):
+            signature[name], aligned = TYPES[value.dtype], not param.do_not_specialize_on_alignment
+        elif isinstance(value, float):
+            signature[name], aligned = "fp32", False
+        else:
+            signature[name], aligned = "i32", value % 16 == 0
         if aligned and not param.do_not_specialize:
             attributes[(place,)] = [["tt.divisibility", 16]]
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes), options
@@ -163,6 +168,16 @@ def small(rows: int = 64) -> None:
     route.align(ids, weights, count, 16)
     grouped_gemm.combine(torch.empty(rows, k, 2048, dtype=torch.bfloat16), weights, ids, count, torch.empty(rows, 2048))
     admitting(ids, weights, count)
+    budgeted(ids, weights, count, substitute=True)
+
+
+def budgeted(ids, weights, count, substitute: bool) -> None:
+    """What a layer launches for a budget, by a share of the mass."""
+    probs, held, bias = torch.ones(len(ids), count), torch.ones(count).double(), torch.ones(count)
+    votes, share = torch.ones(len(ids), dtype=torch.bool), torch.ones(()).double()
+    members, best = shortlist.shortlist(held, None, held, share, empty_last=True)
+    chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, groups=8, top_groups=4)
+    tally.tally(torch.zeros(4).double(), votes, (weights, ids), members, chosen)
 
 
 def admitting(ids, weights, count, names: int = 4) -> None:
@@ -201,8 +216,9 @@ def test_small_kernels(capability, rows):
 def test_a_row_of_1024_experts_fits():
     """The most that is allowed."""
     ids, weights = ids_of(8)
-    calls = record(lambda: (route.align(ids, weights, 1024, 16), admitting(ids, weights, 1024)))
-    for name in ("align", "admit"):
+    ops = route.align, admitting, budgeted
+    calls = record(lambda: [op(ids, weights, 1024, *more) for op, more in zip(ops, ((16,), (), (False,)), strict=True)])
+    for name in ("align", "admit", "shortlist", "cover", "tally"):
         check(f"{name} N=1024", 90, compile_for(90, calls[name]))
 
 

@@ -15,8 +15,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
 
 from launches import D, Device, forward, pool  # noqa: E402
+from vllm_spac.kernels.cover import cover  # noqa: E402
+from vllm_spac.kernels.shortlist import shortlist  # noqa: E402
+from vllm_spac.kernels.tally import tally  # noqa: E402
 
 from vllm_spac import components  # noqa: E402
+from vllm_spac.budget import replay  # noqa: E402
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer  # noqa: E402
+from vllm_spac.budget.routing_rule import RoutingRule  # noqa: E402
+from vllm_spac.budget.settings import BudgetSettings  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
 from vllm_spac.execution.pointers.execution import PointerExecution  # noqa: E402
 
@@ -118,6 +125,46 @@ def test_launches_of_a_layer_with_a_slot_for_each(device):
     forward(made, 1)
     assert launches(device, made, 4) == FEW
     made.close()
+
+
+SELECTED = ["masked_fill", "masked_fill", "zeros", "_to_copy", "_to_copy", "index_add_"]
+
+
+@pytest.mark.parametrize("coverage", ["substitution", "truncation"])
+@pytest.mark.parametrize(
+    ("bound", "before"),
+    [({"budget": 8}, ["sum"]), ({"mass": 0.9}, ["sum", *SELECTED]), ({"mass": 0.9, "mass_of": "scores"}, ["sum"] * 2)],
+    ids=["number", "selected mass", "mass of scores"],
+)
+@pytest.mark.parametrize("model", ["Mixtral", "GPT-OSS-120b", "Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverage):
+    """As few in a graph, whatever its size; and nothing compiles in a capture."""
+    experts, top_k = MODELS[model]
+    monkeypatch.setattr(replay.Kernels, "on", lambda where: replay.Kernels(shortlist, cover, tally))
+    rule = RoutingRule(groups=8, top_groups=4) if model == "DeepSeek-V3" else RoutingRule()
+    layers = [BudgetedLayer(str(layer), experts, top_k, rule) for layer in range(2)]
+    budget = BudgetControl(layers)
+    budget.change(BudgetSettings(**bound, coverage=coverage))
+    budget.hold_in_graphs(BATCHED)
+
+    def routed(rows: int) -> tuple[torch.Tensor, ...]:
+        return torch.zeros(rows, experts), torch.ones(rows, top_k), torch.zeros(rows, top_k, dtype=torch.int32)
+
+    for layer in range(2):
+        budget.compile(layer, *routed(BATCHED))
+    compiled = set(device.keys)
+    for rows in captured(512):
+        for layer in range(2):
+            given = routed(rows)
+            device.launched.clear()
+            device.capturing = True
+            with device:
+                budget.capture(layer, *given)
+            device.capturing = False
+            names = [name.removeprefix("aten::") for name in device.launched]
+            assert names == ["bitwise_not", "_softmax", "masked_fill_", *before, "shortlist", "cover", "tally"]
+    assert device.cold == [] and device.keys == compiled
+    assert sorted(name for name, *_ in compiled) == ["cover", "shortlist", "tally"]
 
 
 def launches(device: Device, made: PointerExecution, rows: int) -> list[str]:

@@ -9,9 +9,12 @@ import torch
 from vllm_spac.kernels.reference import grouped_gemm as reference
 
 pytest.importorskip("triton", reason="triton is not installed (there are no wheels for this platform)")
-from vllm_spac.kernels import admit, fetch, grouped_gemm, route  # noqa: E402
+from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, route, shortlist, tally  # noqa: E402
 
-OPS = [grouped_gemm.grouped_gemm, route.align, admit.admit, fetch.fetch]
+OPS = [
+    *(grouped_gemm.grouped_gemm, route.align, admit.admit, fetch.fetch),
+    *(shortlist.shortlist, cover.cover, tally.tally),
+]
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)

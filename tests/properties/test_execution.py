@@ -10,6 +10,7 @@ from replay import Graph
 from vllm_spac.kernels.reference import grouped_gemm as reference
 
 from vllm_spac import components
+from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.pointers import execution
@@ -368,6 +369,27 @@ def test_replayed_and_launched_steps_take_turns(made, monkeypatch, admission):
         assert torch.equal(out[:rows], pool.expected(0, x[:rows], weights[:rows], ids[:rows], "silu"))
         assert not out[rows:].any()
         assert int((pool._counts[0] > 0).sum()) == len(ids[:rows].unique())
+
+
+@every_admission
+@pytest.mark.parametrize("slots", [10, LAYERS * EXPERTS])
+def test_a_graph_sees_what_is_resident(made, monkeypatch, slots, admission):
+    """As the table says when it is replayed, and the host once it has heard of all."""
+    pool, rng = made(slots, admission=admission), torch.Generator().manual_seed(0)
+    step, graph = Replayed(pool, 4, monkeypatch), Graph()
+    with graph:
+        found = [pool.resident(layer) for layer in range(LAYERS)]
+    before = None
+    for _ in range(10):
+        step.check(4, rng)
+        pool.settle()
+        graph.replay()
+        expected = torch.from_numpy(pool.admission.slots() != NOWHERE).view(LAYERS, -1)
+        assert torch.equal(torch.stack(found), expected)
+        before, moved_on = expected, before is not None and not torch.equal(before, expected)
+        if moved_on:
+            break
+    assert moved_on == (slots == 10)
 
 
 @every_admission

@@ -24,9 +24,10 @@ from interleavings import Foreign, ModelMemory, ModelStream, NoWait, Scenario, W
 
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.execution.pointers.mover import ExpertMemory, Mover
+from vllm_spac.execution.pointers.mover import Mover
 from vllm_spac.execution.pointers.protocol import Pointers
 from vllm_spac.execution.pointers.streams import ThreadStream
+from vllm_spac.execution.pointers.table import AddressTable
 from vllm_spac.policies.lru import LRU
 from vllm_spac.tiers.memory import MemoryStore
 
@@ -163,7 +164,7 @@ SPECS = {"w13_weight": TensorSpec((WORDS,), torch.float32), "w2_weight": TensorS
 class Reader:
     """Kernels of several threads each, which read the table once and what it points at again and again."""
 
-    def __init__(self, memory: ExpertMemory) -> None:
+    def __init__(self, memory: AddressTable) -> None:
         self.table = memory.table
         self.wrong: list[str] = []
 
@@ -190,7 +191,7 @@ def test_threads_never_read_poison_or_another_expert():
     for key in range(EXPERTS):
         store.put(key, {name: torch.full(spec.shape, float(key)) for name, spec in SPECS.items()})
     slots = {name: torch.full((SLOTS, *spec.shape), float("nan")) for name, spec in SPECS.items()}
-    memory = ExpertMemory(store, slots, EXPERTS, poison=True)
+    memory = AddressTable(store, slots, EXPERTS, poison=True)
     pointers, reader, rng = Pointers(EXPERTS, SLOTS, LRU()), Reader(memory), random.Random(0)
     compute, copying = ThreadStream("compute"), ThreadStream("copy")
     mover = Mover(pointers, memory, compute, copying)

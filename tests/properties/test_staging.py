@@ -19,9 +19,9 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.config import Slots
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
-from vllm_spac.execution.pointers.mover import ExpertMemory
 from vllm_spac.execution.pointers.staging import BUFFERS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.pointers.streams import ThreadStream
+from vllm_spac.execution.pointers.table import AddressTable
 from vllm_spac.tiers.host import HostStore
 
 PROMPT = "prompt"
@@ -187,7 +187,7 @@ def test_threads_read_their_layer_and_nothing_else():
     for key in range(SHAPE.total):
         store.put(key, {"w": torch.full((WORDS,), float(key))})
     slots = {"w": torch.arange(SHAPE.total, dtype=torch.float32)[:7, None].repeat(1, WORDS)}  # keys 0 ... 6
-    buffers = ExpertBuffers(store, ExpertMemory(store, slots, SHAPE.total), slots, poison=True)
+    buffers = ExpertBuffers(store, AddressTable(store, slots, SHAPE.total), slots, poison=True)
     compute, copy = ThreadStream("compute"), ThreadStream("copy")
     staging, wrong, rng = Staging(buffers, LAYERS, compute, copy), [], random.Random(0)
     at = np.full((LAYERS, EXPERTS), NOWHERE)

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.budget import control as budgeting
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import ConfigError, UnsupportedError
 
@@ -107,7 +109,7 @@ def test_rows_that_the_shortlist_covers_are_the_router_s_own(monkeypatch) -> Non
     logits, weights, ids = routing()
     logits[:, 4:] -= 50
     ids = logits.topk(TOP_K).indices.int()
-    monkeypatch.setattr(budgeting, "substitute", None)
+    monkeypatch.setattr(budgeting, "substituted", None)
     budget = control()
     budget.change(BudgetSettings(budget=4))
     got = budget.apply(0, logits, weights, ids, MIXED)
@@ -145,8 +147,8 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
     budget = control()
     budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
-    shortlist = budget._shortlist(0, probs, *routed, EXPERTS, None)
-    assert set(shortlist.tolist()) == kept
+    inside, _ = budget._shortlist(0, probs, *routed, EXPERTS, None)
+    assert set(inside.nonzero().flatten().tolist()) == kept
     assert budget.settings.describe() == f"lossy (budget 0.85 of the mass {mass_of}, router, substitution, verify rows)"
 
 

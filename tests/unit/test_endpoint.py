@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.integration.serving import endpoint
 from vllm_spac.integration.serving.endpoint import SpacEndpoint, WorkerCollector
 from vllm_spac.integration.serving.worker import SpacWorker
@@ -144,7 +146,8 @@ class Worker(SpacWorker):
     """One with a budget and no model."""
 
     def __init__(self) -> None:
-        self.runtime = SimpleNamespace(budget=BudgetControl([LAYER]), require_host=lambda what: None)
+        budget = BudgetControl([LAYER])
+        self.runtime = SimpleNamespace(budget=budget, change_budget=budget.change)
 
     def _spac_experts(self):
         return SimpleNamespace(runtime=self.runtime)

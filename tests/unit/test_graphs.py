@@ -60,6 +60,7 @@ def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
     assert args.compilation_config.cudagraph_mode.name == mode
 
 
+NOT_REPLAYED = {"budget_ranking": "coactivation", "calibration": "file"}  # its greedy choice is the host's
 HOST = {
     "--spac-execution pointers or --spac-slots 100%": {},
     "--spac-trace": {"trace": "file"},
@@ -71,7 +72,7 @@ HOST = {
 
 
 @pytest.mark.parametrize("mode", FULL)
-@pytest.mark.parametrize("none_decided", [{"execution": "pointers"}, {"slots": "100%"}], ids=str)
+@pytest.mark.parametrize("none_decided", [{"execution": "pointers"} | NOT_REPLAYED, {"slots": "100%"}], ids=str)
 @pytest.mark.parametrize("flag", HOST)
 def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(
     cuda, mode: str, flag: str, none_decided: dict
@@ -85,6 +86,23 @@ def test_full_graphs_that_were_asked_for_are_refused_where_layers_need_the_host(
     args = arguments(None)
     graphs.request(args, config)
     assert args.compilation_config.cudagraph_mode.name == "PIECEWISE"
+
+
+BUDGETS = [knobs for flag, knobs in HOST.items() if flag.startswith(("--spac-budget", "--spac-control"))]
+
+
+@pytest.mark.parametrize("mode", [None, *FULL])
+@pytest.mark.parametrize("knobs", BUDGETS, ids=str)
+def test_full_graphs_hold_a_budget_over_pointers(cuda, mode: str | None, knobs: dict) -> None:
+    """Also one that may be switched on while they are replayed."""
+    config = SpacConfig(execution="pointers", **knobs)
+    args = arguments(mode)
+    graphs.request(args, config)
+    assert args.compilation_config.cudagraph_mode == arguments(mode).compilation_config.cudagraph_mode
+    assert graphs.hold_budget(config)
+    for other in ({"trace": "file"}, NOT_REPLAYED, {"execution": "slots"}):
+        assert not graphs.hold_budget(SpacConfig(**{"execution": "pointers"} | knobs | other))
+    assert not graphs.hold_budget(POINTERS)
 
 
 def test_what_needs_full_graphs_is_refused(cuda) -> None:
@@ -128,6 +146,14 @@ def test_only_graphs_are_split() -> None:
         made = config(mode)
         graphs.split(made, POINTERS)
         assert made.compilation_config.splitting_ops == ops
+
+
+@pytest.mark.parametrize(
+    ("knobs", "held"), [({}, "the MoE layers,"), ({"control": True}, "the MoE layers and a budget,")]
+)
+def test_what_full_graphs_hold_is_logged(caplog, knobs: dict, held: str) -> None:
+    graphs.split(config("FULL_AND_PIECEWISE"), SpacConfig(execution="pointers", **knobs))
+    assert f"the full ones hold {held}" in caplog.text
 
 
 @pytest.mark.parametrize("mode", FULL)

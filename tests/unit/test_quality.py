@@ -57,7 +57,7 @@ def test_points_that_are_refused(budgets: list, masses: list, says: str) -> None
 
 
 def test_settings_are_those_of_the_control() -> None:
-    from vllm_spac.budget.control import BudgetSettings
+    from vllm_spac.budget.settings import BudgetSettings
 
     settings = BudgetSettings.parse(Point("router", "truncation", budget=8).settings("all", 9))
     assert (settings.budget, settings.when, settings.window, settings.coverage) == (8, "all", 9, "truncation")

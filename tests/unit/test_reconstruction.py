@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from vllm_spac.budget.calibration import CalibrationRecorder
-from vllm_spac.budget.control import BudgetedLayer, RoutingRule
+from vllm_spac.budget.control import BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
 
 ROWS, EXPERTS, TOP_K, WIDTH = 6, 8, 3, 5

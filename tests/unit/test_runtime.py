@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.serving.worker import SpacWorker

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from vllm_spac.budget.calibration import CalibrationRecorder
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer, RoutingRule
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.errors import SpacError
 from vllm_spac.evaluation.reconstruction import combined
 from vllm_spac.integration.evaluation.actions import Calibrating, Evaluation

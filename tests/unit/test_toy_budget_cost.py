@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_spac.budget.control import BudgetSettings
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))

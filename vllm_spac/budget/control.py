@@ -4,132 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.coverage import Known, kept, members, substitute, truncate
-from vllm_spac.budget.limits import check_mass, mass_cut, validate
+from vllm_spac.budget.counters import BudgetCounters
+from vllm_spac.budget.coverage import kept, members
+from vllm_spac.budget.limits import check_mass, validate
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass
-from vllm_spac.core import RowKind, Step
+from vllm_spac.budget.replay import Kernels, Launches, ReplayBuffers
+from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.budget.settings import BudgetSettings
+from vllm_spac.core import Step
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.system.printable import brief, shortened
-
-_MOST_PROBLEMS = 3  # named in one refusal
-_PENDING = 64  # shortlists that are counted at once
-_CUT = {
-    "verify": (RowKind.VERIFY,),
-    "decode": (RowKind.VERIFY, RowKind.DECODE),
-    "all": tuple(RowKind),
-}
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("use a number")
-    return value
-
-
-_Experts = Annotated[int, Field(ge=0, le=1 << 20), BeforeValidator(_number)]
-_Bound = Annotated[
-    Annotated[_Experts, Tag("number")] | Annotated[dict[str, _Experts], Tag("layers")],
-    Discriminator(lambda value: "layers" if isinstance(value, dict) else "number"),
-]
-
-
-class BudgetSettings(BaseModel):
-    """What can be changed while the model runs; nothing set means exact. An unknown key is an error.
-
-    Attributes:
-        budget: experts a layer may touch in one forward (B), for all layers or by layer name.
-        mass: instead of B, the share of the mass that the shortlist of each layer and forward must hold.
-        mass_of: which mass: ``selected``, the routing weights that the rows which vote give to the experts selected for
-            them, where experts that no row selected are ranked last; ``scores``, the routers' scores of all experts
-            (MoE-Spec's s_i).
-        ranking: name of a ranking in ``vllm_spac.budget.rankings``.
-        coverage: what a row does without an expert that is outside.
-        when: the kinds of step whose rows vote and are cut.
-        window: rank so many consecutive rows of a request at a time, as if each were one verify step. For evaluation.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    budget: _Bound | None = None
-    mass: Annotated[float, BeforeValidator(_number)] | None = None
-    mass_of: Literal["selected", "scores"] = "selected"
-    ranking: str = "router"
-    coverage: Literal["substitution", "truncation"] = "substitution"
-    when: Literal["verify", "decode", "all"] = "verify"
-    window: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(_number)] | None = None
-
-    @model_validator(mode="after")
-    def _one_bound(self) -> BudgetSettings:
-        if self.budget is not None and self.mass is not None:
-            raise ValueError("budget and budget_mass bound the same thing; use one of them")
-        if self.mass is None and self.mass_of != "selected":
-            raise ValueError(f"mass_of={self.mass_of} says what a share is of; give mass as well")
-        return self
-
-    @classmethod
-    def parse(cls, raw: Any) -> BudgetSettings:
-        """From plain data, e.g. the body of ``POST /spac/budget``; ``ConfigError`` says what is wrong."""
-        try:
-            return cls(**raw)
-        except ValidationError as error:
-            found = error.errors(include_url=False, include_context=False, include_input=False)
-            problems = "; ".join(
-                f"{shortened('.'.join(map(str, item['loc']))) or 'budget'}: {item['msg'].removeprefix('Value error, ')}"
-                for item in found[:_MOST_PROBLEMS]
-            )
-            if len(found) > _MOST_PROBLEMS:
-                problems += f"; and {len(found) - _MOST_PROBLEMS} more"
-            raise ConfigError(f"spac: {problems}; known: {', '.join(cls.model_fields)}") from None
-        except TypeError:
-            raise ConfigError(f'spac: a budget is a mapping such as {{"budget": 16}}, not {brief(raw)}') from None
-
-    @property
-    def active(self) -> bool:
-        return self.budget is not None or self.mass is not None
-
-    def describe(self) -> str:
-        """A few words for the log and the metrics."""
-        if not self.active:
-            return "exact"
-        bound = "by layer" if isinstance(self.budget, dict) else self.budget
-        if self.mass is not None:
-            bound = f"{self.mass:g} of the mass {self.mass_of}"
-        return f"lossy (budget {bound}, {self.ranking}, {self.coverage}, {self.when} rows)"
-
-
-@dataclass(frozen=True, eq=False)
-class RoutingRule:
-    """How a checkpoint turns router logits into weights, as vLLM configured it.
-
-    Attributes:
-        scoring: ``softmax`` or ``sigmoid``.
-        renormalize: whether the weights of a row are divided by their sum.
-        bias: float [N] added to the scores to choose by, not to weigh by.
-        groups, top_groups: limit to the best groups of experts.
-        custom: a routing function of the model's own, which substitution cannot repeat.
-    """
-
-    scoring: str = "softmax"
-    renormalize: bool = True
-    scale: float = 1.0
-    bias: Tensor | None = None
-    groups: int | None = None
-    top_groups: int | None = None
-    custom: bool = False
-
-    def probs(self, logits: Tensor) -> Tensor:
-        """float32 [rows, N], the scores of all experts."""
-        logits = logits.float()
-        return logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
+from vllm_spac.kernels.reference.cover import substituted, truncated, where, within_groups
+from vllm_spac.kernels.reference.shortlist import behind_empty, first_members, mass_count
 
 
 @dataclass(frozen=True)
@@ -143,63 +34,12 @@ class BudgetedLayer:
     resident: Callable[[], Tensor] | None = field(default=None, compare=False)
 
 
-class BudgetCounters:
-    """What a budget did since the start, or since ``reset``; layers and forwards are added up.
-
-    What ``add`` is given is counted later, that of many layers at once: a layer waits for no count.
-    """
-
-    def __init__(self) -> None:
-        self._counted = {"rows": 0, "dropped_weight": 0.0, "shortlists": 0, "experts": 0}
-        self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-
-    def add(self, natural: Tensor, kept: Tensor, weights: Tensor, ids: Tensor) -> None:
-        """One shortlist.
-
-        Args:
-            natural: float [rows, k], the routing weights without a budget.
-            kept: bool [rows, k], which of them the shortlist holds.
-            weights, ids: [rows, k], what the rows run instead.
-        """
-        if len(self._pending) == _PENDING or (self._pending and self._pending[0][0].shape[1] != natural.shape[1]):
-            self._count()
-        self._pending.append((natural.clone(), kept, weights.clone(), ids.clone()))  # they may be overwritten
-
-    def reset(self) -> None:
-        """Start from zero."""
-        self.__init__()
-
-    def snapshot(self) -> dict:
-        """As plain data.
-
-        Returns:
-            ``rows`` that were budgeted, once a layer; ``dropped_weight``: the sum over them of the share of their
-            routing weights, of the experts selected for them, that fell outside; ``shortlists`` made, one a layer and
-            forward; distinct ``experts`` that their rows then used; ``dropped_share``: the mean over the rows.
-        """
-        self._count()
-        found = self._counted
-        return {**found, "dropped_share": found["dropped_weight"] / found["rows"] if found["rows"] else 0.0}
-
-    def _count(self) -> None:
-        if not self._pending:
-            return
-        pending, self._pending = self._pending, []
-        natural, kept, weights, ids = (torch.cat(parts) for parts in zip(*pending, strict=True))
-        lost = natural.masked_fill(kept, 0).sum(1) / natural.sum(1).clamp_min(1e-30)
-        used, ids = (weights != 0).cpu().numpy(), ids.cpu().numpy()
-        shortlist = np.repeat(np.arange(len(pending)), [len(part[0]) for part in pending])
-        seen = np.zeros((len(pending), int(ids.max()) + 1), dtype=bool)
-        seen[np.broadcast_to(shortlist[:, None], ids.shape)[used], ids[used]] = True
-        counted = self._counted
-        counted["rows"] += len(natural)
-        counted["dropped_weight"] += float(lost.sum(dtype=torch.float64))
-        counted["shortlists"] += len(pending)
-        counted["experts"] += int(seen.sum())
-
-
 class BudgetControl:
     """The budget of one model; ``change`` may be called between any two steps.
+
+    A step that is launched by the host is cut by ``apply``, which picks the rows that vote. A CUDA graph holds the
+    launches of ``capture`` instead: over all rows, with a mask of those that vote in memory that the host writes
+    between steps. Both make the same shortlists with the same operations, and cover by the same.
 
     Args:
         layers: in the order of execution.
@@ -224,27 +64,53 @@ class BudgetControl:
         self._ranking: Ranking | None = None
         self._mixes = False  # whether the ranking looks at the natural weights
         self._parts: tuple[Step | None, list[slice | Tensor]] = (None, [])
+        self._mass = torch.ones((), dtype=torch.float64, device=device)
+        self._buffers: ReplayBuffers | None = None
+        self._kernels: Kernels | None = None
+        self._compiled: set[int] = set()  # layers
+        self._captured: Launches | None = None
 
     @property
     def active(self) -> bool:
         return self.settings.active
+
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs hold the launches of a budget, be it in force or not."""
+        return self._captured is not None
 
     def change(self, settings: BudgetSettings) -> None:
         """Use ``settings`` from the next step on, or change nothing.
 
         Raises:
             ConfigError: the budget does not fit a layer, or the ranking cannot serve or lacks its calibration.
-            UnsupportedError: substitution for a model whose routing function is its own.
+            UnsupportedError: substitution for a model whose routing function is its own, or the CUDA graphs that were
+                captured hold another kind of budget.
         """
         ranking = None
         if settings.active:
-            ranking = _ranking(settings.ranking, self._calibration, self._offline).to(self._device)
+            ranking = self._ranking_of(settings)
             if settings.mass is not None:
                 check_mass(settings.mass)
             for layer in self.layers:
                 _check_layer(layer, settings)
-        self.settings, self._ranking, self._parts = settings, ranking, (None, [])
+            if self._captured is not None:
+                self._captured.check(settings)
+        if self._captured is None:  # else the graphs read the tensors of the ranking that is there
+            self._ranking = ranking
+            self._compiled.clear()
+        self.settings, self._parts = settings, (None, [])
         self._mixes = settings.ranking not in ("router", "static", "resident")
+        self._mass.fill_(1.0 if settings.mass is None else settings.mass)
+        if self._buffers is not None:
+            self._buffers.bound([self._bound(layer) or layer.experts for layer in self.layers])
+
+    def _ranking_of(self, settings: BudgetSettings) -> Ranking:
+        return _ranking(settings.ranking, self._calibration, self._offline).to(self._device)
+
+    def _bound(self, layer: BudgetedLayer) -> int | None:
+        budget = self.settings.budget
+        return budget[layer.name] if isinstance(budget, dict) else budget
 
     def apply(
         self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, step: Step, outputs: Tensor | None = None
@@ -268,29 +134,105 @@ class BudgetControl:
             weights[rows], ids[rows] = covered
         return weights, ids
 
+    # -- in a CUDA graph -----------------------------------------------------------------------------------
+
+    def hold_in_graphs(self, rows: int) -> None:
+        """Let CUDA graphs of up to ``rows`` rows hold the launches of this budget, also if it is switched on later."""
+        self._buffers = ReplayBuffers(rows, len(self.layers), self._device)
+        self._kernels = Kernels.on(torch.device(self._device))
+        self.counters.count_on(self._device)
+        self.change(self.settings)
+
+    def begin_step(self, step: Step) -> None:
+        """A forward for real requests starts, perhaps as a replay: write which of its rows vote."""
+        if self._buffers is not None and self.captured and self.active:
+            self._buffers.begin_step(step, self.settings.kinds)
+
+    def end_step(self) -> None:
+        """Its launches are over; in what is replayed until the next step no row votes."""
+        if self._buffers is not None and self.captured:
+            self._buffers.end_step()
+
+    def capture(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``apply`` as launches that a CUDA graph holds: fixed shapes, and nothing that the host reads or decides.
+
+        Sums over rows have a term of 0 for each row that does not vote, hence perhaps another order of additions. They
+        are float64 sums of float32, exact where the terms are within a factor of 2**29 / rows. A GPU's kernel adds the
+        weights that a row is divided by in an order of its own.
+
+        Returns:
+            Weights and ids, [rows, k]. A row that does not vote keeps its own, whatever stands in it.
+        """
+        if self._buffers is None:
+            return weights, ids
+        assert index in self._compiled, "a forward must run before one is captured"
+        self._captured = self._captured or Launches.of(self.settings)
+        assert self._captured == Launches.of(self.settings), "captured again, under another budget"
+        return self._launch(index, logits, weights, ids)
+
+    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+        """Launch for a dummy forward what will be captured, once a layer: no row votes, and nothing is changed.
+
+        Nothing can be compiled while a graph is captured.
+        """
+        if self._buffers is not None and index not in self._compiled:
+            self._ranking = self._ranking or self._ranking_of(self.settings)
+            self._launch(index, logits, weights, ids)
+            self._compiled.add(index)
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
+    def _launch(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        layer, votes, kernels = self.layers[index], self._buffers.votes[: len(ids)], self._kernels
+        silent = ~votes[:, None]
+        probs = layer.rule.probs(logits).masked_fill_(silent, 0)
+        inside, best = self._chosen(index, probs, weights, ids, silent)
+        natural = weights.float().contiguous(), ids.contiguous()
+        rule, substitute = layer.rule, self.settings.coverage == "substitution"
+        options = {
+            "renormalize": rule.renormalize,
+            "bias": None if rule.bias is None else rule.bias.float(),
+            "scale": rule.scale,
+            "groups": rule.groups,
+            "top_groups": rule.top_groups,
+        }
+        covered = kernels.cover(probs, *natural, votes, inside, best, substitute, **options)
+        kernels.tally(self.counters.on_device, votes, natural, inside, covered)
+        return covered
+
+    def _chosen(self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, silent: Tensor) -> tuple[Tensor, Tensor]:
+        """``_shortlist`` by launches, of the rows that are not ``silent`` (bool [rows, 1]), whose scores are 0."""
+        scores = self._ranking.scores(probs, self._context(index))
+        if self.settings.mass is None:
+            return self._kernels.shortlist(scores, self._buffers.bounds[index])
+        selected, least = self.settings.mass_of == "selected", self._least(self.layers[index])
+        if selected:
+            weights, ids = weights.masked_fill(silent, 0), ids.masked_fill(silent, 0)
+        held = self._held(probs, weights, ids)
+        return self._kernels.shortlist(scores, None, held, self._mass, least, empty_last=selected)
+
     def _cut(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, outputs: Tensor | None):
         """(weights, ids) of rows that vote together, within their shortlist; None where they are so already."""
-        layer, settings = self.layers[index], self.settings
-        bound = settings.budget[layer.name] if isinstance(settings.budget, dict) else settings.budget
-        if layer.experts == bound or settings.mass == 1.0:
+        layer = self.layers[index]
+        bound = self._bound(layer)
+        if layer.experts == bound or self.settings.mass == 1.0:
             self.counters.add(weights, torch.ones_like(ids, dtype=torch.bool), weights, ids)
             return None
         probs = layer.rule.probs(logits)
-        shortlist = self._shortlist(index, probs, weights, ids, bound or layer.experts, outputs)
-        inside = members(shortlist, layer.experts)
-        known = inside, kept(inside, ids)
-        if not ids.is_cuda and bool(known[1].all()):  # nothing to do; a GPU would have to be waited for
-            self.counters.add(weights, known[1], weights, ids)
+        inside, best = self._shortlist(index, probs, weights, ids, bound or layer.experts, outputs)
+        held = kept(inside, ids)
+        if not ids.is_cuda and bool(held.all()):  # nothing to do; a GPU would have to be waited for
+            self.counters.add(weights, held, weights, ids)
             return None
-        covered = self._cover(layer, probs, weights, ids, shortlist, known)
-        self.counters.add(weights, known[1], *covered)
+        covered = self._cover(layer, probs, (weights, ids), inside, best, held)
+        self.counters.add(weights, held, *covered)
         return covered
 
     def _rows(self, step: Step) -> list[slice | Tensor]:
         """Rows that vote together (a slice, or their numbers), worked out once a step."""
         if self._parts[0] is not step:
-            kinds, window = _CUT[self.settings.when], self.settings.window
-            asked = [r for r in step.requests if r.kind in kinds]
+            window = self.settings.window
+            asked = [r for r in step.requests if r.kind in self.settings.kinds]
             if window is not None:
                 starts = [(start, r.stop) for r in asked for start in range(r.start, r.stop, window)]
                 parts: list[slice | Tensor] = [slice(start, min(start + window, stop)) for start, stop in starts]
@@ -302,35 +244,55 @@ class BudgetControl:
         return self._parts[1]
 
     def _shortlist(
-        self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, count: int, outputs: Tensor | None
-    ) -> Tensor:
+        self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, bound: int, outputs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(bool [N], the members; int64 [], the best of them) of rows that all vote; at most ``bound``."""
         layer, settings = self.layers[index], self.settings
-        context = LayerContext(
-            layer=index,
-            resident=layer.resident() if layer.resident is not None and settings.ranking == "resident" else None,
-            mixing=torch.zeros_like(probs).scatter(1, ids.long(), weights.float()) if self._mixes else None,
-            outputs=outputs,
-        )
-        order = self._ranking.rank(probs, None, count, context)
+        mixing = torch.zeros_like(probs).scatter(1, ids.long(), weights.float()) if self._mixes else None
+        context = self._context(index, mixing=mixing, outputs=outputs)
+        order = self._ranking.rank(probs, None, bound, context)
         if settings.mass is None:
-            return order
-        least = layer.top_k if settings.coverage == "substitution" else 1
-        if settings.mass_of == "scores":
-            return order[: mass_cut(order, router_mass(probs), settings.mass, least)]
-        held = selected_mass(weights, ids, layer.experts)
-        order = order[(held[order] == 0).sort(stable=True).indices]
-        return order[: mass_cut(order, held, settings.mass, least)]
+            return members(order, layer.experts), order[0]
+        held = self._held(probs, weights, ids)
+        if settings.mass_of == "selected":
+            order = behind_empty(order, held)
+        return first_members(order, mass_count(order, held, self._mass, self._least(layer))), order[0]
+
+    def _context(self, index: int, **known: Tensor | None) -> LayerContext:
+        layer = self.layers[index]
+        asked = layer.resident is not None and self.settings.ranking == "resident"
+        return LayerContext(layer=index, resident=layer.resident() if asked else None, **known)
+
+    def _held(self, probs: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """float64 [N], the mass of each expert that the budget keeps a share of."""
+        if self.settings.mass_of == "scores":
+            return router_mass(probs)
+        return selected_mass(weights, ids, probs.shape[1])
+
+    def _least(self, layer: BudgetedLayer) -> int:
+        """The smallest shortlist that a layer can do with."""
+        return layer.top_k if self.settings.coverage == "substitution" else 1
 
     def _cover(
-        self, layer: BudgetedLayer, probs: Tensor, weights: Tensor, ids: Tensor, shortlist: Tensor, known: Known
+        self,
+        layer: BudgetedLayer,
+        probs: Tensor,
+        natural: tuple[Tensor, Tensor],
+        inside: Tensor,
+        best: Tensor,
+        held: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """(weights, ids) within the members ``inside``; ``held`` is bool [rows, k], which of the natural ids are."""
+        weights, ids = natural
         if self.settings.coverage == "truncation":
-            return truncate(probs, ids, weights, shortlist, known=known)
-        rule = layer.rule
-        chosen_by = None if rule.bias is None else probs + rule.bias
-        groups = {"groups": rule.groups, "top_groups": rule.top_groups}
-        options = {"selection": chosen_by, "scale": rule.scale, "natural": (weights, ids), "known": known, **groups}
-        return substitute(probs, layer.top_k, shortlist, rule.renormalize, **options)
+            return truncated(probs, weights, ids, held, best)
+        rule, open_to = layer.rule, inside
+        chosen_by = probs if rule.bias is None else probs + rule.bias
+        if rule.groups is not None:
+            summed = 1 if rule.bias is None else 2
+            open_to = within_groups(inside, chosen_by, layer.top_k, rule.groups, rule.top_groups, summed)
+        covered = substituted(probs, chosen_by, open_to, layer.top_k, rule.renormalize, rule.scale)
+        return where(held.all(1), natural, covered)
 
 
 def _ranking(name: str, calibration: Calibration | None, offline: bool) -> Ranking:

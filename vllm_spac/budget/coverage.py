@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.budget.limits import validate
-
-Known = tuple[Tensor, Tensor] | None
+from vllm_spac.kernels.reference.cover import substituted, truncated, where, within_groups
 
 
 def members(shortlist: Tensor, experts: int) -> Tensor:
@@ -20,9 +19,7 @@ def kept(inside: Tensor, ids: Tensor) -> Tensor:
     return inside.index_select(0, ids.flatten()).view(ids.shape)
 
 
-def truncate(
-    probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, shortlist: Tensor, *, known: Known = None
-) -> tuple[Tensor, Tensor]:
+def truncate(probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, shortlist: Tensor) -> tuple[Tensor, Tensor]:
     """The natural top-k without what is outside: the weights that stay are not recomputed (Eq. 7).
 
     Args:
@@ -30,22 +27,14 @@ def truncate(
         topk_ids: int [rows, k], the natural choice.
         topk_weights: float32 [rows, k], its mixing weights.
         shortlist: int64 [B], distinct.
-        known: ``members`` and ``kept`` of it, if the caller has them.
 
     Returns:
         (weights, ids), with the shapes and dtypes of ``topk_weights`` and ``topk_ids``. A dropped expert has weight 0;
         its id is replaced by the best that the row keeps (equals: the lowest id), in a row that keeps nothing by the
         first of the shortlist, so that no expert outside is ever loaded. A row that keeps all is unchanged to the bit.
     """
-    experts = probs.shape[1]
-    ids = topk_ids.long()
-    inside = kept(members(shortlist, experts), topk_ids) if known is None else known[1]
-    outside = ~inside
-    scores = probs.gather(1, ids).masked_fill_(outside, -torch.inf)
-    leading = inside & (scores == scores.amax(1, keepdim=True))
-    stand_in = ids.masked_fill(~leading, experts).amin(1, keepdim=True)
-    stand_in = torch.where(stand_in < experts, stand_in, shortlist[0])
-    return topk_weights.masked_fill(outside, 0), torch.where(inside, ids, stand_in).to(topk_ids.dtype)
+    inside = kept(members(shortlist, probs.shape[1]), topk_ids)
+    return truncated(probs, topk_weights, topk_ids, inside, shortlist[0])
 
 
 def substitute(
@@ -59,7 +48,6 @@ def substitute(
     groups: int | None = None,
     top_groups: int | None = None,
     natural: tuple[Tensor, Tensor] | None = None,
-    known: Known = None,
 ) -> tuple[Tensor, Tensor]:
     """The top-k within the shortlist, weighted as the checkpoint weighs (Eq. 8).
 
@@ -79,7 +67,6 @@ def substitute(
             A group is worth its best expert, or with ``selection`` the sum of its best two.
         natural: (weights, ids) [rows, k] of the unbudgeted router. Rows whose whole choice is in the shortlist keep
             it to the bit, equals and rounding included; the dtype of ids is taken from it.
-        known: ``members`` of the shortlist and ``kept`` of ``natural``, if the caller has them.
 
     Returns:
         (float32 [rows, top_k], int64 [rows, top_k]): weights and ids, the best first, equals by the lowest id.
@@ -88,30 +75,11 @@ def substitute(
         ConfigError: the shortlist has fewer than ``top_k`` experts.
     """
     validate(len(shortlist), probs.shape[1], top_k, "substitution")
-    inside = open_to = members(shortlist, probs.shape[1]) if known is None else known[0]
+    inside = members(shortlist, probs.shape[1])
+    assert (groups is None) == (top_groups is None), "groups and top_groups come together"
     chosen_by = probs if selection is None else selection
     if groups is not None:
-        assert top_groups is not None, "groups and top_groups come together"
-        best = inside & _in_top_groups(chosen_by, groups, top_groups, 1 if selection is None else 2)
-        open_to = best | (inside & (best.sum(1, keepdim=True) < top_k))
-    scores = chosen_by.masked_fill(~open_to, -torch.inf)
-    ids = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    weights = probs.gather(1, ids).to(torch.float32)
-    if renormalize:
-        total = weights.sum(1, keepdim=True)
-        weights /= total.masked_fill_(total == 0, 1)
-    if scale != 1.0:
-        weights *= scale
-    if natural is None:
-        return weights, ids
-    whole = (kept(inside, natural[1]) if known is None else known[1]).all(1, keepdim=True)
-    return torch.where(whole, natural[0], weights), torch.where(whole, natural[1], ids.to(natural[1].dtype))
-
-
-def _in_top_groups(scores: Tensor, groups: int, top_groups: int, summed: int) -> Tensor:
-    """bool [rows, N]: whether an expert's group is among the best of its row."""
-    rows, experts = scores.shape
-    worth = scores.view(rows, groups, -1).topk(summed, dim=2).values.sum(2)
-    best = worth.sort(dim=1, descending=True, stable=True).indices[:, :top_groups]
-    chosen = torch.zeros_like(worth, dtype=torch.bool).scatter(1, best, True)
-    return chosen.repeat_interleave(experts // groups, dim=1)
+        summed = 1 if selection is None else 2
+    open_to = inside if groups is None else within_groups(inside, chosen_by, top_k, groups, top_groups, summed)
+    covered = substituted(probs, chosen_by, open_to, top_k, renormalize, scale)
+    return covered if natural is None else where(kept(inside, natural[1]).all(1), natural, covered)

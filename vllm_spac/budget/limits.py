@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.errors import ConfigError
+from vllm_spac.kernels.reference.shortlist import mass_count
 
 MASSES = ("selected", "scores")  # what a share is of: ``selected_mass`` or ``router_mass``
 
@@ -32,10 +33,7 @@ def mass_cut(order: Tensor, scores: Tensor, mass: float, least: int = 1) -> int:
     """
     check_mass(mass)
     assert len(order) == len(scores) and 1 <= least <= len(order)
-    if mass == 1.0:
-        return len(order)
-    held = scores[order].to(torch.float64).cumsum(0)
-    return max(least, 1 + int((held < mass * held[-1]).sum()))
+    return int(mass_count(order, scores, torch.tensor(mass, dtype=torch.float64, device=scores.device), least))
 
 
 def check_mass_of(mass_of: str) -> None:

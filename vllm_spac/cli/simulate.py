@@ -103,7 +103,7 @@ def simulate(
 
 def _executions(execution: str, admission: str, step_bytes: str | None) -> list[dict]:
     """Arguments of ``simulate`` for each way to reach experts."""
-    from vllm_spac.execution.pointers.protocol import STEP_BYTES
+    from vllm_spac.execution.pointers.planner import STEP_BYTES
     from vllm_spac.simulation.simulate import EXECUTIONS
 
     asked, sizes = _one_or_both("execution", execution, EXECUTIONS), parse_list(step_bytes or str(STEP_BYTES))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 
 ORDER = ("oracle", "coactivation", "router", "static")  # by their errors, as one hopes

@@ -1,9 +1,9 @@
 """CUDA graphs: of whole steps where no layer needs the host, else split at our op, or none.
 
 A graph of a whole forward repeats for ever what the host decided while it was captured. Where experts are loaded
-between layers, routing is recorded or a budget cuts it, that would be wrong. Where an
-execution does not need the host and none of these is asked for, the host decides between steps alone; with a slot for
-each expert it decides nothing.
+between layers, routing is recorded, or the host applies a budget, that would be wrong. Where an execution does not need
+the host, the host decides between steps alone, also of a budget whose ranking can be replayed; with a slot for each
+expert it decides nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm_spac import components
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
@@ -34,12 +35,21 @@ def needs_host(config: SpacConfig) -> tuple[str, str] | None:
         return "experts are loaded between the pieces", "use --spac-execution pointers or --spac-slots 100%"
     if config.trace is not None:
         return "routing is recorded between the pieces", "drop --spac-trace"
+    if not config.execution_class.needs_host and components.find("budget.rankings", config.budget_ranking).replayable:
+        return None
     for name in ("budget", "budget_mass", "budget_file"):
         if getattr(config, name) is not None:
             return "a budget is applied between the pieces", f"drop --spac-{name.replace('_', '-')}"
     if config.control:
         return "a budget may be applied between the pieces", "drop --spac-control"
     return None
+
+
+def hold_budget(config: SpacConfig) -> bool:
+    """Whether full graphs of this engine hold the launches of a budget: one that is in force or may be set later."""
+    budgets = config.budget, config.budget_mass, config.budget_file
+    asked = config.control or any(budget is not None for budget in budgets)
+    return not config.execution_class.needs_host and asked and needs_host(config) is None
 
 
 def request(engine_args: EngineArgs, config: SpacConfig) -> None:
@@ -92,7 +102,8 @@ def split(vllm_config: VllmConfig, config: SpacConfig) -> None:
         reason, _ = host or ("as was asked for", None)
         logger.info("spac: CUDA graphs are PIECEWISE, split at the MoE layers: %s", reason)
     else:
-        logger.info("spac: CUDA graphs are %s: the full ones hold the MoE layers, which need no host", mode.name)
+        held = "the MoE layers and a budget" if hold_budget(config) else "the MoE layers"
+        logger.info("spac: CUDA graphs are %s: the full ones hold %s, which need no host", mode.name, held)
 
 
 def check(mode: str, config: SpacConfig, breakable: bool) -> None:

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.execution.pointers.protocol import Move, Planner, Pointers, most_moves
+from vllm_spac.execution.pointers.planner import Planner, most_moves
+from vllm_spac.execution.pointers.protocol import Move, Pointers
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.profiling.costs import Costs

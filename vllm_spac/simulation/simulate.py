@@ -12,7 +12,7 @@ from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
-from vllm_spac.execution.pointers.protocol import STEP_BYTES
+from vllm_spac.execution.pointers.planner import STEP_BYTES
 from vllm_spac.policies.base import Policy
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.simulation.parts import filling, parts

@@ -39,10 +39,12 @@ class Ranking(ABC):
     Attributes:
         offline: why no engine can serve with it, e.g. because it needs every expert's output; empty if one can.
         needs_calibration: it is built from a calibration file.
+        replayable: it ranks by ``scores``, whose operations a CUDA graph may hold.
     """
 
     offline: ClassVar[str] = ""
     needs_calibration: ClassVar[bool] = False
+    replayable: ClassVar[bool] = False
 
     @classmethod
     def of(cls, calibration: Calibration | None = None, **knobs: Any) -> Self:
@@ -81,6 +83,19 @@ class Ranking(ABC):
             int64 [budget], distinct experts, the most important first; on the device of ``probs``. A smaller budget
             gives a prefix of it.
         """
+
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        """What a ``replayable`` ranking sorts by, the greatest first, equals by the lowest id.
+
+        Operations of fixed shapes, nothing of which is read on the host.
+
+        Args:
+            probs: as for ``rank``, but 0 in the rows that do not vote; perhaps none does.
+
+        Returns:
+            float64 [N], or int64 below 2**53.
+        """
+        raise NotImplementedError
 
 
 def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ class Resident(Ranking):
     """
 
     bonus: float = 1.0
+    replayable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.bonus >= 0:
@@ -28,9 +30,18 @@ class Resident(Ranking):
         assert context is not None and context.resident is not None, "the ranking resident needs context.resident"
         return rank(probs, votes, budget, context.resident, self.bonus)
 
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        assert context.resident is not None, "the ranking resident needs context.resident"
+        return preferred(router_mass(probs), context.resident, self.bonus)
+
 
 def rank(probs: Tensor, votes: Tensor | None, budget: int, resident: Tensor, bonus: float = 1.0) -> Tensor:
     """float [rows, N], bool [rows], bool [N] -> int64 [budget]; see ``Ranking.rank``."""
     mass = router_mass(probs, votes)
     assert resident.shape == mass.shape, "whether each expert is resident"
-    return best(mass + bonus * mass.mean() * resident, budget)
+    return best(preferred(mass, resident, bonus), budget)
+
+
+def preferred(mass: Tensor, resident: Tensor, bonus: float) -> Tensor:
+    """float64 [N]: the router mass [N] of each expert, and ``bonus`` mean masses for those that are resident."""
+    return mass + bonus * mass.mean() * resident

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,8 +14,13 @@ from vllm_spac.budget.rankings.base import LayerContext, Ranking, best, router_m
 class Router(Ranking):
     """The experts with the highest s_i = sum_t g_i(h_t)."""
 
+    replayable: ClassVar[bool] = True
+
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
         return rank(probs, votes, budget)
+
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        return router_mass(probs)
 
 
 def rank(probs: Tensor, votes: Tensor | None, budget: int) -> Tensor:

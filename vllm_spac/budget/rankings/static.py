@@ -23,6 +23,7 @@ class Static(Ranking):
 
     counts: Tensor
     needs_calibration: ClassVar[bool] = True
+    replayable: ClassVar[bool] = True
 
     @classmethod
     def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:
@@ -30,6 +31,9 @@ class Static(Ranking):
 
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
         return rank(probs, votes, budget, self.counts[(context or LayerContext()).layer])
+
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        return self.counts[context.layer]
 
 
 def rank(probs: Tensor, votes: Tensor | None, budget: int, counts: Tensor) -> Tensor:

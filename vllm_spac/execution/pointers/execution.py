@@ -31,10 +31,10 @@ from vllm_spac.execution._waves import filled_experts
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows, refusal
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.admissions.base import Admission, Kernels, Parts
-from vllm_spac.execution.pointers.mover import ALIGNMENT, ExpertMemory
-from vllm_spac.execution.pointers.protocol import STEP_BYTES
+from vllm_spac.execution.pointers.planner import STEP_BYTES
 from vllm_spac.execution.pointers.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.pointers.streams import capturing, streams
+from vllm_spac.execution.pointers.table import ALIGNMENT, AddressTable
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.system.host_memory import gib
@@ -126,7 +126,7 @@ class PointerExecution(Execution):
         device = next(iter(tensors.values())).device
         self._compute, copy = streams(device)
         self._kernels = _kernels(device)
-        memory = ExpertMemory(store, tensors, shape.total, poison)
+        self._memory = memory = AddressTable(store, tensors, shape.total, poison)
         parts = Parts(shape, slots, policy, memory, self.counters, self._compute, copy, self._kernels, path, step_bytes)
         self.admission: Admission = components.build("execution.pointers.admissions", admission, parts=parts)
         self._admission = admission
@@ -206,6 +206,16 @@ class PointerExecution(Execution):
             "execution=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and slow; to "
             "serve, use --spac-execution slots"
         )
+
+    def resident(self, layer: int) -> Tensor:
+        """bool [experts] on the device: which experts of a layer its kernels find in slots.
+
+        One launch, of what the device knows: a CUDA graph may hold it.
+        """
+        experts = self.shape.experts
+        if self.holds_all:
+            return torch.ones(experts, dtype=torch.bool, device=self._live.device)
+        return self._memory.resident(slice(layer * experts, (layer + 1) * experts))
 
     # -- between steps -------------------------------------------------------------------------------------
 

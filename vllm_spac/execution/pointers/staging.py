@@ -31,8 +31,8 @@ from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.cache.sizing import resolve
 from vllm_spac.config import Slots
 from vllm_spac.core import MoEShape
-from vllm_spac.execution.pointers.mover import ExpertMemory
 from vllm_spac.execution.pointers.streams import Event, Stream
+from vllm_spac.execution.pointers.table import AddressTable
 from vllm_spac.tiers.base import ExpertStore
 
 BUFFERS = 2
@@ -78,7 +78,7 @@ class Staging:
     Args:
         buffers: the bytes and tables.
         layers: number of layers; one runs after the other.
-        compute, copy: as ``moves.Mover`` has them.
+        compute, copy: as ``mover.Mover`` has them.
     """
 
     def __init__(self, buffers: Buffers, layers: int, compute: Stream, copy: Stream) -> None:
@@ -132,7 +132,7 @@ class ExpertBuffers:
     """
 
     def __init__(
-        self, store: ExpertStore, memory: ExpertMemory, slots: Mapping[str, Tensor], poison: bool = False
+        self, store: ExpertStore, memory: AddressTable, slots: Mapping[str, Tensor], poison: bool = False
     ) -> None:
         self._store, self._memory, self._poison = store, memory, poison
         experts = store.shape.experts

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer, BudgetSettings
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
 
 if TYPE_CHECKING:

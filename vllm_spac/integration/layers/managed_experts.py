@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_spac.budget.control import BudgetedLayer, RoutingRule
+from vllm_spac.budget.control import BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.execution.base import Execution
 from vllm_spac.integration.layers import triton_tiles
 from vllm_spac.integration.layers.custom_ops import run_experts

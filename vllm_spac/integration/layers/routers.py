@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_spac.budget.control import RoutingRule
+from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.integration.layers.custom_ops import LAYER_NAME, layer_argument, moe_layer
 
 _SCORINGS = ("softmax", "sigmoid")

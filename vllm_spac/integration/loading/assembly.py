@@ -21,6 +21,7 @@ from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.executors._thread import ExecutorThread, binding, threads_of
 from vllm_spac.executors.base import check_same
+from vllm_spac.integration import graphs
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.profiling.costs import Costs
@@ -55,6 +56,8 @@ def budget(config: SpacConfig, vllm_config, layers, device: torch.device, model:
             bound = read_budgets(config.budget_file, name, names, experts)
     control = BudgetControl(known, calibration, device=device)
     control.change(config.budget_settings(bound))
+    if graphs.hold_budget(config):
+        control.hold_in_graphs(graphs.most_rows(vllm_config))
     if control.active and config.budget_when == "verify" and vllm_config.speculative_config is None:
         logger.warning(
             "spac: the budget is for verify steps and this engine does not speculate, so it never applies; "

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_spac import components
-from vllm_spac.budget.control import BudgetSettings
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.config import config_of
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.printable import brief, printable

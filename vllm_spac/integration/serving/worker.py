@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm_spac.budget.control import BudgetSettings
+from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.layers.host import experts_of
 
@@ -23,13 +23,11 @@ class SpacWorker:
 
     def spac_budget(self, settings: dict) -> dict:
         """Change the budget (see ``BudgetSettings``) from the next step on; returns what is in force now."""
-        runtime, wanted = self._spac_experts().runtime, BudgetSettings.parse(settings)
-        if wanted.active:
-            runtime.require_host("a budget")
-        control = runtime.budget
-        control.change(wanted)
-        logger.info("spac: mode=%s", control.settings.describe())
-        return control.settings.model_dump()
+        runtime = self._spac_experts().runtime
+        runtime.change_budget(BudgetSettings.parse(settings))
+        in_force = runtime.budget.settings
+        logger.info("spac: mode=%s", in_force.describe())
+        return in_force.model_dump()
 
     def spac_try_budget(self, settings: dict) -> dict:
         """``spac_budget`` for a request from outside: {"settings": …}, or {"refused": why}, which no log shows."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, Step
-from vllm_spac.execution.pointers.mover import ExpertMemory
 from vllm_spac.execution.pointers.streams import Event, Stream
+from vllm_spac.execution.pointers.table import AddressTable
 from vllm_spac.metrics import Counters
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Parts:
     shape: MoEShape
     slots: int
     policy: Policy
-    memory: ExpertMemory
+    memory: AddressTable
     counters: Counters
     compute: Stream
     copy: Stream

@@ -34,7 +34,7 @@ class InLayers(Admission[np.ndarray | None]):
             torch.full((shape.total,), NOWHERE, **made),
             torch.full((parts.slots,), NOWHERE, **made),
             memory.addresses,
-            torch.from_numpy(memory.host_addresses).to(device, copy=True),
+            memory.hosts,
             torch.from_numpy(memory.slot_addresses).to(device, copy=True),
         )
         # What the host says of a step, in one piece: it is one copy. Floats lie in it as their bits.

@@ -11,7 +11,8 @@ from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import Step
 from vllm_spac.execution.pointers.admissions.base import Admission, Parts
 from vllm_spac.execution.pointers.mover import Mover
-from vllm_spac.execution.pointers.protocol import Move, Planner, Pointers, most_moves
+from vllm_spac.execution.pointers.planner import Planner, most_moves
+from vllm_spac.execution.pointers.protocol import Move, Pointers
 
 
 class BetweenSteps(Admission[np.ndarray]):

@@ -1,0 +1,69 @@
+"""``shortlist`` against its twin: the same members and the same best, whatever is equal."""
+
+import pytest
+import torch
+from vllm_spac.kernels.reference import shortlist as reference
+from vllm_spac.kernels.shortlist import shortlist
+
+SIZES = [1, 7, 64, 160]
+
+
+def drawn(experts: int, seed: int, coarse: bool) -> torch.Tensor:
+    """float64 [experts]; ``coarse`` ones are often equal, and some 0. Sums of either are exact."""
+    rng = torch.Generator().manual_seed(seed)
+    found = torch.randint(0, 5 if coarse else 2**20, (experts,), generator=rng).double()
+    return found / 16
+
+
+def check(device, scores, bound, held=None, share=None, **options) -> torch.Tensor:
+    given = scores, bound, held, share
+    expected = reference.shortlist(*given, **options)
+    got = shortlist(*(each if each is None else each.to(device) for each in given), **options)
+    for left, right in zip(got, expected, strict=True):
+        assert left.dtype == right.dtype and torch.equal(left.cpu(), right)
+    return expected[0]
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("experts", SIZES)
+def test_a_number(device, experts, coarse):
+    for bound in {1, (experts + 1) // 2, experts}:
+        members = check(device, drawn(experts, bound, coarse), torch.tensor(bound))
+        assert members.sum() == bound
+
+
+def test_counts_of_a_calibration(device):
+    check(device, torch.tensor([3, 9, 9, 2**40, 0, 3]), torch.tensor(3))
+
+
+@pytest.mark.parametrize("empty_last", [False, True])
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("experts", SIZES)
+def test_a_share_of_a_mass(device, experts, coarse, empty_last):
+    for share in (1e-9, 0.25, 0.5, 0.98, 1.0):
+        scores, held = drawn(experts, 1, coarse), drawn(experts, 2, coarse)
+        least = min(3, experts)
+        members = check(device, scores, None, held, torch.tensor(share).double(), least=least, empty_last=empty_last)
+        assert members.sum() >= (experts if share == 1.0 else least)
+
+
+def test_no_mass(device):
+    """Where nobody votes."""
+    nothing = torch.zeros(8, dtype=torch.float64)
+    members = check(device, nothing, None, nothing, torch.tensor(0.5).double(), least=2, empty_last=True)
+    assert members.tolist() == [True] * 2 + [False] * 6
+
+
+def test_layers_need_not_be_aligned(device):
+    both = drawn(14, 0, True).view(2, 7)
+    for scores in both:
+        check(device, scores, torch.tensor([3, 4])[1])
+    members, _ = shortlist(both.to(device)[1], torch.tensor(4, device=device))
+    assert torch.equal(members.cpu(), check(device, both[1], torch.tensor(4)))
+
+
+def test_what_does_not_fit_is_refused(device):
+    with pytest.raises(AssertionError):
+        shortlist(torch.zeros(4, device=device), torch.tensor(2, device=device))
+    with pytest.raises(AssertionError):
+        shortlist(torch.zeros(4, device=device).double(), None)

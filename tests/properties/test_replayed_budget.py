@@ -1,0 +1,252 @@
+"""A budget as the launches of a CUDA graph beside one that the host applies: the same experts, weights and counts."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from replay import Graph
+
+from vllm_spac import components, runtime
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.budget.settings import BudgetSettings
+from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration.serving.worker import SpacWorker
+from vllm_spac.runtime import Runtime
+
+# A row is a multiple of the vectors that a CPU computes sigmoids in: what is left over, torch rounds otherwise.
+EXPERTS, TOP_K, ROWS, LAYERS = 32, 3, 12, 2
+RNG = torch.Generator().manual_seed(0)
+COUNTS = torch.randint(0, 20, (LAYERS, EXPERTS), generator=RNG)  # some are equal
+RESIDENT = torch.rand(EXPERTS, generator=RNG) < 0.4
+BIAS = torch.randn(EXPERTS, generator=RNG) / 3
+BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+RULES = [
+    RoutingRule(),
+    RoutingRule(renormalize=False, scale=2.5),
+    RoutingRule(scoring="sigmoid", bias=BIAS),
+    RoutingRule(scoring="sigmoid", bias=BIAS, groups=4, top_groups=2),
+    RoutingRule(groups=2, top_groups=1),
+]
+BOUNDS = [
+    *({"budget": count} for count in (TOP_K, 5, 12, EXPERTS)),
+    {"budget": {"layer.0": 4, "layer.1": EXPERTS}},
+    *({"mass": mass, "mass_of": of} for mass, of in product((0.3, 0.9, 1.0), ("selected", "scores"))),
+]
+KINDS = {RowKind.VERIFY: 4, RowKind.DECODE: 1, RowKind.PREFILL: 3}
+RANKINGS = [n for n in components.names("budget.rankings") if components.find("budget.rankings", n).replayable]
+
+
+def control(rule: RoutingRule, **chosen) -> BudgetControl:
+    layers = [BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, rule, lambda: RESIDENT) for i in range(LAYERS)]
+    made = BudgetControl(layers, SimpleNamespace(counts=COUNTS))
+    made.change(BudgetSettings(**chosen))
+    return made
+
+
+@st.composite
+def steps(draw) -> Step:
+    """Requests one behind the other; what is left of ``ROWS`` is padding."""
+    requests, start = [], 0
+    for kind in draw(st.lists(st.sampled_from(list(KINDS)), max_size=6)):
+        if start + KINDS[kind] <= ROWS:
+            requests.append(RequestRows(start, start + KINDS[kind], kind))
+            start += KINDS[kind]
+    return Step(tuple(requests))
+
+
+def routing(rule: RoutingRule, seed: int, spread: float, coarse: bool) -> tuple[torch.Tensor, ...]:
+    """(logits, weights, ids) as a router of this rule has them; ``coarse`` logits are often equal."""
+    logits = spread * torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    logits = logits.round() if coarse else logits
+    probs = rule.probs(logits)
+    ids = (probs if rule.bias is None else probs + rule.bias).topk(TOP_K).indices
+    weights = probs.gather(1, ids)
+    return logits, rule.scale * (weights / weights.sum(1, keepdim=True)), ids.to(torch.int32)
+
+
+def same(found: tuple, expected: tuple, rows: int = ROWS) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours[:rows], theirs[:rows])
+
+
+def same_counts(found: BudgetControl, expected: BudgetControl) -> None:
+    found, expected = found.counters.snapshot(), expected.counters.snapshot()
+    assert found == pytest.approx(expected) and list(map(type, found.values())) == list(map(type, expected.values()))
+
+
+@settings(max_examples=400, **BUSY)
+@given(
+    rule=st.sampled_from(RULES),
+    bound=st.sampled_from(BOUNDS),
+    ranking=st.sampled_from(RANKINGS),
+    coverage=st.sampled_from(["substitution", "truncation"]),
+    when=st.sampled_from(["verify", "decode", "all"]),
+    step=steps(),
+    seed=st.integers(0, 2**32),
+    spread=st.sampled_from([0.1, 1.0, 4.0]),
+    coarse=st.booleans(),
+)
+def test_the_same_to_the_bit_as_on_the_host(rule, bound, ranking, coverage, when, step, seed, spread, coarse) -> None:
+    """Rows that do not vote may hold anything, and keep it."""
+    chosen = bound | {"ranking": ranking, "coverage": coverage, "when": when}
+    host, device = control(rule, **chosen), control(rule, **chosen)
+    device.hold_in_graphs(ROWS)
+    for index in range(LAYERS):
+        logits, weights, ids = routing(rule, seed + index, spread, coarse)
+        logits[step.rows :], weights[step.rows :], ids[step.rows :] = math.nan, math.nan, -1
+        expected = host.apply(index, logits, weights, ids, step)
+        if index == 0:
+            for layer in range(LAYERS):
+                device.compile(layer, logits, weights, ids)
+            same(device.capture(index, *routing(rule, seed, spread, coarse)), routing(rule, seed, spread, coarse)[1:])
+            assert set(device.counters.snapshot().values()) == {0}, "nobody votes yet"
+            device.begin_step(step)
+        found = device.capture(index, logits, weights, ids)
+        same(found, expected, step.rows)
+        assert (found[1][step.rows :] == -1).all() and found[0][step.rows :].isnan().all()
+    device.end_step()
+    same_counts(device, host)
+
+
+class Replayed:
+    """The routing of both layers as one graph, on buffers that stay where they are."""
+
+    def __init__(self, held: BudgetControl) -> None:
+        held.hold_in_graphs(ROWS)
+        self.held, self.graph = held, Graph()
+        self.given = [list(routing(RULES[0], layer, 1.0, False)) for layer in range(LAYERS)]
+        for layer, buffers in enumerate(self.given):
+            held.compile(layer, *buffers)
+        with self.graph:
+            self.found = [held.capture(layer, *buffers) for layer, buffers in enumerate(self.given)]
+
+    def check(self, host: BudgetControl, step: Step, seed: int) -> None:
+        """One step, replayed, beside ``host``."""
+        for layer, buffers in enumerate(self.given):
+            for ours, new in zip(buffers, routing(RULES[0], seed + layer, 1.0, False), strict=True):
+                ours.copy_(new)
+        self.held.begin_step(step)
+        self.graph.replay()
+        self.held.end_step()
+        for layer, buffers in enumerate(self.given):
+            expected = host.apply(layer, *buffers, step) if host.active else tuple(buffers[1:])
+            same(self.found[layer], expected)
+
+
+PROMPT, VERIFY = RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 7, RowKind.VERIFY)
+STEPS = [Step((PROMPT, VERIFY)), Step((RequestRows(0, 4, RowKind.VERIFY),)), Step((PROMPT,)), Step()]
+
+
+@pytest.mark.parametrize("coverage", ["substitution", "truncation"])
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        [{"budget": 4}, {"budget": 3}, {}, {"budget": {"layer.0": EXPERTS, "layer.1": 3}}, {"budget": EXPERTS}],
+        [{"mass": 0.5}, {"mass": 0.9}, {}, {"mass": 1.0}, {"mass": 0.2}],
+        [{"mass": 0.5, "mass_of": "scores"}, {}, {"mass": 0.9, "mass_of": "scores"}],
+    ],
+    ids=["number", "selected mass", "mass of scores"],
+)
+@pytest.mark.parametrize("ranking", RANKINGS)
+def test_a_replay_follows_the_step_and_the_settings(ranking, bounds, coverage) -> None:
+    """Budgets, who votes, on and off: all change between replays of one graph."""
+    kind = {"ranking": ranking, "coverage": coverage}
+    host, held = control(RULES[0], **bounds[0], **kind), control(RULES[0], **bounds[0], **kind)
+    step = Replayed(held)
+    assert set(held.counters.snapshot().values()) == {0}, "a capture is nobody's"
+    for number, (bound, when) in enumerate(product(bounds, ("verify", "all"))):
+        for each in (host, held):
+            each.change(BudgetSettings(**bound, **kind, when=when) if bound else BudgetSettings())
+        for each in STEPS:
+            step.check(host, each, number)
+        same_counts(held, host)
+    for each in (host, held):
+        each.counters.reset()
+    step.check(host, STEPS[0], 5)
+    same_counts(held, host)
+
+
+def test_a_budget_that_is_off_may_be_switched_on() -> None:
+    held = control(RULES[0], coverage="truncation")
+    step = Replayed(held)
+    assert held.captured and not held.active
+    step.check(held, STEPS[0], 0)
+    assert set(held.counters.snapshot().values()) == {0}
+    host = control(RULES[0], budget=3, coverage="truncation")
+    held.change(BudgetSettings(budget=3, coverage="truncation"))
+    step.check(host, STEPS[0], 0)
+    same_counts(held, host)
+    assert held.counters.snapshot()["dropped_weight"] > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"budget": 4, "ranking": "static"}, "ranking=static"),
+        ({"budget": 4, "coverage": "truncation"}, "coverage=truncation"),
+        ({"mass": 0.9}, "mass_of=selected"),
+        ({"budget": 4, "window": 2}, "window.*--enforce-eager"),
+    ],
+    ids=str,
+)
+def test_what_takes_other_launches_is_refused(asked: dict, named: str) -> None:
+    held = control(RULES[0], budget=4)
+    step = Replayed(held)
+    with pytest.raises(UnsupportedError, match=named):
+        held.change(BudgetSettings(**asked))
+    step.check(control(RULES[0], budget=4), STEPS[0], 0)
+    held.change(BudgetSettings(coverage="truncation"))  # off
+
+
+def test_without_room_for_it_a_graph_holds_no_budget() -> None:
+    plain, (logits, weights, ids) = control(RULES[0], budget=4), routing(RULES[0], 0, 1.0, False)
+    found = plain.capture(0, logits, weights, ids)
+    assert found[0] is weights and found[1] is ids and not plain.captured
+
+
+@pytest.mark.parametrize("start", [{"budget": 5}, {}], ids=["in force", "off"])
+def test_a_runtime_in_a_graph_follows_what_is_asked_while_it_serves(monkeypatch, start: dict) -> None:
+    held, graph = control(RULES[0], **start), Graph()
+    held.hold_in_graphs(ROWS)
+    run = Runtime([], held)
+    monkeypatch.setattr(runtime, "capturing", lambda tensor: graph.capturing)
+    logits, weights, ids = routing(RULES[0], 0, 1.0, False)
+    assert run.route(0, logits, logits, weights, ids)[1] is ids, "a dummy run that is not captured"
+    with graph:
+        found = run.route(0, logits, logits, weights, ids)
+        run.captured()
+    worker = SpacWorker()
+    worker._spac_experts = lambda: SimpleNamespace(runtime=run)
+    step = Step((RequestRows(0, ROWS, RowKind.DECODE),))
+    for asked in ({"budget": 5, "when": "all"}, {"budget": TOP_K, "when": "decode"}, {"budget": 4}, {}):
+        worker.spac_budget(asked)
+        run.begin_step(step)
+        graph.replay()
+        run.end_forward()
+        cut = asked.get("when") is not None
+        assert len(found[1].unique()) == (asked["budget"] if cut else len(ids.unique()))
+        assert cut or torch.equal(found[0], weights)
+    graph.replay()  # a dummy run
+    assert held.counters.snapshot()["rows"] == 2 * ROWS
+    assert "mass_of=selected" in worker.spac_try_budget({"mass": 0.9})["refused"]
+    with pytest.raises(UnsupportedError, match="an evaluation .*--enforce-eager"):
+        worker.spac_evaluate("facts")
+
+
+def test_a_runtime_replays_no_budget_that_its_graph_does_not_hold(monkeypatch) -> None:
+    run = Runtime([], control(RULES[0]))
+    monkeypatch.setattr(runtime, "capturing", lambda tensor: True)
+    logits, weights, ids = routing(RULES[0], 0, 1.0, False)
+    assert run.route(0, logits, logits, weights, ids)[1] is ids
+    run.captured()
+    with pytest.raises(UnsupportedError, match="a budget .*--enforce-eager"):
+        run.change_budget(BudgetSettings(budget=4))
+    run.change_budget(BudgetSettings())

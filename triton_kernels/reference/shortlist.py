@@ -1,0 +1,43 @@
+"""Twin of ``shortlist``: operations of fixed shape, which a CUDA graph may hold too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def first_members(order: Tensor, count: Tensor) -> Tensor:
+    """bool [N]: whether each expert is among the first ``count`` (int64 []) of a full ranking ``order`` (int64 [N])."""
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order, dtype=torch.bool).scatter_(0, order, places < count)
+
+
+def behind_empty(order: Tensor, held: Tensor) -> Tensor:
+    """``order`` with the experts without mass behind those that have some; both keep their order."""
+    return order[(held[order] == 0).sort(stable=True).indices]
+
+
+def mass_count(order: Tensor, held: Tensor, share: Tensor, least: int) -> Tensor:
+    """int64 []: the smallest count, ``least`` at least, whose first experts hold ``share`` (float64 []) of the mass.
+
+    From a share of 1.0 on, it is all experts.
+    """
+    mass = held[order].to(torch.float64).cumsum(0)
+    count = (1 + (mass < share * mass[-1]).sum()).clamp_(min=least)
+    return count.masked_fill_(share >= 1, len(order))
+
+
+def shortlist(
+    scores: Tensor,
+    bound: Tensor | None,
+    held: Tensor | None = None,
+    share: Tensor | None = None,
+    least: int = 1,
+    empty_last: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Twin of ``shortlist.shortlist``."""
+    order = scores.sort(descending=True, stable=True).indices
+    if held is not None:
+        order = behind_empty(order, held) if empty_last else order
+        bound = mass_count(order, held, share, least)
+    return first_members(order, bound), order[0]

@@ -1,0 +1,89 @@
+"""The shortlist of a layer: its best experts by score, so many or as many as hold a share of a mass.
+
+    i comes before j   <=>   s_i > s_j, or s_i = s_j and i < j
+    count              =     B,  or  max(least, 1 + #{i : mass of i and of all before it < share * mass of all})
+    shortlist          =     the first ``count`` experts
+
+With a mass of the experts that rows selected, those that no row selected come last. One program, whose lanes are
+experts: expert i needs no sorting, it is in if fewer than ``count`` experts come before it. Sums are float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .route import MAX_EXPERTS
+
+_PAIRS = 4096  # of experts that a program compares at once
+
+
+@triton.jit(do_not_specialize_on_alignment=["scores", "bound"])
+def _shortlist_kernel(
+    scores, bound, held, share, members, best, n_experts, least,
+    EMPTY_LAST: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, BINS)
+    live = i < n_experts
+    mine = tl.load(scores + i, mask=live, other=0).to(tl.float64)
+    before = tl.zeros((BINS,), tl.int32)
+    mass_before = tl.zeros((BINS,), tl.float64)
+    if held is not None:
+        mass = tl.load(held + i, mask=live, other=0.0)
+    for start in range(0, n_experts, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        other = tl.load(scores + j, mask=j < n_experts, other=0).to(tl.float64)
+        ahead = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
+        if held is not None:
+            theirs = tl.load(held + j, mask=j < n_experts, other=0.0)
+            if EMPTY_LAST:
+                empty, emptied = (mass == 0.0)[:, None], (theirs == 0.0)[None, :]
+                ahead = (empty & ~emptied) | ((empty == emptied) & ahead)
+            mass_before += tl.sum(tl.where(ahead & (j < n_experts)[None, :], theirs[None, :], 0.0), 1)
+        before += tl.sum((ahead & (j < n_experts)[None, :]).to(tl.int32), 1)
+    if held is not None:
+        asked = tl.load(share)
+        short = live & (mass_before + mass < asked * tl.sum(mass, 0))
+        count = tl.maximum(1 + tl.sum(short.to(tl.int32), 0), least)
+        count = tl.where(asked < 1.0, count, n_experts)
+    else:
+        count = tl.load(bound).to(tl.int32)
+    tl.store(members + i, before < count, mask=live)
+    tl.store(best, tl.sum(tl.where(live & (before == 0), i, 0), 0))
+
+
+def shortlist(
+    scores: Tensor,
+    bound: Tensor | None,
+    held: Tensor | None = None,
+    share: Tensor | None = None,
+    least: int = 1,
+    empty_last: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of a layer; one launch.
+
+    Args:
+        scores: [N] float64 or int64 below 2**53, what experts are ranked by; N <= 1024.
+        bound: [] int64, how many; None with ``held``.
+        held: [N] float64, the mass of each, to choose as many as hold a share of it; default: ``bound``.
+        share: [] float64 of the mass, above 0; from 1.0 on all experts are chosen.
+        least: of a share, how many at least.
+        empty_last: rank experts without mass behind those that have some.
+
+    Returns:
+        bool [N], the members, and int64 [], the best of them.
+    """
+    experts = len(scores)
+    assert scores.shape == (experts,) and scores.dtype in (torch.float64, torch.int64) and scores.is_contiguous()
+    assert 1 <= experts <= MAX_EXPERTS and (bound is None) == (held is not None) == (share is not None)
+    assert held is None or (held.shape == (experts,) and held.dtype == torch.float64 and held.is_contiguous())
+    members = torch.empty(experts, dtype=torch.bool, device=scores.device)
+    best = torch.empty((), dtype=torch.int64, device=scores.device)
+    bins = max(16, triton.next_power_of_2(experts))
+    _shortlist_kernel[(1,)](
+        scores, bound, held, share, members, best, experts, least, EMPTY_LAST=empty_last, BINS=bins,
+        CHUNK=min(16, _PAIRS // bins), num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return members, best

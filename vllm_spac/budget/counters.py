@@ -1,0 +1,82 @@
+"""What budgets did: rows, dropped routing weight, shortlists and the experts that were used."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_PENDING = 64  # shortlists that are counted at once
+
+
+class BudgetCounters:
+    """What a budget did since the start, or since ``reset``; layers and forwards are added up.
+
+    What ``add`` is given is counted later, that of many layers at once: a layer waits for no count. CUDA graphs
+    count in the memory of the device, which ``snapshot`` reads.
+
+    Attributes:
+        on_device: float64 [4], what graphs counted, in the order of ``snapshot``; None until ``count_on``.
+    """
+
+    def __init__(self) -> None:
+        self.on_device: Tensor | None = None
+        self._counted = _none()
+        self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def add(self, natural: Tensor, kept: Tensor, weights: Tensor, ids: Tensor) -> None:
+        """One shortlist.
+
+        Args:
+            natural: float [rows, k], the routing weights without a budget.
+            kept: bool [rows, k], which of them the shortlist holds.
+            weights, ids: [rows, k], what the rows run instead.
+        """
+        if len(self._pending) == _PENDING or (self._pending and self._pending[0][0].shape[1] != natural.shape[1]):
+            self._count()
+        self._pending.append((natural.clone(), kept, weights.clone(), ids.clone()))  # they may be overwritten
+
+    def count_on(self, device: torch.device | str) -> None:
+        """Make room for what graphs count there, in memory that stays where it is."""
+        self.on_device = torch.zeros(len(self._counted), dtype=torch.float64, device=device)
+
+    def reset(self) -> None:
+        """Start from zero."""
+        self._counted, self._pending = _none(), []
+        if self.on_device is not None:
+            self.on_device.zero_()
+
+    def snapshot(self) -> dict:
+        """As plain data.
+
+        Returns:
+            ``rows`` that were budgeted, once a layer; ``dropped_weight``: the sum over them of the share of their
+            routing weights, of the experts selected for them, that fell outside; ``shortlists`` made, one a layer and
+            forward; distinct ``experts`` that their rows then used; ``dropped_share``: the mean over the rows.
+        """
+        self._count()
+        found = self._counted
+        if self.on_device is not None:
+            told = self.on_device.tolist()  # waits for the steps that were launched
+            found = {name: type(found[name])(found[name] + more) for name, more in zip(found, told, strict=True)}
+        return {**found, "dropped_share": found["dropped_weight"] / found["rows"] if found["rows"] else 0.0}
+
+    def _count(self) -> None:
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        natural, kept, weights, ids = (torch.cat(parts) for parts in zip(*pending, strict=True))
+        lost = natural.masked_fill(kept, 0).sum(1) / natural.sum(1).clamp_min(1e-30)
+        used, ids = (weights != 0).cpu().numpy(), ids.cpu().numpy()
+        shortlist = np.repeat(np.arange(len(pending)), [len(part[0]) for part in pending])
+        seen = np.zeros((len(pending), int(ids.max()) + 1), dtype=bool)
+        seen[np.broadcast_to(shortlist[:, None], ids.shape)[used], ids[used]] = True
+        counted = self._counted
+        counted["rows"] += len(natural)
+        counted["dropped_weight"] += float(lost.sum(dtype=torch.float64))
+        counted["shortlists"] += len(pending)
+        counted["experts"] += int(seen.sum())
+
+
+def _none() -> dict:
+    return {"rows": 0, "dropped_weight": 0.0, "shortlists": 0, "experts": 0}

@@ -1,0 +1,114 @@
+"""Budgets in CUDA graphs: what their launches are, and the memory that says what differs from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_spac.budget.settings import BudgetSettings
+from vllm_spac.core import RowKind, Step
+from vllm_spac.errors import UnsupportedError
+
+
+class Kernels(NamedTuple):
+    """The launches of ``vllm_spac.kernels``, or their twins."""
+
+    shortlist: Callable[..., tuple[Tensor, Tensor]]
+    cover: Callable[..., tuple[Tensor, Tensor]]
+    tally: Callable[..., None]
+
+    @classmethod
+    def on(cls, device: torch.device) -> Kernels:
+        """What is launched on ``device``."""
+        if device.type == "cpu":
+            from vllm_spac.kernels.reference.cover import cover
+            from vllm_spac.kernels.reference.shortlist import shortlist
+            from vllm_spac.kernels.reference.tally import tally
+        else:
+            from vllm_spac.kernels.cover import cover
+            from vllm_spac.kernels.shortlist import shortlist
+            from vllm_spac.kernels.tally import tally
+        return cls(shortlist, cover, tally)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The part of a budget that is fixed when a graph is captured; the rest is read from memory by each replay.
+
+    Attributes:
+        ranking, coverage: as in ``BudgetSettings``.
+        mass_of: of a budget by mass; None for one by a number of experts.
+    """
+
+    ranking: str
+    coverage: str
+    mass_of: str | None
+
+    @classmethod
+    def of(cls, settings: BudgetSettings) -> Launches:
+        return cls(settings.ranking, settings.coverage, None if settings.mass is None else settings.mass_of)
+
+    def describe(self) -> str:
+        bound = "budget" if self.mass_of is None else f"mass, mass_of={self.mass_of}"
+        return f"{bound}, ranking={self.ranking}, coverage={self.coverage}"
+
+    def check(self, settings: BudgetSettings) -> None:
+        """``UnsupportedError`` if ``settings`` take other launches than these."""
+        asked = self.of(settings)
+        if asked != self:
+            raise UnsupportedError(
+                f"spac: the full CUDA graphs of this engine hold a budget of the kind ({self.describe()}), whose "
+                f"number and rows can be changed; one of the kind ({asked.describe()}) needs a restart with its "
+                """--spac-budget flags, or with --compilation-config '{"cudagraph_mode": "PIECEWISE"}'"""
+            )
+        if settings.window is not None:
+            raise UnsupportedError(
+                "spac: window ranks some rows of a request at a time, which a full CUDA graph cannot; start this "
+                "engine with --enforce-eager"
+            )
+
+
+class ReplayBuffers:
+    """What the launches of a budget read in memory that stays where it is; written between steps, by one thread.
+
+    Written on the stream that runs the model: before the replay of its step, and behind the one before.
+
+    Args:
+        rows: the most of a forward.
+        layers: of the model.
+
+    Attributes:
+        votes: bool [rows], rows that vote and are cut in the step that runs.
+        bounds: int64 [layers], experts that each layer may use.
+    """
+
+    def __init__(self, rows: int, layers: int, device: torch.device | str) -> None:
+        self.votes = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.bounds = torch.zeros(layers, dtype=torch.int64, device=device)
+        self._silent = True
+
+    def bound(self, experts: Sequence[int]) -> None:
+        """Write the budget of each layer; one copy."""
+        self.bounds.copy_(torch.tensor(experts))
+
+    def begin_step(self, step: Step, kinds: Sequence[RowKind]) -> None:
+        """Rows of these kinds vote; at most one copy."""
+        voting = [slice(request.start, request.stop) for request in step.requests if request.kind in kinds]
+        if not voting:
+            self.end_step()
+            return
+        said = torch.zeros(len(self.votes), dtype=torch.bool, pin_memory=self.votes.is_cuda)
+        for rows in voting:
+            said[rows] = True
+        self.votes.copy_(said, non_blocking=True)
+        self._silent = False
+
+    def end_step(self) -> None:
+        """No row votes; at most one launch."""
+        if not self._silent:
+            self.votes.zero_()
+        self._silent = True

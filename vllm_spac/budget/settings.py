@@ -1,0 +1,100 @@
+"""What a budget may be set to, from plain data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+
+from vllm_spac.core import RowKind
+from vllm_spac.errors import ConfigError
+from vllm_spac.system.printable import brief, shortened
+
+_KINDS = {
+    "verify": (RowKind.VERIFY,),
+    "decode": (RowKind.VERIFY, RowKind.DECODE),
+    "all": tuple(RowKind),
+}
+_MOST_PROBLEMS = 3  # named in one refusal
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("use a number")
+    return value
+
+
+_Experts = Annotated[int, Field(ge=0, le=1 << 20), BeforeValidator(_number)]
+_Bound = Annotated[
+    Annotated[_Experts, Tag("number")] | Annotated[dict[str, _Experts], Tag("layers")],
+    Discriminator(lambda value: "layers" if isinstance(value, dict) else "number"),
+]
+
+
+class BudgetSettings(BaseModel):
+    """What can be changed while the model runs; nothing set means exact. An unknown key is an error.
+
+    Attributes:
+        budget: experts a layer may touch in one forward (B), for all layers or by layer name.
+        mass: instead of B, the share of the mass that the shortlist of each layer and forward must hold.
+        mass_of: which mass: ``selected``, the routing weights that the rows which vote give to the experts selected for
+            them, where experts that no row selected are ranked last; ``scores``, the routers' scores of all experts
+            (MoE-Spec's s_i).
+        ranking: name of a ranking in ``vllm_spac.budget.rankings``.
+        coverage: what a row does without an expert that is outside.
+        when: the kinds of step whose rows vote and are cut.
+        window: rank so many consecutive rows of a request at a time, as if each were one verify step. For evaluation.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    budget: _Bound | None = None
+    mass: Annotated[float, BeforeValidator(_number)] | None = None
+    mass_of: Literal["selected", "scores"] = "selected"
+    ranking: str = "router"
+    coverage: Literal["substitution", "truncation"] = "substitution"
+    when: Literal["verify", "decode", "all"] = "verify"
+    window: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(_number)] | None = None
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> BudgetSettings:
+        if self.budget is not None and self.mass is not None:
+            raise ValueError("budget and budget_mass bound the same thing; use one of them")
+        if self.mass is None and self.mass_of != "selected":
+            raise ValueError(f"mass_of={self.mass_of} says what a share is of; give mass as well")
+        return self
+
+    @classmethod
+    def parse(cls, raw: Any) -> BudgetSettings:
+        """From plain data, e.g. the body of ``POST /spac/budget``; ``ConfigError`` says what is wrong."""
+        try:
+            return cls(**raw)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            problems = "; ".join(
+                f"{shortened('.'.join(map(str, item['loc']))) or 'budget'}: {item['msg'].removeprefix('Value error, ')}"
+                for item in found[:_MOST_PROBLEMS]
+            )
+            if len(found) > _MOST_PROBLEMS:
+                problems += f"; and {len(found) - _MOST_PROBLEMS} more"
+            raise ConfigError(f"spac: {problems}; known: {', '.join(cls.model_fields)}") from None
+        except TypeError:
+            raise ConfigError(f'spac: a budget is a mapping such as {{"budget": 16}}, not {brief(raw)}') from None
+
+    @property
+    def kinds(self) -> tuple[RowKind, ...]:
+        """The kinds of rows that vote and are cut."""
+        return _KINDS[self.when]
+
+    @property
+    def active(self) -> bool:
+        return self.budget is not None or self.mass is not None
+
+    def describe(self) -> str:
+        """A few words for the log and the metrics."""
+        if not self.active:
+            return "exact"
+        bound = "by layer" if isinstance(self.budget, dict) else self.budget
+        if self.mass is not None:
+            bound = f"{self.mass:g} of the mass {self.mass_of}"
+        return f"lossy (budget {bound}, {self.ranking}, {self.coverage}, {self.when} rows)"
