@@ -53,11 +53,7 @@ def solve(
     Raises:
         ValueError: the arrays differ in length, are empty or not monotone as above.
     """
-    if not len(r_c) == len(r_g) == len(n) > 0:
-        raise ValueError(f"r_c, r_g and n have {len(r_c)}, {len(r_g)} and {len(n)} values; each needs one for a score")
-    for name, values in (("r_c", r_c), ("r_g", [-x for x in r_g]), ("n", [-x for x in n])):
-        if not all(a <= b for a, b in pairwise(values)):
-            raise ValueError(f"{name} is not monotone; r_c must not fall, r_g and n must not rise with the threshold")
+    _check(r_c, r_g, n)
     cpu = [share * gamma * top_k * t_cpu for share in r_c]
     gpu = [share * distinct * t_gpu for share in r_g]
     window = gamma * t_draft / layers
@@ -77,6 +73,14 @@ def solve(
         gap = cpu[right] - gpu[right]
         found.append((gap, 1 - _first(size, lambda i: cpu[i] - gpu[i] > gap, right)))
     return 1 - min(found)[1] if found else size
+
+
+def _check(r_c: Sequence[float], r_g: Sequence[float], n: Sequence[float]) -> None:
+    if not len(r_c) == len(r_g) == len(n) > 0:
+        raise ValueError(f"r_c, r_g and n have {len(r_c)}, {len(r_g)} and {len(n)} values; each needs one for a score")
+    for name, values in (("r_c", r_c), ("r_g", [-x for x in r_g]), ("n", [-x for x in n])):
+        if not all(a <= b for a, b in pairwise(values)):
+            raise ValueError(f"{name} is not monotone; r_c must not fall, r_g and n must not rise with the threshold")
 
 
 def _first(size: int, holds: Callable[[int], bool], start: int = 0) -> int:

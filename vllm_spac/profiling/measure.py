@@ -132,13 +132,30 @@ def measure(
         fast = fit_compute(points["GPU expert by rows"], size.nbytes, fixed)
     store = store or ("host" if gpu else "disk")
     load = fit_load(points[f"{store} reads at once"], size.nbytes)
-    origin = Provenance(
+    given = "draft and other were given, not measured" if draft or other else "draft and other are left out"
+    origin = _provenance(source, size, store, kernel, given, folder, points)
+    return Costs(
+        format=FORMAT, name="here", provenance=origin, fast=fast, load=load, cpu=cpu, load_at_once=io_threads + 1,
+        draft=draft, other=other,
+    )  # fmt: skip
+
+
+def _provenance(
+    source: str,
+    size: ExpertSize,
+    store: str,
+    kernel: Kernel,
+    given: str,
+    folder: Path,
+    points: dict[str, dict[int, float]],
+) -> Provenance:
+    return Provenance(
         how="measured",
         source=source,
         assumes=(
             f"experts of {size.nbytes} bytes (bfloat16); other sizes are calculated from them",
             f"loads come from {store}; {torch.get_num_threads()} threads compute on the CPU, with {kernel.name}",
-            "draft and other were given, not measured" if draft or other else "draft and other are left out",
+            given,
         ),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=Machine.here(folder),
@@ -147,10 +164,6 @@ def measure(
         expert_bytes=size.nbytes,
         store=store,
     )
-    return Costs(
-        format=FORMAT, name="here", provenance=origin, fast=fast, load=load, cpu=cpu, load_at_once=io_threads + 1,
-        draft=draft, other=other,
-    )  # fmt: skip
 
 
 def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -36,15 +36,7 @@ def serving_rates(
         io_threads: as in serving.
         seconds: of each of the four measurements, about.
     """
-    shape, count = store.shape, store.shape.top_k
-    slots = allocate(shape.tensors, count, device)
-    turn = iter(range(1 << 62))
-    transfers = Transfers(store, slots, io_threads, "profile")
-
-    def load() -> None:
-        for error in transfers.load([(next(turn) % shape.total, slot) for slot in range(count)], None).values():
-            raise error
-
+    shape, turn = store.shape, iter(range(1 << 62))
     spec = shape.tensors["w13_weight"]
     x = torch.randn(ROWS[-1], hidden, generator=torch.Generator().manual_seed(0)).to(spec.dtype)
 
@@ -61,14 +53,28 @@ def serving_rates(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    try:
-        stream = median(load, seconds) / count
-    finally:
-        transfers.close()
+    stream = _load_seconds(store, turn, device, io_threads, seconds)
     cpu = fit_compute({rows: median(partial(compute, rows), seconds) for rows in (1, ROWS[-1])}, 1, fixed=0.0)
     return Rates(
-        fast=median(synchronized, seconds) / count,
+        fast=median(synchronized, seconds) / shape.top_k,
         stream=stream,
         cpu=float(cpu.seconds(1)),
         cpu_row=1 / cpu.flops_per_second if cpu.flops_per_second else 0.0,
     )
+
+
+def _load_seconds(
+    store: ExpertStore, turn: Iterator[int], device: torch.device, io_threads: int, seconds: float
+) -> float:
+    """Seconds of one of ``top_k`` loads that start together."""
+    shape, count = store.shape, store.shape.top_k
+    transfers = Transfers(store, allocate(shape.tensors, count, device), io_threads, "profile")
+
+    def load() -> None:
+        for error in transfers.load([(next(turn) % shape.total, slot) for slot in range(count)], None).values():
+            raise error
+
+    try:
+        return median(load, seconds) / count
+    finally:
+        transfers.close()
