@@ -16,8 +16,9 @@ from vllm_spac.executors._thread import ExecutorThread
 from vllm_spac.executors.torch import Torch
 from vllm_spac.profiling import measure as profile
 from vllm_spac.profiling.costs import Costs
+from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.fit import fit_compute, fit_load
-from vllm_spac.profiling.measure import ExpertSize, measure, measurements
+from vllm_spac.profiling.measure import measure, measurements
 from vllm_spac.profiling.serving import serving_rates
 from vllm_spac.system.machine import Machine
 from vllm_spac.tiers.host import HostStore

@@ -7,7 +7,6 @@ A measurement is the median of its repeats.
 from __future__ import annotations
 
 import importlib
-import math
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.transfers import Transfers
-from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
 from vllm_spac.profiling.costs import FORMAT, Costs, Provenance
+from vllm_spac.profiling.expert_size import WIDTH, ExpertSize
 from vllm_spac.profiling.fit import fit_compute, fit_load
 from vllm_spac.profiling.timing import ROWS, median
 from vllm_spac.system.host_memory import available_host_bytes, gib
@@ -37,8 +36,7 @@ from vllm_spac.tiers.host import HostStore
 
 _POOL_BYTES = 256 << 20  # of experts that take turns: more than caches hold
 _MOST_EXPERTS = 128
-_WIDTH = 32  # sizes are multiples of it: kernels work in tiles
-_TINY = _WIDTH  # hidden and intermediate size of an expert whose bytes take no time
+_TINY = WIDTH  # hidden and intermediate size of an expert whose bytes take no time
 
 Tell = Callable[[str], object]
 
@@ -55,37 +53,6 @@ class Kernel:
 
     name: str
     prepare: Callable[[Tensor, Tensor], Callable[[Tensor, Tensor, Tensor], object]]
-
-
-@dataclass(frozen=True)
-class ExpertSize:
-    """A bfloat16 expert with gate, up and down projections, 3 * hidden * intermediate * 2 bytes."""
-
-    hidden: int
-    intermediate: int
-
-    @classmethod
-    def of(cls, nbytes: int) -> ExpertSize:
-        """The nearest of multiples of 32, hidden one to four times intermediate; ``ConfigError`` below 6144 bytes."""
-        smallest = 6 * _WIDTH**2
-        if nbytes < smallest:
-            raise ConfigError(f"an expert of {nbytes} bytes is too small to be measured; use at least {smallest}")
-        least, most = (max(1, math.floor(math.sqrt(nbytes / 6 / ratio) / _WIDTH)) for ratio in (4, 1))
-        widths = (_WIDTH * count for count in range(least, most + 1))
-        sizes = [cls(max(_WIDTH, round(nbytes / 6 / width / _WIDTH) * _WIDTH), width) for width in widths]
-        return min(sizes, key=lambda size: abs(size.nbytes - nbytes))
-
-    @property
-    def nbytes(self) -> int:
-        return 6 * self.hidden * self.intermediate
-
-    def shape(self, experts: int) -> MoEShape:
-        """One layer of them."""
-        tensors = {
-            "w13": TensorSpec((2 * self.intermediate, self.hidden), torch.bfloat16),
-            "w2": TensorSpec((self.hidden, self.intermediate), torch.bfloat16),
-        }
-        return MoEShape(("profile",), experts, 1, tensors)
 
 
 def measure(

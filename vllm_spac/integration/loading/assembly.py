@@ -25,7 +25,7 @@ from vllm_spac.integration import graphs
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.profiling.measure import ExpertSize
+from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import serving_rates
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.guard import Guard
