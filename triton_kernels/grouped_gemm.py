@@ -330,9 +330,9 @@ def grouped_gemm(
     block_k = tile.k_bytes // x.element_size()
     pairs = rows * top_k
     blocks = block_bound(pairs, experts, tile.block_m)
-    if _unsorted(pairs, experts, tile):
-        work, counted = (None, None), counts
-    else:
+    work: tuple[Tensor | None, Tensor | None] = None, None
+    counted = counts
+    if not _unsorted(pairs, experts, tile):
         work, counted = align(topk_ids, topk_weights, experts, tile.block_m, counts, live)[:2], None
     routing = topk_ids, topk_weights, live, *work
     h, y = x.new_empty(pairs, ff), x.new_empty(pairs, d)

@@ -149,11 +149,12 @@ def align(
     assert topk_ids.numel() < 2**31 - 1024, "pairs are numbered in 32 bit"
     assert live is None or (live.shape == (1,) and live.dtype == torch.int32)
     n_blocks = block_bound(topk_ids.numel(), experts, block_m)
-    made = [torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (n_blocks * block_m, n_blocks)]
-    counts = made[0].new_empty(experts) if counts is None else counts
+    pair_of = torch.empty(n_blocks * block_m, dtype=torch.int32, device=topk_ids.device)
+    expert_of = pair_of.new_empty(n_blocks)
+    counts = pair_of.new_empty(experts) if counts is None else counts
     assert counts.shape == (experts,) and counts.dtype == torch.int32 and counts.is_contiguous()
     _align_kernel[(experts + 1,)](
-        topk_ids, topk_weights, live, *made, counts, topk_ids.numel(), experts, n_blocks,
+        topk_ids, topk_weights, live, pair_of, expert_of, counts, topk_ids.numel(), experts, n_blocks,
         BLOCK_M=block_m, BINS=lanes(experts), CHUNK=chunk_for(topk_ids.numel()), enable_fp_fusion=False,
     )  # fmt: skip
-    return Blocks(*made, counts)
+    return Blocks(pair_of, expert_of, counts)

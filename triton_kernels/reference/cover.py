@@ -88,7 +88,7 @@ def cover(
     inside = members.index_select(0, experts.flatten()).view(ids.shape)
     if substitute:
         chosen_by, open_to = probs if bias is None else probs + bias, members
-        if groups is not None:
+        if groups is not None and top_groups is not None:
             open_to = within_groups(members, chosen_by, ids.shape[1], groups, top_groups, 1 if bias is None else 2)
         covered = substituted(probs, chosen_by, open_to, ids.shape[1], renormalize, scale)
     else:

@@ -37,7 +37,10 @@ def shortlist(
 ) -> tuple[Tensor, Tensor]:
     """Twin of ``shortlist.shortlist``."""
     order = scores.sort(descending=True, stable=True).indices
-    if held is not None:
+    if held is None:
+        assert bound is not None, "a number or a share"
+    else:
+        assert share is not None, "a share of what is held"
         order = behind_empty(order, held) if empty_last else order
         bound = mass_count(order, held, share, least)
     return first_members(order, bound), order[0]

@@ -1,4 +1,4 @@
-"""Applies an expert budget to a layer's routing: who votes, who is cut, and what was dropped (MoE-Spec; §2)."""
+"""Applies an expert budget to a layer's routing: who votes, who is cut, and what was dropped (MoE-Spec)."""
 
 from __future__ import annotations
 
@@ -62,11 +62,9 @@ class BudgetControl:
         self._offline = offline
         self._device = device
         self._ranking: Ranking | None = None
-        self._mixes = False  # whether the ranking looks at the natural weights
         self._parts: tuple[Step | None, list[slice | Tensor]] = (None, [])
         self._mass = torch.ones((), dtype=torch.float64, device=device)
-        self._buffers: ReplayBuffers | None = None
-        self._kernels: Kernels | None = None
+        self._graphs: tuple[ReplayBuffers, Kernels] | None = None  # what CUDA graphs read and launch
         self._compiled: set[int] = set()  # layers
         self._captured: Launches | None = None
 
@@ -100,10 +98,9 @@ class BudgetControl:
             self._ranking = ranking
             self._compiled.clear()
         self.settings, self._parts = settings, (None, [])
-        self._mixes = settings.ranking not in ("router", "static", "resident")
         self._mass.fill_(1.0 if settings.mass is None else settings.mass)
-        if self._buffers is not None:
-            self._buffers.bound([self._bound(layer) or layer.experts for layer in self.layers])
+        if self._graphs is not None:
+            self._graphs[0].bound([self._bound(layer) or layer.experts for layer in self.layers])
 
     def _ranking_of(self, settings: BudgetSettings) -> Ranking:
         return _ranking(settings.ranking, self._calibration, self._offline).to(self._device)
@@ -138,20 +135,19 @@ class BudgetControl:
 
     def hold_in_graphs(self, rows: int) -> None:
         """Let CUDA graphs of up to ``rows`` rows hold the launches of this budget, also if it is switched on later."""
-        self._buffers = ReplayBuffers(rows, len(self.layers), self._device)
-        self._kernels = Kernels.on(torch.device(self._device))
+        self._graphs = ReplayBuffers(rows, len(self.layers), self._device), Kernels.on(torch.device(self._device))
         self.counters.count_on(self._device)
         self.change(self.settings)
 
     def begin_step(self, step: Step) -> None:
         """A forward for real requests starts, perhaps as a replay: write which of its rows vote."""
-        if self._buffers is not None and self.captured and self.active:
-            self._buffers.begin_step(step, self.settings.kinds)
+        if self._graphs is not None and self.captured and self.active:
+            self._graphs[0].begin_step(step, self.settings.kinds)
 
     def end_step(self) -> None:
         """Its launches are over; in what is replayed until the next step no row votes."""
-        if self._buffers is not None and self.captured:
-            self._buffers.end_step()
+        if self._graphs is not None and self.captured:
+            self._graphs[0].end_step()
 
     def capture(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """``apply`` as launches that a CUDA graph holds: fixed shapes, and nothing that the host reads or decides.
@@ -163,30 +159,39 @@ class BudgetControl:
         Returns:
             Weights and ids, [rows, k]. A row that does not vote keeps its own, whatever stands in it.
         """
-        if self._buffers is None:
+        if self._graphs is None:
             return weights, ids
         assert index in self._compiled, "a forward must run before one is captured"
         self._captured = self._captured or Launches.of(self.settings)
         assert self._captured == Launches.of(self.settings), "captured again, under another budget"
-        return self._launch(index, logits, weights, ids)
+        return self._launch(*self._graphs, index, logits, weights, ids)
 
     def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
         """Launch for a dummy forward what will be captured, once a layer: no row votes, and nothing is changed.
 
         Nothing can be compiled while a graph is captured.
         """
-        if self._buffers is not None and index not in self._compiled:
+        if self._graphs is not None and index not in self._compiled:
             self._ranking = self._ranking or self._ranking_of(self.settings)
-            self._launch(index, logits, weights, ids)
+            self._launch(*self._graphs, index, logits, weights, ids)
             self._compiled.add(index)
 
     # -- parts ---------------------------------------------------------------------------------------------
 
-    def _launch(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        layer, votes, kernels = self.layers[index], self._buffers.votes[: len(ids)], self._kernels
+    def _launch(
+        self, buffers: ReplayBuffers, kernels: Kernels, index: int, logits: Tensor, weights: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        layer, votes = self.layers[index], buffers.votes[: len(ids)]
         silent = ~votes[:, None]
         probs = layer.rule.probs(logits).masked_fill_(silent, 0)
-        inside, best = self._chosen(index, probs, weights, ids, silent)
+        scores = self._used_ranking.scores(probs, self._context(index))
+        if self.settings.mass is None:
+            inside, best = kernels.shortlist(scores, buffers.bounds[index])
+        else:
+            selected, least = self.settings.mass_of == "selected", self._least(layer)
+            given = (weights.masked_fill(silent, 0), ids.masked_fill(silent, 0)) if selected else (weights, ids)
+            held = self._held(probs, *given)
+            inside, best = kernels.shortlist(scores, None, held, self._mass, least, empty_last=selected)
         natural = weights.float().contiguous(), ids.contiguous()
         rule, substitute = layer.rule, self.settings.coverage == "substitution"
         options = {
@@ -200,16 +205,10 @@ class BudgetControl:
         kernels.tally(self.counters.on_device, votes, natural, inside, covered)
         return covered
 
-    def _chosen(self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, silent: Tensor) -> tuple[Tensor, Tensor]:
-        """``_shortlist`` by launches, of the rows that are not ``silent`` (bool [rows, 1]), whose scores are 0."""
-        scores = self._ranking.scores(probs, self._context(index))
-        if self.settings.mass is None:
-            return self._kernels.shortlist(scores, self._buffers.bounds[index])
-        selected, least = self.settings.mass_of == "selected", self._least(self.layers[index])
-        if selected:
-            weights, ids = weights.masked_fill(silent, 0), ids.masked_fill(silent, 0)
-        held = self._held(probs, weights, ids)
-        return self._kernels.shortlist(scores, None, held, self._mass, least, empty_last=selected)
+    @property
+    def _used_ranking(self) -> Ranking:
+        assert self._ranking is not None, "no budget is in force, nor held in graphs"
+        return self._ranking
 
     def _cut(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, outputs: Tensor | None):
         """(weights, ids) of rows that vote together, within their shortlist; None where they are so already."""
@@ -248,9 +247,11 @@ class BudgetControl:
     ) -> tuple[Tensor, Tensor]:
         """(bool [N], the members; int64 [], the best of them) of rows that all vote; at most ``bound``."""
         layer, settings = self.layers[index], self.settings
-        mixing = torch.zeros_like(probs).scatter(1, ids.long(), weights.float()) if self._mixes else None
+        mixing = None
+        if self._used_ranking.needs_mixing:
+            mixing = torch.zeros_like(probs).scatter(1, ids.long(), weights.float())
         context = self._context(index, mixing=mixing, outputs=outputs)
-        order = self._ranking.rank(probs, None, bound, context)
+        order = self._used_ranking.rank(probs, None, bound, context)
         if settings.mass is None:
             return members(order, layer.experts), order[0]
         held = self._held(probs, weights, ids)
@@ -259,9 +260,8 @@ class BudgetControl:
         return first_members(order, mass_count(order, held, self._mass, self._least(layer))), order[0]
 
     def _context(self, index: int, **known: Tensor | None) -> LayerContext:
-        layer = self.layers[index]
-        asked = layer.resident is not None and self.settings.ranking == "resident"
-        return LayerContext(layer=index, resident=layer.resident() if asked else None, **known)
+        resident = self.layers[index].resident if self._used_ranking.needs_resident else None
+        return LayerContext(layer=index, resident=None if resident is None else resident(), **known)
 
     def _held(self, probs: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """float64 [N], the mass of each expert that the budget keeps a share of."""
@@ -288,7 +288,7 @@ class BudgetControl:
             return truncated(probs, weights, ids, held, best)
         rule, open_to = layer.rule, inside
         chosen_by = probs if rule.bias is None else probs + rule.bias
-        if rule.groups is not None:
+        if rule.groups is not None and rule.top_groups is not None:
             summed = 1 if rule.bias is None else 2
             open_to = within_groups(inside, chosen_by, layer.top_k, rule.groups, rule.top_groups, summed)
         covered = substituted(probs, chosen_by, open_to, layer.top_k, rule.renormalize, rule.scale)
@@ -298,10 +298,9 @@ class BudgetControl:
 def _ranking(name: str, calibration: Calibration | None, offline: bool) -> Ranking:
     found = components.find("budget.rankings", name)
     if found.offline and not offline:
-        serving = [n for n in components.names("budget.rankings") if not components.find("budget.rankings", n).offline]
         raise ConfigError(
             f"spac: budget_ranking={name} (--spac-budget-ranking) runs every expert and is for evaluation only "
-            f"(vllm-spac quality); use one of {', '.join(serving)}"
+            f"(vllm-spac quality); use one of {', '.join(components.serving('budget.rankings'))}"
         )
     return found.of(calibration)
 

@@ -67,10 +67,10 @@ class BudgetCounters:
         pending, self._pending = self._pending, []
         natural, kept, weights, ids = (torch.cat(parts) for parts in zip(*pending, strict=True))
         lost = natural.masked_fill(kept, 0).sum(1) / natural.sum(1).clamp_min(1e-30)
-        used, ids = (weights != 0).cpu().numpy(), ids.cpu().numpy()
+        used, chosen = (weights != 0).cpu().numpy(), ids.cpu().numpy()
         shortlist = np.repeat(np.arange(len(pending)), [len(part[0]) for part in pending])
-        seen = np.zeros((len(pending), int(ids.max()) + 1), dtype=bool)
-        seen[np.broadcast_to(shortlist[:, None], ids.shape)[used], ids[used]] = True
+        seen = np.zeros((len(pending), int(chosen.max()) + 1), dtype=bool)
+        seen[np.broadcast_to(shortlist[:, None], chosen.shape)[used], chosen[used]] = True
         counted = self._counted
         counted["rows"] += len(natural)
         counted["dropped_weight"] += float(lost.sum(dtype=torch.float64))

@@ -77,9 +77,8 @@ def substitute(
     validate(len(shortlist), probs.shape[1], top_k, "substitution")
     inside = members(shortlist, probs.shape[1])
     assert (groups is None) == (top_groups is None), "groups and top_groups come together"
-    chosen_by = probs if selection is None else selection
-    if groups is not None:
-        summed = 1 if selection is None else 2
-    open_to = inside if groups is None else within_groups(inside, chosen_by, top_k, groups, top_groups, summed)
+    chosen_by, open_to = probs if selection is None else selection, inside
+    if groups is not None and top_groups is not None:
+        open_to = within_groups(inside, chosen_by, top_k, groups, top_groups, 1 if selection is None else 2)
     covered = substituted(probs, chosen_by, open_to, top_k, renormalize, scale)
     return covered if natural is None else where(kept(inside, natural[1]).all(1), natural, covered)

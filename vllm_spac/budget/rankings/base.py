@@ -1,4 +1,4 @@
-"""The contract of a ranking, and what rankings share (MoE-Spec §3.2; specification §2)."""
+"""The contract of a ranking, and what rankings share (MoE-Spec §3.2)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,15 @@ class Ranking(ABC):
     Attributes:
         offline: why no engine can serve with it, e.g. because it needs every expert's output; empty if one can.
         needs_calibration: it is built from a calibration file.
+        needs_mixing: it ranks by ``LayerContext.mixing``.
+        needs_resident: it ranks by ``LayerContext.resident``.
         replayable: it ranks by ``scores``, whose operations a CUDA graph may hold.
     """
 
     offline: ClassVar[str] = ""
     needs_calibration: ClassVar[bool] = False
+    needs_mixing: ClassVar[bool] = False
+    needs_resident: ClassVar[bool] = False
     replayable: ClassVar[bool] = False
 
     @classmethod

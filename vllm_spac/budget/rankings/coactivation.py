@@ -50,6 +50,7 @@ class Coactivation(Ranking):
     top_k: int
     prior: float = 0.01
     needs_calibration: ClassVar[bool] = True
+    needs_mixing: ClassVar[bool] = True
 
     @classmethod
     def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:

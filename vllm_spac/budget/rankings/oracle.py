@@ -22,6 +22,7 @@ class Oracle(Ranking):
     """
 
     offline: ClassVar[str] = "it runs every expert, as vllm-spac quality alone does"
+    needs_mixing: ClassVar[bool] = True
 
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
         assert context is not None and context.outputs is not None and context.mixing is not None, (

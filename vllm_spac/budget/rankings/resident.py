@@ -20,6 +20,7 @@ class Resident(Ranking):
     """
 
     bonus: float = 1.0
+    needs_resident: ClassVar[bool] = True
     replayable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

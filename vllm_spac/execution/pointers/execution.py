@@ -130,10 +130,10 @@ class PointerExecution(Execution):
         parts = Parts(shape, slots, policy, memory, self.counters, self._compute, copy, self._kernels, path, step_bytes)
         self.admission: Admission = components.build("execution.pointers.admissions", admission, parts=parts)
         self._admission = admission
-        self._buffers = self._staging = None
+        self._staging: tuple[ExpertBuffers, Staging] | None = None
         if staged and slots < shape.total:
-            self._buffers = ExpertBuffers(store, memory, tensors, poison)
-            self._staging = Staging(self._buffers, len(shape.layers), self._compute, copy)
+            buffers = ExpertBuffers(store, memory, tensors, poison)
+            self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, copy)
         self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
         self._counts = self.admission.counts.view(-1, shape.experts)
         self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts)
@@ -224,7 +224,7 @@ class PointerExecution(Execution):
         self._step, self._staged = step, False
         self._pad_from(step.rows)
         if self._staging is not None:
-            self._staging.begin()
+            self._staging[1].begin()
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
         self.admission.begin(step)
 
@@ -317,8 +317,9 @@ class PointerExecution(Execution):
             yield self._tables_of(layer)
             return
         slots = self.admission.slots().reshape(len(self.shape.layers), -1)  # does not change within a staged step
-        with self._staging.layer(layer, slots) as buffer:
-            yield self._buffers.tables[buffer]
+        buffers, staging = self._staging
+        with staging.layer(layer, slots) as buffer:
+            yield buffers.tables[buffer]
         if self._step is not None:
             self._staged = True
             missing = int((slots[layer] == NOWHERE).sum())
@@ -343,12 +344,18 @@ class PointerExecution(Execution):
 
 def _kernels(device: torch.device) -> Kernels:
     """What is launched on ``device``."""
-    if device.type == "cpu":
-        from vllm_spac.kernels.reference.admit import admit
-        from vllm_spac.kernels.reference.fetch import fetch
-        from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
+    return _twins() if device.type == "cpu" else _launches()
 
-        return Kernels(grouped_gemm, admit, fetch, lambda *_: ())
+
+def _twins() -> Kernels:
+    from vllm_spac.kernels.reference.admit import admit
+    from vllm_spac.kernels.reference.fetch import fetch
+    from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
+
+    return Kernels(grouped_gemm, admit, fetch, lambda *_: ())
+
+
+def _launches() -> Kernels:
     from vllm_spac.kernels.admit import admit
     from vllm_spac.kernels.fetch import fetch
     from vllm_spac.kernels.grouped_gemm import grouped_gemm, rows_to_compile

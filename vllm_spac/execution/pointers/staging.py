@@ -102,7 +102,9 @@ class Staging:
         if layer + 1 < self._layers:
             self._fill(layer + 1, slots)
         buffer = layer % BUFFERS
-        self._compute.wait(self._copied[buffer])
+        copied = self._copied[buffer]
+        assert copied is not None, "filled above"
+        self._compute.wait(copied)
         self._compute.submit(self._buffers.direct, buffer, layer, slots[layer])
         yield buffer
         self._read[buffer] = self._compute.record()
@@ -111,8 +113,8 @@ class Staging:
         buffer = layer % BUFFERS
         if self._holds[buffer] == layer:
             return
-        if self._read[buffer] is not None:
-            self._copy.wait(self._read[buffer])
+        if (read := self._read[buffer]) is not None:
+            self._copy.wait(read)
         self._copy.submit(self._buffers.fill, buffer, layer, np.flatnonzero(slots[layer] == NOWHERE))
         self._copied[buffer] = self._copy.record()
         self._holds[buffer] = layer

@@ -11,7 +11,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -26,7 +26,10 @@ class Event(Protocol):
         """Return when it is."""
 
 
-class Stream(ABC):
+E = TypeVar("E", bound=Event)
+
+
+class Stream(ABC, Generic[E]):
     """Runs what it is given, in that order. Called by one thread."""
 
     @abstractmethod
@@ -34,11 +37,11 @@ class Stream(ABC):
         """Run ``work(*arguments)`` behind what was submitted before."""
 
     @abstractmethod
-    def record(self) -> Event:
+    def record(self) -> E:
         """The end of what was submitted so far."""
 
     @abstractmethod
-    def wait(self, event: Event) -> None:
+    def wait(self, event: E) -> None:
         """What is submitted from now on begins after ``event``, of any stream of the same kind. Does not wait."""
 
     def close(self) -> None:
@@ -70,7 +73,18 @@ class ThreadEvent:
             raise self._error
 
 
-class CallerStream(Stream):
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CallerStream(Stream[ThreadEvent]):
     """The calling thread: what is submitted is over when ``submit`` returns."""
 
     def submit(self, work: Callable[..., object], *arguments: Any) -> None:
@@ -85,7 +99,7 @@ class CallerStream(Stream):
         event.wait()
 
 
-class ThreadStream(Stream):
+class ThreadStream(Stream[ThreadEvent]):
     """A thread with a queue. After work that raised nothing more is run, and its events raise the same."""
 
     def __init__(self, name: str) -> None:
@@ -121,18 +135,7 @@ class ThreadStream(Stream):
                     self._error = error
 
 
-class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def done(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-class CudaStream(Stream):
+class CudaStream(Stream[_CudaEvent]):
     """A CUDA stream. ``work`` launches and returns; it must not synchronise."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

@@ -56,9 +56,9 @@ class AddressTable:
 
     def point(self, keys: Sequence[int], slots: Sequence[int]) -> None:
         """One small copy to the device and one launch."""
-        keys, slots = np.asarray(keys), np.asarray(slots)
-        addresses = np.where(slots == NOWHERE, self.host_addresses[:, keys], self.slot_addresses[:, slots])
-        written = torch.from_numpy(np.concatenate([keys[None], addresses]))
+        pointed, to = np.asarray(keys), np.asarray(slots)
+        addresses = np.where(to == NOWHERE, self.host_addresses[:, pointed], self.slot_addresses[:, to])
+        written = torch.from_numpy(np.concatenate([pointed[None], addresses]))
         if self.device.type == "cuda":  # pinned, so that it does not wait; torch keeps it until it was read
             written = written.pin_memory().to(self.device, non_blocking=True)
         self.addresses.index_copy_(1, written[0], written[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,8 +13,11 @@ from vllm_spac.executors.base import Kernel
 from vllm_spac.integration import compat
 from vllm_spac.profiling import measure
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-def of(layer) -> Kernel | None:
+
+def of(layer: RoutedExperts) -> Kernel | None:
     """The kernel that serves the slots of ``layer``, without its state; None where it runs on a GPU.
 
     Raises:

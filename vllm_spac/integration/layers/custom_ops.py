@@ -9,6 +9,8 @@ op, and so is ours, ``spac_moe_layer``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -23,13 +25,13 @@ def _run(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     out: torch.Tensor,
-    layer_name: LAYER_NAME,
+    layer_name: Any,  # LAYER_NAME, which depends on vLLM's version
 ) -> None:
     runner = moe_runner.get_layer_from_name(moe_runner._resolve_layer_name(layer_name))
     out.copy_(runner.routed_experts.spac_forward(hidden_states, topk_weights, topk_ids))
 
 
-def _fake(*arguments) -> None:
+def _fake(*arguments: Any) -> None:
     """What the compiler runs in place of both ops: their outputs are there already."""
 
 
@@ -43,7 +45,9 @@ if not hasattr(torch.ops.vllm, "spac_experts"):
     direct_register_custom_op(op_name="spac_experts", op_func=_run, mutates_args=["out"], fake_impl=_fake)
 
 
-def run_experts(hidden_states, topk_weights, topk_ids, out, layer_name: str) -> None:
+def run_experts(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, layer_name: str
+) -> None:
     """``out[:] = experts(hidden_states)``, opaque to the compiler; shapes as in ``spac_forward``."""
     torch.ops.vllm.spac_experts(hidden_states, topk_weights, topk_ids, out, layer_argument(layer_name))
 
@@ -60,7 +64,7 @@ def _run_layer(
     input_ids: torch.Tensor | None,
     out: torch.Tensor,
     shared_out: torch.Tensor | None,
-    layer_name: LAYER_NAME,
+    layer_name: Any,  # LAYER_NAME, which depends on vLLM's version
 ) -> None:
     runner = moe_runner.get_layer_from_name(moe_runner._resolve_layer_name(layer_name))
     result = runner._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
@@ -90,7 +94,14 @@ def moe_layer(shared: bool):
         shared: whether the layer has shared experts.
     """
 
-    def forward(hidden_states, router_logits, shared_experts_input, input_ids, layer_name, hidden_dim_unpadded):
+    def forward(
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        shared_experts_input: torch.Tensor | None,
+        input_ids: torch.Tensor | None,
+        layer_name: Any,
+        hidden_dim_unpadded: int,
+    ):
         width = hidden_dim_unpadded or hidden_states.shape[-1]
         out = hidden_states.new_empty((*hidden_states.shape[:-1], width))
         shared_out = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class ManagedExperts(StagedExperts):
 
     spac_execution: Execution  # from ``attach`` on
 
-    def __init__(self, layer_name: str, *args, **kwargs) -> None:
+    def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(layer_name, *args, **kwargs)
         self.spac_rule = RoutingRule()
         self.spac_kernel = SlotKernel(self, super().forward_modular, self.spac.on_cpu)
@@ -85,7 +86,14 @@ class ManagedExperts(StagedExperts):
             return weights, ids
         return runtime.route(self.spac_number, hidden, logits, weights, ids)
 
-    def forward_modular(self, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None):
+    def forward_modular(
+        self,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ):
         """Routed experts for x [tokens, hidden] with weights and ids [tokens, top_k]; ids are the router's own."""
         if not torch.compiler.is_compiling():
             return self.spac_forward(x, topk_weights, topk_ids)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch.nn import Parameter
 from vllm.platforms import current_platform
 
 from vllm_spac.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,16 @@ SCHEMES = {
 }
 
 
-def is_quantised(layer) -> bool:
+def is_quantised(layer: RoutedExperts) -> bool:
     return type(layer.quant_method).__name__ != _UNQUANTISED
 
 
-def is_plain(layer) -> bool:
+def is_plain(layer: RoutedExperts) -> bool:
     """Whether the kernel of ``layer`` reads experts as the checkpoint has them, so that nothing is to be converted."""
     return layer.quant_method.experts_cls.__name__ in SCHEMES[type(layer.quant_method).__name__].plain
 
 
-def expert_tensors(layer) -> dict[str, Parameter]:
+def expert_tensors(layer: RoutedExperts) -> dict[str, Parameter]:
     """The parameters of ``layer`` [experts, ...] that each expert has for itself, by name.
 
     Raises:
@@ -88,7 +92,7 @@ def expert_tensors(layer) -> dict[str, Parameter]:
     return _sorted_out(layer, scheme)
 
 
-def _sorted_out(layer, scheme: Scheme) -> dict[str, Parameter]:
+def _sorted_out(layer: RoutedExperts, scheme: Scheme) -> dict[str, Parameter]:
     found = {}
     for name, param in layer.named_parameters():
         prefix, _, rest = name.partition("_")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,16 +16,20 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.integration.layers.custom_ops import LAYER_NAME, layer_argument, moe_layer
 
+if TYPE_CHECKING:
+    from vllm_spac.integration.layers.managed_experts import ManagedExperts
+
 _SCORINGS = ("softmax", "sigmoid")
 
 
-def install(model: torch.nn.Module, layers) -> None:
+def install(model: torch.nn.Module, layers: Iterable[ManagedExperts]) -> None:
     """Let every router of a managed layer hand its choice to ``layer.spac_route`` before anything runs.
 
     Where there can be CUDA graphs, also run the layer as an op that they can be split at. On a CPU vLLM runs no op but
     compiles the layer with the rest of the model, and its numbers with it.
     """
     managed = {id(layer): layer for layer in layers}
+    runner: Any
     for runner in model.modules():
         layer = managed.get(id(getattr(runner, "routed_experts", None)))
         if layer is not None:
@@ -34,9 +40,9 @@ def install(model: torch.nn.Module, layers) -> None:
                 runner._forward_entry = moe_layer(shared=runner.shared_experts is not None)
 
 
-def _budgeted(compute, layer):
+def _budgeted(compute: Callable[..., tuple[Tensor, Tensor]], layer: ManagedExperts):
     @functools.wraps(compute)
-    def routing(hidden_states, router_logits, indices_type, **kwargs):
+    def routing(hidden_states: Tensor, router_logits: Tensor, indices_type: torch.dtype | None, **kwargs: Any):
         weights, ids = compute(hidden_states, router_logits, indices_type, **kwargs)
         if not torch.compiler.is_compiling():
             return layer.spac_route(hidden_states, router_logits, weights, ids)
@@ -48,7 +54,7 @@ def _budgeted(compute, layer):
     return routing
 
 
-def rule_of(router) -> RoutingRule:
+def rule_of(router: Any) -> RoutingRule:
     """What a vLLM router does, from its own attributes; a scoring that is not known here counts as custom."""
     grouped = getattr(router, "use_grouped_topk", hasattr(router, "num_expert_group"))
     scoring = getattr(router, "scoring_func", "softmax")
@@ -72,7 +78,7 @@ def _route(
     topk_ids: Tensor,
     out_weights: Tensor,
     out_ids: Tensor,
-    layer_name: LAYER_NAME,
+    layer_name: Any,  # LAYER_NAME, which depends on vLLM's version
 ) -> None:
     layer = moe_runner.get_layer_from_name(moe_runner._resolve_layer_name(layer_name)).routed_experts
     weights, ids = layer.spac_route(hidden_states, router_logits, topk_weights, topk_ids)
@@ -87,7 +93,7 @@ def _fake(
     topk_ids: Tensor,
     out_weights: Tensor,
     out_ids: Tensor,
-    layer_name: LAYER_NAME,
+    layer_name: Any,  # LAYER_NAME, which depends on vLLM's version
 ) -> None:
     return None
 

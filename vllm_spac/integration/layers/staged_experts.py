@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class StagedExperts(_Layer):
     parameters are the slots.
     """
 
-    def __init__(self, layer_name: str, *args, **kwargs) -> None:
+    def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):
             super().__init__(layer_name, *args, **kwargs)
         self._staged: dict[str, Any] = quant_schemes.expert_tensors(self)  # vLLM's parameters, with their loaders
@@ -52,9 +52,10 @@ class StagedExperts(_Layer):
         self._arrived = dict.fromkeys(self._staged, 0)
         self._packed = False
         self._plain = quant_schemes.is_plain(self)
-        for param in self._staged.values():
-            if param.weight_loader != self.weight_loader:
-                param.weight_loader = partial(self._load_through, param.weight_loader)
+        loaded: Any
+        for loaded in self._staged.values():
+            if loaded.weight_loader != self.weight_loader:
+                loaded.weight_loader = partial(self._load_through, loaded.weight_loader)
         self._to_kernel = self.quant_method.process_weights_after_loading
         self.quant_method.process_weights_after_loading = lambda layer: self.spac.pack(self)
         self.quant_method.requires_device_loading = False  # pack moves a part of the layer at a time instead
@@ -81,7 +82,15 @@ class StagedExperts(_Layer):
 
     # -- loading -------------------------------------------------------------------------------------------
 
-    def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
+    def weight_loader(
+        self,
+        param: Any,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ):
         """Stage one checkpoint tensor; when it is the last of the layer, pack the layer and forget it."""
         self.spac.arrived(loaded_weight.nbytes)
         if not self._awaits(param, weight_name):
@@ -92,7 +101,16 @@ class StagedExperts(_Layer):
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
 
-    def _load_through(self, loader, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
+    def _load_through(
+        self,
+        loader: Callable[..., bool | None],
+        param: Any,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ):
         """Stage one checkpoint tensor through the quant method's own ``loader``.
 
         It gives most tensors converted to ``weight_loader``; the others, each a shard of one expert, it writes itself.
@@ -106,7 +124,7 @@ class StagedExperts(_Layer):
             self._count(param, param[0].numel() // (1 if shard_id == "w2" else self.moe_config.w13_num_shards))
         return success
 
-    def _awaits(self, param, weight_name: str) -> bool:
+    def _awaits(self, param: Any, weight_name: str) -> bool:
         """Whether what ``param`` is given is read by a kernel and not packed yet."""
         if self._name_of(param) is None:
             return False
@@ -118,7 +136,7 @@ class StagedExperts(_Layer):
             )
         return not self.spac.is_stored(self)
 
-    def _count(self, param, elements: int) -> None:
+    def _count(self, param: Any, elements: int) -> None:
         """``elements`` of ``param`` were staged; packs the layer if they were the last."""
         name = self._name_of(param)
         assert name is not None
@@ -126,7 +144,7 @@ class StagedExperts(_Layer):
         if all(self._arrived[name] >= count for name, count in self._expected.items()):
             self.spac.pack(self)
 
-    def _name_of(self, param) -> str | None:
+    def _name_of(self, param: Any) -> str | None:
         return next((name for name, staged in self._staged.items() if staged is param), None)
 
     @property

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from vllm_spac.integration import patches
 
@@ -45,7 +46,7 @@ def install() -> None:
         patches.wrap(target, _aligned)
 
 
-def _chosen(choose):
+def _chosen(choose: Callable[..., dict]):
     def chosen(w1_shape, w2_shape, top_k, dtype, M, block_shape=None):  # noqa: N803
         if _whole is not None:
             experts, M = _whole  # noqa: N806
@@ -55,9 +56,15 @@ def _chosen(choose):
     return chosen
 
 
-def _aligned(align):
+def _aligned(align: Callable[..., tuple]):
     def aligned(
-        topk_ids, block_size, num_experts, expert_map=None, pad_sorted_ids=False, ignore_invalid_experts=False, **others
+        topk_ids,
+        block_size,
+        num_experts,
+        expert_map=None,
+        pad_sorted_ids=False,
+        ignore_invalid_experts=False,
+        **others: Any,
     ):
         if _whole is not None:
             ignore_invalid_experts = False

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,10 +33,21 @@ from vllm_spac.system.host_memory import gib
 from vllm_spac.traces.format import TraceFacts
 from vllm_spac.traces.writer import TraceWriter
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_spac.integration.layers.managed_experts import ManagedExperts
+
 logger = logging.getLogger("vllm.spac")
 
 
-def budget(config: SpacConfig, vllm_config, layers, device: torch.device, model: Callable[[], str]) -> BudgetControl:
+def budget(
+    config: SpacConfig,
+    vllm_config: VllmConfig,
+    layers: Sequence[ManagedExperts],
+    device: torch.device,
+    model: Callable[[], str],
+) -> BudgetControl:
     """The budget's control, set to what the user asked for; possible before any weight is loaded.
 
     ``model`` names the weights, which may take long.
@@ -66,7 +77,7 @@ def budget(config: SpacConfig, vllm_config, layers, device: torch.device, model:
     return control
 
 
-def guard(config: SpacConfig, vllm_config) -> Guard | None:
+def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
     """The guard of speculation, where there is any and its length can be changed."""
     speculation = vllm_config.speculative_config
     if speculation is None or config.guard == "off":
@@ -77,7 +88,7 @@ def guard(config: SpacConfig, vllm_config) -> Guard | None:
     return Guard(speculation.num_speculative_tokens)
 
 
-def trace(config: SpacConfig, vllm_config, executions: Sequence[Execution]) -> TraceWriter | None:
+def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> TraceWriter | None:
     """What records the routing, if asked for; ``ConfigError`` for layers of several shapes."""
     if config.trace is None:
         return None
@@ -89,7 +100,7 @@ def trace(config: SpacConfig, vllm_config, executions: Sequence[Execution]) -> T
     return TraceWriter(path, TraceFacts(len(shape.layers), shape.experts, shape.top_k, shape.expert_bytes, model))
 
 
-def balance(config: SpacConfig, vllm_config, execution: Execution, layer) -> None:
+def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, layer: ManagedExperts) -> None:
     """Let missing experts of ``execution`` run on the CPU; ``layer`` is the first of its layers, attached.
 
     Raises:
@@ -106,7 +117,7 @@ def balance(config: SpacConfig, vllm_config, execution: Execution, layer) -> Non
     execution.balance(balancer, thread)
 
 
-def _executor_thread(config: SpacConfig, execution: Execution, layer) -> ExecutorThread:
+def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExperts) -> ExecutorThread:
     if layer.apply_router_weight_on_input:
         raise UnsupportedError(
             f"spac: {layer.layer_name} weighs what goes into an expert, so its parts cannot be added; "
@@ -130,14 +141,14 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer) -> Executo
     return ExecutorThread(executor, layers)
 
 
-def _compared(execution: Execution, layer, thread: ExecutorThread) -> Callable[[], torch.Tensor]:
+def _compared(execution: Execution, layer: ManagedExperts, thread: ExecutorThread) -> Callable[[], torch.Tensor]:
     """What runs a row of ``layer`` in fast memory, after ``thread`` has given the same for it; else ``ConfigError``."""
     top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
     ids, weights = torch.arange(top_k, dtype=torch.int32)[None], torch.full((1, top_k), 1 / top_k)
-    index, on_device = layer.spac_index, {"device": layer.spac.device}
-    routed = weights.to(**on_device), ids.to(**on_device)
-    in_slots = partial(execution.forward, index, x.to(**on_device), *routed, layer.spac_kernel, Rows(1, as_routed=True))
+    there, routed, chosen = (tensor.to(layer.spac.device) for tensor in (x, weights, ids))
+    index, rows = layer.spac_index, Rows(1, as_routed=True)
+    in_slots = partial(execution.forward, index, there, routed, chosen, layer.spac_kernel, rows)
     with thread.computing(x, weights, ids, execution.store.layer(index)) as computation:
         found = computation.result()
     check_same(found, in_slots().cpu(), x.dtype, hidden, "CPU experts beside vLLM's kernel")
@@ -145,7 +156,12 @@ def _compared(execution: Execution, layer, thread: ExecutorThread) -> Callable[[
 
 
 def _balancer(
-    config: SpacConfig, vllm_config, execution: Execution, layer, thread: ExecutorThread, in_slots
+    config: SpacConfig,
+    vllm_config: VllmConfig,
+    execution: Execution,
+    layer: ManagedExperts,
+    thread: ExecutorThread,
+    in_slots: Callable[[], torch.Tensor],
 ) -> Balancer:
     shape = execution.shape
     speculation = vllm_config.speculative_config
@@ -167,7 +183,13 @@ def _balancer(
     return components.build("balancers", name, rates=rates, **knobs)
 
 
-def _rates(config: SpacConfig, execution: Execution, layer, thread: ExecutorThread, in_slots) -> tuple[Rates, str]:
+def _rates(
+    config: SpacConfig,
+    execution: Execution,
+    layer: ManagedExperts,
+    thread: ExecutorThread,
+    in_slots: Callable[[], torch.Tensor],
+) -> tuple[Rates, str]:
     """(what the balancer weighs, where it comes from): the profile's if it is of this machine and these experts."""
     nbytes, missing = execution.shape.expert_bytes, ""
     if config.profile is not None:

@@ -6,12 +6,16 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from vllm_spac.integration import graphs
 from vllm_spac.system.host_memory import available_host_bytes, gib
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.spac")
 
@@ -50,7 +54,7 @@ class Working:
     slack: int
 
     @classmethod
-    def of(cls, vllm_config, device: torch.device, layers: Iterable[MoEWidths]) -> Working:
+    def of(cls, vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEWidths]) -> Working:
         """From a checked configuration; ``layers`` are the kinds of MoE layers that the model has."""
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         compilation, speculation = vllm_config.compilation_config, vllm_config.speculative_config
@@ -83,7 +87,7 @@ class Working:
         )
 
 
-def _row_bytes(vllm_config, layers: Iterable[MoEWidths]) -> int:
+def _row_bytes(vllm_config: VllmConfig, layers: Iterable[MoEWidths]) -> int:
     """Bytes of activations that a forward has at once for each of its rows, see ``Working``."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads, kv = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
@@ -93,7 +97,7 @@ def _row_bytes(vllm_config, layers: Iterable[MoEWidths]) -> int:
     return (3 * model.get_hidden_size() + max(insides)) * model.dtype.itemsize
 
 
-def budget(vllm_config, device: torch.device, other_weights: int, working: int) -> int:
+def budget(vllm_config: VllmConfig, device: torch.device, other_weights: int, working: int) -> int:
     """Bytes for slots: what vLLM may use, less what the rest of the model, a draft, the KV cache and steps need.
 
     Args:
@@ -114,7 +118,7 @@ def budget(vllm_config, device: torch.device, other_weights: int, working: int) 
     return int(free) - draft_bytes(vllm_config) - kv_bytes(vllm_config) - working
 
 
-def draft_bytes(vllm_config) -> int:
+def draft_bytes(vllm_config: VllmConfig) -> int:
     """Bytes of the draft model, which is loaded after the target: those of its files.
 
     Prediction layers of the target's own checkpoint (MTP) count as so many of its layers.
@@ -140,7 +144,7 @@ def draft_bytes(vllm_config) -> int:
     return nbytes
 
 
-def kv_bytes(vllm_config) -> int:
+def kv_bytes(vllm_config: VllmConfig) -> int:
     """Bytes of KV cache that the user asked for, else for ``_FULL_REQUESTS`` requests of the maximal length."""
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     if explicit is not None:

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -15,13 +16,17 @@ from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
 from vllm_spac.system.machine import DISK_DIR
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
 logger = logging.getLogger("vllm.spac")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _INSTEAD = "download it to a folder and serve that, or use --spac-store host, which keeps nothing"
 
 
-def fingerprint(vllm_config, shape: MoEShape, layer, content: Checkpoint) -> str:
+def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, content: Checkpoint) -> str:
     """32 hexadecimal digits that change with the weights, this rank's share of them, the layout, the kernel and vLLM.
 
     Args:
@@ -56,7 +61,7 @@ def model_fingerprint(content: Checkpoint) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content.facts).encode())
 
 
-def content_of(vllm_config, folder: Path) -> Checkpoint:
+def content_of(vllm_config: VllmConfig, folder: Path) -> Checkpoint:
     """What is in the model's weight files.
 
     A folder's files are read, unless an earlier start did and nothing changed since. A model of the hub is its commit,

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 from tqdm import tqdm
@@ -35,6 +35,9 @@ from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
 from vllm_spac.tiers.base import ExpertStore, allocate
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 
 # Experts converted at once: on a CPU they are memory beside the layer; a GPU pays for each chunk with a kernel object
@@ -45,7 +48,7 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @contextlib.contextmanager
-def managed_load(config: SpacConfig, vllm_config) -> Iterator[ModelExperts]:
+def managed_load(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ModelExperts]:
     """While active, MoE layers are built as ``ManagedExperts``; the drafts and other models never are."""
     from vllm.model_executor.custom_op import op_registry_oot
 
@@ -80,7 +83,7 @@ def _managed_classes() -> dict[str, type]:
 class ModelExperts:
     """All managed layers of one model: packs them, then serves them by an execution for each shape."""
 
-    def __init__(self, config: SpacConfig, vllm_config) -> None:
+    def __init__(self, config: SpacConfig, vllm_config: VllmConfig) -> None:
         self.config = config
         self.vllm_config = vllm_config
         self.device = torch.device(vllm_config.device_config.device)
@@ -113,7 +116,7 @@ class ModelExperts:
 
     # -- called by the layers ------------------------------------------------------------------------------
 
-    def add(self, layer) -> None:
+    def add(self, layer: ManagedExperts) -> None:
         layer.spac_number = len(self._layers)
         self._layers.append(layer)
 
@@ -154,11 +157,11 @@ class ModelExperts:
             self._file_bytes = 0
             release_file_pages()
 
-    def is_stored(self, layer) -> bool:
+    def is_stored(self, layer: ManagedExperts) -> bool:
         """Whether all experts of the layer were packed, now or in an earlier run."""
         return all(map(self._store(layer).holds, self._keys(layer)))
 
-    def pack(self, layer) -> None:
+    def pack(self, layer: ManagedExperts) -> None:
         """Move a layer whose weights have all arrived to the store; does nothing for a stored one."""
         store = self._store(layer)
         keys = self._keys(layer)
@@ -355,9 +358,9 @@ class ModelExperts:
         execution.counters.reset()
         return execution
 
-    def _store(self, layer) -> ExpertStore:
+    def _store(self, layer: ManagedExperts) -> ExpertStore:
         return self._stores[layer.layer_name]
 
-    def _keys(self, layer) -> range:
+    def _keys(self, layer: ManagedExperts) -> range:
         experts = self._store(layer).shape.experts
         return range(layer.spac_index * experts, (layer.spac_index + 1) * experts)

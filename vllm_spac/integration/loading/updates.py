@@ -6,10 +6,16 @@ and it would save slots for experts. So what does either is refused before anyth
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration import patches
 from vllm_spac.integration.layers.host import experts_of
 from vllm_spac.integration.stepping import drafts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _UPDATES = (
     "spac: {what} cannot change the weights of a running engine, whose experts were packed when it started; nothing "
@@ -18,7 +24,7 @@ _UPDATES = (
 _SAVES = "spac: {what} would save what is in the slots and not the experts; save from an engine without --plugin spac"
 
 
-def install(vllm_config, model) -> None:
+def install(vllm_config: VllmConfig, model: Any) -> None:
     """Refuse updates of ``model``, which is loaded, by its runner, its worker or itself; a second call does nothing."""
     runner = patches.RUNNER_V2 if drafts.plans_drafts(vllm_config) else patches.RUNNER_V1
     _refuse(runner, "reload_weights", lambda runner: runner, _UPDATES)
@@ -27,13 +33,13 @@ def install(vllm_config, model) -> None:
     model.load_weights = _refused  # of this object
 
 
-def _refused(*args, **kwargs):
+def _refused(*args: Any, **kwargs: Any):
     raise UnsupportedError(_UPDATES.format(what="load_weights"))
 
 
-def _refuse(owner: str, name: str, runner_of, message: str) -> None:
-    def refusing(method):
-        def refused(self, *args, **kwargs):
+def _refuse(owner: str, name: str, runner_of: Any, message: str) -> None:
+    def refusing(method: Callable[..., Any]):
+        def refused(self, *args: Any, **kwargs: Any):
             if experts_of(runner_of(self)) is not None:
                 raise UnsupportedError(message.format(what=name))
             return method(self, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ class InLayers(Admission[np.ndarray | None]):
         super().__init__(parts)
         shape, memory, device = parts.shape, parts.memory, parts.memory.device
         self.offering = Offering(shape.total, parts.slots, parts.policy, parts.counters)
-        made = {"dtype": torch.int32, "device": device}
+        made: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._experts = Experts(
             torch.full((shape.total,), NOWHERE, **made),
             torch.full((parts.slots,), NOWHERE, **made),
@@ -103,10 +104,10 @@ class InLayers(Admission[np.ndarray | None]):
         """Of what the device says too, for which it waits."""
         slot_of = self.slots()
         super().check_integrity()
-        experts = Experts(*(tensor.cpu().numpy() for tensor in self._experts))
-        assert (experts.slot_of == slot_of).all() and (experts.owner == self.residency.owner).all()
-        expected = np.where(slot_of == NOWHERE, experts.hosts, experts.places[:, slot_of])
-        assert (experts.table == expected).all(), "a pointer is not where its expert is"
+        told, owner, table, hosts, places = (tensor.cpu().numpy() for tensor in self._experts)
+        assert (told == slot_of).all() and (owner == self.residency.owner).all()
+        expected = np.where(slot_of == NOWHERE, hosts, places[:, slot_of])
+        assert (table == expected).all(), "a pointer is not where its expert is"
 
     def _tells(self) -> Sequence[Tensor]:
         return [self.counts, self._sources, self._experts.owner]
