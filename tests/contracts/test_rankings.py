@@ -93,6 +93,23 @@ def test_only_votes_count(name: str, seed: int) -> None:
 @every_budget
 @settings(max_examples=30, **BUSY)
 @given(seed=seeds)
+def test_what_can_be_replayed_is_sorted_by_its_scores(name: str, seed: int) -> None:
+    """With scores of 0 in rows that do not vote; also where none does."""
+    probs, votes, context = step(seed)
+    ranking, silent = built(name), probs.masked_fill(~votes[:, None], 0)
+    if not ranking.replayable:
+        with pytest.raises(NotImplementedError):
+            ranking.scores(silent, context)
+        return
+    found = ranking.scores(silent, context)
+    assert found.shape == (EXPERTS,) and found.dtype in (torch.float64, torch.int64)
+    assert torch.equal(base.best(found, EXPERTS), ranking.rank(probs, votes, EXPERTS, context))
+    assert ranking.scores(torch.zeros_like(probs), context).shape == (EXPERTS,)
+
+
+@every_budget
+@settings(max_examples=30, **BUSY)
+@given(seed=seeds)
 def test_by_default_all_rows_vote(name: str, seed: int) -> None:
     probs, _, context = step(seed)
     everyone = torch.ones(5, dtype=torch.bool)
