@@ -5,7 +5,7 @@ import torch
 from vllm_spac.kernels.reference import shortlist as reference
 from vllm_spac.kernels.shortlist import shortlist
 
-SIZES = [1, 7, 64, 160]
+SIZES = [1, 7, 40]
 
 
 def drawn(experts: int, seed: int, coarse: bool) -> torch.Tensor:
@@ -40,7 +40,7 @@ def test_counts_of_a_calibration(device):
 @pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize("experts", SIZES)
 def test_a_share_of_a_mass(device, experts, coarse, empty_last):
-    for share in (1e-9, 0.25, 0.5, 0.98, 1.0):
+    for share in (1e-9, 0.5, 0.98, 1.0):
         scores, held = drawn(experts, 1, coarse), drawn(experts, 2, coarse)
         least = min(3, experts)
         members = check(device, scores, None, held, torch.tensor(share).double(), least=least, empty_last=empty_last)
