@@ -1,6 +1,6 @@
-"""Blocks of host memory of exactly the size that is needed, registered with CUDA where it is to copy or read them.
+"""Blocks of host memory of exactly the size that is needed, registered with CUDA if the GPU copies from or reads them.
 
-torch's own pinned memory comes in powers of two: 1 GiB for 768 MiB.
+torch rounds its own pinned memory up to powers of two: 1 GiB for 768 MiB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INSTEAD = "use --spac-store disk --spac-disk-dir DIR"
 
 
 def block_bytes(specs: Iterable[TensorSpec], count: int) -> int:
-    """Bytes that a block of ``count`` experts takes: each tensor begins on a page."""
+    """Returns the bytes of a block of ``count`` experts: each tensor begins on a page."""
     return sum(_pages(count * spec.nbytes) for spec in specs)
 
 
@@ -28,15 +28,16 @@ class HostBlock:
     """``count`` experts' tensors in one anonymous mapping.
 
     Attributes:
-        tensors: name -> zeros [count, ...], valid as long as somebody holds them.
-        nbytes: of the mapping, whole pages.
+        tensors: name -> zeros [count, ...], valid as long as they are referenced.
+        nbytes: size of the mapping, whole pages.
 
     Args:
         specs: the tensors of one expert.
-        pin: register the mapping with CUDA: locked, and read by the GPU where it is.
+        count: number of experts.
+        pin: register the mapping with CUDA: its pages are locked, and the GPU can read them in place.
 
     Raises:
-        StoreError: the system or the driver refuses; says what to do.
+        StoreError: the system or the driver refuses; the message names a remedy.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool) -> None:
@@ -50,7 +51,7 @@ class HostBlock:
         everything = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
         self._address: int | None = None
         if pin:
-            mapped.madvise(mmap.MADV_DONTFORK)  # copies on write would leave the GPU with the other copy
+            mapped.madvise(mmap.MADV_DONTFORK)  # after copy-on-write the GPU would keep the old pages
             self._register(everything.data_ptr())
         self.tensors: dict[str, Tensor] = {}
         start = 0
@@ -70,7 +71,7 @@ class HostBlock:
         self._address = address
 
     def close(self) -> None:
-        """Unregister the mapping, which no copy and no kernel may be using; a second call does nothing.
+        """Unregisters the mapping, which no copy and no kernel may be using; a second call does nothing.
 
         Raises:
             StoreError: the driver refuses.
