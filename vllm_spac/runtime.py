@@ -125,7 +125,7 @@ class Runtime:
         """
         self._replayed = True
         if self.trace is not None or self.listeners or (self.budget.active and not self.budget.captured):
-            self.require_host("what records, cuts or evaluates routing")
+            self.require_host("a trace, a listener or this budget")
 
     def require_host(self, what: str) -> None:
         """Checks that ``what`` can run on the host in each layer.
@@ -135,8 +135,8 @@ class Runtime:
         """
         if self._replayed:
             raise UnsupportedError(
-                f"spac: {what} cannot look into a full CUDA graph, and this engine runs its layers in such; start it "
-                """with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
+                f"spac: {what} needs the host in each layer, but this engine runs its layers in full CUDA graphs; "
+                """start it with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
             )
 
     def change_budget(self, settings: BudgetSettings) -> None:

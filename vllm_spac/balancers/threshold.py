@@ -79,7 +79,7 @@ def solve(
 
 def _check(r_c: Sequence[float], r_g: Sequence[float], n: Sequence[float]) -> None:
     if not len(r_c) == len(r_g) == len(n) > 0:
-        raise ValueError(f"r_c, r_g and n have {len(r_c)}, {len(r_g)} and {len(n)} values; each needs one for a score")
+        raise ValueError(f"r_c, r_g and n have {len(r_c)}, {len(r_g)} and {len(n)} values; each needs one per score")
     for name, values in (("r_c", r_c), ("r_g", [-x for x in r_g]), ("n", [-x for x in n])):
         if not all(a <= b for a, b in pairwise(values)):
             raise ValueError(f"{name} is not monotone; r_c must not fall, r_g and n must not rise with the threshold")

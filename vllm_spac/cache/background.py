@@ -62,7 +62,7 @@ class Background:
             after.record(torch.cuda.current_stream(self._device))
         tickets = [_Ticket(key, slot, after) for key, slot in loads]
         for ticket in tickets:
-            assert ticket.key not in self._tickets, f"expert {ticket.key} is on its way already"
+            assert ticket.key not in self._tickets, f"a read of expert {ticket.key} is in flight already"
             self._tickets[ticket.key] = ticket
         with self._lock:
             self._waiting.extend(tickets)

@@ -209,7 +209,7 @@ class Prefetcher:
         for key, result in results.items():
             if isinstance(result, BaseException):
                 self._residency.failed(key)
-                logger.warning("spac: expert %d was not read ahead; it is read again when needed: %s", key, result)
+                logger.warning("spac: expert %d could not be prefetched; it is read again when needed: %s", key, result)
             else:
                 self._residency.loaded(key)
                 self._counters.moved(self._path, result)

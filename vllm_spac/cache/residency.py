@@ -102,7 +102,7 @@ class Residency:
         frozen = pinned | self._loading if self._loading else pinned
         victims = self.policy.evict(max(0, len(missing) - len(self._free)), frozen)
         for victim in victims:
-            assert victim not in frozen, "the policy gives a frozen expert away"
+            assert victim not in frozen, "the policy evicts a frozen expert"
             self._vacate(victim)
         for key, slot in zip(keys, slots, strict=True):
             if slot != NOWHERE:
@@ -124,7 +124,7 @@ class Residency:
                 victims = self.policy.evict(1, _Better(self._pinned | self._loading, scores, int(scores[key])))
             except LookupError:
                 return None
-            assert victims[0] not in self._pinned | self._loading, "the policy gives a frozen expert away"
+            assert victims[0] not in self._pinned | self._loading, "the policy evicts a frozen expert"
             self._vacate(victims[0])
         return Placement(0, ((key, self._occupy(key)),), victims=tuple(victims))
 
@@ -141,7 +141,7 @@ class Residency:
             victims = self.policy.evict(1, self._pinned | self._loading)
             if victims == [key]:
                 return None
-            assert victims[0] not in self._pinned | self._loading, "the policy gives a frozen expert away"
+            assert victims[0] not in self._pinned | self._loading, "the policy evicts a frozen expert"
             self._vacate(victims[0])
         return Placement(0, ((key, self._seat(key)),), victims=tuple(victims))
 

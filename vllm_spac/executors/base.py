@@ -93,4 +93,6 @@ def check_same(found: Tensor, expected: Tensor, dtype: torch.dtype, terms: int, 
     off = float((found.float() - expected.float()).abs().max() / size)
     allowed = 8 * torch.finfo(dtype).eps + terms * torch.finfo(torch.float32).eps
     if not off <= allowed:  # also NaN
-        raise ConfigError(f"spac: {where}: results differ by {off:.3g} of the greatest, {allowed:.3g} is rounding")
+        raise ConfigError(
+            f"spac: {where}: results differ by {off:.3g} of the largest element, rounding allows {allowed:.3g}"
+        )

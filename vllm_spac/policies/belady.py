@@ -44,6 +44,6 @@ class Belady(SortedPolicy):
     def _rank_of_use(self, key: int) -> tuple:
         moments = self._uses[key]
         if self._known:
-            assert moments, f"expert {key} is used more often than the future said"
+            assert moments, f"expert {key} is used more often than ``future`` has it"
             moments.pop()
         return (-(moments[-1] if moments else _NEVER), -key, key)

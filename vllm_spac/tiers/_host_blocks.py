@@ -46,7 +46,7 @@ class HostBlock:
             mapped = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise StoreError(
-                f"spac: the system gives no {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
+                f"spac: cannot allocate {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
             ) from error
         everything = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
         self._address: int | None = None
@@ -64,7 +64,7 @@ class HostBlock:
         error = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
         if int(error) != 0:
             raise StoreError(
-                f"spac: the driver pins no {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
+                f"spac: cannot pin {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
                 f"{_words(error)}); raise the limit of locked memory (ulimit -l unlimited; in a container "
                 f"--ulimit memlock=-1), or {_INSTEAD}"
             )
