@@ -11,7 +11,7 @@ class Counters:
 
     Attributes:
         hits: distinct experts per layer and forward that were in fast memory when they were needed.
-        misses: distinct experts per layer and forward that were not, including those whose load was in flight.
+        misses: distinct experts per layer and forward that were needed and were not, or whose load was in flight.
         loads: experts moved into a slot on demand: misses whose load was not in flight, including reloads of experts
             evicted between two waves of the same forward. Reads that fill the slots at the start do not count.
         bytes: bytes moved, by the store they came from. Prefetched bytes are counted under ``<store> ahead``, bytes

@@ -20,7 +20,7 @@ _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # the environme
 
 
 class Computation:
-    """Handle of rows that are being computed in the executor's thread.
+    """A computation of rows in the executor's thread.
 
     Attributes:
         waited: seconds that the forward thread has waited for them.
