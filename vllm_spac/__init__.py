@@ -1,4 +1,4 @@
-"""Mixture-of-Experts models larger than fast memory, on stock vLLM.
+"""vLLM plugin that serves Mixture-of-Experts models larger than fast memory, on stock vLLM.
 
 Importing this package loads neither torch nor vLLM; ``register`` is vLLM's plugin entry point.
 """
@@ -18,7 +18,7 @@ def register() -> None:
 
 
 def stats(llm: Any) -> dict:
-    """Counters of every worker of an offline ``vllm.LLM`` that runs with the plugin.
+    """Returns the counters of every worker of an offline ``vllm.LLM`` that runs with the plugin.
 
     Args:
         llm: a ``vllm.LLM`` made with ``additional_config={"spac": {...}}``.

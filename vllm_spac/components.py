@@ -1,8 +1,9 @@
-"""Build a component by the name of its file: a new policy is one new file and nothing else.
+"""Builds components by the name of their file: a new policy is one new file and nothing else.
 
-A family is a sub-package with a ``base.py``. Each other module of it holds one subclass of the base, or is a folder
-whose module ``<family>.py`` does. Names that begin with an underscore are what a family shares.
-``package.module:Class`` names a component from outside. A component whose ``offline`` says why is never served with.
+A family is a sub-package with a ``base.py``. Each other module of it contains one subclass of the base, or is a folder
+whose module ``<family>.py`` contains it. Modules whose names begin with an underscore are shared by the family.
+``package.module:Class`` names a component outside this package. No engine can serve with a component whose ``offline``
+is not empty; it holds the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ComponentName:
     Attributes:
         family: folder below ``vllm_spac``, with dots.
         noun: what its components are called in an error.
-        others: values beside the names of components.
+        others: accepted values in addition to the names of components.
     """
 
     family: str
@@ -36,13 +37,13 @@ class ComponentName:
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
 
-        return core_schema.no_info_before_validator_function(self.check, handler(source))
+        return core_schema.no_info_before_validator_function(self.check_name, handler(source))
 
-    def check(self, value: Any) -> Any:
-        """``value``, if it names a component that an engine can be served with, or is None or one of ``others``.
+    def check_name(self, value: Any) -> Any:
+        """Returns ``value`` if it names a component that an engine can serve with, is None or is one of ``others``.
 
         Raises:
-            ValueError: says what was found instead, and what is known.
+            ValueError: any other value; the message contains what was found and the known names.
         """
         if value is None or value in self.others:
             return value
@@ -61,7 +62,7 @@ class ComponentName:
         return value
 
     def values(self) -> list[str]:
-        """What the knob takes: ``others``, the components that can serve, and how to name one from outside."""
+        """Values of the knob: ``others``, the components that can serve, and the form of an outside name."""
         return [*self.others, *serving(self.family), OUTSIDE]
 
     def _known(self) -> str:
@@ -69,7 +70,7 @@ class ComponentName:
 
 
 def names(family: str) -> list[str]:
-    """Names of the components of ``family``, sorted."""
+    """Returns the names of the components of ``family``, sorted."""
     package = importlib.import_module(f"vllm_spac.{family}")
     return sorted(
         module.name
@@ -79,12 +80,16 @@ def names(family: str) -> list[str]:
 
 
 def serving(family: str) -> list[str]:
-    """Names of the components of ``family`` that an engine can be served with, sorted."""
+    """Returns the names of the components of ``family`` that an engine can serve with, sorted."""
     return [name for name in names(family) if not find(family, name).offline]
 
 
 def find(family: str, name: str) -> type[Any]:
-    """The class called ``name`` in ``family``; ``ConfigError`` when there is none, or it is not of the family."""
+    """Returns the class called ``name`` in ``family``.
+
+    Raises:
+        ConfigError: there is none, or it is not a subclass of the family's base.
+    """
     if ":" in name:
         return _outside(family, name)
     if name not in names(family):
@@ -103,7 +108,7 @@ def find(family: str, name: str) -> type[Any]:
 
 
 def base(family: str) -> type[Any]:
-    """The abstract class that each component of ``family`` derives from."""
+    """Returns the abstract class that each component of ``family`` derives from."""
     module = importlib.import_module(f"vllm_spac.{family}.base")
     abstract = inspect.getmembers(module, inspect.isabstract)
     [found] = [value for _, value in abstract if value.__module__ == module.__name__]
@@ -111,7 +116,7 @@ def base(family: str) -> type[Any]:
 
 
 def build(family: str, name: str, **knobs: Any) -> Any:
-    """An instance of the component ``name`` of ``family``."""
+    """Returns an instance of the component ``name`` of ``family``, constructed with ``knobs``."""
     return find(family, name)(**knobs)
 
 

@@ -1,4 +1,4 @@
-"""The nouns every part of the system shares: frozen, free of vLLM, of devices and of effects."""
+"""Immutable types that all parts of the package share; they import no vLLM, touch no device and have no effects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_RUN = -1  # in counts per expert: its layer did not run in this step
 
 
 class RowKind(StrEnum):
-    """What the rows of one request in a forward are for."""
+    """What the rows of one request are computed for in a forward."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -33,24 +33,24 @@ class RequestRows:
 class Step:
     """One forward of the target model over the flattened rows of a batch.
 
-    ``requests`` is empty for dummy and profile runs: their rows belong to nobody.
+    ``requests`` is empty for dummy and profile runs: their rows belong to no request.
     """
 
     requests: tuple[RequestRows, ...] = ()
 
     @property
     def rows(self) -> int:
-        """Rows that belong to a request; what a forward has beyond them is padding."""
+        """Number of rows that belong to requests; further rows of a forward are padding."""
         return max((request.stop for request in self.requests), default=0)
 
     @property
     def prompts(self) -> bool:
-        """Whether some of the rows are those of prompts."""
+        """Whether the step contains prefill rows."""
         return any(request.kind == RowKind.PREFILL for request in self.requests)
 
     @property
     def generating(self) -> list[slice]:
-        """The rows of requests that decode or verify, as few slices as they need; prompts are left out."""
+        """The rows of requests that decode or verify, in as few slices as possible; prefill rows are left out."""
         parts: list[slice] = []
         for request in self.requests:
             if request.kind == RowKind.PREFILL:
@@ -82,12 +82,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Layers whose experts are interchangeable in memory: the same tensors, the same kernel layout.
+    """A group of MoE layers whose experts are interchangeable in memory: the same tensors, the same kernel layout.
 
     Attributes:
         layers: names of the MoE layers, in the order of execution.
-        experts: routed experts in a layer (N).
-        top_k: experts that one token uses (k).
+        experts: routed experts per layer (N).
+        top_k: experts per token (k).
         tensors: name -> spec of each tensor of one expert.
     """
 
@@ -98,7 +98,7 @@ class MoEShape:
 
     @property
     def total(self) -> int:
-        """Experts in all layers together."""
+        """Number of experts in all layers together."""
         return len(self.layers) * self.experts
 
     @property
@@ -107,7 +107,7 @@ class MoEShape:
         return sum(spec.nbytes for spec in self.tensors.values())
 
     def key(self, layer: int, expert: int) -> int:
-        """The integer that names expert ``expert`` of layer number ``layer``."""
+        """The integer that identifies expert ``expert`` of layer number ``layer``."""
         return layer * self.experts + expert
 
     def split(self, key: int) -> tuple[int, int]:
@@ -117,14 +117,15 @@ class MoEShape:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds, measured on this machine or taken from a profile; never literals.
+    """Costs in seconds, measured on this machine or taken from a profile; never literals.
 
     Attributes:
-        fast: one expert in fast memory (t_gpu), also for several rows.
-        stream: one expert into fast memory (t_io).
-        cpu: one expert on the CPU at one row (t_cpu): its weights are read once.
-        cpu_row: each row of an expert on the CPU when arithmetic limits it: an expert takes max(cpu, rows * cpu_row).
-        draft: one draft token (t_draft).
+        fast: computing one expert in fast memory (t_gpu), also for several rows.
+        stream: copying one expert into fast memory (t_io).
+        cpu: computing one expert on the CPU for one row (t_cpu): its weights are read once.
+        cpu_row: time per row of an expert on the CPU when arithmetic is the limit: an expert takes
+            max(cpu, rows * cpu_row).
+        draft: computing one draft token (t_draft).
     """
 
     fast: float

@@ -1,4 +1,4 @@
-"""What can go wrong, each with a message that says what to do."""
+"""Exceptions of the package; each message states a remedy."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from vllm_spac.system.printable import printable
 
 
 class SpacError(RuntimeError):
-    """Base of all errors raised by this package on purpose. Its text is one line that a terminal can show."""
+    """Base class of all errors that this package raises deliberately. The text is one line of printable characters."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class ConfigError(SpacError, ValueError):
-    """A knob is unknown, malformed or cannot be met by this model or machine."""
+    """A knob is unknown, malformed, or cannot be satisfied by this model or machine."""
 
 
 class UnsupportedError(SpacError, ValueError):

@@ -1,4 +1,4 @@
-"""A step of the target model, from its rows to its tokens: tells every part that listens, in order."""
+"""Drives one step of the target model from its rows to its tokens and calls the parts involved, in order."""
 
 from __future__ import annotations
 
@@ -25,23 +25,30 @@ _SAVE_SECONDS = 5.0
 
 
 class Listener(Protocol):
-    """Sees a layer's routing before a budget does; for calibration and evaluation."""
+    """Receives a layer's routing before a budget is applied; for calibration and evaluation."""
 
     def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
-        """Hidden states [rows, d], router logits [rows, N], natural weights and ids [rows, k] of one step, unpadded."""
+        """Receives the routing of one layer in one step, without padding.
+
+        Args:
+            layer: number of the layer in the model.
+            hidden: hidden states, [rows, d].
+            logits: router logits, [rows, N].
+            weights, ids: what the router chose, [rows, k].
+        """
 
 
 class Runtime:
-    """What the layers and the runner of one model talk to.
+    """Interface between one model's layers and runner and the components of this package.
 
-    ``begin_step``, then each layer, then ``end_forward``, then ``end_step`` with the tokens.
+    Call order: ``begin_step``, then each layer, then ``end_forward``, then ``end_step`` with the tokens.
 
     Args:
-        executions: one for each shape of layer.
+        executions: one per ``MoEShape``.
         budget: bounds the experts of a layer; exact until it is changed.
-        trace: records the routing of the one execution, if given.
-        guard: says how many draft tokens the next step gets, if given.
-        clock: seconds that never go back.
+        trace: records the routing of the only execution, if given.
+        guard: decides how many draft tokens the next step gets, if given.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -60,19 +67,19 @@ class Runtime:
         self.trace = trace
         self._clock = clock
         self._step: Step | None = None  # while its layers run
-        self._chosen: list[tuple[int, Tensor, Tensor]] = []  # by the routers of the step, to be recorded behind it
+        self._chosen: list[tuple[int, Tensor, Tensor]] = []  # by the routers of the step, recorded after it
         self._rows = 0  # of that step
         self._warming = False
         self._replayed = False
         self._timed: tuple[Step, int, float] | None = None  # step, draft length it runs under, start
         self._drafts = 0
         self._save_at = -math.inf
-        # Finishes the trace, stops threads and gives back stores: once, when called, forgotten or at exit.
+        # Finishes the trace, stops threads and closes stores: once, when called, garbage-collected or at exit.
         self.close = weakref.finalize(self, _close, trace, tuple(executions))
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Inside, no step begins: vLLM warms its kernels with batches that it makes up and that look like real ones."""
+        """Disables ``begin_step`` inside the block: vLLM warms up its kernels with batches that look like real ones."""
         self._warming = True
         try:
             yield
@@ -80,7 +87,7 @@ class Runtime:
             self._warming = False
 
     def begin_step(self, step: Step) -> None:
-        """A forward for real requests starts."""
+        """Starts a forward for real requests."""
         if self._warming:
             return
         self._step, self._rows = step, step.rows
@@ -93,9 +100,10 @@ class Runtime:
             self.trace.begin_step(step)
 
     def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and ids [rows, k] that layer number ``layer`` of the model shall run; shapes as in ``Listener``.
+        """Returns the weights and ids [rows, k] that layer number ``layer`` of the model must run.
 
-        Dummy and profile runs pass unchanged. A CUDA graph that is captured gets the launches of the budget.
+        Shapes as in ``Listener.route``, with padding. Dummy and profile runs are returned unchanged. While a CUDA graph
+        is captured, the launches of the budget are captured into it.
         """
         if self._step is None:
             if capturing(ids):
@@ -110,41 +118,46 @@ class Runtime:
         return self.budget.apply(layer, logits, weights, ids, self._step) if self.budget.active else (weights, ids)
 
     def captured(self) -> None:
-        """A layer is being captured into a CUDA graph, whose replays come by here no more.
+        """Called while a layer is captured into a CUDA graph; replays do not run this method.
 
         Raises:
-            UnsupportedError: something looks at layers from the host.
+            UnsupportedError: a trace, a listener or a budget has to run on the host in each layer.
         """
         self._replayed = True
         if self.trace is not None or self.listeners or (self.budget.active and not self.budget.captured):
-            self.require_host("what records, cuts or evaluates routing")
+            self.require_host("a trace, a listener or this budget")
 
     def require_host(self, what: str) -> None:
-        """Before ``what`` looks at layers from the host: ``UnsupportedError`` if some are replayed without it."""
+        """Checks that ``what`` can run on the host in each layer.
+
+        Raises:
+            UnsupportedError: some layers are replayed from a CUDA graph, without the host.
+        """
         if self._replayed:
             raise UnsupportedError(
-                f"spac: {what} cannot look into a full CUDA graph, and this engine runs its layers in such; start it "
-                """with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
+                f"spac: {what} needs the host in each layer, but this engine runs its layers in full CUDA graphs; "
+                """start it with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
             )
 
     def change_budget(self, settings: BudgetSettings) -> None:
-        """Use ``settings`` from the next step on, or change nothing.
+        """Uses ``settings`` from the next step on; changes nothing if it raises.
 
         Raises:
-            ConfigError, UnsupportedError: as ``BudgetControl.change``; or layers are replayed without a budget.
+            ConfigError, UnsupportedError: as ``BudgetControl.change``, or because layers are replayed from CUDA graphs
+                that were captured without a budget.
         """
         if settings.active and not self.budget.captured:
             self.require_host("a budget")
         self.budget.change(settings)
 
     def rows(self, forward: int) -> int:
-        """How many of a forward's rows belong to requests, the first ones; all of them in a dummy run."""
+        """Number of leading rows of a forward that belong to requests; ``forward`` itself in a dummy run."""
         return forward if self._step is None else self._rows
 
     def forward(
         self, execution: Execution, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel
     ) -> Tensor:
-        """Routed experts of one layer, arguments and result as in ``Execution.forward``.
+        """Computes the routed experts of one layer; arguments and result as in ``Execution.forward``.
 
         Raises:
             SpacError: the layer cannot be computed, or is being captured and waits for the host.
@@ -163,12 +176,13 @@ class Runtime:
         return execution.forward(layer, x, weights, ids, kernel, rows)
 
     def _record(self, layer: int, ids: Tensor, weights: Tensor) -> None:
-        """A layer is about to run its rows with these experts, [rows, top_k] without padding."""
+        """Keeps the experts and weights that a layer is about to run, both [rows, top_k] without padding."""
         if self._step is not None:
-            self._chosen.append((layer, ids.clone(), weights.clone()))  # what is in them may be overwritten
+            self._chosen.append((layer, ids.clone(), weights.clone()))  # the originals may be overwritten
 
     def end_forward(self) -> None:
-        """The layers are done, or failed; what comes until the next step (profiling, warm-up) is not counted."""
+        """Called when the layers have finished or failed; what runs until the next step (profiling, warm-up) is not
+        counted."""
         self._step = None
         self.budget.end_step()
         for execution in self.executions:
@@ -176,11 +190,11 @@ class Runtime:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether the step that was just run had rows of prompts."""
+        """Whether the last step contained prefill rows."""
         return self._timed is not None and self._timed[0].prompts
 
     def draft_length(self) -> int | None:
-        """Draft tokens that each request gets for the next step; None leaves it to vLLM."""
+        """Draft tokens per request for the next step; None leaves the number to vLLM."""
         if self.guard is None:
             return None
         generating = sum(r.kind != RowKind.PREFILL for r in self._timed[0].requests) if self._timed else 0
@@ -189,11 +203,15 @@ class Runtime:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether ``end_step`` has a use for the tokens, so that waiting for them pays."""
+        """Whether ``end_step`` uses the numbers of tokens, so that it is worth waiting for them."""
         return self._timed is not None and (self.trace is not None or self.guard is not None)
 
     def end_step(self, tokens: Sequence[int] | None) -> None:
-        """Each request of the step emitted so many tokens; None when they are not known on the host."""
+        """Ends a step.
+
+        Args:
+            tokens: number of tokens that each request of the step emitted; None when it is not known on the host.
+        """
         timed, self._timed = self._timed, None
         if self.trace is not None:
             self._write(self.trace)
@@ -207,15 +225,18 @@ class Runtime:
             self.guard.observe(drafts, emitted, len(step.requests), self._clock() - start)
 
     def _write(self, trace: TraceWriter) -> None:
-        """What the routers of a step chose, at once: in a layer each call into torch costs a microsecond of its token,
-        and on a GPU a copy would wait for the layer."""
+        """Writes what the routers of a step chose, for all layers at once.
+
+        Inside a layer each call into torch would add a microsecond per token, and on a GPU a copy would wait for the
+        layer's kernels.
+        """
         if self._chosen:
             layers, ids, weights = zip(*self._chosen, strict=True)
             self._chosen.clear()
             trace.observe(layers, torch.stack(ids).cpu().numpy(), torch.stack(weights).float().cpu().numpy())
 
     def _save_sometimes(self, trace: TraceWriter) -> None:
-        """A server may be killed: what it recorded until seconds ago is then in the file. At most 0.5 % of the time."""
+        """Saves the trace every few seconds, so that a killed server loses little; takes at most 0.5 % of the time."""
         now = self._clock()
         if now >= self._save_at:
             trace.save()

@@ -275,5 +275,5 @@ def test_kt_is_refused_when_it_differs_from_torch(answer: float, gpu, monkeypatc
         arguments = layer.x, layer.weights, layer.ids, layer.experts
         assert torch.equal(executor.run(*arguments), expected.run(*arguments).bfloat16())
     else:
-        with pytest.raises(ConfigError, match="kt beside torch .use --spac-cpu-kernel torch.*results differ"):
+        with pytest.raises(ConfigError, match="kt compared with torch .use --spac-cpu-kernel torch.*results differ"):
             executor.prepare(layer.experts)

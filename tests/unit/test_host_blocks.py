@@ -137,7 +137,7 @@ def test_tensors_outlive_their_block(cudart) -> None:
 
 
 def test_more_than_the_address_space_is_refused() -> None:
-    with pytest.raises(StoreError, match="no .* of host memory for store=host .*--spac-store disk"):
+    with pytest.raises(StoreError, match="cannot allocate .* of host memory for store=host .*--spac-store disk"):
         HostBlock({"w": TensorSpec((1 << 50,), torch.uint8)}, 1 << 10, pin=False)
 
 

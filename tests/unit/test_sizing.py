@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.cache.sizing import check, resolve
+from vllm_spac.cache.sizing import check_per_layer, resolve
 from vllm_spac.config import Slots
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
@@ -84,23 +84,23 @@ def test_too_many_for_the_memory_says_how_much() -> None:
 
 
 @pytest.mark.parametrize("slots", [Slots(), Slots(share=0.01)])
-def test_check_can_only_judge_a_count_a_layer(slots: Slots) -> None:
-    check(slots, experts=16, top_k=8)
+def test_only_a_number_per_layer_is_checked_before_loading(slots: Slots) -> None:
+    check_per_layer(slots, experts=16, top_k=8)
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.data())
 @settings(max_examples=200, **BUSY)
-def test_check_suggests_a_number_that_works(per_layer: int, experts: int, data: st.DataObject) -> None:
+def test_check_per_layer_suggests_a_number_that_works(per_layer: int, experts: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, experts))
     try:
-        check(Slots(per_layer=per_layer), experts, top_k)
+        check_per_layer(Slots(per_layer=per_layer), experts, top_k)
         assert top_k <= per_layer <= experts
     except ConfigError as error:
         assert not top_k <= per_layer <= experts
         assert f"slots={per_layer} (--spac-slots)" in str(error)
         assert suggestions(error)
         for text in suggestions(error):
-            check(Slots.parse(text), experts, top_k)
+            check_per_layer(Slots.parse(text), experts, top_k)
 
 
 SLOTS = st.one_of(
@@ -114,7 +114,7 @@ def test_resolve_suggests_a_number_that_works(text: str, layers: int, experts: i
     """Whenever one token's experts fit, some setting works; then each one that the message names must."""
     wanted = shape(layers, experts, data.draw(st.integers(1, min(experts, 16))), expert_bytes=1)
     slots = Slots.parse(text)
-    assume(slots.per_layer is None or wanted.top_k <= slots.per_layer <= experts)  # else check refuses it, see above
+    assume(slots.per_layer is None or wanted.top_k <= slots.per_layer <= experts)  # else refused, see above
     free = data.draw(st.one_of(st.integers(wanted.top_k, 2 * wanted.total), st.just(wanted.total)))
     try:
         count = resolve(slots, wanted, free)

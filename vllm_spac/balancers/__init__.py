@@ -1,1 +1,1 @@
-"""Which of a layer's experts run where they lie, which are fetched first, and which run on the CPU."""
+"""Balancers: which of a layer's missing experts are loaded into fast memory, and which run on the CPU."""

@@ -16,9 +16,9 @@ class Plan:
     """Where the active experts of a layer run in one forward: each is in exactly one tuple, in ascending order.
 
     Attributes:
-        hit: in fast memory; they run there.
-        stream: brought into fast memory first; they run there.
-        cpu: run on the CPU, from where they lie.
+        hit: resident in fast memory; run there.
+        stream: loaded into fast memory first; run there.
+        cpu: run on the CPU, from the store's memory.
     """
 
     hit: tuple[int, ...] = ()
@@ -28,14 +28,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """What is known when a layer's router has chosen.
+    """Input of a balancer's decision, after a layer's router has chosen.
 
     Attributes:
         layer: number of the layer.
         rows: int [experts], rows of this forward that selected each expert; 0 for an idle one.
-        resident: bool [experts], in fast memory or certain to be there.
+        resident: bool [experts], in fast memory, or loading into it.
         scores: int [experts], utility from 0 to K; zeros without an estimator.
-        free_slots: slots that this layer may still take, by eviction or not.
+        free_slots: slots that this layer may still take, with or without eviction.
     """
 
     layer: int
@@ -46,18 +46,18 @@ class LayerState:
 
 
 class Balancer(ABC):
-    """Decides, and moves nothing. Deterministic: the same calls give the same plans.
+    """Divides the active experts of a layer between the processors; moves nothing and is deterministic.
 
     Attributes:
-        needs_rates: it weighs costs; the others may be built without.
-        needs_scores: it reads ``LayerState.scores``; the others may be given zeros.
-        uses_cpu: some of its plans have experts on the CPU.
-        offline: why no engine is served with it by name; empty if one can be.
+        needs_rates: it weighs costs, so ``rates`` must be given.
+        needs_scores: it reads ``LayerState.scores``; otherwise they may be zeros.
+        uses_cpu: some of its plans run experts on the CPU.
+        offline: why no engine can select it by name; empty if one can.
 
     Args:
         rates: measured seconds.
         layers: MoE layers of the model (L).
-        top_k: experts that one token uses (k).
+        top_k: experts per token (k).
         gamma: draft tokens in one speculative step.
         upper: the highest utility score (K).
         expert_bytes: bytes of one expert (W_e).
@@ -88,14 +88,14 @@ class Balancer(ABC):
 
     @abstractmethod
     def plan(self, state: LayerState) -> Plan:
-        """Split the active experts (``rows > 0``) of a layer; ``hit`` is exactly those that are resident."""
+        """Splits the active experts (``rows > 0``) of a layer; ``hit`` is exactly those that are resident."""
 
     def threshold(self, layer: int) -> int:
-        """The lowest score worth fetching ahead for ``layer`` (the paper's tau), from 1 to ``upper``."""
+        """Returns the lowest score worth prefetching for ``layer`` (MoE-SpAc's tau), from 1 to ``upper``."""
         return 1
 
 
 def split(state: LayerState) -> tuple[tuple[int, ...], np.ndarray]:
-    """(active experts that are resident, int array of the active ones that are not), both ascending."""
+    """Returns (active experts that are resident, int array of the active ones that are not), both ascending."""
     active = state.rows > 0
     return tuple(np.flatnonzero(active & state.resident).tolist()), np.flatnonzero(active & ~state.resident)

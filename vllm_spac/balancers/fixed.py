@@ -1,4 +1,4 @@
-"""A fixed number of experts on the CPU, whatever it costs."""
+"""Balancer that runs a fixed number of experts on the CPU, regardless of cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
 
 
 class Fixed(Balancer):
-    """At most ``count`` of the missing experts run on the CPU: those with the fewest rows, among equals the first."""
+    """Runs at most ``count`` of the missing experts on the CPU: those with the fewest rows, among equals the first."""
 
     needs_rates: ClassVar[bool] = False
     offline: ClassVar[str] = "its number of experts is --spac-cpu-experts N"

@@ -1,4 +1,4 @@
-"""No balance: every missing expert is fetched; the CPU computes none."""
+"""Balancer that loads every missing expert; the CPU computes none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
 
 
 class StreamAll(Balancer):
-    """The baseline, and the only choice where one processor does everything."""
+    """The baseline, and the only choice where one processor does all work."""
 
     needs_rates: ClassVar[bool] = False
     uses_cpu: ClassVar[bool] = False

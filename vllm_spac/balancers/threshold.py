@@ -1,4 +1,4 @@
-"""MoE-SpAc's balancer (Eq. 7 to 12, appendix C.2): the score that divides hot experts from cold ones."""
+"""MoE-SpAc's balancer (Eq. 7 to 12, appendix C.2): chooses the score that separates hot from cold experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
 
-_HORIZON = 64  # forwards of a layer over which its means are taken
+_HORIZON = 64  # forwards of a layer over which its means extend
 
 
 def solve(
@@ -29,23 +29,25 @@ def solve(
     free_bytes: float,
     expert_bytes: float,
 ) -> int:
-    """The tau in [1, K] with the least abs(T_cpu - T_gpu), T_cpu = r_c gamma k t_cpu, T_gpu = r_g b t_gpu, such that
+    """Returns the tau in [1, K] with the least abs(T_cpu - T_gpu), where T_cpu = r_c gamma k t_cpu and
+    T_gpu = r_g b t_gpu, such that
 
         t_io n <= max(T_cpu, T_gpu) + gamma t_draft / layers    and    expert_bytes n <= free_bytes.
 
-    Among equals the highest, which moves the fewest experts; K when none is feasible. T_cpu - T_gpu rises with tau,
-    so the best is beside the crossing, which a binary search finds. From the crossing on the feasible ones are an
-    interval up to K. Before it they need not be (n and T_gpu both fall), although the paper takes them for one: there
-    the search walks down over what I/O rules out, and no further than memory allows.
+    Among equals the highest tau is returned, which moves the fewest experts; K when none is feasible. T_cpu - T_gpu
+    rises with tau, so the best tau is next to the crossing, which a binary search finds. From the crossing on, the
+    feasible values are an interval up to K. Below it they need not be one (n and T_gpu both fall), although the paper
+    assumes so: there the search goes down past the values that I/O rules out, as far as memory allows.
 
     Args:
-        r_c: [K], at tau = 1..K: share of the gamma * k activations on the CPU; not falling.
-        r_g: [K], share of the distinct activated experts in fast memory; not rising.
-        n: [K], experts to fetch; not rising.
-        gamma: draft tokens in a step.
-        top_k: experts that one token uses.
+        r_c: [K], at tau = 1..K: share of the gamma * k activations on the CPU; non-decreasing.
+        r_g: [K], share of the distinct activated experts in fast memory; non-increasing.
+        n: [K], experts to fetch; non-increasing.
+        gamma: draft tokens per step.
+        top_k: experts per token.
         distinct: distinct experts that a step activates in a layer (the paper's b).
-        t_cpu, t_gpu, t_io, t_draft: seconds of an expert on the CPU, on the GPU, moved, and of a draft token.
+        t_cpu, t_gpu, t_io, t_draft: seconds to compute an expert on the CPU, to compute one on the GPU, to move one,
+            and to draft a token.
         layers: MoE layers of the target.
         free_bytes: fast memory that may be filled.
         expert_bytes: bytes of one expert.
@@ -77,14 +79,14 @@ def solve(
 
 def _check(r_c: Sequence[float], r_g: Sequence[float], n: Sequence[float]) -> None:
     if not len(r_c) == len(r_g) == len(n) > 0:
-        raise ValueError(f"r_c, r_g and n have {len(r_c)}, {len(r_g)} and {len(n)} values; each needs one for a score")
+        raise ValueError(f"r_c, r_g and n have {len(r_c)}, {len(r_g)} and {len(n)} values; each needs one per score")
     for name, values in (("r_c", r_c), ("r_g", [-x for x in r_g]), ("n", [-x for x in n])):
         if not all(a <= b for a, b in pairwise(values)):
             raise ValueError(f"{name} is not monotone; r_c must not fall, r_g and n must not rise with the threshold")
 
 
 def _first(size: int, holds: Callable[[int], bool], start: int = 0) -> int:
-    """The first index in [start, size) from which on ``holds`` is true, ``size`` when there is none."""
+    """Returns the first index in [start, size) from which on ``holds`` is true, ``size`` when there is none."""
     low, high = start, size
     while low < high:
         middle = (low + high) // 2
@@ -93,10 +95,10 @@ def _first(size: int, holds: Callable[[int], bool], start: int = 0) -> int:
 
 
 class Threshold(Balancer):
-    """Misses that score at least tau are fetched, the others run on the CPU.
+    """Loads the missing experts that score at least tau; the others run on the CPU.
 
-    A layer's r_c, r_g, n and b are means over its forwards so far, the newest counting for at least
-    one in 64; its first forward decides with its own. ``fixed`` is a tau that stays (ablation "w/o HetWB": 2).
+    A layer's r_c, r_g, n and b are means over its forwards so far, in which the newest has a weight of at least 1/64;
+    the first forward of a layer uses its own values. ``fixed`` is a constant tau (ablation "w/o HetWB": 2).
     """
 
     needs_scores: ClassVar[bool] = True
@@ -136,7 +138,7 @@ class Threshold(Balancer):
         )
 
     def _learn(self, state: LayerState) -> np.ndarray:
-        """float [4, K]: r_c, r_g, n and b of the layer."""
+        """Updates the layer's means and returns them, float [4, K]: r_c, r_g, n and b."""
         hot = state.scores >= np.arange(1, self.upper + 1)[:, None]
         active = state.rows > 0
         distinct = max(1, int(active.sum()))

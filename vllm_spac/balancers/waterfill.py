@@ -1,4 +1,4 @@
-"""Three processors: hits run in fast memory while misses are streamed or run on the CPU until both are done at once."""
+"""Balancer that splits the misses between PCIe and CPU so that both finish at the same time, while hits run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ def solve(
     stream_free: float = 0.0,
     cpu_free: float = 0.0,
 ) -> tuple[list[int], list[int]]:
-    """Split the missing experts so that the later of the two processors finishes as early as possible.
+    """Splits the missing experts so that the later of the two processors finishes as early as possible.
 
-    Streaming takes ``t_stream`` an expert, whatever its rows; the CPU takes max(t_cpu, rows * t_row). For any number
-    of experts on the CPU those with the fewest rows are the quickest, so only the m + 1 numbers are compared: exact,
-    O(m log m).
+    Streaming takes ``t_stream`` per expert, whatever its rows; the CPU takes max(t_cpu, rows * t_row) per expert. For
+    any number of experts on the CPU those with the fewest rows are the fastest, so only the m + 1 numbers are compared:
+    exact, O(m log m).
 
     Args:
         misses: experts, [m].
         rows_per_expert: rows of each, [m], same order.
-        t_stream, t_cpu, t_row: seconds, >= 0.
-        stream_free, cpu_free: seconds until each processor has finished what it is doing.
+        t_stream, t_cpu: seconds per expert, >= 0.
+        t_row: seconds per row of an expert on the CPU, >= 0.
+        stream_free, cpu_free: seconds until each processor has finished its current work.
 
     Returns:
-        (streamed, on the CPU), each ascending. Among equally good splits the one with the fewest on the CPU: a
-        streamed expert stays.
+        (streamed, on the CPU), each ascending. Among equally good splits the one with the fewest on the CPU,
+        because a streamed expert stays resident.
     """
     rows = np.asarray(rows_per_expert, dtype=np.float64)
     assert len(rows) == len(misses), "one number of rows for each missing expert"
@@ -49,7 +50,10 @@ def solve(
 
 
 class Waterfill(Balancer):
-    """PCIe and CPU bandwidth add up: the specification's split of hit, stream and CPU."""
+    """Splits misses between streaming and CPU by finishing time, so that PCIe and CPU bandwidth add up.
+
+    MoE-SpAc balances two processors, CPU and GPU. Here streaming is the third; without it the two-way rule remains.
+    """
 
     def plan(self, state: LayerState) -> Plan:
         hit, missing = split(state)

@@ -1,4 +1,4 @@
-"""Reads ahead of need: threads of their own, tickets that can be cancelled, and silence while a layer waits."""
+"""Background reads ahead of need: own threads, cancellable tickets, and a pause while a layer waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_spac.system.futures import finish, outcome
 
 @dataclass(frozen=True, eq=False)
 class _Ticket:
-    """A read ahead of need; ``after`` are the kernels that may still read the slot's old expert."""
+    """A read ahead of need. ``after`` is reached when no kernel may still read the slot's old expert."""
 
     key: int
     slot: int
@@ -26,12 +26,14 @@ class _Ticket:
 
 
 class Background:
-    """Called by the forward thread only, but for ``read``, which its threads call.
+    """Queue and threads of the reads ahead of need.
+
+    Called by the forward thread only, except ``read``, which the threads call.
 
     Args:
-        read: fills a slot with an expert; returns the bytes moved.
-        threads: reads in flight at once.
-        device: where the slots lie.
+        read: fills a slot with an expert, given (key, slot); returns the bytes moved.
+        threads: maximum number of reads in flight.
+        device: device of the slots.
     """
 
     def __init__(self, read: Callable[[int, int], int], threads: int, device: torch.device) -> None:
@@ -40,8 +42,8 @@ class Background:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-ahead", initializer=unbind)
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tickets: dict[int, _Ticket] = {}  # the forward thread's
-        self._lock = threading.Lock()  # of the four below
+        self._tickets: dict[int, _Ticket] = {}  # used by the forward thread only
+        self._lock = threading.Lock()  # protects the four below
         self._waiting: deque[_Ticket] = deque()
         self._readers = 0
         self._pauses = 0
@@ -49,25 +51,25 @@ class Background:
 
     @property
     def keys(self) -> KeysView[int]:
-        """Keys that were asked for and not cancelled, reaped or waited for since; the oldest first."""
+        """Keys that were queued and not cancelled, reaped or waited for since; the oldest first."""
         return self._tickets.keys()
 
     def fetch(self, loads: Iterable[tuple[int, int]]) -> None:
-        """Read each (key, slot), in this order; does not wait."""
+        """Queues the reads of each (key, slot), in this order; does not wait."""
         after = None
         if self._stream is not None:
             after = torch.cuda.Event()
             after.record(torch.cuda.current_stream(self._device))
         tickets = [_Ticket(key, slot, after) for key, slot in loads]
         for ticket in tickets:
-            assert ticket.key not in self._tickets, f"expert {ticket.key} is on its way already"
+            assert ticket.key not in self._tickets, f"a read of expert {ticket.key} is in flight already"
             self._tickets[ticket.key] = ticket
         with self._lock:
             self._waiting.extend(tickets)
         self._begin()
 
     def cancel(self, keys: Iterable[int]) -> list[int]:
-        """Forget those of ``keys`` whose read has not begun; returns them. Their slots were not written."""
+        """Cancels those of ``keys`` whose read has not begun; returns them. Their slots were not written."""
         gone = [key for key in keys if self._tickets[key].done.cancel()]
         for key in gone:
             del self._tickets[key]
@@ -77,12 +79,12 @@ class Background:
         return gone
 
     def reap(self) -> dict[int, int | BaseException]:
-        """The reads that are over since the last call: bytes moved, or the error. Does not wait."""
+        """Returns the reads finished since the last call: key -> bytes moved, or the error. Does not wait."""
         over = [key for key, ticket in self._tickets.items() if ticket.done.done()]
         return {key: outcome(self._tickets.pop(key).done) for key in over}
 
     def wait(self, keys: Sequence[int]) -> dict[int, int | BaseException]:
-        """As ``reap``, for ``keys``, none of which ``cancel`` would take: returns when all are over."""
+        """Waits for the reads of ``keys`` to finish; returns as ``reap``. All of them must have begun."""
         done = [self._tickets[key].done for key in keys]
         assert all(job.running() or job.done() for job in done), "cancel before waiting: nothing is begun meanwhile"
         with self.paused():
@@ -91,7 +93,7 @@ class Background:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No read is begun inside; those in flight go on."""
+        """Starts no read inside the block; reads in flight continue."""
         with self._lock:
             self._pauses += 1
         try:
@@ -102,14 +104,14 @@ class Background:
             self._begin()
 
     def close(self) -> None:
-        """Wait for the reads in flight, drop the others and stop the threads. What comes after fails."""
+        """Waits for the reads in flight, cancels the others and stops the threads. Later reads are cancelled."""
         with self._lock:
             self._closed = True
         self._begin()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self) -> None:
-        """See to it that as many threads read as may and can."""
+        """Starts as many threads as there are queued reads and free threads, unless paused."""
         with self._lock:
             if self._closed:
                 for ticket in self._waiting:
@@ -121,7 +123,7 @@ class Background:
                     self._readers += 1
 
     def _work(self) -> None:
-        """In a thread: read what waits, until nothing does or there is a pause."""
+        """Body of a thread: performs queued reads until the queue is empty or reads are paused."""
         while (ticket := self._next()) is not None:
             if not ticket.done.set_running_or_notify_cancel():
                 continue
@@ -130,7 +132,7 @@ class Background:
                     ticket.after.synchronize()
                 with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                     ticket.done.set_result(self._read(ticket.key, ticket.slot))
-            except BaseException as error:  # told to whoever asks for the ticket
+            except BaseException as error:  # raised by the caller that waits for the ticket
                 ticket.done.set_exception(error)
 
     def _next(self) -> _Ticket | None:

@@ -1,4 +1,4 @@
-"""What to fetch next: MoE-SpAc's multi-level queue. Pure: no slots, no threads, no I/O."""
+"""MoE-SpAc's multi-level queue, which orders the experts to fetch. Pure: no slots, no threads, no I/O."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 
 class LevelQueue:
-    """One FIFO for each score; the highest score is served first. A key is in it once. Scores are at least 1."""
+    """One FIFO per score; the highest score is served first. A key is queued at most once. Scores are at least 1."""
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[int, None]] = {}  # no level is empty
         self._score: dict[int, int] = {}
 
     def put(self, key: int, score: int) -> None:
-        """Enqueue ``key``, or move it to the end of its new level; with its old score it keeps its place."""
+        """Enqueues ``key``, or moves it to the end of its new level; with an unchanged score it keeps its place."""
         assert score >= 1, f"score {score} of expert {key}: nothing below 1 is worth fetching"
         if self._score.get(key) == score:
             return
@@ -23,7 +23,7 @@ class LevelQueue:
         self._levels.setdefault(score, OrderedDict())[key] = None
 
     def pop(self, threshold: int = 1) -> int | None:
-        """Take out the oldest key of the highest level; None when no key scores ``threshold`` or more."""
+        """Removes and returns the oldest key of the highest level; None when no key scores ``threshold`` or more."""
         top = max(self._levels, default=0)
         if top < max(1, threshold):
             return None
@@ -32,7 +32,7 @@ class LevelQueue:
         return key
 
     def discard(self, key: int) -> bool:
-        """Take ``key`` out, wherever it is; whether it was there."""
+        """Removes ``key`` from its level; returns whether it was queued."""
         score = self._score.pop(key, None)
         if score is None:
             return False
@@ -43,12 +43,12 @@ class LevelQueue:
         return True
 
     def clear(self) -> None:
-        """Take out everything."""
+        """Removes all keys."""
         self._levels.clear()
         self._score.clear()
 
     def __iter__(self) -> Iterator[int]:
-        """Keys in the order of service."""
+        """Yields the keys in the order of service."""
         for score in sorted(self._levels, reverse=True):
             yield from self._levels[score]
 

@@ -1,7 +1,7 @@
-"""MoE-SpAc's asynchronous engine: makes experts resident, on demand and ahead of need. The forward thread's own.
+"""MoE-SpAc's asynchronous engine: makes experts resident, on demand and ahead of need. Used by the forward thread only.
 
-Threads only fill slots and complete futures. The forward thread learns of it, and moves the state of ``Residency``,
-in ``hold`` and ``end_step``: the state machine is single-threaded.
+I/O threads only fill slots and complete futures. The forward thread collects their results in ``hold`` and ``end_step``
+and only there updates the state of ``Residency``: the state machine is single-threaded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from vllm_spac.metrics import Counters
 
 
 class ExpertLoader:
-    """Brings experts into the slots of ``residency``.
+    """Loads experts into the slots of ``residency``.
 
     Args:
-        residency: who is where; owned.
+        residency: which expert is in which slot; owned.
         transfers: moves bytes; owned.
-        counters, layer_experts, settings, balancer: of ``Prefetcher``.
+        counters, layer_experts, settings, balancer: as in ``Prefetcher``.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class ExpertLoader:
         self._prefetcher = Prefetcher(residency, transfers, counters, layer_experts, predictor, settings, balancer)
 
     def hold(self, keys: list[int], counters: Counters | None) -> list[int]:
-        """Pin ``keys``, wait until all are READY, and return those that were not; ``release`` unpins.
+        """Pins ``keys``, waits until all are READY, and returns those that were not; ``release`` unpins.
 
         Args:
             keys: experts of one layer, distinct.
-            counters: told of loads on demand and of waiting, if given.
+            counters: receives loads on demand and stall time, if given.
 
         Raises:
             StoreError: an expert could not be read; nothing stays pinned.
@@ -67,12 +67,12 @@ class ExpertLoader:
         return missed
 
     def release(self, keys: list[int]) -> None:
-        """Unpin ``keys``."""
+        """Unpins ``keys``."""
         self.residency.release(keys)
 
     @property
     def balancer(self) -> Balancer | None:
-        """Says what is worth a read ahead, and gives some of the missing experts to the CPU."""
+        """Decides which scores are worth a prefetch, and assigns some of the missing experts to the CPU."""
         return self._prefetcher.balancer
 
     @balancer.setter
@@ -81,11 +81,15 @@ class ExpertLoader:
 
     @property
     def scores(self) -> np.ndarray:
-        """int [keys], utility after the last step; zeros where neither prefetcher nor balancer reads it."""
+        """int [keys], utility after the last step; zeros if neither the prefetcher nor the balancer reads it."""
         return self._prefetcher.scores
 
     def end_step(self, counts: np.ndarray | None) -> None:
-        """A forward is over; it selected ``counts`` (see ``Policy.observe``), if that says anything."""
+        """Ends a forward: updates scores and policy, and starts prefetches.
+
+        Args:
+            counts: as in ``Policy.observe``; None for a forward without decode or verify rows.
+        """
         if counts is not None:
             self.residency.policy.observe(counts)
             if self._fetches or (self.balancer is not None and self.balancer.needs_scores):
@@ -94,11 +98,11 @@ class ExpertLoader:
             self._prefetcher.plan()
 
     def close(self) -> None:
-        """Wait for the reads in flight, drop the others, stop the threads."""
+        """Waits for the reads in flight, cancels the others and stops the threads."""
         self._transfers.close()
 
     def _prepare(self, keys: list[int], counters: Counters | None) -> Placement:
-        """A forward never fails for slots that are only promised to somebody."""
+        """Finds slots for ``keys``; if there are too few, first cancels or waits for prefetches of other experts."""
         while True:
             try:
                 placement = self.residency.prepare(keys)
@@ -113,7 +117,7 @@ class ExpertLoader:
             return placement
 
     def _bring(self, placement: Placement, counters: Counters | None) -> None:
-        """Load what is missing; reads ahead that have not begun become reads on demand, others are waited for."""
+        """Loads the missing experts; prefetches that have not begun become loads on demand, others are waited for."""
         begun = dict(placement.waits)
         for key in self._transfers.ahead.cancel(list(begun)):
             del begun[key]
@@ -121,7 +125,7 @@ class ExpertLoader:
         failed = self._load(loads, counters)
         if begun:
             again = self._prefetcher.wait(list(begun), counters)
-            second = self.residency.prepare(again)  # in the slots that they have just left
+            second = self.residency.prepare(again)  # into the slots that their failed reads have just freed
             self._prefetcher.placed(second)
             failed |= self._load(second.loads, counters)
             self._counters.prefetch_late += len(begun) - len(again)
@@ -135,7 +139,7 @@ class ExpertLoader:
         return failed
 
     def _give_up(self, keys: list[int]) -> None:
-        """No thread writes to the slots of ``keys`` but those that read ahead."""
+        """Frees the slots of ``keys`` that are LOADING, except those that a background read may still write to."""
         for key in keys:
             if self.residency.is_loading(key) and key not in self._transfers.ahead.keys:
                 self.residency.failed(key)

@@ -1,4 +1,4 @@
-"""The prefetcher, by scores as MoE-SpAc's: which missing experts are read ahead of need, and what became of them."""
+"""Score-based prefetcher as in MoE-SpAc: decides which missing experts are read ahead, and counts the outcome."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ logger = logging.getLogger("vllm.spac")
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchSettings:
-    """What is read ahead of need.
+    """Settings of the prefetcher.
 
-    The paper's ablations: ``prefetch="off"`` is "w/o SG-Prefetcher"; policy ``lru`` with ``prefetch="utility"`` is "w/o
-    SG-Evictor"; of ``options``, ``upper=1`` is "w/o SpecUE" and ``boundaries=(3, 1)`` "w/o AdaBC"; ``threshold=2`` is
-    "w/o HetWB".
+    The ablations of the MoE-SpAc paper: ``prefetch="off"`` is "w/o SG-Prefetcher"; policy ``lru`` with
+    ``prefetch="utility"`` is "w/o SG-Evictor"; of ``options``, ``upper=1`` is "w/o SpecUE" and ``boundaries=(3, 1)``
+    "w/o AdaBC"; ``threshold=2`` is "w/o HetWB".
 
     Attributes:
         prefetch: ``off``, or a predictor, whose score must reach the threshold: a name of ``predictors/`` or
             ``package.module:Class``.
         threshold: the lowest score worth fetching (the paper's tau), where no balancer decides it.
-        depth: experts that have a slot and are not read yet, at most; what they evicted is gone while they wait.
-        background: reads ahead in flight at once; None is half of the I/O threads.
-        options: arguments of the predictor; not used where the policy lends its scores.
+        depth: maximum number of experts that have a slot and are not read yet. The experts they replaced are evicted
+            while they wait.
+        background: maximum number of prefetch reads in flight; None is half of the I/O threads.
+        options: arguments of the predictor; not used where the policy provides the scores.
         poison: fill slots with NaN before they are loaded; for tests.
 
     Raises:
-        ConfigError: no such predictor, one that looks at what the prefetcher cannot pass on, or a number below 1.
-        ValueError: from the predictor, which refuses its options.
+        ConfigError: there is no such predictor, it needs a signal that the prefetcher cannot provide, or a number is
+            below 1.
+        ValueError: the predictor refuses its options.
     """
 
     prefetch: str = "off"
@@ -58,7 +60,7 @@ class PrefetchSettings:
             raise ConfigError(f"spac: prefetch={self.prefetch!r} is not known; use off or {', '.join(known)}")
         if self.threshold < 1 or self.depth < 1 or (self.background is not None and self.background < 1):
             raise ConfigError("spac: threshold, depth and background of the prefetcher must be at least 1")
-        others = self.build(1).looks_at - {Signal.COUNTS}  # and refuses wrong options now, not in the first forward
+        others = self.build(1).looks_at - {Signal.COUNTS}  # also refuses wrong options now, not in the first forward
         if others:
             raise ConfigError(
                 f"spac: prefetch={self.prefetch!r} looks at {', '.join(sorted(others))}, which is not passed on to "
@@ -67,20 +69,20 @@ class PrefetchSettings:
 
     @property
     def predictor(self) -> str:
-        """Name of the predictor; balancers may need its scores where nothing is prefetched, too."""
+        """Name of the predictor; balancers may need its scores even if nothing is prefetched."""
         return "utility" if self.prefetch == "off" else self.prefetch
 
     def build(self, experts: int) -> Predictor:
-        """The predictor of so many experts."""
+        """Returns a predictor of ``experts`` experts."""
         return components.build("predictors", self.predictor, num_experts=experts, **self.options)
 
     def predictor_beside(self, policy: Policy, experts: int) -> Predictor:
-        """The predictor, which is not run again where the policy orders its experts by the same."""
+        """Returns the predictor to use with ``policy``; reads the policy's scores if it runs the same predictor."""
         return _Lent(policy) if policy.predictor == self.predictor else self.build(experts)
 
 
 class _Lent(Predictor):
-    """The scores that the eviction policy keeps; it has observed a step before."""
+    """The scores of the eviction policy, which must have observed a step before this predictor does."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -91,14 +93,14 @@ class _Lent(Predictor):
 
 
 class Prefetcher:
-    """Fills slots in the background and keeps the books of it; the forward thread's own.
+    """Fills slots in the background and counts the outcome; used by the forward thread only.
 
     Args:
-        residency, transfers: the engine's.
+        residency, transfers: shared with the loader.
         predictor: scores experts.
-        counters: told of everything, also between steps: it is the work of a step.
-        layer_experts: experts of a layer; the keys of a layer are consecutive, layers run in the order of their keys.
-        settings: see there.
+        counters: counts all prefetches, also those that finish between steps: a step caused them.
+        layer_experts: experts per layer; the keys of a layer are consecutive, layers run in the order of their keys.
+        settings: see ``PrefetchSettings``.
 
     Attributes:
         balancer: decides the threshold of each layer instead of ``settings.threshold``, if there is one.
@@ -117,21 +119,21 @@ class Prefetcher:
     ) -> None:
         self.balancer = balancer
         self.queue = LevelQueue()
-        self.unused: set[int] = set()  # read ahead, READY and not needed yet
+        self.unused: set[int] = set()  # prefetched, READY and not used yet
         self._residency, self._ahead, self._path = residency, transfers.ahead, f"{transfers.path} ahead"
         self._poison = transfers.poison if settings.poison else None
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
         self._predictor = predictor
         self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
-        self._damaged: set[int] = set()  # not read ahead again before a forward has had them
+        self._damaged: set[int] = set()  # failed; not prefetched again until a forward has used them
 
     def observe(self, counts: np.ndarray) -> None:
-        """A step selected ``counts``; the policy has observed them (see ``Policy.observe``)."""
+        """Updates the scores from the ``counts`` of a step, which the policy has observed (see ``Policy.observe``)."""
         self._predictor.observe_step(counts)
         self.scores = self._predictor.scores
 
     def plan(self) -> None:
-        """A step is over: forget what was not begun, and fetch by the newest scores, from layer 0 on."""
+        """Called after a step: cancels reads that have not begun, and queues new ones by the newest scores."""
         self.reap()
         self.cancel(self._ahead.keys)
         self.queue.clear()
@@ -142,14 +144,14 @@ class Prefetcher:
         self.top_up(0)
 
     def top_up(self, passed: int) -> None:
-        """Ask for the best that waits while there are slots for it; keys below ``passed`` come too late."""
+        """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""
         self.cancel([key for key in self._ahead.keys if key < passed])
         loads: list[tuple[int, int]] = []
         while len(self._ahead.keys) + len(loads) < self._settings.depth and (key := self.queue.pop()) is not None:
             if key < passed or self._residency.slot_of[key] != NOWHERE:
                 continue
             placement = self._residency.admit(key, self.scores)
-            if placement is None:  # what is left scores no more
+            if placement is None:  # no queued key has a higher score
                 self.queue.clear()
                 break
             self.placed(placement)
@@ -158,19 +160,19 @@ class Prefetcher:
             self._ahead.fetch(loads)
 
     def reap(self) -> None:
-        """Take note of the reads that are over."""
+        """Processes the reads that have finished."""
         if self._ahead.keys:
             self._arrive(self._ahead.reap())
 
     def cancel(self, keys: Iterable[int]) -> list[int]:
-        """Free the slots of those of ``keys`` whose read has not begun; returns them."""
+        """Cancels those of ``keys`` whose read has not begun and frees their slots; returns them."""
         gone = self._ahead.cancel(list(keys))
         for key in gone:
             self._residency.failed(key)
         return gone
 
     def wait(self, keys: list[int], counters: Counters | None) -> list[int]:
-        """Wait for reads that have begun; returns those that failed, whose slots are free again."""
+        """Waits for reads that have begun; returns the keys that failed, whose slots are free again."""
         start = time.perf_counter()
         failed = self._arrive(self._ahead.wait(keys)) if keys else []
         if keys and counters is not None:
@@ -178,7 +180,7 @@ class Prefetcher:
         return failed
 
     def placed(self, placement: Placement) -> None:
-        """Slots changed hands."""
+        """Records a placement: counts evicted unused prefetches, and poisons the new slots if set."""
         wasted = self.unused.intersection(placement.victims)
         self.unused -= wasted
         self._counters.prefetch_wasted += len(wasted)
@@ -187,7 +189,7 @@ class Prefetcher:
                 self._poison(slot)
 
     def used(self, keys: list[int]) -> None:
-        """A forward has ``keys``, all READY."""
+        """Records that a forward uses ``keys``, all READY, and starts further reads for the layers after them."""
         if self.unused:
             used = self.unused.intersection(keys)
             self.unused -= used
@@ -207,7 +209,7 @@ class Prefetcher:
         for key, result in results.items():
             if isinstance(result, BaseException):
                 self._residency.failed(key)
-                logger.warning("spac: expert %d was not read ahead; it is read again when needed: %s", key, result)
+                logger.warning("spac: expert %d could not be prefetched; it is read again when needed: %s", key, result)
             else:
                 self._residency.loaded(key)
                 self._counters.moved(self._path, result)

@@ -1,7 +1,7 @@
-"""Which expert lies in which slot: the state machine of fast memory. No tensors, no threads, no I/O.
+"""Which expert is in which slot: the state machine of fast memory. No tensors, no threads, no I/O.
 
-A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and says what must be loaded; ``admit`` finds
-a slot for what may be needed later, ``exchange`` for what was used without one; ``loaded`` or ``failed`` answer for
+A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and returns what must be loaded; ``admit`` finds
+a slot for what may be needed later, ``exchange`` for what was used without one; ``loaded`` or ``failed`` completes
 each load; ``release`` unpins. LOADING and pinned slots are frozen: never a victim. Weights are read-only, so eviction
 only forgets: nothing is ever copied back. Only the forward thread calls, so that no state changes between two lines.
 """
@@ -28,13 +28,13 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a call did and what follows from it.
+    """Result of a call that assigns slots.
 
     Attributes:
-        hits: keys that were READY.
+        hits: number of keys that were READY.
         loads: (key, slot) pairs to load now.
         waits: (key, slot) pairs that are being loaded already.
-        victims: keys that lost their slot.
+        victims: keys that were evicted.
     """
 
     hits: int
@@ -45,7 +45,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Better:
-    """Keys that may not make room for one that scores ``limit``: the frozen ones, and those that score as much."""
+    """Keys that may not be evicted for one that scores ``limit``: the frozen ones, and those that score as much."""
 
     frozen: Collection[int]
     scores: np.ndarray
@@ -59,7 +59,7 @@ class Residency:
     """Slots ``0 .. slots-1`` for expert keys ``0 .. keys-1``.
 
     Args:
-        keys: number of experts that could be resident.
+        keys: number of experts.
         slots: number of slots.
         policy: chooses victims; owned by this object.
     """
@@ -80,16 +80,16 @@ class Residency:
 
     @property
     def resident(self) -> int:
-        """Experts that are ready in a slot."""
+        """Number of experts that are READY."""
         return int((self.state == SlotState.READY).sum())
 
     @property
     def pinned(self) -> int:
-        """Experts that a layer is using; between steps there are none."""
+        """Number of experts that a layer is using; 0 between steps."""
         return len(self._pinned)
 
     def prepare(self, keys: Sequence[int]) -> Placement:
-        """Pin ``keys`` (distinct, none pinned already) and find a slot for each that is missing.
+        """Pins ``keys`` (distinct, none pinned already) and finds a slot for each that is missing.
 
         All or nothing: raises ``LookupError`` and changes nothing when there are not enough slots that are neither
         pinned nor LOADING.
@@ -102,7 +102,7 @@ class Residency:
         frozen = pinned | self._loading if self._loading else pinned
         victims = self.policy.evict(max(0, len(missing) - len(self._free)), frozen)
         for victim in victims:
-            assert victim not in frozen, "the policy gives a frozen expert away"
+            assert victim not in frozen, "the policy evicts a frozen expert"
             self._vacate(victim)
         for key, slot in zip(keys, slots, strict=True):
             if slot != NOWHERE:
@@ -112,10 +112,10 @@ class Residency:
         return Placement(len(keys) - len(missing) - len(waits), loads, tuple(waits), tuple(victims))
 
     def admit(self, key: int, scores: np.ndarray) -> Placement | None:
-        """Find a slot for ``key``, which is nowhere, to be loaded before it is needed; it is not pinned.
+        """Finds a slot for ``key``, which has none, to be loaded before it is needed; does not pin it.
 
-        The slot is a free one, or else the policy's first victim among those that score less than ``key``. Where
-        there is neither, nothing changes and the answer is None: a better expert never goes for a worse one.
+        The slot is a free one, or else that of the policy's first victim among those that score less than ``key``.
+        Without either, nothing changes and None is returned: an expert is never evicted for one with a lower score.
         """
         assert self.slot_of[key] == NOWHERE, f"expert {key} has a slot"
         victims: list[int] = []
@@ -124,15 +124,15 @@ class Residency:
                 victims = self.policy.evict(1, _Better(self._pinned | self._loading, scores, int(scores[key])))
             except LookupError:
                 return None
-            assert victims[0] not in self._pinned | self._loading, "the policy gives a frozen expert away"
+            assert victims[0] not in self._pinned | self._loading, "the policy evicts a frozen expert"
             self._vacate(victims[0])
         return Placement(0, ((key, self._occupy(key)),), victims=tuple(victims))
 
     def exchange(self, key: int) -> Placement | None:
-        """Find a slot for ``key``, which is nowhere and was just used, to be loaded beside what runs; it is not pinned.
+        """Finds a slot for ``key``, which has none and was just used, to be loaded while kernels run; does not pin it.
 
-        The slot is a free one, or else that of the policy's first victim, ``key`` being one of those that it chooses
-        from: where it would give ``key`` away first, nothing changes and the answer is None.
+        The slot is a free one, or else that of the policy's first victim, chosen from the resident experts and ``key``:
+        if the policy would evict ``key`` first, nothing changes and None is returned.
         """
         assert self.slot_of[key] == NOWHERE, f"expert {key} has a slot"
         self.policy.insert(key)
@@ -141,7 +141,7 @@ class Residency:
             victims = self.policy.evict(1, self._pinned | self._loading)
             if victims == [key]:
                 return None
-            assert victims[0] not in self._pinned | self._loading, "the policy gives a frozen expert away"
+            assert victims[0] not in self._pinned | self._loading, "the policy evicts a frozen expert"
             self._vacate(victims[0])
         return Placement(0, ((key, self._seat(key)),), victims=tuple(victims))
 
@@ -150,13 +150,13 @@ class Residency:
         return key in self._loading
 
     def loaded(self, key: int) -> None:
-        """The load of ``key`` is complete: its slot may be read."""
+        """Completes the load of ``key``: its slot may be read."""
         assert key in self._loading, f"expert {key} was not loading"
         self._loading.remove(key)
         self.state[self.slot_of[key]] = SlotState.READY
 
     def failed(self, key: int) -> None:
-        """The load of ``key`` did not happen: its slot is free again and the key is neither resident nor pinned."""
+        """Undoes the load of ``key``: its slot is free again, and the key is neither resident nor pinned."""
         assert key in self._loading, f"expert {key} was not loading"
         self._loading.remove(key)
         self._pinned.discard(key)
@@ -164,11 +164,16 @@ class Residency:
         self._vacate(key)
 
     def release(self, keys: Iterable[int]) -> None:
-        """Unpin ``keys``; they stay resident until the policy lets them go. Keys whose load failed are ignored."""
+        """Unpins ``keys``; they stay resident until the policy evicts them. Keys whose load failed are ignored."""
         self._pinned.difference_update(keys)
 
     def take_over(self, slots: np.ndarray, keys: np.ndarray) -> None:
-        """Somebody else has filled these READY slots with ``keys``, in place of their owners, which are not pinned."""
+        """Records that ``keys`` have replaced the owners of these READY slots, which are not pinned.
+
+        Args:
+            slots: int [n].
+            keys: int [n], the new owner of each slot.
+        """
         victims = self.owner[slots].tolist()
         assert (self.state[slots] == SlotState.READY).all(), "a slot that is free or being loaded has another owner"
         assert not self._pinned.intersection(victims), "a pinned expert has lost its slot"
@@ -181,7 +186,7 @@ class Residency:
             self.policy.insert(key)
 
     def check_integrity(self) -> None:
-        """Every invariant, in O(slots + keys); raises ``AssertionError``."""
+        """Checks every invariant, in O(slots + keys); raises ``AssertionError``."""
         owned = np.flatnonzero(self.owner != NOWHERE)
         assert (self.slot_of[self.owner[owned]] == owned).all(), "owner and slot_of disagree"
         assert (self.slot_of != NOWHERE).sum() == len(owned), "a key points to a slot that it does not own"

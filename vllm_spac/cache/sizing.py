@@ -1,4 +1,4 @@
-"""From the knob ``slots`` to a number of slots. Pure."""
+"""Converts the knob ``slots`` into a number of slots. Pure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ if TYPE_CHECKING:  # the command line parses sizes, and starts without torch
     from vllm_spac.traces.format import TraceFacts
 
 
-def check(slots: Slots, experts: int, top_k: int) -> None:
-    """Refuse a count a layer that this model cannot meet; possible before anything is loaded.
+def check_per_layer(slots: Slots, experts: int, top_k: int) -> None:
+    """Refuses a number of slots per layer that this model cannot use; can run before anything is loaded.
+
+    Args:
+        slots: what the user requested; shares and ``auto`` always pass.
+        experts: experts per layer.
+        top_k: experts per token.
 
     Raises:
-        ConfigError: fewer experts a layer than one token needs, or more than there are.
+        ConfigError: fewer slots per layer than the experts that one token needs, or more than a layer has experts.
     """
     if slots.per_layer is None:
         return
     if slots.per_layer < top_k:
         raise ConfigError(
-            f"spac: slots={slots.per_layer} (--spac-slots) keeps {slots.per_layer} experts a layer, but one token of "
-            f"this model needs {top_k}; use --spac-slots {top_k} or more, or a percentage, whose slots all layers share"
+            f"spac: slots={slots.per_layer} (--spac-slots) keeps {slots.per_layer} experts per layer, but one token "
+            f"of this model needs {top_k}; use --spac-slots {top_k} or more, or a percentage, whose slots all layers "
+            "share"
         )
     if slots.per_layer > experts:
         raise ConfigError(
@@ -36,17 +42,17 @@ def check(slots: Slots, experts: int, top_k: int) -> None:
 
 
 def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
-    """Slots for all layers of ``shape`` together.
+    """Returns the number of slots for all layers of ``shape`` together.
 
     Args:
-        slots: what the user asked for.
+        slots: what the user requested.
         shape: the layers and experts.
-        free_bytes: fast memory that may be used; decides ``auto`` and is checked otherwise.
+        free_bytes: fast memory that may be used; decides ``auto`` and bounds the other values.
 
     Raises:
         ConfigError: fewer slots than one token needs, or more than fit into ``free_bytes``.
     """
-    check(slots, shape.experts, shape.top_k)
+    check_per_layer(slots, shape.experts, shape.top_k)
     fitting = min(shape.total, max(0, free_bytes) // shape.expert_bytes)
     if slots.per_layer is not None:
         count = slots.per_layer * len(shape.layers)
@@ -82,7 +88,7 @@ def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
 
 
 def parse_list(text: str) -> list[str]:
-    """Split at commas outside of brackets."""
+    """Splits ``text`` at commas outside of brackets."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in "([") - (letter in ")]")
@@ -94,7 +100,11 @@ def parse_list(text: str) -> list[str]:
 
 
 def slot_counts(text: str, facts: TraceFacts) -> list[int]:
-    """Numbers of slots, as ``--spac-slots`` computes them; ``ConfigError`` for what it would refuse."""
+    """Returns numbers of slots for a list of ``--spac-slots`` values.
+
+    Raises:
+        ConfigError: a value is malformed, or is ``auto``.
+    """
     from vllm_spac.config import Slots
 
     found = []
@@ -108,5 +118,5 @@ def slot_counts(text: str, facts: TraceFacts) -> list[int]:
         elif slots.share is not None:
             found.append(math.ceil(slots.share * facts.total))
         else:
-            raise ConfigError("--slots: auto needs a machine; name percentages or numbers a layer")
+            raise ConfigError("--slots: auto needs a machine; name percentages or numbers per layer")
     return found

@@ -1,7 +1,7 @@
 """Moves experts from the store into slots: the only owner of I/O threads, and of the stream that they copy on.
 
-Called by the forward thread only. Threads fill tensors and complete futures; what follows from a completed read is
-decided by the caller, when it asks.
+Called by the forward thread only. Threads fill tensors and complete futures; the caller collects completed reads and
+decides what follows.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from vllm_spac.tiers.base import ExpertStore
 
 
 class Transfers:
-    """Loads experts, several at a time: on demand with ``load``, ahead of need with ``ahead``.
+    """Loads several experts concurrently: on demand with ``load``, ahead of need with ``ahead``.
 
-    A read on demand never queues behind one ahead: they have threads of their own, and none ahead is begun while the
-    caller waits.
+    A load on demand never waits for a prefetch: the two have separate threads, and no prefetch starts while the caller
+    waits.
 
     Args:
-        store: where experts are read.
+        store: source of the experts.
         slots: name -> tensor of shape [slots, ...]; a load writes one row of each.
-        threads: reads on demand in flight at once, beside the caller's own.
+        threads: maximum number of loads on demand in flight, in addition to the one in the calling thread.
         path: the name of the store in ``Counters.bytes``.
-        background: reads ahead of need in flight at once; half of ``threads`` unless given.
+        background: maximum number of prefetch reads in flight; half of ``threads`` unless given.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Transfers:
         self.ahead = Background(self._read, max(1, threads // 2) if background is None else background, self._device)
 
     def load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
-        """Fill each (key, slot) of ``loads``; returns when all are done and adds to ``counters``, if given.
+        """Fills each (key, slot) of ``loads``; returns when all are done and adds to ``counters``, if given.
 
-        However it ends, no thread writes to these slots any more.
+        Whether it returns or raises, no thread writes to these slots afterwards.
 
         Returns:
-            The keys that failed, with their errors: empty when all is well.
+            The keys that failed, with their errors.
         """
         start = time.perf_counter()
         if self._device.type == "cuda":  # a kernel that was launched before may still read the slots
@@ -77,12 +77,12 @@ class Transfers:
         return failed
 
     def poison(self, slot: int) -> None:
-        """Set all bits of a slot, which is NaN in every float format: whoever reads it too early shows."""
+        """Sets all bits of a slot, which is NaN in every float format, so that premature reads become visible."""
         for tensor in self._slots.values():
             tensor[slot].reshape(-1).view(torch.uint8).fill_(0xFF)
 
     def close(self) -> None:
-        """Wait for the reads in flight, drop the others and stop the threads."""
+        """Waits for the reads in flight, cancels the others and stops the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.ahead.close()
 
@@ -92,13 +92,13 @@ class Transfers:
     def _submit(self, key: int, slot: int) -> Future:
         try:
             return self._pool.submit(self._read, key, slot)
-        except RuntimeError:  # closed: told as any other failure
+        except RuntimeError:  # closed: reported like any other failure
             dropped: Future = Future()
             dropped.cancel()
             return dropped
 
     def _here(self, key: int, slot: int) -> Future:
-        """Read in the calling thread, which would only wait otherwise."""
+        """Reads in the calling thread, which would only wait otherwise."""
         done: Future = Future()
         try:
             done.set_result(self._read(key, slot))
@@ -108,9 +108,9 @@ class Transfers:
 
 
 def _settle(jobs: Sequence[Future]) -> None:
-    """Drop the jobs that have not begun and wait for the others, whatever interrupts."""
+    """Cancels the jobs that have not begun and waits for the others, even if interrupted."""
     for job in jobs:
         job.cancel()
     while not all(job.done() for job in jobs):
-        with contextlib.suppress(KeyboardInterrupt):  # the one that brought us here is on its way up already
+        with contextlib.suppress(KeyboardInterrupt):  # the first one is already being raised
             finish(jobs)

@@ -1,6 +1,6 @@
-"""Small tensors between host and device, through pinned buffers that are used again.
+"""Copies of small tensors between host and device through reused pinned buffers.
 
-From memory that is not pinned CUDA copies by way of a buffer of its own, and makes the caller wait for the device.
+For memory that is not pinned CUDA copies through its own staging buffer and makes the caller wait for the device.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from vllm_spac.execution.pointers.streams import Event
 
-_BUFFERS = 4  # for what is on its way to the device
+_BUFFERS = 4  # for copies in flight to the device
 
 
 class Lane(Protocol):
-    """Copies that run in order, behind what the caller launched before, and maybe later than the call returns."""
+    """Copies that run in order, after what the caller launched before, possibly after the call has returned."""
 
     def copy(self, target: Tensor, source: Tensor) -> object: ...
     def record(self) -> Event: ...
@@ -45,10 +45,10 @@ class CurrentStream:
 
 
 class Exchange:
-    """Called by one thread.
+    """Copies tensors to and from a device. Called by one thread.
 
-    A buffer is written by the host, and read by a copy that was launched afterwards; it is written again once the event
-    behind that copy is reached. What the device receives is memory of its own, ordered by its stream.
+    The host writes a buffer, then launches the copy that reads it; it writes the buffer again only after the event
+    recorded after that copy has been reached. The device receives newly allocated memory, ordered by its stream.
     """
 
     def __init__(self, device: torch.device, lane: Lane | None = None) -> None:
@@ -59,7 +59,7 @@ class Exchange:
         self._next = 0
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """``tensor`` of the device, in memory of the caller's own; waits for the device."""
+        """Returns a copy of the device's ``tensor`` on the CPU, owned by the caller; waits for the device."""
         self._in = _grown(self._in, tensor.nbytes)
         arrived = _as(self._in, tensor)
         self._lane.copy(arrived, tensor)
@@ -67,7 +67,7 @@ class Exchange:
         return arrived.clone()
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """``tensor`` of the CPU, on the device, for what is launched from now on; does not wait for its copy."""
+        """Returns a copy of the CPU's ``tensor`` on the device, for work launched from now on; does not wait for it."""
         buffer, event = self._out[self._next]
         if event is not None:
             event.wait()

@@ -1,4 +1,4 @@
-"""One layer's (row, expert) pairs, divided between two processors, and their results put together again. Pure."""
+"""Divides one layer's (row, expert) pairs between two processors and combines their results. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Share:
-    """The pairs of one processor, as a forward of their own.
+    """The pairs of one processor, as a separate forward.
 
-    A kernel wants ``top_k`` experts for each row: the place of a pair that is another's repeats the row's first expert
-    that is its own, with weight 0. So no row meets an expert that its router did not choose, whose output could
-    be infinite, and 0 * inf is NaN; nor a slot that is not ready.
+    A kernel needs ``top_k`` experts per row: the place of a pair that belongs to the other processor repeats the row's
+    first own expert, with weight 0. So no row runs an expert that its router did not choose, whose output could be
+    infinite (0 * inf is NaN), and none reads a slot that is not ready.
 
     Attributes:
-        rows: int64 [m], the rows that have a pair here, ascending.
+        rows: int64 [m], the rows that have a pair in this share, ascending.
         ids: [m, top_k], experts.
-        own: bool [m, top_k], the pairs of this processor; each row has one at least.
+        own: bool [m, top_k], the pairs of this processor; at least one per row.
     """
 
     rows: Tensor
@@ -29,22 +29,25 @@ class Share:
 
     @classmethod
     def of(cls, ids: Tensor, own: Tensor) -> Share:
-        """The pairs ``own`` (bool) of ``ids``, both [rows, top_k] on the CPU."""
+        """Returns the share of the pairs ``own`` (bool) of ``ids``, both [rows, top_k] on the CPU."""
         rows = own.any(dim=1).nonzero().flatten()
         ids, own = ids[rows], own[rows]
         first = ids.gather(1, own.int().argmax(dim=1, keepdim=True))
         return cls(rows, torch.where(own, ids, first), own)
 
     def pick(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Its rows [m, hidden] of ``x``, and its weights [m, top_k]: 0 for what another computes. On their device."""
+        """Returns the share's rows of ``x``, [m, hidden], and its weights, [m, top_k]: 0 for pairs of the other share.
+
+        Both stay on their device.
+        """
         rows = self.rows.to(x.device)
         return x[rows], weights[rows].masked_fill(~self.own.to(x.device), 0)
 
 
 def combine(like: Tensor, parts: Iterable[tuple[Share, Tensor]]) -> Tensor:
-    """The layer's output, of the shape, dtype and device of ``like``: the sum of each share's [m, hidden].
+    """Returns the layer's output, with the shape, dtype and device of ``like``: the sum of the shares' [m, hidden].
 
-    Added in float32 and rounded once, so a row that lies in one share keeps its bits.
+    Added in float32 and rounded once, so the result of a row that is in one share only is unchanged bitwise.
     """
     total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
     for share, part in parts:

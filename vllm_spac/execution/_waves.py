@@ -1,4 +1,4 @@
-"""Two rules that every execution and the simulator share: how rows are split into waves, and how slots are filled."""
+"""Rules that executions and the simulator share: how rows are split into waves, and how slots are filled initially."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-_LOOK_AHEAD = 1024  # rows looked at in one go; bounds the work of a split to linear time
+_LOOK_AHEAD = 1024  # rows examined at once; bounds the work of a split to linear time
 
 
 def row_waves(ids: np.ndarray, slots: int, experts: int) -> Iterator[tuple[int, int]]:
-    """Split the rows of a forward into waves ``[start, stop)``, each with as many rows as the slots allow.
+    """Splits the rows of a forward into waves ``[start, stop)``, each with as many rows as the slots allow.
 
     Args:
         ids: int [rows, top_k], experts of one layer, each in ``[0, experts)``.
-        slots: at least ``top_k``.
-        experts: of the layer.
+        slots: number of slots, at least ``top_k``.
+        experts: number of experts of the layer.
     """
     rows = len(ids)
     if rows == 0:
@@ -46,7 +46,7 @@ def _end_of_wave(uses: np.ndarray, start: int, slots: int) -> int:
 
 
 def filled_experts(layers: int, experts: int, slots: int) -> list[list[int]]:
-    """Keys that are loaded before the first step, per layer: an equal share for each, the lowest experts first.
+    """Returns the keys that are loaded before the first step, per layer: equal shares, the lowest experts first.
 
     With a slot for each expert, slot and key are the same number.
     """

@@ -1,4 +1,4 @@
-"""The contract of an execution: how the rows of a layer run over experts of which only some have a slot."""
+"""The contract of an execution: how a layer's rows are computed when only some of its experts have a slot."""
 
 from __future__ import annotations
 
@@ -26,37 +26,40 @@ if TYPE_CHECKING:
 
 
 class LayerKernel(Protocol):
-    """vLLM's kernel of one layer, over what its parameters hold: the slots, or the layer's own experts if all have one.
+    """vLLM's kernel of one layer. Its parameters are the slots, or the layer's own experts if all have a slot.
 
     Attributes:
         activation: name of the layer's activation.
-        takes_slots: it takes slots in place of experts, as a CPU's does. A GPU's sorts rows by the experts of a layer,
-            and there may be more slots: it takes the layer's own ids and a map from these to slots.
+        takes_slots: the kernel takes slot numbers in place of expert ids, as on a CPU. On a GPU the kernel sorts rows
+            by the experts of a layer, and there may be more slots than these: it takes expert ids and a map to slots.
     """
 
     activation: str
     takes_slots: bool
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
-        """The sum over each row's experts of weight * expert(row).
+        """Computes the sum over each row's experts of weight * expert(row).
 
         Args:
             x: [rows, hidden].
             weights: [rows, top_k].
             ids: [rows, top_k], experts of the layer, or slots if ``takes_slots`` and not every expert has its slot.
-            slot_of: int32 [experts] on the device, the slot of each expert that ``ids`` names.
-            rows: with ``slot_of``, rows of the forward that these are a part of: tiles are chosen as for all of them.
+            slot_of: int32 [experts] on the device, the slot of each expert that occurs in ``ids``.
+            rows: with ``slot_of``, number of rows of the whole forward that ``x`` is a part of; tiles are chosen for
+                that number.
         """
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What a layer computes, as far as an execution may have to refuse it.
+    """Properties of a layer because of which an execution may refuse it.
 
     Attributes:
-        limit, alpha: of the activation, where it has any.
+        name: name of the layer.
+        activation: name of its activation.
+        limit, alpha: parameters of the activation, if it has any.
         weighs_input: router weights multiply the input of an expert and not its output.
-        quantised: name of vLLM's method of quantisation, None for plain weights.
+        quantised: name of vLLM's quantisation method, None for plain weights.
     """
 
     name: str
@@ -68,11 +71,11 @@ class LayerFacts:
 
 
 class Rows(NamedTuple):
-    """What is known of the rows of a forward.
+    """Facts about the rows of a forward.
 
     Attributes:
-        real: rows that belong to requests, the first ones; all of them in a dummy run.
-        as_routed: each row is a request's and runs what its router chose: no expert is -1.
+        real: number of leading rows that belong to requests; all rows in a dummy run.
+        as_routed: every row belongs to a request and runs what its router chose: no expert is -1.
         record: called with (layer, ids, weights) of the real rows, both [real, top_k], before they run; may be None.
     """
 
@@ -82,7 +85,13 @@ class Rows(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Fast memory of the experts of one shape: slots, whether prompts are staged beside them, and bytes of both."""
+    """Fast memory of the experts of one shape.
+
+    Attributes:
+        slots: number of slots.
+        staged: whether there are staging buffers for prompts in addition to the slots.
+        nbytes: bytes of slots and buffers together.
+    """
 
     slots: int
     staged: bool
@@ -91,14 +100,14 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionContext:
-    """What an execution is built from.
+    """Arguments from which an execution is built.
 
     Attributes:
         policy, store: owned by the execution.
         tensors: name -> slots of shape [room.slots, ...] on the device that computes.
         path: name of the store in the counters.
-        rows: of the largest forward.
-        exchange: brings small tensors from the device to the host and back; None on a CPU.
+        rows: number of rows of the largest forward.
+        exchange: copies small tensors between device and host; None on a CPU.
     """
 
     shape: MoEShape
@@ -113,21 +122,22 @@ class ExecutionContext:
 
 
 class Execution(ABC):
-    """Runs all layers of one shape; owns their slots, its policy and its store. Called by one thread.
+    """Runs all layers of one shape; owns their slots, policy and store. Called by one thread.
 
-    ``begin_step``, then ``forward`` for each layer, then ``end_forward``. What runs outside of a step (profiling,
-    warm-up) is not counted.
+    Call order: ``begin_step``, then ``forward`` for each layer, then ``end_forward``. What runs outside of a step
+    (profiling, warm-up) is not counted.
 
     Attributes:
-        needs_host: layers wait for the host unless every expert has its slot: the CPU may compute some of the experts,
-            policies are told which layer asks, and no CUDA graph can hold a layer.
-        needs_addressable_store: missing experts are read where they are stored.
-        keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding. An instance may know
-            better than its class.
-        layout: of experts in slots and in the store: ``kernel``, what vLLM's kernel reads, or ``plain``, the
-            checkpoint's.
-        knobs: names of the knobs that mean something with this execution, and nothing with those that do not name them.
-        offline: why no engine can serve with it; empty if it can.
+        needs_host: layers wait for the host unless every expert has its slot. Then the CPU may compute some of the
+            experts, ``Policy.enter`` is called, and layers cannot be captured into a CUDA graph.
+        needs_addressable_store: missing experts are read directly from the store's memory.
+        keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding. An instance may
+            override its class.
+        layout: layout of experts in slots and in the store: ``kernel``, what vLLM's kernel reads, or ``plain``, that of
+            the checkpoint.
+        knobs: names of the knobs that have a meaning with this execution; with executions that do not list them they
+            have none.
+        offline: why no engine can serve with it; empty if one can.
         tensors: name -> slots of shape [slots, ...] on the device that computes.
         holds_all: each expert has its slot, so that nothing is ever decided or moved.
     """
@@ -148,25 +158,25 @@ class Execution(ABC):
     @classmethod
     @abstractmethod
     def of(cls, context: ExecutionContext) -> Self:
-        """An instance with empty slots; ``fill`` comes next."""
+        """Returns an instance with empty slots, to be filled by ``fill``."""
 
     # -- before anything is loaded -------------------------------------------------------------------------
 
     @classmethod
     def check_layer(cls, layer: LayerFacts) -> None:
-        """Refuse a layer that it cannot compute.
+        """Refuses a layer that the execution cannot compute.
 
         Raises:
-            UnsupportedError: names what does not fit and the execution that takes it.
+            UnsupportedError: the message names what is not supported and the execution that supports it.
         """
 
     @classmethod
     def check_shape(cls, shape: MoEShape) -> None:
-        """Refuse experts that it cannot read; raises as ``check_layer``."""
+        """Refuses experts that the execution cannot read; raises as ``check_layer``."""
 
     @classmethod
     def divide(cls, slots: Slots, staging: str, shape: MoEShape, free_bytes: int) -> Room:
-        """What the layers of ``shape`` take of ``free_bytes`` of fast memory, by the knobs ``slots`` and ``staging``.
+        """Returns the share of ``free_bytes`` of fast memory that the layers of ``shape`` take, by the knobs given.
 
         Raises:
             ConfigError: as ``sizing.resolve``.
@@ -179,32 +189,32 @@ class Execution(ABC):
     @property
     @abstractmethod
     def residency(self) -> Residency:
-        """Which expert has which slot, as far as the host knows."""
+        """Which expert has which slot; with decisions on the device, the latest state reported to the host."""
 
     @abstractmethod
     def fill(self) -> Iterator[int]:
-        """Load experts into the free slots, an equal share of each layer; yields how many were loaded.
+        """Loads experts into the free slots, an equal share of each layer; yields how many were loaded.
 
         With a slot for each expert, slot and key are the same number.
         """
 
     def waits_for_host(self, kernel: LayerKernel) -> bool:
-        """Whether layers wait for the host, so that no CUDA graph can hold them."""
+        """Whether layers wait for the host, so that they cannot be captured into a CUDA graph."""
         return self.needs_host
 
     @abstractmethod
     def begin_step(self, step: Step) -> None:
-        """A forward of the target model starts for real requests."""
+        """Starts a forward of the target model for real requests."""
 
     @abstractmethod
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
-        """Routed experts of one layer, [rows, hidden] like ``x``.
+        """Computes the routed experts of one layer; returns [rows, hidden] like ``x``.
 
         Args:
             layer: number of the layer in ``shape.layers``.
             x: [rows, hidden].
             weights: [rows, top_k].
-            ids: [rows, top_k], experts; -1, or anything in the rows that are not real, for none.
+            ids: [rows, top_k], experts; -1 for none. Rows that are not real may contain any value.
 
         Raises:
             SpacError: the layer could not be computed; the cause is attached.
@@ -212,40 +222,40 @@ class Execution(ABC):
 
     @abstractmethod
     def end_forward(self) -> None:
-        """The layers are done, or failed; what comes until the next step is not counted."""
+        """Called when the layers have finished or failed; what runs until the next step is not counted."""
 
     @abstractmethod
     def snapshot(self) -> dict:
-        """The counters as plain data, up to the last step."""
+        """Returns the counters as plain data, up to the last step."""
 
     def resident(self, layer: int) -> Tensor:
-        """bool [experts] on the CPU: which experts of a layer have a slot."""
+        """Returns bool [experts] on the CPU: which experts of a layer have a slot."""
         first = layer * self.shape.experts
         return torch.from_numpy(self.residency.slot_of[first : first + self.shape.experts] != NOWHERE)
 
     def balance(self, balancer: Balancer, thread: ExecutorThread) -> None:
-        """From now on ``balancer`` gives some of the missing experts to ``thread``, which is owned then.
+        """Lets ``balancer`` assign some of the missing experts to ``thread`` from now on; owns ``thread`` afterwards.
 
         Raises:
-            UnsupportedError: no layer asks the host.
+            UnsupportedError: the layers of this execution do not wait for the host.
         """
         raise UnsupportedError(f"spac: {type(self).__name__} computes no experts on the CPU")
 
     def describe(self) -> str:
-        """A few words for the start-up line beside its name, or nothing."""
+        """Returns a few words for the start-up line in addition to the name, or an empty string."""
         return ""
 
     def caveat(self) -> str | None:
-        """What whoever serves with it on this device should know, if anything."""
+        """Returns a warning to log when an engine serves with it on this device, or None."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Stop what runs in the background and give back the store."""
+        """Stops background work and closes the store."""
 
 
 def refusal(name: str, reason: str) -> UnsupportedError:
-    """The error of an execution ``name`` that cannot run ``reason``; names the one that takes every layer."""
+    """Returns the error of an execution ``name`` that cannot run ``reason``; it recommends ``slots``."""
     return UnsupportedError(
         f"spac: execution={name} cannot run {reason}; use --spac-execution slots, which loads missing experts "
         "into slots and runs vLLM's own kernel"

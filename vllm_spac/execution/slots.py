@@ -1,5 +1,7 @@
-"""Loads the experts that a layer misses, then runs vLLM's kernel: divide, pin, load, run, unpin. The one file that
-knows this order."""
+"""Execution that loads the experts a layer misses, then runs vLLM's kernel.
+
+The order of the operations (divide, pin, load, run, unpin) is defined in this file only.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,16 @@ if TYPE_CHECKING:
     from vllm_spac.execution._exchange import Exchange
 
 _FILL_BATCH = 16
-_COUNT_BATCH = 1024  # forwards of layers whose routing is kept until it is counted
-_COUNT_PAIRS = 4 << 20  # (row, expert) pairs of them: 16 MiB of ids, which may lie in a GPU's memory
+_COUNT_BATCH = 1024  # forwards of layers whose routing is kept before it is counted
+_COUNT_PAIRS = 4 << 20  # (row, expert) pairs kept: 16 MiB of ids, possibly in GPU memory
 
 
 @dataclass(frozen=True)
 class Wave:
     """Rows ``[start, stop)`` of a forward, whose experts are all resident.
 
-    ``slot_ids`` has the shape and dtype of the routed ids, with slots in place of experts.
+    Attributes:
+        slot_ids: slot numbers in place of experts, with the shape and dtype of the rows' routed ids.
     """
 
     start: int
@@ -47,19 +50,19 @@ class Wave:
 
 
 class SlotExecution(Execution):
-    """Slots shared by all layers of one shape, and the only door to their weights.
+    """Runs layers over slots shared by all layers of one shape; their weights are only accessed through it.
 
     Args:
         shape: the layers, experts and tensors.
         slots: number of slots, from ``shape.top_k`` to ``shape.total``.
         policy: eviction policy; owned.
-        store: holds every expert; owned.
+        store: stores every expert; owned.
         tensors: name -> slots of shape [slots, ...].
-        io_threads: reads in flight at once.
+        io_threads: maximum number of reads in flight.
         path: name of the store in the counters.
-        ahead: what is read ahead of need.
-        balancer: says what is worth that, layer by layer; None leaves it to ``ahead``.
-        exchange: brings routing to the host and slots to the device; needed by kernels that do not take slots.
+        ahead: settings of the prefetcher.
+        balancer: decides per layer which scores are worth a prefetch; None leaves it to ``ahead``.
+        exchange: copies routing to the host and slots to the device; needed by kernels that do not take slots.
     """
 
     needs_host: ClassVar[bool] = True
@@ -130,7 +133,7 @@ class SlotExecution(Execution):
             self._forget_routed()
 
     def observe(self, layer: int, ids: Tensor) -> None:
-        """Remember what a layer's rows were routed to (ids [rows, top_k]) until the step ends."""
+        """Keeps the routing of a layer's rows (ids [rows, top_k]) until the step ends."""
         if self._step is not None:
             self._routed.append((layer, ids))
             self._pairs += ids.numel()
@@ -158,7 +161,7 @@ class SlotExecution(Execution):
         if not kernel.takes_slots:
             assert self._exchange is not None
             routed = self._exchange.to_host(ids)  # waits for the router
-        if rows.as_routed:  # each call into torch is microseconds, in every layer of every token
+        if rows.as_routed:  # each call into torch takes microseconds, in every layer of every token
             there = ids
             self._tell(layer, routed, weights, rows)
         else:
@@ -184,13 +187,21 @@ class SlotExecution(Execution):
         loaded: Callable[[], None] | None = None,
         there: Tensor | None = None,
     ) -> Tensor:
-        """What the experts ``ids`` [rows, top_k] (on the CPU) give, computed wave by wave if it must be.
+        """Computes the experts ``ids`` from their slots, in several waves if there are too few slots.
 
         Rows are independent in the kernel, so a row's result does not depend on its wave.
 
         Args:
-            loaded: called when a wave's experts are there and its kernel is to run.
-            there: ``ids`` on the device of ``x``, if they are there.
+            layer: number of the layer in ``shape.layers``.
+            x: [rows, hidden].
+            weights: [rows, top_k].
+            ids: [rows, top_k] on the CPU, experts of the layer.
+            kernel: vLLM's kernel of the layer.
+            loaded: called when a wave's experts are resident, before its kernel runs.
+            there: ``ids`` on the device of ``x``, if the caller has them.
+
+        Returns:
+            [rows, hidden] like ``x``.
         """
         out = torch.empty_like(x)
         for wave in self.waves(layer, ids):
@@ -210,7 +221,7 @@ class SlotExecution(Execution):
         return out
 
     def _map(self, ids: Tensor, slot_ids: Tensor) -> Tensor:
-        """int32 [experts]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]; all on the CPU."""
+        """Returns int32 [experts]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]; on the CPU."""
         slot_of = torch.full((self.shape.experts,), NOWHERE, dtype=torch.int32)
         slot_of[ids.long()] = slot_ids.to(torch.int32)
         return slot_of
@@ -225,9 +236,10 @@ class SlotExecution(Execution):
             rows.record(layer, ids, weights)
 
     def cold(self, layer: int, ids: Tensor) -> Tensor | None:
-        """Which (row, expert) pairs run on the CPU: bool [rows, top_k], or None when none does; ``ids`` as ``waves``.
+        """Decides which (row, expert) pairs run on the CPU: bool [rows, top_k], or None if there are none.
 
-        Their experts are not loaded. The policy hears of them when the step ends, as of all others.
+        Their experts are not loaded. The policy observes them when the step ends, like all others. ``ids`` as in
+        ``waves``.
         """
         if self._cpu is None or (balancer := self._loader.balancer) is None:
             return None
@@ -248,7 +260,13 @@ class SlotExecution(Execution):
 
     @contextlib.contextmanager
     def computing(self, layer: int, share: Share, x: Tensor, weights: Tensor) -> Iterator[Computation]:
-        """While inside, the CPU computes ``share`` of a layer's rows ``x`` [rows, hidden], ``weights`` [rows, top_k].
+        """Computes ``share`` of a layer's rows on the CPU while the block runs.
+
+        Args:
+            layer: number of the layer in ``shape.layers``.
+            share: the (row, expert) pairs to compute.
+            x: [rows, hidden].
+            weights: [rows, top_k].
 
         Raises:
             SpacError: the thread is closed.
@@ -261,10 +279,10 @@ class SlotExecution(Execution):
             self.counters.cpu_wait_seconds += computation.waited
 
     def waves(self, layer: int, ids: Tensor) -> Iterator[Wave]:
-        """Make the routed experts of a layer resident, part by part.
+        """Makes the routed experts of a layer resident, wave by wave.
 
-        While the caller holds a wave its experts are pinned; asking for the next one unpins them. One wave
-        does unless the rows need more experts than there are slots; every row is in exactly one wave.
+        A wave's experts are pinned until the next wave is requested. There is one wave unless the rows need more
+        experts than there are slots; every row is in exactly one wave.
 
         Args:
             layer: number of the layer in ``shape.layers``.
@@ -310,13 +328,16 @@ class SlotExecution(Execution):
         self.store.close()
 
     def _keys_of(self, routed: Sequence[tuple[int, Tensor]]) -> np.ndarray:
-        """The keys that the rows of ``routed`` selected, in order, with repetitions."""
+        """Returns the keys that the rows of ``routed`` selected, in order, with repetitions."""
         experts = torch.cat([ids.flatten() for _, ids in routed]).cpu().numpy()
         first = np.array([layer * self.shape.experts for layer, _ in routed])
         return experts + np.repeat(first, [ids.numel() for _, ids in routed])
 
     def _selected(self, rows: Sequence[slice]) -> np.ndarray | None:
-        """How many of ``rows`` selected each expert. Prompts are left out: they say little about the next token."""
+        """Returns how many of ``rows`` selected each expert, as in ``Policy.observe``; None if there are none.
+
+        The caller leaves out prefill rows, which predict little about the next token.
+        """
         routed = [(layer, ids[part]) for layer, ids in self._routed for part in rows]
         if not routed:
             return None
@@ -330,7 +351,7 @@ class SlotExecution(Execution):
         self._pairs = 0
 
     def _count_hits(self) -> None:
-        """Where every expert has its slot nothing is decided, so hits are counted for many steps at once."""
+        """Counts the hits of many steps at once, for use when every expert has its slot and nothing is decided."""
         if not self._routed:
             return
         forwards = [(index, ids) for index, (_, ids) in enumerate(self._routed)]
@@ -340,13 +361,15 @@ class SlotExecution(Execution):
 
 
 def runnable(ids: Tensor, real: int) -> Tensor:
-    """Experts [rows, top_k] on the CPU that can all be run: padding needs no expert that the first row does not need.
+    """Replaces ids that cannot be run; returns [rows, top_k] on the CPU.
 
-    A padded row carries -1, which corrupts the heap in a CPU kernel, or what was routed before; what it gives is
-    nobody's. A -1 in a row that counts becomes expert 0, to be run with weight 0.
+    The ids of a padded row are -1, which corrupts the heap in a CPU kernel, or left over from earlier routing. They are
+    replaced by those of the first row, so that padding needs no further experts; its output is not used. A -1 in a real
+    row becomes expert 0, to be run with weight 0.
 
     Args:
-        real: rows that count, the first ones.
+        ids: [rows, top_k] on the CPU, experts.
+        real: number of leading rows that belong to requests.
     """
     if real < len(ids):
         ids = torch.cat([ids[:real], ids[:1].expand(len(ids) - real, -1)])

@@ -1,1 +1,1 @@
-"""What computes the experts that are not brought into fast memory, from where they lie."""
+"""Executors: compute experts on the CPU, from the store's memory, without loading them into fast memory."""

@@ -1,4 +1,4 @@
-"""The thread that computes experts on the CPU while the forward thread streams others and runs its kernels."""
+"""Thread that computes experts on the CPU while the forward thread loads others and runs its kernels."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # the environme
 
 
 class Computation:
-    """Rows that are being computed in the group's thread.
+    """A computation of rows in the executor's thread.
 
     Attributes:
-        waited: seconds that the forward thread waited for it.
+        waited: seconds that the forward thread has waited for them.
     """
 
     def __init__(self, job: Future[Tensor], exclusive: bool) -> None:
@@ -32,17 +32,17 @@ class Computation:
         self.waited = 0.0
 
     def give_way(self) -> None:
-        """The forward thread is about to run a kernel: wait, if that may not run beside this one."""
+        """Called before the forward thread runs a kernel: waits if the two must not run concurrently."""
         if self._exclusive:
             start = time.perf_counter()
             finish([self._job])
             self.waited += time.perf_counter() - start
 
     def result(self) -> Tensor:
-        """[m, hidden] as ``CpuExperts.run`` says; waits for it.
+        """Waits for the output and returns it, [m, hidden] as in ``CpuExperts.run``.
 
         Raises:
-            SpacError: they could not be computed; the cause is attached.
+            SpacError: the rows could not be computed; the cause is attached.
         """
         start = time.perf_counter()
         try:
@@ -56,13 +56,13 @@ class Computation:
 
 
 class ExecutorThread:
-    """Runs an executor in one thread.
+    """Runs an executor in a thread of its own.
 
-    OpenMP gives each thread that computes a team of its own, whose size is that thread's own setting: it is set here
-    for the group's thread alone.
+    OpenMP gives each computing thread its own team, whose size is a setting of that thread: it is set here for the
+    executor's thread only.
 
     Args:
-        executor: computes; owned.
+        executor: computes experts; owned.
         layers: the experts of each layer that will be computed, see ``CpuExperts.prepare``.
     """
 
@@ -71,7 +71,7 @@ class ExecutorThread:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="spac-cpu")
         mine = torch.get_num_threads()
         self._pool.submit(set_num_threads, executor.threads).result()
-        set_num_threads(mine)  # torch also keeps the newest as what threads to come start with
+        set_num_threads(mine)  # the last value set is also torch's default for new threads
         try:
             for experts in layers:
                 self._pool.submit(executor.prepare, experts).result()
@@ -83,12 +83,12 @@ class ExecutorThread:
     def computing(
         self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]
     ) -> Iterator[Computation]:
-        """Compute while the caller does something else; over when the block is, however it ends.
+        """Computes experts while the block runs; has finished when the block has been left, normally or not.
 
-        Args as ``CpuExperts.run``, but ``x`` and ``weights`` may lie on another device.
+        Arguments as in ``CpuExperts.run``, but ``x`` and ``weights`` may be on another device.
 
         Raises:
-            SpacError: the group is closed.
+            SpacError: the thread is closed.
         """
         try:
             job = self._pool.submit(self.executor.run, x.cpu(), weights.cpu(), ids, experts)
@@ -100,28 +100,31 @@ class ExecutorThread:
             finish([job])
             also = None if job.cancelled() else job.exception()
             if also is not None and error.__cause__ is not also:
-                error.add_note(f"spac: beside it, experts could not be computed on the CPU: {also}")
+                error.add_note(f"spac: in addition, experts could not be computed on the CPU: {also}")
             raise
         finally:
             finish([job])
 
     def describe(self) -> str:
-        """For the start-up line."""
+        """Returns a few words for the start-up line."""
         return f"{self.executor.describe()} in {self.executor.threads} threads"
 
     def close(self) -> None:
-        """Wait for what is being computed, drop what waits, stop the thread."""
+        """Waits for the computation in progress, cancels queued ones and stops the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.executor.close()
 
 
 def threads_of(device: torch.device) -> int:
-    """How many threads compute experts: where fast memory is RAM half of them, because the others copy meanwhile; else
-    all cores but the forward thread's."""
+    """Returns the number of threads that compute experts.
+
+    If fast memory is RAM it is half of torch's threads, because the others copy meanwhile; else all cores except one
+    for the forward thread.
+    """
     threads = torch.get_num_threads() // 2 if device.type == "cpu" else len(os.sched_getaffinity(0)) - 1
     return max(1, threads)
 
 
 def binding() -> str | None:
-    """The environment variable by which OpenMP pins the teams of all threads to the same cores; None: they are free."""
+    """Returns the environment variable by which OpenMP pins the teams of all threads to the same cores, or None."""
     return next((name for name in _BINDINGS if os.environ.get(name)), None)

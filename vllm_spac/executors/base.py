@@ -17,24 +17,24 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 
 
 class CpuExperts(ABC):
-    """Computes experts of one layer at a time. One thread calls, always the same.
+    """Computes experts on the CPU, one layer at a time. Called by one thread, always the same.
 
     Attributes:
-        layout: of the experts: ``plain`` is ``w13_weight`` [experts, 2 * intermediate, hidden] (rows as
-            ``kernels.reference.grouped_gemm.gate_up`` says), ``w2_weight`` [experts, hidden, intermediate], and perhaps
-            ``w13_bias`` [experts, 2 * intermediate], ``w2_bias`` [experts, hidden]; ``kernel`` is what the kernel reads
-            that serves the slots.
-        exclusive: no kernel of the layers may run meanwhile; loads may.
+        layout: layout of the experts. ``plain`` is ``w13_weight`` [experts, 2 * intermediate, hidden] (rows as in
+            ``kernels.reference.grouped_gemm.gate_up``), ``w2_weight`` [experts, hidden, intermediate], and optionally
+            ``w13_bias`` [experts, 2 * intermediate], ``w2_bias`` [experts, hidden]; ``kernel`` is the layout that the
+            kernel of the slots reads.
+        exclusive: no kernel of the layers may run concurrently; loads may.
         offline: why no engine can serve with it; empty if one can.
 
     Args:
         shape: layers and experts.
-        threads: that it may use.
+        threads: number of threads that it may use.
         activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai``.
-        kernel: the one that serves the slots, if it runs on the CPU; callable from any thread.
+        kernel: the kernel of the slots, if it runs on the CPU; callable from any thread.
 
     Raises:
-        ConfigError: it cannot run here, or not these experts; says what could.
+        ConfigError: it cannot run on this machine, or cannot compute these experts; the message names an alternative.
     """
 
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
@@ -47,15 +47,18 @@ class CpuExperts(ABC):
         self.activation = activation
 
     def prepare(self, experts: Mapping[str, Tensor]) -> None:
-        """The experts of a layer, as ``run`` will get them; once for each layer, before the first ``run``.
+        """Prepares for the experts of a layer; called once per layer, before the first ``run``.
+
+        Args:
+            experts: as ``run`` will be passed them.
 
         Raises:
-            ConfigError: they cannot be computed here.
+            ConfigError: they cannot be computed on this machine.
         """
 
     @abstractmethod
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
-        """The sum over each row's experts of weight * expert(row).
+        """Computes the sum over each row's experts of weight * expert(row).
 
         Args:
             x: [m, hidden] on the CPU, in the dtype of the weights.
@@ -70,24 +73,26 @@ class CpuExperts(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """A few words for the start-up line."""
+        """Returns a few words for the start-up line."""
 
     def close(self) -> None:
-        """Give back what is held; not used afterwards."""
+        """Releases all resources; the executor is not used afterwards."""
 
 
 def check_same(found: Tensor, expected: Tensor, dtype: torch.dtype, terms: int, where: str) -> None:
-    """Two executions of the same experts in ``dtype`` differ by rounding only.
+    """Checks that two executions of the same experts in ``dtype`` differ by rounding only.
 
-    ``expected`` is the size of things: what is rounded to ``dtype`` (the middle of an expert, its result, the sum) is
-    off by units of ``eps``; sums of ``terms`` products in float32 by as many units of its own. A wrong layout, a wrong
-    expert or zeros are off by about 1.
+    Errors are relative to the largest element of ``expected``. Values rounded to ``dtype`` (an expert's intermediate
+    activations, its result, the sum) are off by units of ``eps``; float32 sums of ``terms`` products by ``terms`` units
+    of float32's ``eps``. A wrong layout, a wrong expert or zeros are off by about 1.
 
     Raises:
-        ConfigError: they do not; says ``where``.
+        ConfigError: they differ by more; the message begins with ``where``.
     """
     size = expected.float().abs().max()
     off = float((found.float() - expected.float()).abs().max() / size)
     allowed = 8 * torch.finfo(dtype).eps + terms * torch.finfo(torch.float32).eps
     if not off <= allowed:  # also NaN
-        raise ConfigError(f"spac: {where}: results differ by {off:.3g} of the greatest, {allowed:.3g} is rounding")
+        raise ConfigError(
+            f"spac: {where}: results differ by {off:.3g} of the largest element, rounding allows {allowed:.3g}"
+        )

@@ -1,6 +1,6 @@
-"""KTransformers' CPU kernels (``pip install --no-deps kt-kernel``). NEVER RUN: it needs memory that a GPU can pin.
+"""KTransformers' CPU kernels (``pip install --no-deps kt-kernel``). NEVER RUN: they need pinned memory, hence a GPU.
 
-Written against the interface of kt-kernel's ``KTMoEWrapper``; only what it refuses is tested. One trial of a quantised
+Written against the interface of kt-kernel's ``KTMoEWrapper``; only its refusals are tested. One trial of a quantised
 method gave zeros, hence every layer is compared with torch at the start, on random rows.
 """
 
@@ -20,12 +20,12 @@ from vllm_spac.executors.torch import Torch
 
 _METHOD = "BF16"
 _INSTEAD = "use --spac-cpu-kernel torch"
-_CHUNK = 512  # rows at once
+_CHUNK = 512  # rows per call
 _ROWS = 4
 
 
 class KTransformers(CpuExperts):
-    """One ``KTMoEWrapper`` a layer: it keeps a copy of the layer's experts."""
+    """One ``KTMoEWrapper`` per layer, which keeps a copy of the layer's experts."""
 
     def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
         super().__init__(shape, threads, activation, kernel)
@@ -94,4 +94,4 @@ class KTransformers(CpuExperts):
         ids = torch.stack([torch.randperm(count, generator=rng)[: self.shape.top_k] for _ in range(_ROWS)])
         weights = torch.full(ids.shape, 1 / self.shape.top_k)
         found, expected = self._run(layer, x, weights, ids), self._reference.run(x, weights, ids, experts)
-        check_same(found, expected, x.dtype, hidden, f"cpu_kernel=kt beside torch ({_INSTEAD})")
+        check_same(found, expected, x.dtype, hidden, f"cpu_kernel=kt compared with torch ({_INSTEAD})")

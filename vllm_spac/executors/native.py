@@ -1,4 +1,4 @@
-"""The kernel that serves the slots: on a CPU machine vLLM's fused MoE, over experts that have no slot."""
+"""The kernel of the slots (on a CPU machine vLLM's fused MoE), applied to experts without a slot."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vllm_spac.executors.base import CpuExperts, Kernel
 
 
 class Native(CpuExperts):
-    """The layer's own kernel: a row whose experts all run here keeps its bits.
+    """The layer's own kernel: the result of a row whose experts all run here is bitwise equal to that of the slots.
 
-    vLLM's CPU kernels share one scratch buffer a process, which the larger one reallocates: of two at once, each
-    overwrites the other's, and one may crash. Hence ``exclusive``.
+    vLLM's CPU kernels share one scratch buffer per process, which the larger call reallocates: two concurrent calls
+    overwrite each other's data, and one may crash. Hence ``exclusive``.
     """
 
     layout: ClassVar[Literal["plain", "kernel"]] = "kernel"

@@ -1,4 +1,4 @@
-"""Plain torch: the reference, and what GPU machines have without another package."""
+"""CPU experts in plain torch: the reference, and the executor of GPU machines without another package."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
 
 class Torch(CpuExperts):
-    """One expert after the other, as matrix products; rounds to the dtype of x where vLLM's kernel does, but adds the
-    experts up in float32 and leaves them so."""
+    """Computes one expert after the other by matrix products.
+
+    Rounds to the dtype of x where vLLM's kernel does, except that the sum over experts is computed and returned in
+    float32.
+    """
 
     def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
         super().__init__(shape, threads, activation, kernel)

@@ -102,7 +102,7 @@ def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
             f"spac: {model.model} is a dense model: it has no experts to keep outside; drop --plugin spac"
         )
     if top_k := model.get_num_experts_per_tok():
-        sizing.check(config.parsed_slots, model.get_num_experts(), top_k)
+        sizing.check_per_layer(config.parsed_slots, model.get_num_experts(), top_k)
         if config.budget is not None:
             validate(config.budget, model.get_num_experts(), top_k, config.budget_coverage)
     _check_quantisation(model)

@@ -1,1 +1,1 @@
-"""Which resident expert makes room for a missing one."""
+"""Eviction policies: which resident expert is evicted for a missing one."""

@@ -1,9 +1,9 @@
-"""The probability that the next step selects each expert, by a logistic regression that learns while the model runs.
+"""Online logistic regression of the probability that the next step selects each expert.
 
-How far the past says what comes next differs between models and texts: where routing is local an expert that was just
-used comes back, where it is flat only long-run popularity counts. A fixed mean of short and long averages is wrong for
-one of the two, so the weights of the averages are fitted online (recursive logistic regression: one Newton step per
-step of the model, with an exponentially decayed Hessian).
+How well past routing predicts the next step differs between models and texts: with local routing an expert that was
+just used is used again, with flat routing only long-run popularity matters. A fixed mean of short and long averages is
+wrong for one of the two, so the weights of the averages are fitted online (recursive logistic regression: one Newton
+step per step of the model, with an exponentially decayed Hessian).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 _MEMORY = 0.5 ** (1 / 200)  # the fit forgets half in 200 steps
-_LEAST_VARIANCE = 1e-3  # of a prediction in the Hessian, so that one that is surely wrong is not infinitely corrected
-_LONGEST_STEP = 1.0  # of the weights, in one update
+_LEAST_VARIANCE = 1e-3  # of a prediction in the Hessian, which bounds the correction of a confident wrong one
+_LONGEST_STEP = 1.0  # norm of one update of the weights
 _LARGEST = 20.0  # log-odds
-_SAMPLE = 1024  # experts that a step is fitted to, others in the next one: enough, and a bounded time
+_SAMPLE = 1024  # experts fitted per step, others in the next one: enough, and bounds the time
 
 
 class NextUse:
@@ -23,7 +23,7 @@ class NextUse:
     Features of a key are a constant and the log-odds of each decayed share of the steps that selected it.
 
     Args:
-        half_lives: steps after which a share has halved, one average each.
+        half_lives: steps after which a share has halved, one per average.
         keys: number of experts, over all layers.
     """
 
@@ -40,8 +40,12 @@ class NextUse:
         self._steps = 0
 
     def observe(self, counts: np.ndarray) -> None:
-        """Learns from a step: int [keys], rows that selected each expert; -1 where its layer did not run."""
-        if self._steps:  # before the first step every expert looks alike
+        """Updates from a step.
+
+        Args:
+            counts: int [keys], rows that selected each expert; -1 where its layer did not run.
+        """
+        if self._steps:  # before the first step all experts have the same features
             some = slice(self._steps % self._strides, None, self._strides)
             self._fit(self._features[:, some], counts[some], self.probabilities[some])
         self._steps += 1
@@ -53,11 +57,11 @@ class NextUse:
         self.probabilities = self._predict(self._features)
 
     def if_used(self) -> np.ndarray:
-        """float64 [keys], what the probability would be after a step that selects every expert."""
+        """Returns float64 [keys], the probabilities after a hypothetical step that selects every expert."""
         return self._predict(self._features_of(self._shares + self._gains * (1 - self._shares)))
 
     def _fit(self, features: np.ndarray, counts: np.ndarray, predicted: np.ndarray) -> None:
-        """One Newton step towards what was selected."""
+        """Takes one Newton step towards what was selected."""
         ran = counts >= 0
         error = ((counts > 0) - predicted) * ran
         variance = np.maximum(predicted * (1 - predicted), _LEAST_VARIANCE) * ran
@@ -67,12 +71,12 @@ class NextUse:
         self._weights += change * min(1.0, _LONGEST_STEP / max(float(np.linalg.norm(change)), 1e-30))
 
     def _features_of(self, shares: np.ndarray) -> np.ndarray:
-        """float32 [1 + half-lives, keys]."""
+        """Returns the features, float32 [1 + half-lives, keys]."""
         odds = np.ones((1 + len(shares), shares.shape[1]), dtype=np.float32)
         odds[1:] = np.log((shares + self._floors) / (1 + self._floors - shares))
         return odds
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
-        """float64 [keys]."""
+        """Returns the probabilities, float64 [keys]."""
         odds = self._weights.astype(np.float32) @ features
         return 1 / (1 + np.exp(-odds.clip(-_LARGEST, _LARGEST), dtype=np.float64))

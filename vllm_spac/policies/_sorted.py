@@ -1,4 +1,4 @@
-"""Policies whose eviction order is a sorted set of ranks."""
+"""Base class of policies whose eviction order is a sorted set of ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm_spac.policies.base import Policy
 class SortedPolicy(Policy):
     """Evicts the expert with the lowest rank first; O(log n) per use and per victim.
 
-    A rank is a tuple that ends with the key, so that no two are equal; its first item is what a slot is worth to the
-    expert.
+    A rank is a tuple that ends with the key, so that no two are equal; its first item is the value of keeping the
+    expert in its slot.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class SortedPolicy(Policy):
 
     @abstractmethod
     def _rank_of_use(self, key: int) -> tuple:
-        """The rank of ``key``, which is being used now."""
+        """Returns the rank of ``key``, which is being used now."""
 
     def insert(self, key: int) -> None:
         assert key not in self._rank, f"{key} is resident already"
@@ -52,7 +52,7 @@ class SortedPolicy(Policy):
         self._order.add(rank)
 
     def _held(self) -> tuple[np.ndarray, np.ndarray]:
-        """``Standing.order`` and ``Standing.kept``."""
+        """Returns ``Standing.order`` and ``Standing.kept``."""
         ranks = list(self._order)
         order = np.array([rank[-1] for rank in ranks], dtype=np.int64)
         return order, np.array([rank[0] for rank in ranks], dtype=np.float64)

@@ -12,13 +12,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Standing:
-    """Who would go and who would come, for those who decide without asking again, e.g. a kernel.
+    """Eviction order and values of all experts, for a decision without further calls of the policy, e.g. in a kernel.
 
     Attributes:
-        order: int64 [held], the keys that are held, the first to go first.
-        kept: float64 [held], ascending: what a slot is worth to each of them.
-        used: float64 [keys]: what it would be worth to an expert that a step now uses. One that is not held should
-            take the slot of one that is, if this is at least what the slot is worth to that one.
+        order: int64 [held], the keys that are held, the next victim first.
+        kept: float64 [held], ascending: the value of a slot to each of them.
+        used: float64 [keys]: the value of a slot to an expert that a step now uses. An expert that is not held should
+            take the slot of one that is, if its ``used`` is at least the other's ``kept``.
     """
 
     order: np.ndarray
@@ -27,15 +27,15 @@ class Standing:
 
 
 class Policy(ABC):
-    """Orders resident experts. Knows keys (ints) and nothing of tensors, slots or time.
+    """Orders resident experts for eviction. Handles keys (ints) only, no tensors, slots or time.
 
     Only resident keys are held: ``insert`` adds one, ``evict`` and ``remove`` take it out. Deterministic:
     the same calls give the same victims.
 
     Attributes:
         offline: why no engine can serve with it, e.g. because it must know the future; empty if one can.
-        needs_layers: it must know which layer asks, by ``enter``: not for ``execution=pointers``, where none does.
-        predictor: name of the predictor whose scores it orders experts by, if it does; who needs the same scores takes
+        needs_layers: it needs calls of ``enter``, so it cannot be used with ``execution=pointers``, which makes none.
+        predictor: name of the predictor whose scores order the experts, if any; other users of the same scores read
             them from ``scores``.
     """
 
@@ -53,13 +53,13 @@ class Policy(ABC):
 
     @abstractmethod
     def remove(self, key: int) -> None:
-        """Forget a resident expert, e.g. because its load failed. ``key`` must be held."""
+        """Removes a resident expert, e.g. because its load failed. ``key`` must be held."""
 
     @abstractmethod
     def evict(self, count: int, pinned: Container[int]) -> list[int]:
-        """Take out ``count`` victims that are not in ``pinned``, the first to go first.
+        """Removes and returns ``count`` victims that are not in ``pinned``, in the order of eviction.
 
-        All or nothing: when fewer than ``count`` can go, nothing changes and ``LookupError`` is raised.
+        All or nothing: when fewer than ``count`` can be evicted, nothing changes and ``LookupError`` is raised.
         ``count = 0`` returns an empty list.
         """
 
@@ -71,23 +71,22 @@ class Policy(ABC):
         """
 
     def observe(self, counts: np.ndarray) -> None:
-        """A forward of the target model is over. Which keys are held does not change; their order may.
+        """A forward of the target model has finished. Which keys are held does not change; their order may.
 
         Args:
             counts: int [keys], rows of the forward that selected each expert, resident or not; -1 for the experts of
-                a layer that did not run. Always of the same length. Prompts say nothing about the next step: the
+                a layer that did not run. Always of the same length. Prefill rows do not predict the next step: the
                 caller counts the rows of decode and verify only, and does not call after a forward without any.
         """
 
     @property
     def scores(self) -> np.ndarray:
-        """int64 [keys], those of ``predictor`` after the last ``observe``; empty before the first. Not to be written
-        to."""
+        """int64 [keys], scores of ``predictor`` after the last ``observe``; empty before the first. Read-only."""
         return np.zeros(0, dtype=np.int64)
 
     @abstractmethod
     def standing(self, keys: int) -> Standing:
-        """How the experts below ``keys`` stand; nothing changes."""
+        """Returns the order and values of the experts below ``keys``; changes nothing."""
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Belady's MIN: the most hits that any policy can have. It knows the future, so it serves the simulator only."""
+"""Belady's MIN: the most hits that any policy can have. It needs the future uses, so only the simulator can use it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NEVER = 1 << 62
 
 
 class Belady(SortedPolicy):
-    """The victim is the expert whose next use lies furthest ahead, among equals the one with the highest key.
+    """Evicts the expert whose next use is furthest ahead, among equals the one with the highest key.
 
     Args:
         future: keys in the order in which they will be used; each ``insert`` and ``touch`` of a key is its next
-            occurrence. Uses of different keys may come in another order within one forward of a layer: all its
-            experts are pinned then. None when nothing is known: then no key is ever used again.
+            occurrence. Uses of different keys may be reordered within one forward of a layer, during which all its
+            experts are pinned. None when nothing is known: then no key is ever used again.
     """
 
     offline: ClassVar[str] = "it must know the future, as the simulator alone does"
@@ -44,6 +44,6 @@ class Belady(SortedPolicy):
     def _rank_of_use(self, key: int) -> tuple:
         moments = self._uses[key]
         if self._known:
-            assert moments, f"expert {key} is used more often than the future said"
+            assert moments, f"expert {key} is used more often than ``future`` has it"
             moments.pop()
         return (-(moments[-1] if moments else _NEVER), -key, key)

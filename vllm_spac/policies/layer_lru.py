@@ -1,4 +1,4 @@
-"""Least recently used in each layer, with as many slots for one layer as for another: what most offloaders have."""
+"""Least recently used per layer, with an equal number of slots per layer: the cache of most offloaders."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from vllm_spac.policies.base import Policy, Standing
 
 
 class LayerLRU(Policy):
-    """The victim is the expert of the layer that asks whose last use in it lies furthest back.
+    """Evicts the least recently used expert of the layer that needs a slot.
 
-    So each layer keeps the equal share of the slots that it was filled with. A layer that needs more than that at once
-    (a prompt) takes the rest from the layer that holds most, and a layer that holds two experts less than another takes
-    from that one, until the shares are equal again. Mixtral-offloading (arXiv:2312.17238) caches so, but for loans.
+    Each layer thus keeps the equal share of the slots that it was filled with. A layer that needs more than that at
+    once (a prompt) takes the rest from the layer that holds most, and a layer that holds two experts fewer than another
+    takes from that one, until the shares are equal again. Mixtral-offloading (arXiv:2312.17238) caches in this way, but
+    without such loans.
 
-    O(layers) a victim. Before the first ``enter`` layers are unknown, and it is LRU.
+    O(layers) per victim. Before the first ``enter`` layers are unknown, and it is LRU.
     """
 
     needs_layers = True
 
     def __init__(self) -> None:
-        self._length = 0  # experts of a layer; 0: unknown, and all are held as if of one
+        self._length = 0  # experts per layer; 0: unknown, and all keys are treated as one layer
         self._asks: int | None = None
-        self._layers: defaultdict[int, OrderedDict[int, int]] = defaultdict(OrderedDict)  # key -> when it was used
+        self._layers: defaultdict[int, OrderedDict[int, int]] = defaultdict(OrderedDict)  # key -> time of its last use
         self._clock = 0
 
     def enter(self, layer: range) -> None:
@@ -60,7 +61,7 @@ class LayerLRU(Policy):
         return victims
 
     def standing(self, keys: int) -> Standing:
-        """Nobody asks: the order takes from the layer that holds most."""
+        """As in ``Policy``; without a current layer, victims are taken from the layer that holds most."""
         order = np.fromiter(self._victims((), None), dtype=np.int64, count=len(self))
         return Standing(order, np.arange(len(order), dtype=np.float64), np.full(keys, np.inf))
 
@@ -83,7 +84,7 @@ class LayerLRU(Policy):
         held.move_to_end(key)
 
     def _victims(self, pinned: Container[int], asks: int | None) -> Iterator[int]:
-        """All that may go, the first to go first; each victim's slot is given to the layer that asks."""
+        """Yields all possible victims in order of eviction; each victim's slot is counted for the layer ``asks``."""
         free = {number: (key for key in held if key not in pinned) for number, held in self._layers.items()}
         first = {number: key for number, keys in free.items() if (key := next(keys, None)) is not None}
         sizes = {number: len(held) for number, held in self._layers.items()}

@@ -1,4 +1,4 @@
-"""Least frequently used, with ageing so that yesterday's favourites can leave."""
+"""Least frequently used, with ageing so that formerly popular experts can be evicted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from vllm_spac.policies.base import Standing
 
 
 class LFU(SortedPolicy):
-    """The victim is the expert with the fewest uses, among equals the one used longest ago.
+    """Evicts the expert with the fewest uses, among equals the one used longest ago.
 
-    Uses are remembered across evictions (an expert that keeps coming back is popular) and halved every
-    ``half_life`` uses of the whole pool.
+    Counts of uses survive evictions (an expert that is loaded repeatedly is popular) and are halved every
+    ``half_life`` uses of any expert.
     """
 
     def __init__(self, *, half_life: int = 65536) -> None:

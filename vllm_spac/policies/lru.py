@@ -12,7 +12,7 @@ from vllm_spac.policies.base import Policy, Standing
 
 
 class LRU(Policy):
-    """The victim is the expert whose last use lies furthest back."""
+    """Evicts the expert whose last use is longest ago."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()

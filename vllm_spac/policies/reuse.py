@@ -11,18 +11,18 @@ from vllm_spac.policies.base import Policy, Standing
 
 
 class Reuse(Policy):
-    """The victim is the expert whose expected next use is furthest ahead, among equals the least recently used one.
+    """Evicts the expert whose expected next use is furthest ahead, among equals the least recently used one.
 
     A step selects an expert with probability p, which ``NextUse`` estimates from its past and adapts to how local the
-    routing is. Its next use is then 1/p - 1 steps after the next run of its layer, which is in
-    this step for the layers ahead and in the next step for the layers that have run.
+    routing is. Its next use is then expected 1/p - 1 steps after the next run of its layer, which is in this step for
+    layers that have not run yet and in the next step for layers that have.
 
     O(1) per use, O(slots) in numpy per ``evict``, O(keys) per ``observe``. Before the first ``observe``, without
-    ``enter``, it is LRU. Uses count when the step ends, so a missing expert that is rarely used makes
-    room again before a popular one does, and no scan empties the slots.
+    ``enter``, it is LRU. Uses count when the step ends, so a missing expert that is rarely used is evicted before a
+    popular one, and a scan does not flush the slots.
 
     Args:
-        half_lives: of the averages that p is estimated from, in steps.
+        half_lives: half-lives, in steps, of the averages from which p is estimated.
     """
 
     def __init__(self, *, half_lives: Sequence[float] = (2, 8, 32)) -> None:
@@ -32,7 +32,7 @@ class Reuse(Policy):
         self._next_use: NextUse | None = None
         self._held: np.ndarray = np.zeros(0, dtype=bool)
         self._used: np.ndarray = np.zeros(0, dtype=np.int64)
-        self._due: np.ndarray = np.zeros(0)  # in steps, for a layer that is ahead
+        self._due: np.ndarray = np.zeros(0)  # in steps, for a layer that has not run yet
         self._before: np.ndarray = np.zeros(0)  # the share of a step that runs before the layer of each key
         self._size = 0
         self._clock = 0
@@ -40,7 +40,7 @@ class Reuse(Policy):
 
     @property
     def probabilities(self) -> np.ndarray:
-        """float64 [keys], that the next step selects each expert; empty before the first ``observe``."""
+        """float64 [keys], probability that the next step selects each expert; empty before the first ``observe``."""
         return np.zeros(0) if self._next_use is None else self._next_use.probabilities
 
     def enter(self, layer: range) -> None:
@@ -88,10 +88,11 @@ class Reuse(Policy):
         self._due[: len(counts)] = self._expected(self._next_use.probabilities)
 
     def standing(self, keys: int) -> Standing:
-        """A slot is worth as much as the expert is due early: one that is used now, a step from now at the earliest.
+        """As in ``Policy``; the value of a slot is the negative number of steps until the expert's expected next use.
 
-        Of the others half are in layers that are ahead, on average, and may be due in this step: on the same scale the
-        one that is used now is half a step later.
+        An expert that is used now is needed again in the next step at the earliest. Of the held experts half are, on
+        average, in layers that have not run yet and may be needed in this step. On the same scale an expert that is
+        used now is therefore due half a step later.
         """
         held = np.flatnonzero(self._held)
         order = held[np.lexsort((self._used[held], -self._due[held]))]
@@ -107,21 +108,21 @@ class Reuse(Policy):
         return 0 <= key < len(self._held) and bool(self._held[key])
 
     def _expected(self, probabilities: np.ndarray) -> np.ndarray:
-        """float64 [keys], steps until each expert is used next, including the part of a step before its layer."""
+        """Returns float64 [keys], steps until each expert's next use, including the part of a step before its layer."""
         if len(self._before) != len(probabilities):
             keys, experts = len(probabilities), max(1, len(self._layer))
             self._before = np.arange(keys) // experts * (experts / keys) if self._layer else np.zeros(keys)
         return 1 / probabilities + self._before
 
     def _last(self, keys: np.ndarray, due: np.ndarray, count: int) -> list[int]:
-        """At least ``count`` of ``keys``, if there are so many: those that are due last, the very last first."""
+        """Returns at least ``count`` of ``keys``, if there are that many: those due last, in descending order."""
         if count < len(keys):
             late = np.flatnonzero(due >= np.partition(due, -count)[-count])
             keys, due = keys[late], due[late]
         return keys[np.lexsort((self._used[keys], -due))].tolist()
 
     def _reach(self, size: int) -> None:
-        """Have room for keys below ``size``."""
+        """Grows the arrays to hold keys below ``size``."""
         more = max(size, 2 * len(self._held)) - len(self._held)
         if size > len(self._held):
             self._held, self._used, self._due = (np.pad(a, (0, more)) for a in (self._held, self._used, self._due))

@@ -1,4 +1,4 @@
-"""The lowest utility goes first: MoE-SpAc's score-guided evictor."""
+"""MoE-SpAc's score-guided evictor: evicts the expert with the lowest utility."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from vllm_spac.predictors.utility import UtilityEstimator, Variant
 
 
 class Utility(SortedPolicy):
-    """The victim is the expert with the lowest score, among equals the one used longest ago.
+    """Evicts the expert with the lowest score, among equals the one used longest ago.
 
-    Scores change in ``observe`` only, O(log n) for each resident expert whose score changed; before the first one
-    all are 0, which is LRU.
+    Scores change in ``observe`` only, O(log n) per resident expert whose score changed; before the first call all are
+    0, which is LRU.
 
     Args:
-        gamma, upper, forget, variant, boundaries: of ``UtilityEstimator``.
-        recycle: an expert counts as 0 from its use to the next ``observe`` (paper, appendix D), so that the layers to
-            come take the slots of the layers that are over.
+        gamma, upper, forget, variant, boundaries: as in ``UtilityEstimator``.
+        recycle: an expert's score counts as 0 from its use to the next ``observe`` (MoE-SpAc, appendix D), so that
+            later layers take the slots of layers that have finished.
     """
 
     predictor = "utility"

@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class Signal(StrEnum):
-    """What a predictor may look at."""
+    """Input that a predictor may need."""
 
-    COUNTS = "counts"  # rows that selected each expert, when a step is over
-    ROUTER = "router"  # what a layer's router saw and chose, before the layer's experts are loaded
+    COUNTS = "counts"  # rows that selected each expert, after a step
+    ROUTER = "router"  # input and choice of a layer's router, before the layer's experts are loaded
 
 
 class Predictor(ABC):
-    """Scores experts by how much they will be needed. Moves nothing, and the same calls give the same scores.
+    """Scores experts by how much they will be needed. Moves nothing, and is deterministic.
 
     Built with ``num_experts``, the number of keys: the experts of all layers together.
 
     Attributes:
-        looks_at: the signals that it must be given; a prefetcher refuses a predictor that asks for others than it has.
+        looks_at: the signals that it must be passed; a prefetcher refuses a predictor that needs a signal it lacks.
         offline: why no engine can serve with it; empty if one can.
-        scores: int64 [keys]; 0 for an expert that is not worth fetching. Replaced and never written to.
+        scores: int64 [keys]; 0 for an expert that is not worth fetching. Updates replace the array, none writes to it.
     """
 
     looks_at: ClassVar[frozenset[Signal]] = frozenset({Signal.COUNTS})
@@ -36,7 +36,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def observe_step(self, counts: np.ndarray) -> None:
-        """A step is over (``Signal.COUNTS``).
+        """Updates the scores after a step (``Signal.COUNTS``).
 
         Args:
             counts: int [keys], rows that selected each expert; ``NOT_RUN`` (-1) for the experts of a layer that did not
@@ -44,10 +44,11 @@ class Predictor(ABC):
         """
 
     def observe_layer(self, layer: int, hidden: Tensor, weights: Tensor, ids: Tensor) -> None:
-        """A layer's router has chosen (``Signal.ROUTER``).
+        """Updates the scores after a layer's router has chosen (``Signal.ROUTER``).
 
         Args:
-            layer: its number.
-            hidden: [rows, d], what the router saw, without padding.
-            weights: float [rows, k], what it gave the experts ``ids``, int [rows, k].
+            layer: number of the layer.
+            hidden: [rows, d], input of the router, without padding.
+            weights: float [rows, k], router weights of the experts ``ids``.
+            ids: int [rows, k], the chosen experts.
         """

@@ -1,4 +1,4 @@
-"""MoE-SpAc's utility estimator (Algorithm 1): a score from 0 to K for each expert, from how often steps select it."""
+"""MoE-SpAc's utility estimator (Algorithm 1): a score from 0 to K per expert, from how often steps select it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Variant = Literal["paper", "literal", "released"]
 
 
 class UtilityEstimator(Predictor):
-    """Scores of experts that do not depend on one another: pass L * N for all layers of a model together.
+    """Utility scores, independent for each expert: pass L * N for all layers of a model together.
 
     With f_t the rows of step t that selected an expert and d = f_t - f_{t-1} (f_0 = 0), its score rises by one when
     d >= up, else falls by one when -d >= down, within [0, ``upper``]. Then the boundary on the side of d's sign moves
-    to (1 - forget) * boundary + forget * abs(d). Boundaries belong to an expert (Eq. 6: "expert-specific") and start
-    at floor(gamma / 2).
+    to (1 - forget) * boundary + forget * abs(d). Each expert has its own boundaries (Eq. 6: "expert-specific"), which
+    start at floor(gamma / 2).
 
     Variants:
-        ``paper``: boundaries are real, at least 1, and floored only to be compared.
-        ``literal``: boundaries are floored whenever they move, as the text has it: with forget = 0.1 they only fall,
-            and one that starts at 0 (gamma < 2) lets an idle expert climb for ever.
-        ``released``: the authors' code: d = f_t - score, up at 5, down at 1, no boundary moves. It knows no gamma.
+        ``paper``: boundaries are real numbers, at least 1, and floored only for the comparison.
+        ``literal``: boundaries are floored whenever they move, as in the text of the paper: with forget = 0.1 they only
+            fall, and with one that starts at 0 (gamma < 2) the score of an idle expert keeps rising.
+        ``released``: the authors' code: d = f_t - score, up at 5, down at 1, no boundary moves. ``gamma`` is ignored.
 
     Ablations: ``upper=1`` is "w/o SpecUE"; ``boundaries=(3, 1)`` (up, down; they stay) is "w/o AdaBC".
 
@@ -73,8 +73,8 @@ class UtilityEstimator(Predictor):
         self.scores = np.zeros(num_experts, dtype=np.int64)
 
     def observe_step(self, counts: np.ndarray) -> None:
-        """Take in one step; see ``Predictor``. Nothing changes about an expert whose layer did not run, and its next
-        change is against the step before."""
+        """As in ``Predictor``. Nothing changes for an expert whose layer did not run; its next change is relative to
+        the last step in which the layer ran."""
         counts = np.asarray(counts)
         assert counts.shape == self.scores.shape and counts.dtype.kind in "iu", "counts are ints, one for each expert"
         assert counts.size == 0 or counts.min() >= NOT_RUN, "a count below -1"

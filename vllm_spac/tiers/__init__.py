@@ -1,1 +1,1 @@
-"""Where the experts live that are not in fast memory."""
+"""Stores of the packed experts: disk, host memory, or the slots themselves."""

@@ -1,6 +1,6 @@
-"""Blocks of host memory of exactly the size that is needed, registered with CUDA where it is to copy or read them.
+"""Blocks of host memory of exactly the size that is needed, registered with CUDA if the GPU copies from or reads them.
 
-torch's own pinned memory comes in powers of two: 1 GiB for 768 MiB.
+torch rounds its own pinned memory up to powers of two: 1 GiB for 768 MiB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INSTEAD = "use --spac-store disk --spac-disk-dir DIR"
 
 
 def block_bytes(specs: Iterable[TensorSpec], count: int) -> int:
-    """Bytes that a block of ``count`` experts takes: each tensor begins on a page."""
+    """Returns the bytes of a block of ``count`` experts: each tensor begins on a page."""
     return sum(_pages(count * spec.nbytes) for spec in specs)
 
 
@@ -28,15 +28,16 @@ class HostBlock:
     """``count`` experts' tensors in one anonymous mapping.
 
     Attributes:
-        tensors: name -> zeros [count, ...], valid as long as somebody holds them.
-        nbytes: of the mapping, whole pages.
+        tensors: name -> zeros [count, ...], valid as long as they are referenced.
+        nbytes: size of the mapping, whole pages.
 
     Args:
         specs: the tensors of one expert.
-        pin: register the mapping with CUDA: locked, and read by the GPU where it is.
+        count: number of experts.
+        pin: register the mapping with CUDA: its pages are locked, and the GPU can read them in place.
 
     Raises:
-        StoreError: the system or the driver refuses; says what to do.
+        StoreError: the system or the driver refuses; the message names a remedy.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool) -> None:
@@ -45,12 +46,12 @@ class HostBlock:
             mapped = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise StoreError(
-                f"spac: the system gives no {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
+                f"spac: cannot allocate {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
             ) from error
         everything = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
         self._address: int | None = None
         if pin:
-            mapped.madvise(mmap.MADV_DONTFORK)  # copies on write would leave the GPU with the other copy
+            mapped.madvise(mmap.MADV_DONTFORK)  # after copy-on-write the GPU would keep the old pages
             self._register(everything.data_ptr())
         self.tensors: dict[str, Tensor] = {}
         start = 0
@@ -63,14 +64,14 @@ class HostBlock:
         error = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
         if int(error) != 0:
             raise StoreError(
-                f"spac: the driver pins no {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
+                f"spac: cannot pin {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
                 f"{_words(error)}); raise the limit of locked memory (ulimit -l unlimited; in a container "
                 f"--ulimit memlock=-1), or {_INSTEAD}"
             )
         self._address = address
 
     def close(self) -> None:
-        """Unregister the mapping, which no copy and no kernel may be using; a second call does nothing.
+        """Unregisters the mapping, which no copy and no kernel may be using; a second call does nothing.
 
         Raises:
             StoreError: the driver refuses.

@@ -1,9 +1,9 @@
-"""One file an expert, in the layout of the kernel, read past the page cache.
+"""Store on disk: one file per expert, in the layout of the kernel, read without the page cache.
 
 Each file is a valid safetensors file whose header is padded to one page, so that the data can be read with
-O_DIRECT. The header names the fingerprint, the layer, the expert and the checksum of the data; a read
-returns exactly what was packed, or fails. A file that fails its check is moved aside and the folder is marked,
-so that the next start checks all files and packs those that are damaged again from the checkpoint.
+O_DIRECT. The header contains the fingerprint, the layer, the expert and the checksum of the data; a read
+returns exactly what was packed, or fails. A file that fails the check is moved aside and the folder is marked,
+so that the next start checks all files and repacks the damaged ones from the checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_CHECKSUM = "0" * 32
 
 
 class DiskStore(ExpertStore):
-    """``folder/<fingerprint>/layer-003/expert-0042.safetensors``."""
+    """Experts in files ``folder/<fingerprint>/layer-003/expert-0042.safetensors``."""
 
     persistent: ClassVar[bool] = True
 
@@ -59,7 +59,7 @@ class DiskStore(ExpertStore):
         self.direct = _supports_direct(self.path(0)) if self._read_only else _supports_direct_in(self.folder)
 
     def path(self, key: int) -> Path:
-        """The file of one expert."""
+        """Returns the path of an expert's file."""
         layer, expert = self.shape.split(key)
         return self.folder / f"layer-{layer:03d}" / f"expert-{expert:04d}.safetensors"
 
@@ -81,7 +81,7 @@ class DiskStore(ExpertStore):
         path = self.path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The checksum in the header tells what a power cut tore: no expert is worth waiting for the disk.
+            # Not synced to disk: the checksum in the header detects files that a power failure left incomplete.
             with replacing(path, durable=False) as partial, open(partial, "wb") as file:
                 file.write(header)
                 file.write(data)
@@ -103,7 +103,7 @@ class DiskStore(ExpertStore):
 
     @property
     def suspect(self) -> bool:
-        """After a read that failed, and beside experts that are missing."""
+        """As in ``ExpertStore``: after a failed read, or if some but not all experts are missing."""
         return (self.folder / MARK).exists() or 0 < len(self._held) < self.shape.total
 
     def verify(self, threads: int) -> Iterator[str | None]:
@@ -140,7 +140,7 @@ class DiskStore(ExpertStore):
         return None
 
     def _checked(self, key: int) -> dict[str, np.ndarray]:
-        """The tensors of an expert, as bytes in this thread's buffer."""
+        """Reads and checks an expert; returns its tensors as bytes in this thread's buffer."""
         buffer, views = self._buffer()
         path = self.path(key)
         try:
@@ -160,11 +160,11 @@ class DiskStore(ExpertStore):
         return views
 
     def _mark(self) -> None:
-        with contextlib.suppress(OSError):  # the error that brought us here says more
+        with contextlib.suppress(OSError):  # the error being handled is more informative
             (self.folder / MARK).touch()
 
     def _read_file(self, path: Path, buffer: mmap.mmap) -> int:
-        """Fill ``buffer`` from ``path``; returns the size of what was there, at most a page more than expected."""
+        """Reads ``path`` into ``buffer``; returns the bytes read, at most a page more than expected."""
         descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
         try:
             done = 0
@@ -180,7 +180,7 @@ class DiskStore(ExpertStore):
             os.close(descriptor)
 
     def _buffer(self) -> tuple[mmap.mmap, dict[str, np.ndarray]]:
-        """This thread's page-aligned buffer, and each tensor of an expert as bytes in it."""
+        """Returns this thread's page-aligned buffer, and each tensor of an expert as bytes in it."""
         if not hasattr(self._local, "buffer"):
             # One page more than a file, so that a file that is too long is noticed.
             buffer = mmap.mmap(-1, -(-self.file_bytes // PAGE) * PAGE + PAGE)
@@ -191,7 +191,7 @@ class DiskStore(ExpertStore):
         return self._local.buffer, self._local.views
 
     def _headers_example(self) -> dict:
-        """The header that safetensors writes for this layout; fixes the offset of each tensor."""
+        """Returns the header that safetensors writes for this layout, and sets the offset of each tensor."""
         raw = save({name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self.shape.tensors.items()})
         entries = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
         entries.pop("__metadata__", None)
@@ -221,7 +221,7 @@ class DiskStore(ExpertStore):
     def _set_aside(self, path: Path) -> None:
         try:
             os.replace(path, path.with_suffix(".corrupt"))
-        except FileNotFoundError:  # somebody else did
+        except FileNotFoundError:  # another thread or process did
             pass
         except OSError as error:
             raise StoreError(
@@ -235,12 +235,12 @@ def _data_of(serialized: bytes) -> memoryview:
 
 
 def _why_unwritable(folder: Path) -> str | None:
-    """Why nothing can be written to ``folder``, which is made where it is missing; None where it can."""
+    """Returns why ``folder`` is not writable, or None if it is; creates it if it is missing."""
     probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            probe.write_bytes(bytes(PAGE))  # not nothing, for which a full disk has room
+            probe.write_bytes(bytes(PAGE))  # not empty: an empty file fits on a full disk
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
@@ -264,5 +264,5 @@ def _supports_direct(path: Path) -> bool:
             return os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 0) == PAGE
         finally:
             os.close(descriptor)
-    except OSError:  # EINVAL, e.g. tmpfs: said in the start-up line
+    except OSError:  # EINVAL, e.g. tmpfs: reported in the start-up line
         return False

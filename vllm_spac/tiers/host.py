@@ -1,4 +1,4 @@
-"""Host memory, pinned where there is a GPU: one block a layer, in the layout of the kernel."""
+"""Store in host memory, pinned if there is a GPU: one block per layer, in the layout of the kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RESERVE = 1 << 30  # left to the rest of the machine
 
 
 class HostStore(ExpertStore):
-    """``[experts, ...]`` per tensor and layer; a read is one copy per tensor."""
+    """Experts in blocks ``[experts, ...]`` per tensor and layer; a read is one copy per tensor."""
 
     addressable: ClassVar[bool] = True
 
@@ -77,6 +77,6 @@ class HostStore(ExpertStore):
         self._layers.clear()
         self._packed.clear()
         if self._pin and blocks:
-            torch.cuda.synchronize()  # kernels may read experts where they lie
+            torch.cuda.synchronize()  # kernels may read experts in place
         for block in blocks:
             block.close()

@@ -1,4 +1,4 @@
-"""Plain memory: the template for new stores, and the double in tests."""
+"""Store in plain memory: the template for new stores, and the double in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_spac.tiers.base import ExpertStore, allocate
 
 
 class MemoryStore(ExpertStore):
-    """Keeps copies of the tensors, a block for each layer."""
+    """Stores copies of the tensors, one block per layer."""
 
     addressable: ClassVar[bool] = True
     offline: ClassVar[str] = "it is the double of a store in tests"
@@ -28,7 +28,7 @@ class MemoryStore(ExpertStore):
         return key in self._packed
 
     def reserve(self, experts: int) -> None:
-        """Memory is taken as it is needed."""
+        """Does nothing: memory is allocated when needed."""
 
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         layer, expert = self.shape.split(key)

@@ -1,4 +1,4 @@
-"""No store at all: every expert has a slot, and is packed straight into it."""
+"""The slots as the store: every expert has a slot and is packed directly into it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ResidentStore(ExpertStore):
         return key in self._packed
 
     def reserve(self, experts: int) -> None:
-        """The slots are allocated already."""
+        """Does nothing: the slots are allocated already."""
 
     def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
         for name, slots in self.tensors.items():
@@ -56,4 +56,4 @@ class ResidentStore(ExpertStore):
         return self._layers[number]
 
     def describe(self) -> str:
-        return "resident (every expert has a slot, nothing lies outside)"
+        return "resident (every expert has a slot, nothing is stored elsewhere)"

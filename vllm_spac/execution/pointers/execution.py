@@ -1,16 +1,16 @@
-"""The layers of a shape over a table of pointers: a hit is read in its slot, a miss where it lies, in one launch.
+"""Execution over a table of pointers: one launch reads hits from their slots and misses from host memory.
 
-No layer waits for the host. Between steps the host reads what a step did that is over, and sees to it that experts get
-slots (``admissions``: it moves them itself, or offers slots to the layers that miss them). Long prompts take their
-misses from buffers that are filled a layer ahead (``staging``). On a CPU the launches are the torch twins of the
-kernels: the same addresses and the same rounding, made to be compared with and not to be fast.
+No layer waits for the host. Between steps the host reads the counts of finished steps and assigns slots to experts
+(``admissions``: it moves them itself, or offers slots to the layers that miss them). Long prompts read their misses
+from buffers that are filled one layer ahead (``staging``). On a CPU the launches are the torch twins of the kernels:
+the same addresses and the same rounding, for comparison and not for speed.
 
-So a step may also be one CUDA graph. A replay runs launches and no line of this module, and what differs from step to
-step lies in memory that stays where it is: the table, the offers, where padding begins, the counts. Some is written
-before the replay and some read behind it, on the stream that it runs on, by ``begin_step`` and ``end_forward``.
+So a step may also be one CUDA graph. A replay runs launches and no line of this module. Whatever differs from step to
+step is kept in memory at fixed addresses: the table, the offers, where padding begins, the counts. Some of it is
+written before the replay and some read after it, on the stream of the replay, by ``begin_step`` and ``end_forward``.
 
-Nothing can be compiled while a graph is captured, and nobody should wait for it in a request. So the first forward,
-with which vLLM measures its memory, first launches every variant of the kernels that any forward can need.
+Nothing can be compiled while a graph is captured, and no request should wait for compilation. So the first forward,
+which vLLM runs to measure its memory, first launches every variant of the kernels that any forward can need.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ if TYPE_CHECKING:
     from vllm_spac.config import Slots
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
-MAX_EXPERTS = 1024  # of a layer; what the kernels' routing takes
+MAX_EXPERTS = 1024  # per layer; the limit of the kernels' routing
 _TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 _FILL_BATCH = 16
-_ALL = 2**31 - 1  # pairs; none is padding
+_ALL = 2**31 - 1  # pairs: none is padding
 
 logger = logging.getLogger("vllm.spac")
 
 
-def check(shape: MoEShape) -> None:
-    """Refuse experts that the kernels cannot read; possible before anything is loaded.
+def check_shape(shape: MoEShape) -> None:
+    """Refuses experts that the kernels cannot read; can run before anything is loaded.
 
     Raises:
-        UnsupportedError: names what does not fit and the execution that takes it.
+        UnsupportedError: the message names what is not supported and the execution that supports it.
     """
     d, ff = shape.tensors["w2_weight"].shape
     odd = [name for name, spec in shape.tensors.items() if spec.nbytes % ALIGNMENT]
@@ -76,21 +76,21 @@ def check(shape: MoEShape) -> None:
 
 
 class PointerExecution(Execution):
-    """Slots shared by all layers of one shape, the table of their experts, and the launches that read it.
+    """Runs layers by kernels that read a table of pointers; the slots are shared by all layers of one shape.
 
     Args:
         shape: the layers, experts and tensors: ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or
             none, as in the checkpoint.
         slots: number of slots, from ``shape.top_k`` to ``shape.total``.
-        policy: says who makes room; owned.
-        store: holds every expert in memory that the device can address; owned.
+        policy: chooses victims; owned.
+        store: stores every expert in memory that the device can address; owned.
         tensors: name -> slots of shape [slots, ...], on the device that computes.
         path: name of the store in the counters.
-        rows: the most of a forward; the kernels are compiled for as many.
+        rows: maximum number of rows of a forward; the kernels are compiled for up to this number.
         admission: how missed experts get slots, a component of ``admissions``.
-        step_bytes: of ``step``: bytes that are on their way into slots at once, at most, but one expert at least; 0:
-            none moves.
-        staged: forwards of many rows read what has no slot from buffers of ``staging_bytes``, else in place.
+        step_bytes: with the admission ``step``, the maximum bytes in flight into slots, but at least one expert; 0:
+            nothing is moved.
+        staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
         poison: fill slots with NaN before they are written; for tests.
     """
 
@@ -116,7 +116,7 @@ class PointerExecution(Execution):
         poison: bool = False,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
-        check(shape)
+        check_shape(shape)
         self.shape = shape
         self.counters = Counters()
         self.tensors = tensors
@@ -138,12 +138,12 @@ class PointerExecution(Execution):
         self._counts = self.admission.counts.view(-1, shape.experts)
         self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts)
         self._compiled: set[str] = set()  # activations
-        # int32 [1], pairs of the rows of requests; what comes behind them is padding. And where nothing is.
+        # int32 [1], number of pairs of the requests' rows, after which padding begins; ``_all``: without padding.
         self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
         self._all = self._live.clone()
         self._rows: int | None = None  # of requests; None: all
         self._step: Step | None = None
-        self._staged = False  # some layer of the step
+        self._staged = False  # whether some layer of the step was
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
@@ -177,7 +177,7 @@ class PointerExecution(Execution):
 
     @classmethod
     def check_shape(cls, shape: MoEShape) -> None:
-        check(shape)
+        check_shape(shape)
 
     @classmethod
     def divide(cls, slots: Slots, staging: str, shape: MoEShape, free_bytes: int) -> Room:
@@ -190,7 +190,7 @@ class PointerExecution(Execution):
 
     @property
     def staged(self) -> bool:
-        """Whether forwards of many rows read what has no slot from buffers."""
+        """Whether forwards of many rows read experts without a slot from buffers."""
         return self._staging is not None
 
     def describe(self) -> str:
@@ -208,9 +208,9 @@ class PointerExecution(Execution):
         )
 
     def resident(self, layer: int) -> Tensor:
-        """bool [experts] on the device: which experts of a layer its kernels find in slots.
+        """Returns bool [experts] on the device: which experts of a layer its kernels read from slots.
 
-        One launch, of what the device knows: a CUDA graph may hold it.
+        One launch over state of the device, which may be captured into a CUDA graph.
         """
         experts = self.shape.experts
         if self.holds_all:
@@ -220,7 +220,7 @@ class PointerExecution(Execution):
     # -- between steps -------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """A forward of the target model starts for real requests: see to slots, as its admission has it."""
+        """Starts a forward of the target model for real requests; the admission moves or offers slots."""
         self._step, self._staged = step, False
         self._pad_from(step.rows)
         if self._staging is not None:
@@ -229,7 +229,7 @@ class PointerExecution(Execution):
         self.admission.begin(step)
 
     def _pad_from(self, rows: int) -> None:
-        """Rows from ``rows`` on are padding, in this step and until the next; one launch if that is new."""
+        """Marks rows from ``rows`` on as padding, until the next step; one launch if the number has changed."""
         if rows != self._rows:
             self._compute.submit(self._live.fill_, rows * self.shape.top_k)
         self._rows = rows
@@ -251,15 +251,16 @@ class PointerExecution(Execution):
         return self.run(layer, x, weights, ids, kernel.activation, torch.empty_like(x))
 
     def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: str, out: Tensor) -> Tensor:
-        """Routed experts of one layer. No host synchronisation: may be captured in a CUDA graph, which is never staged.
+        """Computes the routed experts of one layer without host synchronisation; returns ``out``.
 
-        Rows behind those of the step are padding and run nothing: in a graph, behind those of the step that replays it.
+        May be captured into a CUDA graph, which is never staged. Rows after those of the step are padding and run
+        nothing; in a graph this refers to the step that replays it.
 
         Args:
             layer: number of the layer in ``shape.layers``.
             x: [T, d] of the experts' dtype.
-            weights: [T, k] float32; a pair with weight 0 is left out.
-            ids: [T, k] int32 or int64; ids outside 0 ... experts - 1 are padding and left out.
+            weights: [T, k] float32; a pair with weight 0 is skipped.
+            ids: [T, k] int32 or int64; ids outside 0 ... experts - 1 are padding and skipped.
             activation: one of ``ACTIVATIONS``.
             out: [T, d] like x, is overwritten.
         """
@@ -272,9 +273,9 @@ class PointerExecution(Execution):
             return self._launch(tables, layer, x.contiguous(), *routed, activation, out)
 
     def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
-        """Launch each variant that forwards like ``x`` need, over rows that are all padding; decides and moves nothing.
+        """Launches each kernel variant that forwards like ``x`` need, over padding only; decides and moves nothing.
 
-        Of a layer whose own launch comes next and overwrites its counts.
+        Writes to the counts of ``layer``, whose own launch comes next and overwrites them.
         """
         assert not (captured and self._sizes), "a forward must run before one is captured"
         start = time.perf_counter()
@@ -311,7 +312,7 @@ class PointerExecution(Execution):
     def _reading(
         self, layer: int, ids: Tensor, weights: Tensor, live: Tensor, captured: bool
     ) -> Iterator[Mapping[str, Tensor]]:
-        """The tables that the launch of a layer reads, name -> int64 [experts]."""
+        """Yields the tables that the launch of a layer reads, name -> int64 [experts]."""
         if self._staging is None or captured or ids.numel() < ROWS * self.shape.experts:
             self.admission.enter(layer, ids, weights, live)
             yield self._tables_of(layer)
@@ -343,7 +344,7 @@ class PointerExecution(Execution):
 
 
 def _kernels(device: torch.device) -> Kernels:
-    """What is launched on ``device``."""
+    """Returns the launches for ``device``."""
     return _twins() if device.type == "cpu" else _launches()
 
 

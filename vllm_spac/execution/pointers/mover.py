@@ -1,4 +1,4 @@
-"""Moves experts into slots while kernels run: the streams that order the table's writes and the copies."""
+"""Moves experts into slots while kernels run; streams order the writes to the table and the copies."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vllm_spac.execution.pointers.streams import Event, Stream
 
 
 class Memory(Protocol):
-    """What streams do for ``Mover``."""
+    """Operations that ``Mover`` submits to streams."""
 
     def point(self, keys: Sequence[int], slots: Sequence[int]) -> object:
-        """Write the pointers of ``keys``: at these slots, or at the host copies where a slot is NOWHERE."""
+        """Writes the pointers of ``keys``: to these slots, or to the host copies where a slot is NOWHERE."""
 
     def copy(self, key: int, slot: int) -> object:
-        """Copy the bytes of an expert from host memory into a slot."""
+        """Copies the bytes of an expert from host memory into a slot."""
 
 
 class Mover:
-    """Runs the protocol of ``pointers``; see there for the order of things. Called between steps, by one thread.
+    """Runs the protocol of ``protocol.py``, which defines the order of the steps. Called between steps, by one thread.
 
     Args:
         pointers: the state machine; owned.
-        memory: the table and the bytes.
+        memory: the table and the slots' bytes.
         compute: the stream that runs the kernels which read the table.
-        copy: another one, for the copies; owned.
+        copy: a separate stream for the copies; owned.
     """
 
     def __init__(self, pointers: Pointers, memory: Memory, compute: Stream, copy: Stream) -> None:
@@ -37,7 +37,7 @@ class Mover:
         self._copying: deque[tuple[list[Move], Event]] = deque()
 
     def arrive(self) -> list[Move]:
-        """Steps 4 of the copies that are over, the oldest first; does not wait."""
+        """Performs step 4 for the copies that have finished, the oldest first; returns their moves. Does not wait."""
         arrived: list[Move] = []
         while self._copying and self._copying[0][1].done():
             moves, copied = self._copying.popleft()
@@ -49,7 +49,7 @@ class Mover:
         return arrived
 
     def begin(self, moves: Sequence[Move]) -> None:
-        """Steps 1, 2 and 3 of ``moves``, as ``Pointers.choose`` has just given them."""
+        """Performs steps 1, 2 and 3 for ``moves``, as just returned by ``Pointers.choose``."""
         if not moves:
             return
         victims = [move.victim for move in moves if move.victim != NOWHERE]
@@ -61,5 +61,5 @@ class Mover:
         self._copying.append((list(moves), self._copy.record()))
 
     def close(self) -> None:
-        """Finish the copies in flight."""
+        """Finishes the copies in flight."""
         self._copy.close()

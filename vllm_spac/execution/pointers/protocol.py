@@ -2,8 +2,8 @@
 
 A table has one pointer for each expert: at a slot in fast memory, or at the expert's copy in host memory, which is
 never written and never goes away. Both can be read at any time, so that a kernel needs no host to run: a *miss* is
-computed from the host copy. What is moved is decided one step late, between steps, from the counts of a step that is
-over. Moving e_new into the slot of e_old takes four steps:
+computed from the host copy. What is moved is decided one step late, between steps, from the counts of a finished step.
+Moving e_new into the slot of e_old takes four steps:
 
 1. point e_old at its host copy;
 2. wait until no kernel runs that may have read the old pointer;
@@ -11,31 +11,31 @@ over. Moving e_new into the slot of e_old takes four steps:
 4. point e_new at the slot.
 
 **Where each step runs.** 1 and 4 are writes on the *compute stream*, before the kernels of the next step; 3 runs on
-the *copy stream*, behind an event F recorded on the compute stream right after 1 (that is 2); 4 is submitted when the
+the *copy stream*, after an event F recorded on the compute stream right after 1 (that is 2); 4 is submitted when the
 host sees that the event D, recorded on the copy stream right after 3, is done, and the compute stream waits for D,
-which costs nothing by then. The host asks between steps and never waits.
+which costs nothing by then. The host queries D between steps and never waits.
 
 **Why this is right for every interleaving.** Let k be a kernel that reads slot s through the pointer p of an expert.
 
 - *k was submitted before step 1 of a move out of s.* It may be running, with p in its registers, while anything else
-  happens. The compute stream runs in order, so k is over when F is reached; step 3 begins after F. Hence nothing is
-  written to s while k reads it.
+  happens. The compute stream runs in order, so k has finished when F is reached; step 3 begins after F. Hence nothing
+  is written to s while k reads it.
 - *k was submitted between steps 1 and 4 of that move.* The stream has run step 1 before k begins: p is not at s for
   e_old; for e_new it is not yet. No other expert owns s. Hence k does not read s at all.
-- *k was submitted after step 4.* The stream has waited for D: all bytes are there. They stay until the next move out
-  of s, for which the first case holds again.
+- *k was submitted after step 4.* The stream has waited for D: all bytes are in the slot. They stay until the next move
+  out of s, for which the first case holds again.
 
 A table never changes while kernels of a step run: no kernel races with a pointer write, a launch sees one pointer for
 both of its GEMMs, and what was a hit in a step is known exactly.
 
-**A step may be one replay of a CUDA graph.** The argument asks of k where it was submitted, and no more: not in which
-order the kernels of a step run, nor whether they run at once. A replay submits them all at one point of the compute
-stream, behind the pointers' writes of its step and before those of the next. What was captured is where the table
-lies, not what it says, and the table stays there; no move, and no wait for one, is ever captured.
+**A step may be one replay of a CUDA graph.** The argument depends only on where k was submitted, not on the order in
+which the kernels of a step run, nor on whether they run concurrently. A replay submits them all at one point of the
+compute stream, after the pointer writes of its step and before those of the next. What was captured is the address of
+the table, not its contents, and the address is fixed; no move, and no wait for one, is ever captured.
 
 **Why not all four on the copy stream,** as the idea is usually put, with F recorded after the last use? A copy stream
 lags: kernels that were submitted *after* F may begin before step 1 has run, read the old pointer, and be reading when
-step 3 begins. To be right, F would have to be recorded after the host has seen that step 1 is over, or the compute
+step 3 begins. To be right, F would have to be recorded after the host has seen that step 1 is done, or the compute
 stream would have to wait for a stream that is busy copying. ``tests/properties/test_pointers.py`` finds the
 interleaving, and enumerates those of the protocol above.
 """
@@ -53,7 +53,7 @@ from vllm_spac.policies.base import Policy
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Expert ``key`` goes into ``slot``, which was ``victim``'s, or nobody's (NOWHERE)."""
+    """A move of expert ``key`` into ``slot``, which belonged to ``victim``, or was free (NOWHERE)."""
 
     key: int
     slot: int
@@ -61,12 +61,12 @@ class Move:
 
 
 class Pointers:
-    """What the table says to the kernels that are submitted next; called between steps, by one thread.
+    """State of the table as the kernels submitted next will read it; called between steps, by one thread.
 
     Args:
-        keys: experts of all layers.
-        slots: experts that fast memory holds.
-        policy: says who makes room; owned.
+        keys: number of experts of all layers.
+        slots: number of slots.
+        policy: chooses victims; owned.
     """
 
     def __init__(self, keys: int, slots: int, policy: Policy) -> None:
@@ -78,18 +78,18 @@ class Pointers:
         self._next = 0  # the key after the last one that was considered for a move
 
     def observe(self, counts: np.ndarray) -> None:
-        """A step selected experts: int [keys], as ``Policy.observe`` has it."""
+        """Updates the policy from the experts that a step selected, int [keys] as in ``Policy.observe``."""
         policy = self.residency.policy
         policy.observe(counts)
         for key in np.flatnonzero((counts > 0) & (self.residency.slot_of != NOWHERE)).tolist():
             policy.touch(key)
 
     def choose(self, counts: np.ndarray, most: int) -> list[Move]:
-        """Steps 1 of the moves that the policy wants after a step with ``counts``; at most ``most`` are on their way.
+        """Chooses moves after a step with ``counts`` and performs their step 1; at most ``most`` are in flight.
 
-        Of the experts that were missed, twice as many as may move are considered: those with the highest counts, among
-        equals in turn from where the last call stopped, so that no layer has to wait for those before it. One moves in
-        if the policy would rather keep it than some other that is not moving; what is on its way is left alone.
+        Of the missed experts, twice as many as may move are considered: those with the highest counts, among equals
+        round-robin from where the last call stopped, so that no layer has to wait for those before it. An expert moves
+        in if the policy prefers it to some other that is not moving; experts in flight are not affected.
         """
         room = most - self.moving
         missed = np.flatnonzero((counts > 0) & (self.residency.slot_of == NOWHERE))
@@ -109,21 +109,21 @@ class Pointers:
         return moves
 
     def arrived(self, moves: Iterable[Move]) -> None:
-        """Steps 4: the bytes of these moves are in their slots."""
+        """Performs step 4: the bytes of these moves are in their slots."""
         for move in moves:
             self.residency.loaded(move.key)
             self.at[move.key] = move.slot
             self.moving -= 1
 
     def placed(self, key: int) -> Move:
-        """Give ``key``, which is nowhere, a free slot, to be filled and ``arrived`` before any kernel runs."""
+        """Assigns a free slot to ``key``, which has none, to be filled and ``arrived`` before any kernel runs."""
         ((_, slot),) = self.residency.prepare([key]).loads
         self.residency.release([key])
         self.moving += 1
         return Move(key, slot)
 
     def check_integrity(self) -> None:
-        """Every invariant, in O(slots + keys); raises ``AssertionError``."""
+        """Checks every invariant, in O(slots + keys); raises ``AssertionError``."""
         self.residency.check_integrity()
         slot_of, state = self.residency.slot_of, self.residency.state
         ready = (slot_of != NOWHERE) & (state[slot_of] == SlotState.READY)

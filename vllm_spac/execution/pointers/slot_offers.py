@@ -1,12 +1,12 @@
-"""The host's part in slots that layers give away on the device: what it offers, and what it learns. No I/O.
+"""Host side of in-layer admission: which slots a step may reassign, and what the device reports back. No I/O.
 
-A layer that misses an expert may copy it into a slot before it computes, so that it crosses the bus once. Who gets
-which slot is known when the router has spoken, on the device; what a slot is worth is known to the policy, on the host.
-So the host offers slots between steps, those worth least first, and says what a slot would be worth to whom. Layers
-compare (``vllm_spac.kernels.admit`` has the rule), and tell what they did behind the step.
+A layer that misses an expert may copy it into a slot before it computes, so that it crosses PCIe once. The experts that
+need a slot are known on the device, after the router; the value of a slot is known on the host, to the policy. So
+between steps the host offers slots, the least valuable first, together with the value of a slot to each expert. The
+layers compare these values (the rule is in ``vllm_spac.kernels.admit``), and what they did is reported after the step.
 
-The host may be late: what it offers is what it knew, perhaps a step or two ago. Hence an offer names the slot's owner
-and is void if that has changed. Nothing else needs to be true of an offer: to take a bad one costs bytes and no token.
+The host's state may be a step or two old. Hence an offer contains the slot's owner and is void if that has changed.
+Nothing else about an offer must hold for correctness: accepting a bad one costs transferred bytes, never a wrong token.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ class Offered(NamedTuple):
     """Slots that the layers of a step may take; see ``vllm_spac.kernels.types.Offers``.
 
     Attributes:
-        slots: int32 [offers]; owners: int32; kept: float32, ascending.
-        used: float32 [keys].
+        slots: int32 [offers], the slots.
+        owners: int32 [offers], the expert in each slot.
+        kept: float32 [offers], ascending, the value of each slot to its owner.
+        used: float32 [keys], the value of a slot to an expert that the step uses.
     """
 
     slots: np.ndarray
@@ -36,12 +38,12 @@ class Offered(NamedTuple):
 
 
 class Offering:
-    """What the policy would give away, and what became of it. Pure; called between steps, by one thread.
+    """Computes the offers of each step and applies its result. Pure; called between steps, by one thread.
 
     Args:
-        keys: experts of all layers.
-        slots: experts that fast memory holds; all are filled before the first step.
-        policy: says what a slot is worth; owned.
+        keys: number of experts of all layers.
+        slots: number of slots; all are filled before the first step.
+        policy: values slots; owned.
         counters: ``hits``, ``misses`` and ``loads`` are counted here.
     """
 
@@ -50,7 +52,7 @@ class Offering:
         self._counters = counters
 
     def offer(self) -> Offered:
-        """Slots that some expert without one would be worth more in, as far as the host knows."""
+        """Returns the slots that are worth at least as much to some expert without a slot as to their owner."""
         standing = self.residency.policy.standing(len(self.residency.slot_of))
         outside = self.residency.slot_of == NOWHERE
         most = standing.used[outside].max(initial=-np.inf)
@@ -60,13 +62,13 @@ class Offering:
         return Offered(slots, owners.astype(np.int32), kept, standing.used.astype(np.float32))
 
     def learn(self, counts: np.ndarray, sources: np.ndarray, owner: np.ndarray, *, prompts: bool) -> tuple[int, int]:
-        """A step is over; returns how many experts it read where they lay, and how many it gave slots.
+        """Applies the report of a finished step; returns the numbers of experts that it streamed and that it admitted.
 
         Args:
             counts: int [keys], rows that selected each expert.
-            sources: int [keys], how each was reached: ``HIT``, ``STREAMED``, ``ADMITTED``, or not at all.
-            owner: int [slots], whose each slot was when the step was over.
-            prompts: some of its rows were those of prompts, which say little about the next step.
+            sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, or not at all.
+            owner: int [slots], the expert in each slot at the end of the step.
+            prompts: whether the step had prefill rows, which predict little about the next step.
         """
         hits, streamed, admitted = (np.flatnonzero(sources == source) for source in (HIT, STREAMED, ADMITTED))
         self._counters.hits += len(hits)

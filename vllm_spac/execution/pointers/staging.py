@@ -1,8 +1,8 @@
-"""Prompts over a table of pointers: a layer's missing experts pass through a buffer while the layer before computes.
+"""Prompts over a table of pointers: a layer's missing experts are copied to a buffer while the layer before computes.
 
-A long prompt needs nearly every expert of a layer, each for many rows. Read in place, an expert would cross the bus
-once for every block of rows, and the bus would rest while attention runs. So forwards of many rows read what has no
-slot from one of two buffers, filled by the copy stream one layer ahead, through a table of their own.
+A long prompt needs nearly every expert of a layer, each for many rows. Read in place, an expert would cross PCIe once
+per block of rows, and PCIe would be idle while attention runs. So forwards of many rows read experts without a slot
+from one of two buffers, filled by the copy stream one layer ahead, through a table of their own.
 
 **Why no kernel reads a buffer that is being written.** Layers take the buffers in turns. For layer l in buffer b:
 
@@ -12,9 +12,9 @@ slot from one of two buffers, filled by the copy stream one layer ahead, through
 - *Read before it is filled again.* After the launch of l the compute stream records R; the copy stream waits for R
   before it copies another layer into b.
 
-Who has a slot does not change within a step, so what was copied for a layer ahead is what its table lacks; at the next
-step nothing that lies in the buffers is relied upon. Slots are read under the protocol of ``pointers``: a staged table
-says of a slot what the step's table says.
+The assignment of slots does not change within a step, so the experts copied for a layer ahead are exactly those its
+table lacks; the next step does not rely on the contents of the buffers. Slots are read under the protocol of
+``protocol.py``: for an expert with a slot, a staged table has the same pointer as the step's table.
 """
 
 from __future__ import annotations
@@ -36,24 +36,31 @@ from vllm_spac.execution.pointers.table import AddressTable
 from vllm_spac.tiers.base import ExpertStore
 
 BUFFERS = 2
-# Rows of an expert, on average, from which a forward is staged: with fewer, many experts are not needed. Reasoned,
-# not measured.
+# Average rows per expert from which a forward is staged: with fewer, many experts are not needed. Reasoned, not
+# measured.
 ROWS = 16
 
 
 def staging_bytes(shape: MoEShape) -> int:
-    """Fast memory of the buffers of one shape."""
+    """Returns the bytes of fast memory of the buffers of one shape."""
     return BUFFERS * shape.experts * shape.expert_bytes
 
 
 def divide(slots: Slots, knob: str, shape: MoEShape, free_bytes: int) -> tuple[int, bool]:
-    """(slots for all layers of ``shape``, whether its prompts are staged), in ``free_bytes`` of fast memory.
+    """Divides ``free_bytes`` of fast memory into slots and staging buffers.
 
     Args:
-        knob: ``on``, ``off``, or ``auto``: if the buffers take at most a quarter, beside the slots that were asked for.
+        slots: what the user requested.
+        knob: ``on``, ``off``, or ``auto``: staged if the buffers take at most a quarter of ``free_bytes`` and fit in
+            addition to the requested slots.
+        shape: the layers and experts.
+        free_bytes: fast memory that may be used.
+
+    Returns:
+        (slots for all layers of ``shape``, whether its prompts are staged).
 
     Raises:
-        ConfigError: as ``slots.resolve``.
+        ConfigError: as ``sizing.resolve``.
     """
     count, needed = resolve(slots, shape, free_bytes), staging_bytes(shape)
     fits = slots == Slots() or count * shape.expert_bytes + needed <= free_bytes
@@ -63,13 +70,13 @@ def divide(slots: Slots, knob: str, shape: MoEShape, free_bytes: int) -> tuple[i
 
 
 class Buffers(Protocol):
-    """What streams do for ``Staging``."""
+    """Operations that ``Staging`` submits to streams."""
 
     def fill(self, buffer: int, layer: int, missing: np.ndarray) -> object:
-        """Copy experts ``missing`` (int [n], ascending) of a layer from host memory into their places in a buffer."""
+        """Copies experts ``missing`` (int [n], ascending) of a layer from host memory into their places in a buffer."""
 
     def direct(self, buffer: int, layer: int, slots: np.ndarray) -> object:
-        """Write the table of a buffer: int [experts] slots, NOWHERE for the expert's place in the buffer."""
+        """Writes the table of a buffer: int [experts] slots, NOWHERE for the expert's place in the buffer."""
 
 
 class Staging:
@@ -77,8 +84,8 @@ class Staging:
 
     Args:
         buffers: the bytes and tables.
-        layers: number of layers; one runs after the other.
-        compute, copy: as ``mover.Mover`` has them.
+        layers: number of layers; they run in order.
+        compute, copy: as in ``mover.Mover``.
     """
 
     def __init__(self, buffers: Buffers, layers: int, compute: Stream, copy: Stream) -> None:
@@ -88,15 +95,16 @@ class Staging:
         self._read: list[Event | None] = [None] * BUFFERS
 
     def begin(self) -> None:
-        """A step begins: who has a slot may have changed."""
+        """Begins a step: invalidates the buffers, because the assignment of slots may have changed."""
         self._holds = [NOWHERE] * BUFFERS
 
     @contextlib.contextmanager
     def layer(self, layer: int, slots: np.ndarray) -> Iterator[int]:
-        """While inside, layer ``layer`` is launched; gives the buffer whose table its launch reads.
+        """Yields the buffer whose table the launch of ``layer`` reads; the caller launches it inside the block.
 
         Args:
-            slots: int [layers, experts], who has which slot in this step; NOWHERE for none.
+            layer: number of the layer.
+            slots: int [layers, experts], the slot of each expert in this step; NOWHERE for none.
         """
         self._fill(layer, slots)
         if layer + 1 < self._layers:
@@ -121,16 +129,16 @@ class Staging:
 
 
 class ExpertBuffers:
-    """Two layers of experts in fast memory, and a table for each.
+    """Buffers for the experts of two layers in fast memory, and a table for each.
 
     Args:
-        store: holds every layer as one block of host memory a tensor.
-        memory: knows where the slots are.
+        store: stores each layer as one block of host memory per tensor.
+        memory: provides the addresses of the slots.
         slots: the slots' tensors, whose device, names and dtypes the buffers have.
         poison: fill a buffer with NaN before it is written; for tests.
 
     Attributes:
-        tables: of each buffer, name -> int64 [experts] on the device.
+        tables: per buffer, name -> int64 [experts] on the device.
     """
 
     def __init__(
@@ -148,7 +156,7 @@ class ExpertBuffers:
         self.tables = [dict(zip(slots, table, strict=True)) for table in self._tables]
 
     def fill(self, buffer: int, layer: int, missing: np.ndarray) -> None:
-        """As few copies as there are runs of experts that lie side by side."""
+        """As in ``Buffers``: one copy per tensor and run of consecutive experts."""
         block, tensors = self._store.layer(layer), self._tensors[buffer]
         if self._poison:
             for tensor in tensors.values():
@@ -160,9 +168,9 @@ class ExpertBuffers:
                     tensor[part].copy_(block[name][part], non_blocking=True)
 
     def direct(self, buffer: int, layer: int, slots: np.ndarray) -> None:
-        """One small copy to the device."""
+        """As in ``Buffers``: one small copy to the device."""
         addresses = np.where(slots == NOWHERE, self._places[buffer], self._memory.slot_addresses[:, slots])
         written = torch.from_numpy(addresses)
-        if self._tables[buffer].is_cuda:  # pinned, so that it does not wait; torch keeps it until it was read
+        if self._tables[buffer].is_cuda:  # pinned, so that it does not wait; torch keeps it until it has been read
             written = written.pin_memory()
         self._tables[buffer].copy_(written, non_blocking=True)

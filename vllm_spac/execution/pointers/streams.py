@@ -1,8 +1,8 @@
-"""Queues of work that run in order, each on its own, and the events that order one behind another.
+"""In-order work queues and events between them: CUDA streams on a GPU, threads on a CPU.
 
-A ``Stream`` means the same everywhere: ``submit`` does not wait, work runs in the order of submission, ``wait`` holds
-back what is submitted after it until an event of another stream is reached, and the host may ask whether an event is
-``done``. On a GPU these are CUDA's streams and events; on a CPU the caller itself, or a thread.
+A ``Stream`` has the same meaning everywhere: ``submit`` does not wait, work runs in the order of submission, ``wait``
+delays what is submitted after it until an event of another stream is reached, and the host may query whether an event
+is ``done``. On a CPU a stream is the calling thread or a thread of its own.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ class Event(Protocol):
     """A point in a stream, made by ``Stream.record``."""
 
     def done(self) -> bool:
-        """Whether all work before it is over, and seen by whoever is told so. Does not wait."""
+        """Whether all work before it has finished, with its effects visible to the caller. Does not wait."""
 
     def wait(self) -> None:
-        """Return when it is."""
+        """Waits until it is done."""
 
 
 E = TypeVar("E", bound=Event)
 
 
 class Stream(ABC, Generic[E]):
-    """Runs what it is given, in that order. Called by one thread."""
+    """Runs submitted work in order. Called by one thread."""
 
     @abstractmethod
     def submit(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Run ``work(*arguments)`` behind what was submitted before."""
+        """Runs ``work(*arguments)`` after what was submitted before."""
 
     @abstractmethod
     def record(self) -> E:
-        """The end of what was submitted so far."""
+        """Returns an event at the end of what was submitted so far."""
 
     @abstractmethod
     def wait(self, event: E) -> None:
-        """What is submitted from now on begins after ``event``, of any stream of the same kind. Does not wait."""
+        """Orders what is submitted from now on after ``event``, of any stream of the same kind. Does not wait."""
 
     def close(self) -> None:
-        """Finish what was submitted; nothing is submitted afterwards."""
+        """Finishes what was submitted; nothing is submitted afterwards."""
 
 
 class ThreadEvent:
-    """Reached by the thread of its stream; raises what the stream failed with to whoever asks."""
+    """Event that the thread of its stream reaches; ``wait`` and ``done`` raise the error of a failed stream."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -85,7 +85,7 @@ class _CudaEvent:
 
 
 class CallerStream(Stream[ThreadEvent]):
-    """The calling thread: what is submitted is over when ``submit`` returns."""
+    """The calling thread as a stream: work has finished when ``submit`` returns."""
 
     def submit(self, work: Callable[..., object], *arguments: Any) -> None:
         work(*arguments)
@@ -100,7 +100,7 @@ class CallerStream(Stream[ThreadEvent]):
 
 
 class ThreadStream(Stream[ThreadEvent]):
-    """A thread with a queue. After work that raised nothing more is run, and its events raise the same."""
+    """A thread with a queue. After work has raised, no further work is run, and later events raise the same error."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
@@ -131,7 +131,7 @@ class ThreadStream(Stream[ThreadEvent]):
             elif self._error is None:
                 try:
                     work(*arguments)
-                except BaseException as error:  # told to whoever asks for an event
+                except BaseException as error:  # raised by the events
                     self._error = error
 
 
@@ -158,9 +158,9 @@ class CudaStream(Stream[_CudaEvent]):
 
 
 class CurrentCudaStream(CudaStream):
-    """Whatever stream the calling thread launches on: the one that runs the model.
+    """The stream that the calling thread launches on, which runs the model.
 
-    Should that change, the new one goes on where the old one ends.
+    If that stream changes, the new one waits for the old one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -187,12 +187,12 @@ class CurrentCudaStream(CudaStream):
 
 
 def streams(device: torch.device) -> tuple[Stream, Stream]:
-    """The stream that runs the model on ``device``, and a new one for copies beside it."""
+    """Returns the stream that runs the model on ``device``, and a new one for concurrent copies."""
     if device.type == "cuda":
         return CurrentCudaStream(device), CudaStream(torch.cuda.Stream(device))
     return CallerStream(), ThreadStream("spac-copy")
 
 
 def capturing(tensor: torch.Tensor) -> bool:
-    """Whether what is launched on ``tensor`` goes into a CUDA graph instead of running."""
+    """Whether launches on ``tensor`` are captured into a CUDA graph instead of run."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

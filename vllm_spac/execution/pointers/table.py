@@ -1,4 +1,4 @@
-"""The table of addresses in device memory, and the bytes of the slots that it points at."""
+"""The table of expert addresses in device memory, and the copies into the slots that it points to."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.tiers.base import ExpertStore
 
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-ALIGNMENT = 16  # bytes; what the kernels of the table promise to the compiler
+ALIGNMENT = 16  # bytes; what the kernels promise the compiler about addresses in the table
 
 
 class AddressTable:
     """Slots, host copies, and the table of their addresses.
 
     Args:
-        store: holds every expert in memory that the device can address.
+        store: stores every expert in memory that the device can address.
         slots: name -> tensor of shape [slots, ...].
         keys: number of experts.
         poison: fill a slot with NaN before it is written; for tests.
 
     Attributes:
-        device: that of the slots.
-        sizes: bytes of each of an expert's tensors.
-        addresses: int64 [names, keys] on the device: of each expert's tensors, where kernels are to read them.
-        hosts: int64 [names, keys] on the device: of their host copies.
+        device: device of the slots.
+        sizes: bytes of each tensor of an expert.
+        addresses: int64 [names, keys] on the device: addresses at which kernels read each expert's tensors.
+        hosts: int64 [names, keys] on the device: addresses of their host copies.
         table: the rows of ``addresses``, by name.
         slot_addresses: int64 [names, slots], on the host.
         host_addresses: int64 [names, keys], on the host.
@@ -51,15 +51,15 @@ class AddressTable:
         self.table = dict(zip(slots, self.addresses, strict=True))
 
     def resident(self, keys: slice) -> Tensor:
-        """bool [keys] on the device: whose pointers are at slots. One launch."""
+        """Returns bool [keys] on the device: experts whose pointers are at slots. One launch."""
         return self.addresses[0, keys] != self.hosts[0, keys]
 
     def point(self, keys: Sequence[int], slots: Sequence[int]) -> None:
-        """One small copy to the device and one launch."""
+        """As in ``mover.Memory``: one small copy to the device and one launch."""
         pointed, to = np.asarray(keys), np.asarray(slots)
         addresses = np.where(to == NOWHERE, self.host_addresses[:, pointed], self.slot_addresses[:, to])
         written = torch.from_numpy(np.concatenate([pointed[None], addresses]))
-        if self.device.type == "cuda":  # pinned, so that it does not wait; torch keeps it until it was read
+        if self.device.type == "cuda":  # pinned, so that it does not wait; torch keeps it until it has been read
             written = written.pin_memory().to(self.device, non_blocking=True)
         self.addresses.index_copy_(1, written[0], written[1:])
 
@@ -72,7 +72,7 @@ class AddressTable:
 
 
 def _address(tensor: Tensor, device: torch.device) -> int:
-    """Where kernels on ``device`` find a tensor, which may lie in pinned host memory.
+    """Returns the address at which kernels on ``device`` read a tensor, which may be in pinned host memory.
 
     Raises:
         UnsupportedError: the device cannot read it.

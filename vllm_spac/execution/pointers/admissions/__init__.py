@@ -1,3 +1,3 @@
-"""Which missed experts get slots under ``execution=pointers``, and when."""
+"""Admissions: which missed experts get slots under ``execution=pointers``, and when."""
 
 DEFAULT = "layer"

@@ -25,7 +25,7 @@ Known = TypeVar("Known")  # by the host when a step was launched
 
 
 class Kernels(NamedTuple):
-    """The launches of ``vllm_spac.kernels``, or their twins.
+    """The launches of ``vllm_spac.kernels``, or their torch twins.
 
     Attributes:
         rows_to_compile: (most rows, top_k, experts) -> numbers of rows, one for each variant that is compiled.
@@ -39,13 +39,13 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """What admissions work with; see ``PointerExecution``.
+    """Objects that admissions share with their ``PointerExecution``.
 
     Attributes:
         memory: slots, host copies and the table.
-        compute, copy: the stream that runs the model, and another one.
+        compute, copy: the stream that runs the model, and one for copies.
         path: name of the store in the counters.
-        step_bytes: bytes that are on their way into slots at once, at most.
+        step_bytes: maximum bytes in flight into slots.
     """
 
     shape: MoEShape
@@ -62,7 +62,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Report(Generic[Known]):
-    """What a step's layers wrote, on its way to the host."""
+    """What a step's layers wrote, in flight to the host."""
 
     step: Step
     staged: bool
@@ -72,7 +72,9 @@ class _Report(Generic[Known]):
 
 
 class Admission(ABC, Generic[Known]):
-    """Called between steps and in each layer, by one thread. No call but ``slots`` waits for the device.
+    """Assigns slots to missed experts. Called between steps and in each layer, by one thread.
+
+    No call except ``slots`` waits for the device.
 
     Attributes:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
@@ -90,26 +92,26 @@ class Admission(ABC, Generic[Known]):
     @property
     @abstractmethod
     def residency(self) -> Residency:
-        """Who has a slot, as far as the host knows."""
+        """Which expert has which slot, as last reported to the host."""
 
     @abstractmethod
     def seat(self, key: int) -> int:
-        """Give ``key``, which is nowhere, a free slot, to be filled before any kernel runs; returns it."""
+        """Assigns a free slot to ``key``, which has none, to be filled before any kernel runs; returns it."""
 
     @abstractmethod
     def seated(self, keys: Sequence[int]) -> None:
-        """The slots of these experts are filled."""
+        """Called when the slots of these experts have been filled."""
 
     @abstractmethod
     def begin(self, step: Step) -> None:
-        """A step is about to be launched."""
+        """Called before a step is launched."""
 
     @abstractmethod
     def slots(self) -> np.ndarray:
-        """int32 [keys], the slot of each expert while the step runs; NOWHERE for none. May wait for the step before."""
+        """Returns int32 [keys], the slot of each expert in the step; NOWHERE for none. May wait for earlier steps."""
 
     def enter(self, layer: int, ids: Tensor, weights: Tensor, live: Tensor) -> None:
-        """Launch what comes before the kernel of a layer; not called if staged.
+        """Launches what precedes the kernel of a layer; not called for staged layers.
 
         Args:
             ids, weights: as in ``PointerExecution.run``.
@@ -117,7 +119,12 @@ class Admission(ABC, Generic[Known]):
         """
 
     def end(self, step: Step, *, staged: bool) -> None:
-        """The layers of a step were launched; ``staged``: some read what they missed from buffers."""
+        """Called after the layers of a step were launched; starts the copy of its report to the host.
+
+        Args:
+            step: the step.
+            staged: whether some layers read their missing experts from buffers.
+        """
         told = []
         for tensor in self._tells():
             told.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda))
@@ -125,7 +132,7 @@ class Admission(ABC, Generic[Known]):
         self._reports.append(_Report(step, staged, tuple(told), self._known(staged), self.parts.compute.record()))
 
     def take(self) -> None:
-        """Learn what steps did, as far as the host has been told; does not wait."""
+        """Applies the reports of steps that have reached the host; does not wait."""
         while self._reports and self._reports[0].there.done():
             report = self._reports.popleft()
             told = [tensor.numpy() for tensor in report.told]
@@ -135,26 +142,30 @@ class Admission(ABC, Generic[Known]):
             self.parts.counters.waves += len(self.parts.shape.layers)
 
     def close(self) -> None:
-        """Finish what is in flight."""
+        """Finishes the copies in flight."""
         self.parts.copy.close()
 
     def check_integrity(self) -> None:
-        """Every invariant on the host; raises ``AssertionError``."""
+        """Checks every invariant on the host; raises ``AssertionError``."""
         self.residency.check_integrity()
 
     @abstractmethod
     def _tells(self) -> Sequence[Tensor]:
-        """What is copied to the host behind a step; ``counts`` is the first."""
+        """Returns the tensors that are copied to the host after a step; ``counts`` is the first."""
 
     @abstractmethod
     def _known(self, staged: bool) -> Known:
-        """What the host must remember for ``_learn`` of the step that was just launched."""
+        """Returns what the host must keep for ``_learn`` of the step that was just launched."""
 
     @abstractmethod
     def _learn(self, told: Sequence[np.ndarray], known: Known, *, prompts: bool) -> int:
-        """A step is over; returns how many experts it read where they lay. Counts hits and misses.
+        """Applies the report of a finished step and counts hits and misses.
 
         Args:
-            told: what ``_tells`` had when the step was over.
-            prompts: some of its rows were those of prompts, and say little about the next step.
+            told: the tensors of ``_tells`` at the end of the step.
+            known: what ``_known`` returned for the step.
+            prompts: whether the step had prefill rows, which predict little about the next step.
+
+        Returns:
+            Number of experts that the step read from host memory without giving them a slot.
         """

@@ -1,4 +1,4 @@
-"""In the layer that misses it, before it computes: an expert crosses the bus once, and the device decides."""
+"""Admission in the layer that misses an expert, before it computes: one transfer per expert, decided on the device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WORD = 8  # bytes
 
 
 class InLayers(Admission[np.ndarray | None]):
-    """Two launches before the kernel of a layer: one gives slots to experts that it misses, one copies them.
+    """Two launches before the kernel of a layer: one assigns slots to the experts that it misses, one copies them.
 
-    ``offers`` has the host's part, ``vllm_spac.kernels.admit`` the device's. Everything is ordered by one stream; the
-    host hears of it behind the step. Steps with prompts are offered nothing: they would fill the slots with what they
-    alone need.
+    The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admit``. Everything is ordered by one
+    stream; the result is reported to the host after the step. Steps with prompts get no offers: they would fill the
+    slots with experts that only they need.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -38,7 +38,7 @@ class InLayers(Admission[np.ndarray | None]):
             memory.hosts,
             torch.from_numpy(memory.slot_addresses).to(device, copy=True),
         )
-        # What the host says of a step, in one piece: it is one copy. Floats lie in it as their bits.
+        # The host's offers for a step, in one tensor so that they are one copy. Floats are stored as their bits.
         self._said = torch.zeros(2 + 3 * parts.slots + shape.total, **made)
         state, slots, owners, kept, used = self._said.split([2, *[parts.slots] * 3, shape.total])
         self._offers = Offers(state, slots, owners, kept.view(torch.float32), used.view(torch.float32))
@@ -83,7 +83,7 @@ class InLayers(Admission[np.ndarray | None]):
         self.parts.compute.submit(self._said.copy_, said, True)
 
     def slots(self) -> np.ndarray:
-        """Waits for the steps that were launched: the device alone knows what they did."""
+        """As in ``Admission``; waits for the steps that were launched, because only the device has their result."""
         if self._reports:
             self._reports[-1].there.wait()
             self.take()
@@ -98,10 +98,10 @@ class InLayers(Admission[np.ndarray | None]):
 
     def end(self, step: Step, *, staged: bool) -> None:
         super().end(step, staged=staged)
-        self.parts.compute.submit(self._offers.state.zero_)  # what runs until the next step is nobody's
+        self.parts.compute.submit(self._offers.state.zero_)  # no offers outside of steps
 
     def check_integrity(self) -> None:
-        """Of what the device says too, for which it waits."""
+        """As in ``Admission``, including the state of the device, for which it waits."""
         slot_of = self.slots()
         super().check_integrity()
         told, owner, table, hosts, places = (tensor.cpu().numpy() for tensor in self._experts)
@@ -113,7 +113,11 @@ class InLayers(Admission[np.ndarray | None]):
         return [self.counts, self._sources, self._experts.owner]
 
     def _known(self, staged: bool) -> np.ndarray | None:
-        """bool [keys], who had a slot while the step ran, if its layers were not asked; a staged step has waited."""
+        """Returns bool [keys], experts with a slot in the step, if it was staged or every expert has one; else None.
+
+        The layers of such a step launch no admission. A staged step has waited for the device, so the host's state is
+        up to date.
+        """
         return self.residency.slot_of != NOWHERE if staged or self._holds_all else None
 
     def _learn(self, told: Sequence[np.ndarray], known: np.ndarray | None, *, prompts: bool) -> int:

@@ -1,4 +1,4 @@
-"""Between steps, one step late: copies run beside the kernels, which read a missed expert where it lies until then."""
+"""Admission between steps, one step late: copies run concurrently with kernels, which until then read host memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vllm_spac.execution.pointers.protocol import Move, Pointers
 
 
 class BetweenSteps(Admission[np.ndarray]):
-    """Nothing is launched in a layer but its kernel; a missed expert that moves in crosses the bus twice.
+    """Moves experts between steps, under the protocol of ``protocol.py``.
 
-    ``pointers`` has the protocol.
+    A layer launches nothing but its kernel; a missed expert that moves into a slot crosses PCIe twice.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -40,7 +40,7 @@ class BetweenSteps(Admission[np.ndarray]):
         self.parts.compute.submit(self.parts.memory.point, keys, slots)
 
     def begin(self, step: Step) -> None:
-        """Point at what has arrived, and move what pays."""
+        """Points to the experts that have arrived, and starts the moves that pay."""
         for move in self.mover.arrive():
             self.planner.moved_in(move.key)
             self.parts.counters.moved(f"{self.parts.path} ahead", self.parts.shape.expert_bytes)
@@ -60,7 +60,7 @@ class BetweenSteps(Admission[np.ndarray]):
         return [self.counts]
 
     def _known(self, staged: bool) -> np.ndarray:
-        """bool [keys], whose pointer is at a slot while the step runs."""
+        """Returns bool [keys], experts whose pointer is at a slot while the step runs."""
         return self.slots() != NOWHERE
 
     def _learn(self, told: Sequence[np.ndarray], known: np.ndarray, *, prompts: bool) -> int:
