@@ -1,4 +1,4 @@
-"""Every knob of the product. The flag ``--spac-disk-dir`` and the key ``disk_dir`` are the same thing."""
+"""Every knob of the product. The flag ``--spac-disk-dir`` sets the key ``disk_dir``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _path(value: Any) -> Any:
 
 
 _SomePath = Annotated[Path | None, BeforeValidator(_path)]
-_SLOTS_HELP = "use a number of experts a layer (32), a percentage of all experts (25%), or auto"
+_SLOTS_HELP = "use a number of experts per layer (32), a percentage of all experts (25%), or auto"
 
 
 @dataclass(frozen=True)
 class Slots:
-    """How many experts fast memory holds: a count a layer, a share of all, or as many as fit.
+    """Number of experts kept in fast memory: a count per layer, a share of all, or as many as fit.
 
-    Exactly one of ``per_layer`` and ``share`` is set, or neither for ``auto``. The share is exact: 7 % of 100 is 7.
+    At most one of ``per_layer`` and ``share`` is set; neither for ``auto``. The share is exact: 7 % of 100 is 7.
     """
 
     per_layer: int | None = None
@@ -45,7 +45,7 @@ class Slots:
 
     @classmethod
     def parse(cls, text: str | int) -> Slots:
-        """Read ``32``, ``25%`` or ``auto``; anything else raises ``ValueError``."""
+        """Parses ``32``, ``25%`` or ``auto``; anything else raises ``ValueError``."""
         text = str(text).strip().lower()
         if text == "auto":
             return cls()
@@ -82,7 +82,7 @@ def _check_cpu_experts(value: str) -> str:
     return value
 
 
-# Knobs that mean something with some executions only: the values that ask for nothing, and why others are refused.
+# Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
 _OF_EXECUTION = {
     "cpu_experts": (
         ("off",),
@@ -94,12 +94,12 @@ _OF_EXECUTION = {
     ),
     "staging": (
         ("auto", "off"),
-        "staging (--spac-staging) is of execution=pointers: with slots, prompts pass through the slots; "
+        "staging (--spac-staging) applies to execution=pointers only: with slots, prompts pass through the slots; "
         "add --spac-execution pointers",
     ),
     "admission": (
         (None,),
-        "admission (--spac-admission) is of execution=pointers: with slots, each missing expert is loaded "
+        "admission (--spac-admission) applies to execution=pointers only: with slots, each missing expert is loaded "
         "before its layer computes; add --spac-execution pointers",
     ),
 }
@@ -111,90 +111,103 @@ class SpacConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     slots: Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slots)] = Field(
-        "auto", description="Experts kept in fast memory: a number a layer, a percentage of all, or auto."
+        "auto",
+        description="Experts kept in fast memory: a number per layer, a percentage of all, or auto (as many as fit "
+        "next to the KV cache).",
     )
     store: Annotated[str | None, ComponentName("tiers", "store")] = Field(
-        None, description="Where the other experts live. Default: host where there is a GPU, else disk."
+        None, description="Where the other experts are stored. Default: host where there is a GPU, else disk."
     )
     disk_dir: _SomePath = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
     )
-    policy: Annotated[str, ComponentName("policies", "policy")] = Field("reuse", description="Which expert makes room.")
+    policy: Annotated[str, ComponentName("policies", "policy")] = Field(
+        "reuse", description="Which expert is evicted when a slot is needed."
+    )
     prefetch: Annotated[str, ComponentName("predictors", "predictor", ("off",))] = Field(
         "off",
-        description="Read experts ahead of need in the background: utility, by their utility over steps; off, not at "
-        "all.",
+        description="Prefetch experts in the background: utility, those with the highest utility over past steps; off, "
+        "none.",
     )
     guard: Literal["on", "off"] = Field(
-        "on", description="Shorten or skip drafts when the experts they need cost more than the tokens they bring."
+        "on", description="Shorten or skip drafts when the experts they need cost more time than their tokens save."
     )
     cpu_experts: Annotated[
         str, BeforeValidator(lambda value: str(_no_bool(value))), AfterValidator(_check_cpu_experts)
     ] = Field(
         "off",
-        description="Compute missing experts on the CPU, from where they lie, exact up to rounding: off; auto, those "
-        "that the balancer takes; or N, in each forward of a layer the N missing ones with the fewest rows.",
+        description="Compute missing experts on the CPU, where they are stored, exact up to rounding: off; auto, those "
+        "that the balancer selects; or N, in each forward of a layer the N missing ones with the fewest rows.",
     )
     balancer: Annotated[str | None, ComponentName("balancers", "balancer")] = Field(
-        None, description="Decides with cpu_experts=auto: waterfill (the default then) or threshold (MoE-SpAc's)."
+        None,
+        description="With cpu_experts=auto, selects the experts for the CPU: waterfill (default) or threshold "
+        "(MoE-SpAc's).",
     )
     profile: _SomePath = Field(
-        None, description="What the balancer weighs, from vllm-spac profile. Default: measured at the start."
+        None, description="Costs for the balancer, a file of vllm-spac profile. Default: measured at start-up."
     )
     cpu_kernel: Annotated[str | None, ComponentName("executors", "CPU kernel")] = Field(
         None,
-        description="Computes CPU experts: vLLM's kernel (native, default on a CPU machine), torch (default elsewhere) "
-        "or kt-kernel (kt).",
+        description="Kernel for CPU experts: vLLM's (native, default on a CPU machine), torch (default elsewhere) or "
+        "kt-kernel (kt).",
     )
     io_threads: Annotated[int, BeforeValidator(_no_bool)] = Field(
-        4, ge=1, le=64, description="Threads that read missed experts."
+        4, ge=1, le=64, description="Threads that load missed experts."
     )
     execution: Annotated[str, ComponentName("execution", "execution")] = Field(
         "slots",
-        description="How layers reach experts: slots loads missing ones and runs vLLM's kernel; pointers runs our own, "
-        "which reads each expert where it lies, in its slot or in host memory.",
+        description="How layers access experts: slots loads missing ones into slots and runs vLLM's kernel; pointers "
+        "runs our own kernel, which reads each expert in place, in its slot or in host memory.",
     )
     admission: Annotated[str | None, ComponentName("execution.pointers.admissions", "admission")] = Field(
         None,
-        description="With execution=pointers, when a missed expert gets a slot: step, between steps, copied beside the "
-        "kernels; layer (default), before its layer computes, decided and copied by the GPU.",
+        description="With execution=pointers, when a missed expert gets a slot: step, between steps, copied "
+        "concurrently with the kernels; layer (default), before its layer computes, decided and copied by the GPU.",
     )
     staging: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="With execution=pointers: long prompts take missing experts from two buffers of a layer's experts, "
-        "filled a layer ahead: on, off, or auto: if they take no more than a quarter of the free fast memory.",
+        description="With execution=pointers, long prompts read missing experts from two buffers, each for all experts "
+        "of a layer and filled one layer ahead: on, off, or auto (on if the buffers take at most a quarter of the free "
+        "fast memory).",
     )
 
     trace: _SomePath = Field(
         None,
-        description="Record what the routers choose in this file, for vllm-spac trace and simulate. A trace that is "
-        "there is replaced.",
+        description="Record the routers' choices in this file, for vllm-spac trace and simulate. An existing trace is "
+        "replaced.",
     )
-    trace_overwrite: bool = Field(False, description="Let the trace replace any other file, too.")
+    trace_overwrite: bool = Field(False, description="Let the trace replace an existing file of any kind.")
 
     budget: Annotated[int | None, BeforeValidator(_no_bool)] = Field(
-        None, ge=1, description="LOSSY: experts a layer may touch in one verify step (B), ranked over all draft tokens."
+        None,
+        ge=1,
+        description="LOSSY: experts per layer that one verify step may use (B), ranked over all of its tokens.",
     )
     budget_mass: Annotated[float | None, BeforeValidator(_no_bool)] = Field(
-        None, gt=0, le=1, description="LOSSY: instead of B, the share of the mass to keep, e.g. 0.98."
+        None, gt=0, le=1, description="LOSSY: instead of B, the share of the routing mass to keep, e.g. 0.98."
     )
     budget_mass_of: Literal["selected", "scores"] | None = Field(
         None,
-        description="What budget_mass is a share of: selected (default), the routing weights of the selected experts; "
-        "scores, the routers' scores of all experts.",
+        description="The mass that budget_mass is a share of: selected (default), the routing weights of the selected "
+        "experts; scores, the routers' scores of all experts.",
     )
     budget_file: _SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac tune.")
     budget_ranking: Annotated[str, ComponentName("budget.rankings", "ranking")] = Field(
-        "router", description="Which experts stay."
+        "router", description="How experts are ranked under a budget; the first B are kept."
     )
     budget_coverage: Literal["substitution", "truncation"] = Field(
-        "substitution", description="What a token does without an expert: take another, or leave it out."
+        "substitution",
+        description="What replaces an expert that the budget cut: another expert (substitution) or nothing "
+        "(truncation).",
     )
     budget_when: Literal["verify", "decode", "all"] = Field(
-        "verify", description="Rows that vote and are cut: of verify steps, of decode steps too, or all."
+        "verify",
+        description="Which rows the budget applies to: verify, those with draft tokens; decode, all decoding rows; "
+        "all, prompts too.",
     )
     calibration: _SomePath = Field(
-        None, description="File of vllm-spac calibrate; the rankings static and coactivation need it."
+        None, description="File from vllm-spac calibrate; the rankings static and coactivation need it."
     )
     control: bool = Field(False, description="Open POST /spac/budget: change the budget while the server runs.")
 
@@ -205,7 +218,7 @@ class SpacConfig(BaseModel):
             raise ValueError(f"{' and '.join(given)} bound the same thing; use one of them")
         if self.budget_mass_of is not None and self.budget_mass is None:
             raise ValueError(
-                f"budget_mass_of={self.budget_mass_of} (--spac-budget-mass-of) says what a share is of; "
+                f"budget_mass_of={self.budget_mass_of} (--spac-budget-mass-of) has no effect without a share; "
                 "add --spac-budget-mass 0.98"
             )
         if (
@@ -227,7 +240,7 @@ class SpacConfig(BaseModel):
             if self.disk_dir is not None or (store is not None and not store.addressable):
                 where = f"store={self.store}" if store is not None and not store.persistent else "a disk"
                 raise ValueError(
-                    f"{named} reads missing experts where they lie, and {where} has no "
+                    f"{named} reads missing experts in place, and {where} has no "
                     "addresses; use --spac-store host without --spac-disk-dir, or --spac-execution slots"
                 )
         for name, (idle, problem) in _OF_EXECUTION.items():
@@ -235,8 +248,8 @@ class SpacConfig(BaseModel):
                 raise ValueError(problem.format(execution=self.execution))
         if not kind.needs_host and components.find("policies", self.policy).needs_layers:
             raise ValueError(
-                f"policy={self.policy} (--spac-policy) evicts from the layer that asks, and no layer asks the host "
-                f"with {named}; use --spac-policy lru, or --spac-execution slots"
+                f"policy={self.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
+                f"for experts with {named}; use --spac-policy lru, or --spac-execution slots"
             )
         return self
 
@@ -251,7 +264,7 @@ class SpacConfig(BaseModel):
         decides = self.balancer is not None and components.find("balancers", self.balancer).uses_cpu
         if self.cpu_experts == "auto" and self.balancer is not None and not decides:
             raise ValueError(
-                f"cpu_experts=auto (--spac-cpu-experts) leaves it to the balancer, and balancer={self.balancer} "
+                f"cpu_experts=auto (--spac-cpu-experts) lets the balancer decide, and balancer={self.balancer} "
                 "(--spac-balancer) computes none; use --spac-balancer waterfill, or --spac-cpu-experts off"
             )
         for name, given in (("balancer", decides), ("profile", self.profile is not None)):
@@ -266,16 +279,16 @@ class SpacConfig(BaseModel):
 
     @property
     def execution_class(self) -> type[Any]:
-        """What runs the layers, an ``Execution``."""
+        """The ``Execution`` subclass that runs the layers."""
         return components.find("execution", self.execution)
 
     def store_on(self, device: str) -> str:
-        """The name of the store for a ``device`` of that type: what was asked for, or what suits it."""
+        """Name of the store on a ``device`` of this type (``cpu``, ``cuda``): the configured one, or its default."""
         in_memory = device != "cpu" or self.execution_class.needs_addressable_store
         return self.store or ("host" if in_memory else "disk")
 
     def store_class_on(self, device: str) -> type[ExpertStore]:
-        """As ``store_on``, its class."""
+        """Class of the store that ``store_on`` names."""
         return components.find("tiers", self.store_on(device))
 
     @property
@@ -285,16 +298,16 @@ class SpacConfig(BaseModel):
 
     @property
     def cpu_expert_count(self) -> int | None:
-        """How many the CPU computes in each forward of a layer; None where a balancer decides."""
+        """Number of missing experts that the CPU computes per forward of a layer; None for ``off`` and ``auto``."""
         return int(self.cpu_experts) if self.cpu_experts.isdigit() else None
 
     @property
     def folder(self) -> Path:
-        """Where experts are packed."""
+        """Folder of the packed experts."""
         return (self.disk_dir or DISK_DIR).expanduser().absolute()
 
     def budget_settings(self, budget: int | dict[str, int] | None) -> BudgetSettings:
-        """The settings of the budget at the start; ``budget`` is B, or B for each layer from the budget file."""
+        """Settings of the budget at start-up; ``budget`` is B, or B by layer name from the budget file."""
         from vllm_spac.budget.settings import BudgetSettings
 
         return BudgetSettings(
@@ -308,10 +321,10 @@ class SpacConfig(BaseModel):
 
     @classmethod
     def parse(cls, raw: Any) -> SpacConfig:
-        """Validate ``additional_config["spac"]``.
+        """Validates ``additional_config["spac"]``.
 
         Raises:
-            ConfigError: naming the knob, what is wrong with it and what would be right.
+            ConfigError: names the knob, what is wrong with it and which values are valid.
         """
         if not isinstance(raw, dict):
             raise ConfigError(
@@ -331,12 +344,12 @@ class SpacConfig(BaseModel):
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a knob."""
+    """Command-line flag of a knob."""
     return "--spac-" + name.replace("_", "-")
 
 
 def check_knob(name: str, text: str) -> str:
-    """Validate the text of one flag by itself, whatever others must stand beside it; ``ConfigError`` if it is wrong."""
+    """Validates the text of one flag by itself, without the knobs it depends on; ``ConfigError`` if it is wrong."""
     try:
         SpacConfig.model_validate({name: text})
     except ValidationError as error:
@@ -346,7 +359,7 @@ def check_knob(name: str, text: str) -> str:
 
 
 def component_knobs() -> dict[str, ComponentName]:
-    """The knobs that name a component, with what they accept."""
+    """Knobs that name a component, with the names they accept."""
     found: dict[str, ComponentName] = {}
     for name, field in SpacConfig.model_fields.items():
         found.update((name, item) for item in field.metadata if isinstance(item, ComponentName))
@@ -355,7 +368,7 @@ def component_knobs() -> dict[str, ComponentName]:
 
 def _explain(item: ErrorDetails) -> str:
     message = item["msg"].removeprefix("Value error, ").removeprefix("spac: ")
-    if not item["loc"]:  # of several knobs together
+    if not item["loc"]:  # an error of several knobs together
         return message
     name = shortened(str(item["loc"][0]))
     if item["type"] == "extra_forbidden":
@@ -366,7 +379,7 @@ def _explain(item: ErrorDetails) -> str:
 
 
 def config_of(additional_config: Any) -> SpacConfig | None:
-    """The plugin's configuration in vLLM's ``additional_config``; None when the user did not ask for the plugin.
+    """The plugin's configuration in vLLM's ``additional_config``; None when the plugin is not configured.
 
     Raises:
         ConfigError: as ``SpacConfig.parse``.

@@ -111,7 +111,7 @@ def test_nothing_of_it_is_in_the_log(server):
 
 def test_the_trace_of_another_run_is_replaced_with_a_warning(server):
     """Last: the server is gone afterwards."""
-    assert "what this engine records replaces it" in server.log.read_text()
+    assert "the trace of this engine replaces it" in server.log.read_text()
     body = json.dumps({"model": ask_model(server), "prompt": "x = 1", "max_tokens": 8}).encode()
     request = urllib.request.Request(f"{server.url}/v1/completions", body, method="POST")
     request.add_header("Authorization", f"Bearer {KEY}")

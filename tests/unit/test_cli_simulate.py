@@ -38,9 +38,9 @@ def test_help_has_examples() -> None:
 
 def test_show(recorded: Path, tmp_path: Path) -> None:
     text = run("trace", "show", recorded, "--picture", tmp_path / "heat.png")
-    for part in ("2 x 20 = 40", "30 verify", "30 verify, 60 draft", "comes back after", "hits of LRU"):
+    for part in ("2 x 20 = 40", "30 verify", "30 verify, 60 draft", "is used again after", "hits of LRU"):
         assert part in text
-    for part in ("nothing is hot", "as in the last step", "an LRU a layer"):
+    for part in ("nothing is hot", "as in the last step", "one LRU per layer"):
         assert part in text
     assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
 
@@ -65,7 +65,7 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
     options = ("--profile", "h200", "--slots", "25%", "--execution", "slots,pointers", "--admission", "step,layer")
     said = "--step-bytes", "0,2097152", "--policy", "reuse", "--json", numbers, "--picture", picture
     text = run("simulate", recorded, *options, *said)
-    assert "pointers, nothing moves" in text and "pointers, 2.0 MiB a step" in text and "streamed" in text
+    assert "pointers, nothing moves" in text and "pointers, 2.0 MiB per step" in text and "streamed" in text
     found = json.loads(numbers.read_text())["outcomes"]
     assert [(o["execution"], o["admission"], o["step_bytes"]) for o in found] == [
         ("slots", None, None),
@@ -80,7 +80,7 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
         assert (found[row]["hits"], found[row]["bytes"], found[row]["tpot"]) == (same.hits, same.bytes, same.tpot)
     assert picture.read_bytes().startswith(b"\x89PNG")
     both = run("simulate", recorded, *options)
-    assert both.count("pointers, 128.0 MiB a step") == both.count("pointers, in the layer") == 4
+    assert both.count("pointers, 128.0 MiB per step") == both.count("pointers, in the layer") == 4
     assert both.count("belady") == 1, "a ceiling for slots only"
 
 
@@ -105,7 +105,7 @@ def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
         (("--profile", "h200", "--execution", "pointer"), "--execution pointer: use slots, pointers"),
         (("--profile", "h200", "--step-bytes", "64MiB"), "--step-bytes 64MiB: use one or more numbers of bytes"),
         (("--profile", "h200", "--execution", "pointers", "--policy", "belady"), "belady must know"),
-        (("--profile", "h200", "--execution", "pointers", "--step-bytes", "0"), "--step-bytes is of --admission step"),
+        (("--profile", "h200", "--execution", "pointers", "--step-bytes", "0"), "applies to --admission step"),
         (("--profile", "h200", "--execution", "pointers", "--admission", "late"), "--admission late: use layer, step"),
         (("--profile", "h200", "--json", "/nowhere/o.json"), "cannot be written"),
         (("--profile", "h200", "--slots", "50%", "--picture", "/tmp/o.unknown"), "cannot be written"),

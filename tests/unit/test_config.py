@@ -77,7 +77,7 @@ def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
         ({"slot": 3}, "unknown knob 'slot'; did you mean 'slots'"),
         ({"disk-dir": "/x"}, "unknown knob 'disk-dir'; did you mean 'disk_dir'"),
         ({"qqq": 3}, "unknown knob 'qqq'; known knobs: slots, store, disk_dir, policy, "),
-        ({"slots": "ten"}, r"slots='ten' \(--spac-slots\).*a number of experts a layer"),
+        ({"slots": "ten"}, r"slots='ten' \(--spac-slots\).*a number of experts per layer"),
         ({"slots": 0}, r"slots=0 \(--spac-slots\)"),
         ({"slots": -4}, r"slots=-4 \(--spac-slots\)"),
         ({"slots": "101%"}, r"slots='101%' \(--spac-slots\).*at most 100%"),

@@ -266,10 +266,10 @@ def test_a_model_of_the_hub_is_its_commit(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize(
     ("facts", "named"),
     [
-        ({}, "which commit of org/name is served cannot be told; add --revision COMMIT"),
+        ({}, "which commit of org/name is served is unknown; add --revision COMMIT"),
         ({"revision": "main"}, "--revision COMMIT.* or use --spac-store host"),
         ({"commit": COMMIT, "hf_config_path": "org/other"}, "--revision COMMIT"),
-        ({"model_weights": "s3://bucket/model"}, "the content of s3://bucket/model cannot be told; download it"),
+        ({"model_weights": "s3://bucket/model"}, "the content of s3://bucket/model cannot be identified; download it"),
     ],
     ids=str,
 )

@@ -26,16 +26,16 @@ H200 = DeviceFacts("NVIDIA H200", cuda=True, capability=(9, 0), pinned=True, uni
 )
 def test_refused(facts: dict, needs: dict, said: list[str]) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        device.check(replace(H200, **facts), **{"pinned": False, **needs})
+        device.check_device(replace(H200, **facts), **{"pinned": False, **needs})
     for part in said:
         assert part in str(caught.value)
 
 
 def test_only_what_is_needed_must_be_there() -> None:
-    device.check(replace(H200, pinned=False, unified=False), pinned=False)
-    device.check(replace(H200, unified=False), pinned=True)
+    device.check_device(replace(H200, pinned=False, unified=False), pinned=False)
+    device.check_device(replace(H200, unified=False), pinned=True)
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        device.check(replace(H200, capability=capability), pinned=True, unified=True)
+        device.check_device(replace(H200, capability=capability), pinned=True, unified=True)
 
 
 def test_a_cpu_has_no_facts() -> None:

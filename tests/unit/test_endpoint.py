@@ -305,7 +305,7 @@ def test_workers_are_asked_by_a_scrape_and_not_in_between(app, scraped) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"), [(None, "the workers are busy"), (RuntimeError("a dead engine"), "a dead engine")]
+    ("answer", "says"), [(None, "the workers have been busy"), (RuntimeError("a dead engine"), "a dead engine")]
 )
 def test_workers_that_do_not_answer(scraped, answer, says, monkeypatch, caplog) -> None:
     engine, _, scrape = scraped

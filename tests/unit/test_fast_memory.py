@@ -153,7 +153,7 @@ def test_what_runs_is_what_the_slots_leave(monkeypatch) -> None:
 
 def test_the_log_says_how_it_comes_about() -> None:
     assert working().describe() == (
-        "2.12 GiB for what runs: logits and sampling 445.1 MiB, activations 1.19 GiB, CUDA graphs 0.0 KiB, "
+        "2.12 GiB for run-time buffers: logits and sampling 445.1 MiB, activations 1.19 GiB, CUDA graphs 0.0 KiB, "
         "slack 512.0 MiB"
     )
 

@@ -16,7 +16,7 @@ SOURCES = Path(patches.__file__).parent
 
 
 def test_each_row_is_in_this_vllm() -> None:
-    patches.check("frontend", "worker", "v1", "v2")
+    patches.require_names("frontend", "worker", "v1", "v2")
 
 
 def test_each_row_says_why_and_no_name_has_two() -> None:
@@ -89,4 +89,4 @@ def test_a_parameter_that_is_gone_is_refused_with_its_name(module: ModuleType, m
         patches.wrap("spac_patched:Thing.method", doubled)
     with pytest.raises(UnsupportedError, match="without three"):
         monkeypatch.setattr(patches, "PATCHES", (row,))
-        patches.check("worker")
+        patches.require_names("worker")

@@ -1,16 +1,17 @@
-"""What a model's routers do on a sample of text: one safetensors file.
+"""Calibrations: statistics of a model's routing on a sample of text, in one safetensors file.
 
 Format ``spac-calibration-2``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``experts`` N, ``top_k``, ``window`` M, ``tokens``. Tensors, L layers:
 
-    pairs   int64   [L, N, N]  tokens that selected both experts; on the diagonal, the selections of one
+    pairs   int64   [L, N, N]  tokens that selected both experts; the diagonal counts the selections of one expert
     counts  int64   [L, N]     that diagonal
     curves  float32 [2, L, N]  share of a mass that the B best experts hold, B = 1 .. N: the mean over windows of M
-                               consecutive tokens (a verify step's rows), each with its own best, by the ranking
-                               ``router``. First of the mass ``selected``, the routing weights of the experts that the
-                               tokens selected, then of ``scores``, the routers' scores of all experts (``MASSES``)
+                               consecutive tokens (the rows of a verify step). In each window the ranking ``router``
+                               gives the best experts. First for the mass ``selected``, the routing weights of the
+                               experts that the tokens selected, then for ``scores``, the routers' scores of all
+                               experts (``MASSES``)
 
-Format 1 had the second curves only, and is refused.
+Format 1, which had only the curves of ``scores``, is refused.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _AGAIN = "write it again with `vllm-spac calibrate`"
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """A calibration in memory; see above.
+    """A calibration in memory; the module's docstring describes the format.
 
     Attributes:
-        fingerprint: names the model, its revision and its weights.
-        model: its name, for people.
+        fingerprint: identifies the model, its revision and its weights.
+        model: the model's name, for messages.
         layers: names of the MoE layers, in the order of execution.
-        top_k: experts that a token uses.
-        window: tokens in a window of ``curves``; 1 + the draft tokens of a step.
+        top_k: experts per token.
+        window: tokens per window of ``curves``; 1 + the draft tokens of a step.
         tokens: tokens observed.
     """
 
@@ -74,17 +75,17 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path, fingerprint: str, layers: Sequence[str] | None, experts: int) -> Calibration:
-        """Read the file that was written for this model; None: its layers are not known yet.
+        """Reads a calibration of this model; ``layers`` is None while the layers are not known yet.
 
         Raises:
-            ConfigError: it cannot be read, is damaged or no calibration, or belongs to another model or revision.
+            ConfigError: the file cannot be read, is damaged or no calibration, or belongs to another model or revision.
         """
         found = cls.read(path)
         found.check_model(path, fingerprint, layers, experts)
         return found
 
     def check_model(self, path: str | Path, fingerprint: str, layers: Sequence[str] | None, experts: int) -> None:
-        """``ConfigError`` if this, which ``path`` holds, belongs to another model or revision; see ``load``."""
+        """Raises ``ConfigError`` if this calibration, read from ``path``, is of another model or revision."""
         expected = self.layers if layers is None else tuple(layers)
         if self.fingerprint != fingerprint or self.layers != expected or self.experts != experts:
             raise ConfigError(
@@ -95,7 +96,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: str | Path) -> Calibration:
-        """Read the file of any model; ``ConfigError`` when it cannot be read, is damaged or no calibration."""
+        """Reads a calibration of any model; ``ConfigError`` when it cannot be read, is damaged or no calibration."""
         metadata, tensors = _read(Path(path), FORMAT, "a calibration", _AGAIN)
         try:
             return cls._of(metadata, tensors)
@@ -126,7 +127,7 @@ class Calibration:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write the file, all or nothing; ``ConfigError`` when it cannot be written."""
+        """Writes the file atomically; ``ConfigError`` when it cannot be written."""
         tensors = {"pairs": self.pairs, "counts": self.counts, "curves": self.curves}
         _write(Path(path), tensors, self._metadata(FORMAT))
 
@@ -136,18 +137,18 @@ class Calibration:
 
 
 class CalibrationRecorder:
-    """Adds up what the routers do while a model runs; bounded memory.
+    """Accumulates routing statistics while a model runs, in bounded memory.
 
-    ``observe`` once for each MoE layer and forward, with rows of one text in their order; then ``end_text``. What a
-    text leaves behind its last whole window counts as tokens, but not in the curves.
+    Call ``observe`` once per MoE layer and forward, with the rows of one text in order, and ``end_text`` after each
+    text. Tokens after the last whole window of a text are counted, but are not in the curves.
 
     Args:
         fingerprint, model, layers, top_k, window: see ``Calibration``.
-        experts: routed experts in a layer (N).
-        source: names the texts, e.g. their checksum: progress with others is not continued.
+        experts: routed experts per layer (N).
+        source: identifies the texts, e.g. their checksum; progress made with other texts is not resumed.
 
     Attributes:
-        texts: those that are complete.
+        texts: number of complete texts.
     """
 
     def __init__(
@@ -182,14 +183,14 @@ class CalibrationRecorder:
 
     @property
     def tokens(self) -> int:
-        """Tokens that every layer has seen."""
+        """Number of tokens observed in every layer."""
         return int(self._sums["tokens"].min())
 
     def observe(self, layer: int, probs: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
-        """A layer's router has scored the next rows of a text.
+        """Adds the next rows of a text, as scored by the router of one layer.
 
         Args:
-            layer: its number.
+            layer: number of the MoE layer.
             probs: float [rows, N], router scores over all experts.
             topk_weights: float [rows, k], the routing weights.
             topk_ids: int [rows, k], the natural choice.
@@ -212,12 +213,12 @@ class CalibrationRecorder:
         self._sums["windows"][layer] += whole
 
     def end_text(self) -> None:
-        """A text is over: no window reaches across its end."""
+        """Ends a text: no window spans its end."""
         self._open.clear()
         self.texts += 1
 
     def result(self) -> Calibration:
-        """What was recorded; ``ConfigError`` when there was nothing."""
+        """The calibration of all texts so far; ``ConfigError`` if no token was observed."""
         sums = self._sums
         if self.tokens == 0:
             raise ConfigError("spac: the calibration saw no token; use prompts that are not empty")
@@ -234,12 +235,12 @@ class CalibrationRecorder:
         )
 
     def save_progress(self, path: str | Path) -> None:
-        """Write the state between two texts, all or nothing; ``ConfigError`` when it cannot be written."""
+        """Writes the state between two texts, atomically; ``ConfigError`` when it cannot be written."""
         assert not self._open, "a text is not over"
         _write(Path(path), self._sums, {"format": PROGRESS_FORMAT, "texts": str(self.texts)} | self.facts)
 
     def resume(self, path: str | Path) -> None:
-        """Go on from ``save_progress``; skip the first ``texts`` texts then.
+        """Restores what ``save_progress`` wrote; the caller then skips the first ``texts`` texts.
 
         Raises:
             ConfigError: the file cannot be read or belongs to another model, window or ``source``.
@@ -272,7 +273,7 @@ def _read(path: Path, format: str, what: str, remedy: str) -> tuple[dict[str, st
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Of the layers, from JSON."""
+    """Parses the JSON list of layer names."""
     names = parse_json(text)
     _check(isinstance(names, list) and all(isinstance(name, str) for name in names), "layers are no list of names")
     _check(0 < len(names) == len(set(names)), "a layer is named twice, or none is")

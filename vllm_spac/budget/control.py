@@ -1,4 +1,4 @@
-"""Applies an expert budget to a layer's routing: who votes, who is cut, and what was dropped (MoE-Spec)."""
+"""Applies an expert budget to a layer's routing: which rows vote, which are cut, and what is dropped (MoE-Spec)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ from vllm_spac.kernels.reference.shortlist import behind_empty, first_members, m
 
 @dataclass(frozen=True)
 class BudgetedLayer:
-    """A MoE layer as the control sees it: its name, experts (N), top-k, rule, and bool [N] of what is resident."""
+    """A MoE layer under a budget.
+
+    Attributes:
+        name: of the layer.
+        experts: routed experts (N).
+        top_k: experts per token.
+        rule: how the layer turns router logits into weights.
+        resident: returns bool [N], which experts are in fast memory; None if no ranking uses it.
+    """
 
     name: str
     experts: int
@@ -37,15 +45,15 @@ class BudgetedLayer:
 class BudgetControl:
     """The budget of one model; ``change`` may be called between any two steps.
 
-    A step that is launched by the host is cut by ``apply``, which picks the rows that vote. A CUDA graph holds the
-    launches of ``capture`` instead: over all rows, with a mask of those that vote in memory that the host writes
-    between steps. Both make the same shortlists with the same operations, and cover by the same.
+    Steps launched by the host go through ``apply``, which selects the rows that vote. A CUDA graph holds the launches
+    of ``capture`` instead: over all rows, with a mask of the voting rows in a buffer that is written between steps.
+    Both compute the same shortlists and the same coverage with the same operations.
 
     Args:
         layers: in the order of execution.
         calibration: for the rankings that need one.
         offline: allow rankings that run all experts.
-        device: where the routers' scores are.
+        device: device of the routers' scores.
     """
 
     def __init__(
@@ -74,16 +82,16 @@ class BudgetControl:
 
     @property
     def captured(self) -> bool:
-        """Whether CUDA graphs hold the launches of a budget, be it in force or not."""
+        """Whether CUDA graphs hold the launches of a budget, whether it is in force or not."""
         return self._captured is not None
 
     def change(self, settings: BudgetSettings) -> None:
-        """Use ``settings`` from the next step on, or change nothing.
+        """Applies ``settings`` from the next step on; if it raises, nothing is changed.
 
         Raises:
             ConfigError: the budget does not fit a layer, or the ranking cannot serve or lacks its calibration.
-            UnsupportedError: substitution for a model whose routing function is its own, or the CUDA graphs that were
-                captured hold another kind of budget.
+            UnsupportedError: substitution for a model with its own routing function, or the captured CUDA graphs hold
+                another kind of budget.
         """
         ranking = None
         if settings.active:
@@ -93,8 +101,8 @@ class BudgetControl:
             for layer in self.layers:
                 _check_layer(layer, settings)
             if self._captured is not None:
-                self._captured.check(settings)
-        if self._captured is None:  # else the graphs read the tensors of the ranking that is there
+                self._captured.check_settings(settings)
+        if self._captured is None:  # otherwise the graphs read the tensors of the present ranking
             self._ranking = ranking
             self._compiled.clear()
         self.settings, self._parts = settings, (None, [])
@@ -115,7 +123,10 @@ class BudgetControl:
         """Weights and ids [rows, k] of layer ``index`` within the budget; rows that are not cut keep theirs.
 
         Args:
-            logits: [rows, N].
+            index: number of the layer in ``layers``.
+            logits: [rows, N], of the router.
+            weights, ids: [rows, k], the natural choice.
+            step: the rows by request.
             outputs: float [rows, N, d] for the oracle.
         """
         natural = weights
@@ -134,30 +145,30 @@ class BudgetControl:
     # -- in a CUDA graph -----------------------------------------------------------------------------------
 
     def hold_in_graphs(self, rows: int) -> None:
-        """Let CUDA graphs of up to ``rows`` rows hold the launches of this budget, also if it is switched on later."""
+        """Prepares this budget for capture in CUDA graphs of up to ``rows`` rows, also if it is switched on later."""
         self._graphs = ReplayBuffers(rows, len(self.layers), self._device), Kernels.on(torch.device(self._device))
         self.counters.count_on(self._device)
         self.change(self.settings)
 
     def begin_step(self, step: Step) -> None:
-        """A forward for real requests starts, perhaps as a replay: write which of its rows vote."""
+        """Writes which rows vote; called before a forward of real requests, which may be a replay."""
         if self._graphs is not None and self.captured and self.active:
             self._graphs[0].begin_step(step, self.settings.kinds)
 
     def end_step(self) -> None:
-        """Its launches are over; in what is replayed until the next step no row votes."""
+        """Ends a step; in replays until the next step no row votes."""
         if self._graphs is not None and self.captured:
             self._graphs[0].end_step()
 
     def capture(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """``apply`` as launches that a CUDA graph holds: fixed shapes, and nothing that the host reads or decides.
+        """``apply`` as launches that a CUDA graph can hold: fixed shapes, no read and no decision on the host.
 
-        Sums over rows have a term of 0 for each row that does not vote, hence perhaps another order of additions. They
-        are float64 sums of float32, exact where the terms are within a factor of 2**29 / rows. A GPU's kernel adds the
-        weights that a row is divided by in an order of its own.
+        Sums over rows have a term of 0 for each row that does not vote, so the order of additions may differ. They are
+        float64 sums of float32, exact where the terms are within a factor of 2**29 / rows. When a GPU kernel sums the
+        weights to renormalise a row, its order of additions differs as well.
 
         Returns:
-            Weights and ids, [rows, k]. A row that does not vote keeps its own, whatever stands in it.
+            Weights and ids, [rows, k]. A row that does not vote keeps its own, whatever its values.
         """
         if self._graphs is None:
             return weights, ids
@@ -167,9 +178,9 @@ class BudgetControl:
         return self._launch(*self._graphs, index, logits, weights, ids)
 
     def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
-        """Launch for a dummy forward what will be captured, once a layer: no row votes, and nothing is changed.
+        """Launches in a dummy forward what will be captured, once per layer: no row votes, and nothing is changed.
 
-        Nothing can be compiled while a graph is captured.
+        This compiles the kernels, which is not possible while a graph is captured.
         """
         if self._graphs is not None and index not in self._compiled:
             self._ranking = self._ranking or self._ranking_of(self.settings)
@@ -211,7 +222,7 @@ class BudgetControl:
         return self._ranking
 
     def _cut(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, outputs: Tensor | None):
-        """(weights, ids) of rows that vote together, within their shortlist; None where they are so already."""
+        """(weights, ids) of rows that vote together, within their shortlist; None if they already are."""
         layer = self.layers[index]
         bound = self._bound(layer)
         if layer.experts == bound or self.settings.mass == 1.0:
@@ -220,7 +231,7 @@ class BudgetControl:
         probs = layer.rule.probs(logits)
         inside, best = self._shortlist(index, probs, weights, ids, bound or layer.experts, outputs)
         held = kept(inside, ids)
-        if not ids.is_cuda and bool(held.all()):  # nothing to do; a GPU would have to be waited for
+        if not ids.is_cuda and bool(held.all()):  # nothing to do; on a GPU, finding out would need a synchronisation
             self.counters.add(weights, held, weights, ids)
             return None
         covered = self._cover(layer, probs, (weights, ids), inside, best, held)
@@ -228,7 +239,7 @@ class BudgetControl:
         return covered
 
     def _rows(self, step: Step) -> list[slice | Tensor]:
-        """Rows that vote together (a slice, or their numbers), worked out once a step."""
+        """Groups of rows that vote together (a slice, or row numbers), computed once per step."""
         if self._parts[0] is not step:
             window = self.settings.window
             asked = [r for r in step.requests if r.kind in self.settings.kinds]
@@ -245,7 +256,10 @@ class BudgetControl:
     def _shortlist(
         self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, bound: int, outputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(bool [N], the members; int64 [], the best of them) of rows that all vote; at most ``bound``."""
+        """The shortlist of rows that all vote: (bool [N], its members; int64 [], the best of them).
+
+        It has at most ``bound`` experts.
+        """
         layer, settings = self.layers[index], self.settings
         mixing = None
         if self._used_ranking.needs_mixing:
@@ -264,13 +278,13 @@ class BudgetControl:
         return LayerContext(layer=index, resident=None if resident is None else resident(), **known)
 
     def _held(self, probs: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """float64 [N], the mass of each expert that the budget keeps a share of."""
+        """float64 [N]: each expert's part of the mass that the budget keeps a share of."""
         if self.settings.mass_of == "scores":
             return router_mass(probs)
         return selected_mass(weights, ids, probs.shape[1])
 
     def _least(self, layer: BudgetedLayer) -> int:
-        """The smallest shortlist that a layer can do with."""
+        """The smallest shortlist that the layer can run with."""
         return layer.top_k if self.settings.coverage == "substitution" else 1
 
     def _cover(
@@ -282,7 +296,13 @@ class BudgetControl:
         best: Tensor,
         held: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """(weights, ids) within the members ``inside``; ``held`` is bool [rows, k], which of the natural ids are."""
+        """(weights, ids) within the shortlist.
+
+        Args:
+            inside: bool [N], the members of the shortlist.
+            best: int64 [], the best of them.
+            held: bool [rows, k], which of the natural ids are members.
+        """
         weights, ids = natural
         if self.settings.coverage == "truncation":
             return truncated(probs, weights, ids, held, best)

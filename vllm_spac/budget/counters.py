@@ -1,4 +1,4 @@
-"""What budgets did: rows, dropped routing weight, shortlists and the experts that were used."""
+"""Counters of a budget's effect: rows, dropped routing weight, shortlists, and experts used."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_PENDING = 64  # shortlists that are counted at once
+_PENDING = 64  # shortlists that are counted together
 
 
 class BudgetCounters:
-    """What a budget did since the start, or since ``reset``; layers and forwards are added up.
+    """Effect of a budget since the start, or since ``reset``, summed over layers and forwards.
 
-    What ``add`` is given is counted later, that of many layers at once: a layer waits for no count. CUDA graphs
-    count in the memory of the device, which ``snapshot`` reads.
+    ``add`` only stores its arguments; those of many layers are counted together later, so that no layer waits. CUDA
+    graphs count in device memory, which ``snapshot`` reads.
 
     Attributes:
-        on_device: float64 [4], what graphs counted, in the order of ``snapshot``; None until ``count_on``.
+        on_device: float64 [4], counts of the graphs, in the order of ``snapshot``; None until ``count_on``.
     """
 
     def __init__(self) -> None:
@@ -25,34 +25,35 @@ class BudgetCounters:
         self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def add(self, natural: Tensor, kept: Tensor, weights: Tensor, ids: Tensor) -> None:
-        """One shortlist.
+        """Adds one shortlist.
 
         Args:
             natural: float [rows, k], the routing weights without a budget.
-            kept: bool [rows, k], which of them the shortlist holds.
-            weights, ids: [rows, k], what the rows run instead.
+            kept: bool [rows, k], which of these experts are in the shortlist.
+            weights, ids: [rows, k], the routing under the budget.
         """
         if len(self._pending) == _PENDING or (self._pending and self._pending[0][0].shape[1] != natural.shape[1]):
             self._count()
         self._pending.append((natural.clone(), kept, weights.clone(), ids.clone()))  # they may be overwritten
 
     def count_on(self, device: torch.device | str) -> None:
-        """Make room for what graphs count there, in memory that stays where it is."""
+        """Allocates the counters of graphs on ``device``, at a fixed address."""
         self.on_device = torch.zeros(len(self._counted), dtype=torch.float64, device=device)
 
     def reset(self) -> None:
-        """Start from zero."""
+        """Sets all counters to zero."""
         self._counted, self._pending = _none(), []
         if self.on_device is not None:
             self.on_device.zero_()
 
     def snapshot(self) -> dict:
-        """As plain data.
+        """The counters as plain data.
 
         Returns:
-            ``rows`` that were budgeted, once a layer; ``dropped_weight``: the sum over them of the share of their
-            routing weights, of the experts selected for them, that fell outside; ``shortlists`` made, one a layer and
-            forward; distinct ``experts`` that their rows then used; ``dropped_share``: the mean over the rows.
+            ``rows``: rows under the budget, counted once per layer. ``dropped_weight``: sum over these rows of the
+            share of the row's routing weights that belongs to experts outside the shortlist. ``shortlists``: number of
+            shortlists, one per layer and forward. ``experts``: sum over shortlists of the distinct experts that their
+            rows used. ``dropped_share``: ``dropped_weight`` per row.
         """
         self._count()
         found = self._counted

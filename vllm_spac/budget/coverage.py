@@ -1,4 +1,4 @@
-"""What a row does without the experts outside the shortlist (MoE-Spec §3.3; specification §2)."""
+"""Coverage: how a row is routed when some of its experts are outside the shortlist (MoE-Spec §3.3, Eq. 7 and 8)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def kept(inside: Tensor, ids: Tensor) -> Tensor:
 
 
 def truncate(probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, shortlist: Tensor) -> tuple[Tensor, Tensor]:
-    """The natural top-k without what is outside: the weights that stay are not recomputed (Eq. 7).
+    """The natural top-k without the experts outside the shortlist; the remaining weights are not recomputed (Eq. 7).
 
     Args:
         probs: float [rows, N], router scores over all experts.
         topk_ids: int [rows, k], the natural choice.
-        topk_weights: float32 [rows, k], its mixing weights.
+        topk_weights: float32 [rows, k], the mixing weights of ``topk_ids``.
         shortlist: int64 [B], distinct.
 
     Returns:
         (weights, ids), with the shapes and dtypes of ``topk_weights`` and ``topk_ids``. A dropped expert has weight 0;
-        its id is replaced by the best that the row keeps (equals: the lowest id), in a row that keeps nothing by the
-        first of the shortlist, so that no expert outside is ever loaded. A row that keeps all is unchanged to the bit.
+        its id is replaced by the best expert that the row keeps (ties: the lowest id), or in a row that keeps none by
+        the first of the shortlist, so that no expert outside is ever loaded. A row that keeps all is bitwise unchanged.
     """
     inside = kept(members(shortlist, probs.shape[1]), topk_ids)
     return truncated(probs, topk_weights, topk_ids, inside, shortlist[0])
@@ -49,7 +49,7 @@ def substitute(
     top_groups: int | None = None,
     natural: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The top-k within the shortlist, weighted as the checkpoint weighs (Eq. 8).
+    """The top-k within the shortlist, weighted as the checkpoint weights its experts (Eq. 8).
 
     Scores are masked, never logits: a bias cannot lift an expert that is outside. Groups are chosen by the scores of
     all their experts, as without a budget; where a row's groups hold fewer than ``top_k`` experts of the shortlist,
@@ -57,19 +57,19 @@ def substitute(
 
     Args:
         probs: float [rows, N], router scores over all experts; the weights are taken from them.
-        top_k: experts a row gets.
+        top_k: experts per row.
         shortlist: int64 [B], distinct; its order does not matter.
         renormalize: whether the checkpoint divides the weights of a row by their sum. Scores that underflowed to 0
             altogether stay 0.
         selection: float [rows, N], what experts are chosen by, e.g. ``probs`` plus a correction bias.
         scale: ``routed_scaling_factor``.
         groups, top_groups: DeepSeek's limit: only the experts of the ``top_groups`` best of ``groups`` equal groups.
-            A group is worth its best expert, or with ``selection`` the sum of its best two.
+            A group's score is that of its best expert, or with ``selection`` the sum of its best two.
         natural: (weights, ids) [rows, k] of the unbudgeted router. Rows whose whole choice is in the shortlist keep
-            it to the bit, equals and rounding included; the dtype of ids is taken from it.
+            it bitwise, ties and rounding included; the dtype of ids is taken from it.
 
     Returns:
-        (float32 [rows, top_k], int64 [rows, top_k]): weights and ids, the best first, equals by the lowest id.
+        (float32 [rows, top_k], int64 [rows, top_k]): weights and ids, the best first, ties by the lowest id.
 
     Raises:
         ConfigError: the shortlist has fewer than ``top_k`` experts.

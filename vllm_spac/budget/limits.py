@@ -1,4 +1,4 @@
-"""What bounds a budget: the masses, and the numbers of experts that a layer can be served with."""
+"""Limits of a budget: valid shares of a mass, and valid numbers of experts per layer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from vllm_spac.errors import ConfigError
 from vllm_spac.kernels.reference.shortlist import mass_count
 
-MASSES = ("selected", "scores")  # what a share is of: ``selected_mass`` or ``router_mass``
+MASSES = ("selected", "scores")  # the mass that a share refers to: ``selected_mass`` or ``router_mass``
 
 
 def check_mass(mass: float) -> None:
-    """``ConfigError`` unless ``mass`` is above 0 and at most 1."""
+    """Raises ``ConfigError`` unless ``mass`` is above 0 and at most 1."""
     if not 0 < mass <= 1:
         raise ConfigError(
             f"spac: budget_mass={mass} (--spac-budget-mass): use a share of the mass above 0 and at most 1, e.g. 0.98"
@@ -25,8 +25,8 @@ def mass_cut(order: Tensor, scores: Tensor, mass: float, least: int = 1) -> int:
     Args:
         order: int64 [N], all experts, the best first.
         scores: float [N], the mass of each (``selected_mass`` or ``router_mass``).
-        mass: share of the sum of ``scores``; 1.0 gives N always.
-        least: B is never below it: ``top_k`` under substitution, which cannot do with fewer.
+        mass: share of the sum of ``scores``; 1.0 always gives N.
+        least: lower bound of B: ``top_k`` under substitution, which needs that many.
 
     Raises:
         ConfigError: ``mass`` is not in (0, 1].
@@ -37,13 +37,13 @@ def mass_cut(order: Tensor, scores: Tensor, mass: float, least: int = 1) -> int:
 
 
 def check_mass_of(mass_of: str) -> None:
-    """``ConfigError`` unless ``mass_of`` is one of ``MASSES``."""
+    """Raises ``ConfigError`` unless ``mass_of`` is one of ``MASSES``."""
     if mass_of not in MASSES:
         raise ConfigError(f"spac: budget_mass_of={mass_of!r} (--spac-budget-mass-of): use {' or '.join(MASSES)}")
 
 
 def validate(budget: int, experts: int, top_k: int, coverage: str) -> None:
-    """``ConfigError`` unless ``budget`` experts a layer can serve a layer of ``experts`` under ``coverage``."""
+    """Raises ``ConfigError`` unless a layer of ``experts`` experts can run with ``budget`` of them."""
     if coverage not in ("truncation", "substitution"):
         raise ConfigError(
             f"spac: budget_coverage={coverage!r} (--spac-budget-coverage): use truncation or substitution"

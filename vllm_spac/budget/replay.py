@@ -1,4 +1,4 @@
-"""Budgets in CUDA graphs: what their launches are, and the memory that says what differs from step to step."""
+"""Budgets in CUDA graphs: the launches that are captured, and the buffers that hold what differs per step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_spac.errors import UnsupportedError
 
 
 class Kernels(NamedTuple):
-    """The launches of ``vllm_spac.kernels``, or their twins."""
+    """The kernels of ``vllm_spac.kernels`` that apply a budget, or their torch twins."""
 
     shortlist: Callable[..., tuple[Tensor, Tensor]]
     cover: Callable[..., tuple[Tensor, Tensor]]
@@ -23,7 +23,7 @@ class Kernels(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device) -> Kernels:
-        """What is launched on ``device``."""
+        """The kernels for ``device``: torch twins on a CPU."""
         if device.type == "cpu":
             from vllm_spac.kernels.reference.cover import cover
             from vllm_spac.kernels.reference.shortlist import shortlist
@@ -41,7 +41,7 @@ class Launches:
 
     Attributes:
         ranking, coverage: as in ``BudgetSettings``.
-        mass_of: of a budget by mass; None for one by a number of experts.
+        mass_of: as in ``BudgetSettings`` for a budget by mass; None for one by number of experts.
     """
 
     ranking: str
@@ -56,8 +56,8 @@ class Launches:
         bound = "budget" if self.mass_of is None else f"mass, mass_of={self.mass_of}"
         return f"{bound}, ranking={self.ranking}, coverage={self.coverage}"
 
-    def check(self, settings: BudgetSettings) -> None:
-        """``UnsupportedError`` if ``settings`` take other launches than these."""
+    def check_settings(self, settings: BudgetSettings) -> None:
+        """Raises ``UnsupportedError`` if ``settings`` need other launches than these."""
         asked = self.of(settings)
         if asked != self:
             raise UnsupportedError(
@@ -73,16 +73,16 @@ class Launches:
 
 
 class ReplayBuffers:
-    """What the launches of a budget read in memory that stays where it is; written between steps, by one thread.
+    """Buffers at fixed addresses that the captured launches of a budget read; written between steps, by one thread.
 
-    Written on the stream that runs the model: before the replay of its step, and behind the one before.
+    The writes are enqueued on the stream that runs the model: after the previous replay and before the next.
 
     Args:
-        rows: the most of a forward.
-        layers: of the model.
+        rows: maximum number of rows of a forward.
+        layers: MoE layers of the model.
 
     Attributes:
-        votes: bool [rows], rows that vote and are cut in the step that runs.
+        votes: bool [rows], rows that vote and are cut in the current step.
         bounds: int64 [layers], experts that each layer may use.
     """
 
@@ -92,11 +92,11 @@ class ReplayBuffers:
         self._silent = True
 
     def bound(self, experts: Sequence[int]) -> None:
-        """Write the budget of each layer; one copy."""
+        """Writes the budget of each layer, in experts; one copy."""
         self.bounds.copy_(torch.tensor(experts))
 
     def begin_step(self, step: Step, kinds: Sequence[RowKind]) -> None:
-        """Rows of these kinds vote; at most one copy."""
+        """Marks the rows of these kinds as voting; at most one copy."""
         voting = [slice(request.start, request.stop) for request in step.requests if request.kind in kinds]
         if not voting:
             self.end_step()
@@ -108,7 +108,7 @@ class ReplayBuffers:
         self._silent = False
 
     def end_step(self) -> None:
-        """No row votes; at most one launch."""
+        """Marks all rows as not voting; at most one launch."""
         if not self._silent:
             self.votes.zero_()
         self._silent = True

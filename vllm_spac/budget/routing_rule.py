@@ -14,9 +14,10 @@ class RoutingRule:
     Attributes:
         scoring: ``softmax`` or ``sigmoid``.
         renormalize: whether the weights of a row are divided by their sum.
-        bias: float [N] added to the scores to choose by, not to weigh by.
-        groups, top_groups: limit to the best groups of experts.
-        custom: a routing function of the model's own, which substitution cannot repeat.
+        scale: factor of the weights (``routed_scaling_factor``).
+        bias: float [N], added to the scores for the choice of experts, not for their weights.
+        groups, top_groups: experts are chosen from the ``top_groups`` best of ``groups`` equal groups; None: from all.
+        custom: the model has its own routing function, which substitution cannot reproduce.
     """
 
     scoring: str = "softmax"

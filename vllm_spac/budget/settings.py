@@ -1,4 +1,4 @@
-"""What a budget may be set to, from plain data."""
+"""Settings of a budget, parsed from plain data."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _Bound = Annotated[
 
 
 class BudgetSettings(BaseModel):
-    """What can be changed while the model runs; nothing set means exact. An unknown key is an error.
+    """Budget settings that can be changed while the model runs; nothing set means exact. An unknown key is an error.
 
     Attributes:
-        budget: experts a layer may touch in one forward (B), for all layers or by layer name.
+        budget: experts per layer that one forward may use (B), for all layers or by layer name.
         mass: instead of B, the share of the mass that the shortlist of each layer and forward must hold.
-        mass_of: which mass: ``selected``, the routing weights that the rows which vote give to the experts selected for
-            them, where experts that no row selected are ranked last; ``scores``, the routers' scores of all experts
-            (MoE-Spec's s_i).
+        mass_of: which mass. ``selected``: the routing weights of the experts selected by the voting rows; experts that
+            no row selected are ranked last. ``scores``: the routers' scores of all experts (MoE-Spec's s_i).
         ranking: name of a ranking in ``vllm_spac.budget.rankings``.
-        coverage: what a row does without an expert that is outside.
-        when: the kinds of step whose rows vote and are cut.
-        window: rank so many consecutive rows of a request at a time, as if each were one verify step. For evaluation.
+        coverage: how a row is routed without an expert that is outside the shortlist.
+        when: which rows vote and are cut.
+        window: number of consecutive rows of a request that are ranked at a time, as if they were one verify step. For
+            evaluation.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -61,12 +61,12 @@ class BudgetSettings(BaseModel):
         if self.budget is not None and self.mass is not None:
             raise ValueError("budget and budget_mass bound the same thing; use one of them")
         if self.mass is None and self.mass_of != "selected":
-            raise ValueError(f"mass_of={self.mass_of} says what a share is of; give mass as well")
+            raise ValueError(f"mass_of={self.mass_of} has no effect without a share; give mass as well")
         return self
 
     @classmethod
     def parse(cls, raw: Any) -> BudgetSettings:
-        """From plain data, e.g. the body of ``POST /spac/budget``; ``ConfigError`` says what is wrong."""
+        """Parses plain data, e.g. the body of ``POST /spac/budget``; ``ConfigError`` names what is wrong."""
         try:
             return cls(**raw)
         except ValidationError as error:
@@ -83,7 +83,7 @@ class BudgetSettings(BaseModel):
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:
-        """The kinds of rows that vote and are cut."""
+        """Kinds of rows that vote and are cut."""
         return _KINDS[self.when]
 
     @property
@@ -91,7 +91,7 @@ class BudgetSettings(BaseModel):
         return self.budget is not None or self.mass is not None
 
     def describe(self) -> str:
-        """A few words for the log and the metrics."""
+        """A short description for the log and the metrics."""
         if not self.active:
             return "exact"
         bound = "by layer" if isinstance(self.budget, dict) else self.budget

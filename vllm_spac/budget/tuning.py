@@ -1,4 +1,4 @@
-"""A budget for each layer, chosen from a calibration, and the JSON file that holds it."""
+"""Budgets per layer chosen from a calibration, and the JSON file that holds them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _AGAIN = "write it again with `vllm-spac tune`"
 def tune(
     calibration: Calibration, mass: float, coverage: str = "substitution", mass_of: str = "selected"
 ) -> dict[str, int]:
-    """The smallest budget of each layer whose best experts hold ``mass`` of a window's mass in the mean.
+    """The smallest budget per layer whose best experts hold ``mass`` of a window's mass on average.
 
     Args:
+        calibration: of the model.
         mass: share in (0, 1]; 1.0 gives N.
-        mass_of: what it is a share of, one of ``MASSES``.
-        coverage: no budget is below ``top_k`` under ``substitution``, nor below 1 under ``truncation``.
+        coverage: budgets are at least ``top_k`` under ``substitution``, and at least 1 under ``truncation``.
+        mass_of: the mass that ``mass`` is a share of, one of ``MASSES``.
 
     Returns:
-        name of each layer -> budget.
+        layer name -> budget.
 
     Raises:
         ConfigError: ``mass`` is out of range, ``mass_of`` or ``coverage`` unknown, or the calibration saw no whole
@@ -54,11 +55,12 @@ def tune(
 
 
 def write_budgets(path: str | Path, fingerprint: str, budgets: dict[str, int], asked: dict[str, Any]) -> None:
-    """Write a budget file, all or nothing; ``ConfigError`` when it cannot be written.
+    """Writes a budget file atomically; ``ConfigError`` when it cannot be written.
 
     Args:
-        budgets: name of each layer -> B.
-        asked: for people, what they were tuned to: ``mass``, ``mass_of`` and ``coverage``.
+        fingerprint: of the model.
+        budgets: layer name -> B.
+        asked: the targets that the budgets were tuned to (``mass``, ``mass_of``, ``coverage``); for information only.
     """
     content = {"format": FORMAT, "fingerprint": fingerprint, "tuned_to": asked, "budgets": budgets}
     text = json.dumps(content, indent=2) + "\n"
@@ -72,7 +74,13 @@ def write_budgets(path: str | Path, fingerprint: str, budgets: dict[str, int], a
 def read_budgets(
     path: str | Path, fingerprint: str | None, layers: Sequence[str] | None, experts: int
 ) -> dict[str, int]:
-    """The budget of each layer, in the order of ``layers``; None for the model or its layers: not known yet.
+    """Reads the budget of each layer, in the order of ``layers``.
+
+    Args:
+        path: the budget file.
+        fingerprint: of the model; None if not known yet, then it is not compared.
+        layers: names of the MoE layers; None if not known yet.
+        experts: routed experts per layer (N).
 
     Raises:
         ConfigError: the file cannot be read, is no budget file, belongs to another model or revision, lacks a layer,

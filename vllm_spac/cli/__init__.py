@@ -1,1 +1,1 @@
-"""The command ``vllm-spac``: one file a sub-command. None of them imports torch or vLLM when it starts."""
+"""The command ``vllm-spac``: one file per sub-command. None imports torch or vLLM at start-up."""

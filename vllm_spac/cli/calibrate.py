@@ -1,4 +1,4 @@
-"""``vllm-spac calibrate`` and ``tune``: what a model's routers do on a sample of text, and budgets from it."""
+"""``vllm-spac calibrate`` and ``tune``: records a model's routing on a sample of text, and derives budgets from it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Prompts = Annotated[
 ]
 Slots = Annotated[str, typer.Option(help="Experts in fast memory, as --spac-slots.")]
 DiskDir = Annotated[Path | None, typer.Option(help="Folder of the packed experts, as --spac-disk-dir.")]
-TextTokens = Annotated[int, typer.Option(help="Longer texts are cut into pieces of so many tokens.", min=2)]
-LimitTokens = Annotated[int | None, typer.Option(help="Stop after so many tokens.", min=2)]
+TextTokens = Annotated[int, typer.Option(help="Longer texts are split into pieces of this many tokens.", min=2)]
+LimitTokens = Annotated[int | None, typer.Option(help="Stop after this many tokens.", min=2)]
 Window = Annotated[int, typer.Option(help="Tokens of a verify step: 1 + its draft tokens.", min=1)]
-Engine = Annotated[str | None, typer.Option(metavar="JSON", help="More arguments of vllm.LLM.")]
+Engine = Annotated[str | None, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")]
 
-MASS_OF = "What --mass is a share of: selected, the routing weights of selected experts, or scores, all router scores."
+MASS_OF = "The mass of --mass: selected, the routing weights of selected experts, or scores, all router scores."
 
 _SAVE_SECONDS = 10
 
@@ -63,7 +63,7 @@ def calibrate(
     limit_tokens: LimitTokens = None,
     engine: Engine = None,
 ) -> None:
-    """Let the model read texts, and write how its routers select experts: for tune, and the rankings that need it."""
+    """Run the model on texts, and record how its routers select experts: for tune, and the rankings that need it."""
     from vllm_spac.evaluation.prompts import checksum, read
     from vllm_spac.integration.evaluation import engine as offline
 
@@ -82,7 +82,7 @@ def _run(llm: Any, pieces: list[list[int]], window: int, source: str, output: Pa
     progress_file, console = output.with_name(f"{output.name}.progress"), Console(stderr=True)
     done = ask(llm, "calibrate", window, source, str(progress_file))
     if done:
-        console.print(f"going on after {done} of {len(pieces)} texts", highlight=False)
+        console.print(f"resuming after {done} of {len(pieces)} texts", highlight=False)
     tokens, saved = sum(map(len, pieces[:done])), time.monotonic()
     with Interruptible() as interruption, bar(console) as progress:
         task = progress.add_task("calibrating", total=sum(map(len, pieces)), completed=tokens)
@@ -102,11 +102,11 @@ def _run(llm: Any, pieces: list[list[int]], window: int, source: str, output: Pa
 
 
 def tune(
-    calibration: Annotated[Path, typer.Argument(help="File of vllm-spac calibrate.")],
+    calibration: Annotated[Path, typer.Argument(help="File from vllm-spac calibrate.")],
     mass: Annotated[float, typer.Option(help="Share of the mass that each layer keeps.")] = 0.98,
     mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
     coverage: Annotated[
-        str, typer.Option(help="What a token does without an expert: substitution or truncation.")
+        str, typer.Option(help="What replaces an expert that the budget cut: substitution or truncation.")
     ] = "substitution",
     output: Annotated[Path | None, typer.Option(help="Write the budgets to this file, e.g. budgets.json.")] = None,
 ) -> None:
@@ -132,7 +132,7 @@ def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_
         f"{calibration.window} tokens, {coverage}"
     )
     mean = sum(budgets.values()) / len(budgets)
-    caption = f"{mean:.1f} of {experts} experts in the mean; calibrated on {calibration.tokens:,} tokens"
+    caption = f"{mean:.1f} of {experts} experts on average; calibrated on {calibration.tokens:,} tokens"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for name in ("layer", "budget", "of", f"{mass_of} kept", "experts used"):
         table.add_column(name, justify="left" if name == "layer" else "right")
@@ -143,13 +143,13 @@ def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_
 
 
 def bar(console: Console) -> Progress:
-    """A progress bar that counts what its total counts."""
+    """A progress bar that shows the completed and the total count."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console)
 
 
 def _check_target(path: Path) -> None:
-    """Before minutes of work: is there a folder to write to?"""
+    """Raises ``ConfigError`` if ``path`` has no folder to be written to; called before minutes of work."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = "is a folder" if path.is_dir() else f"cannot be written: {path.absolute().parent} is no folder"
         raise ConfigError(f"{path} {problem}; name another file with --output")

@@ -1,4 +1,4 @@
-"""``vllm-spac inspect``: what a checkpoint needs, from its ``config.json`` and safetensors headers alone."""
+"""``vllm-spac inspect``: memory needs of a checkpoint, from its ``config.json`` and safetensors headers alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARES = (10, 25, 50, 100)
 def inspect(
     model: Annotated[str, typer.Argument(help="Folder of the checkpoint, or its name in the Hugging Face cache.")],
 ) -> None:
-    """Show what a checkpoint needs and whether it can be served; reads headers only, never weights."""
+    """Show how much memory a checkpoint needs and whether it can be served; reads headers only, never weights."""
     checkpoint = read_checkpoint(find_folder(model))
     console = Console()
     console.print(_facts(model, checkpoint))
@@ -39,7 +39,8 @@ def inspect(
     flags = quantisation.flags(checkpoint.quantisation) if checkpoint.quantisation else ()
     options = " ".join(("--plugin spac", f"--spac-slots {max(25, smallest)}%", *flags))
     console.print(
-        f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] a layer\n"
+        f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] per layer"
+        "\n"
         f"[green]supported[/]: vllm serve {shown(model)} {options}",
         highlight=False,
         soft_wrap=True,
@@ -52,7 +53,7 @@ def _facts(model: str, checkpoint: Checkpoint) -> Table:
     rows = {
         "family": shown(checkpoint.name),
         "MoE layers x experts": f"{len(checkpoint.layer_bytes)} x {checkpoint.experts} = {checkpoint.total}",
-        "experts a token (top-k)": str(checkpoint.top_k),
+        "experts per token (top-k)": str(checkpoint.top_k),
         "one expert": " or ".join(gib(size) for size in sizes) + f" ({shown(', '.join(sorted(checkpoint.dtypes)))})",
         "all experts": gib(experts),
         "everything else": gib(checkpoint.other_bytes),
@@ -69,7 +70,7 @@ def _facts(model: str, checkpoint: Checkpoint) -> Table:
 
 
 def _needs(checkpoint: Checkpoint) -> Table:
-    """The table of what each ``--spac-slots`` needs; KV cache and activations come on top."""
+    """The table of memory needs by ``--spac-slots``; KV cache and activations are not included."""
     table = Table(title="fast memory, without KV cache and activations", title_justify="left")
     for name in ("--spac-slots", "slots", "experts in fast memory", "with everything else"):
         table.add_column(name, justify="right")

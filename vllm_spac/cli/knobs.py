@@ -1,4 +1,4 @@
-"""``vllm-spac knobs``: every knob with its flag, values and default, from the configuration itself."""
+"""``vllm-spac knobs``: lists every knob with its flag, values and default, from the configuration itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Flags of `vllm serve --plugin spac`, and keys of `additional_config["spac"]`. Fr
 
 
 def knobs(
-    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown document, on standard output.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown document.")] = False,
 ) -> None:
     """List every knob of the plugin."""
     if markdown:
@@ -39,7 +39,7 @@ def knobs(
 
 
 def document() -> str:
-    """``vllm_spac/KNOBS.md``."""
+    """The text of ``vllm_spac/KNOBS.md``."""
     lines = (
         f"| `{name}` | `{option}` | {values} | `{default}` | {text} |" for name, option, values, default, text in rows()
     )
@@ -53,7 +53,7 @@ def document() -> str:
 
 def rows() -> list[tuple[str, str, str, str, str]]:
     """(knob, flag, values, default, description) of each knob, in the order of the configuration."""
-    from vllm_spac.config import SpacConfig, component_knobs, flag  # torch, which takes seconds
+    from vllm_spac.config import SpacConfig, component_knobs, flag  # imports torch, which takes seconds
 
     found, components = [], component_knobs()
     for name, field in SpacConfig.model_fields.items():

@@ -1,4 +1,4 @@
-"""``vllm-spac``: what can be asked without starting an engine."""
+"""The command ``vllm-spac`` and its sub-commands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(
 
 
 def _reported(command: Callable) -> Callable:
-    """Print an error that was raised on purpose as one line, and exit with 1; any other keeps its traceback."""
+    """Wraps a command: a ``SpacError`` is printed as one line with exit code 1; any other error keeps its traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any):
@@ -65,7 +65,7 @@ for _examples, _command in (
 ):
     app.command(epilog=_examples)(_reported(_command))
 
-_trace = typer.Typer(help="Look into a recording of the routers' choices.", no_args_is_help=True)
+_trace = typer.Typer(help="Inspect a recording of the routers' choices.", no_args_is_help=True)
 _trace.command(epilog=trace.EXAMPLES)(_reported(trace.show))
 app.add_typer(_trace, name="trace")
 

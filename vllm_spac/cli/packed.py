@@ -1,7 +1,7 @@
-"""``vllm-spac packed``: the folders of packed experts on this machine; what they hold, whether it is sound, and away.
+"""``vllm-spac packed``: lists, verifies, repairs and deletes the folders of packed experts on this machine.
 
-Symbolic links below the folder are never followed. Deleting removes only what packing writes, and nothing at
-all from a folder that holds anything else.
+Symbolic links below the folder are never followed. Deleting removes only files that packing writes, and nothing at all
+from a folder with any other file.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def packed(
         Path, typer.Option(help="The folder that --spac-disk-dir names.", show_default="~/.cache/vllm_spac")
     ] = Path("~/.cache/vllm_spac"),
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every file and check_file it against its checksum.")
+        bool, typer.Option("--verify", help="Read every file and check it against its checksum.")
     ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="The same, and delete what is damaged: the next start packs it again.")
+        bool, typer.Option("--repair", help="Verify, and delete what is damaged: the next start packs it again.")
     ] = False,
     delete: Annotated[str | None, typer.Option(metavar="FINGERPRINT", help="Delete one folder.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
 ) -> None:
-    """List the packed experts on this machine, check_file or repair them, or delete some."""
+    """List the packed experts on this machine, verify or repair them, or delete some."""
     try:
         if delete is not None:
             _delete(path_of(disk_dir), delete, yes)
@@ -62,7 +62,7 @@ def packed(
 
 
 def verify_all(found: list[Packed], console: Console) -> dict[Path, str]:
-    """Check every expert; what is wrong with each damaged file."""
+    """Checks every expert; returns what is wrong with each damaged file."""
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     damaged = {}
     with Progress(*columns, console=console) as progress:
@@ -76,7 +76,7 @@ def verify_all(found: list[Packed], console: Console) -> dict[Path, str]:
 
 
 def repair_all(found: list[Packed], console: Console) -> dict[Path, str]:
-    """Check every expert, and delete the damaged ones and what was set aside; what was wrong with each damaged file.
+    """Checks every expert, and deletes damaged ones and leftovers; returns what was wrong with each damaged file.
 
     Raises:
         StoreError: a folder is in use, or is not one of packed experts; nothing was deleted.
@@ -120,7 +120,7 @@ def _delete(root: Path, fingerprint: str, yes: bool) -> None:
     match = next((item for item in scan(root) if item.folder.name == fingerprint), None)
     if match is None:
         raise SpacError(f"{root} has no packed experts {fingerprint}; `vllm-spac packed` lists what there is")
-    everything(match.folder)  # before the question: it may not be deletable at all
+    everything(match.folder)  # before asking for confirmation: the folder may not be deletable at all
     console = Console()
     console.print(_table(root, [match]))
     if not yes:
@@ -132,7 +132,7 @@ def _delete(root: Path, fingerprint: str, yes: bool) -> None:
 def _table(root: Path, found: list[Packed]) -> Table:
     total = gib(sum(item.bytes for item in found))
     table = Table(title=f"{shown(root)} ({total})", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("fingerprint", no_wrap=True, min_width=32)  # to be copied behind --delete
+    table.add_column("fingerprint", no_wrap=True, min_width=32)  # never cut, so that it can be copied to --delete
     table.add_column("layers", overflow="fold")
     for name in ("experts", "size", "age", "leftovers"):
         table.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""``vllm-spac profile``: what experts take on this machine, in one file."""
+"""``vllm-spac profile``: measures the costs of an expert on this machine, and writes them to a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ vllm-spac profile --model ./Qwen3-30B-A3B
 
 vllm-spac profile --expert-bytes 9437184 --disk-dir /mnt/nvme/experts --output here.json
 
-vllm-spac profile --expert-bytes 1000000 --draft 0.004   [dim]# and a draft token takes 4 ms[/]
+vllm-spac profile --expert-bytes 1000000 --draft 0.004   [dim]# a draft token takes 4 ms[/]
 """
 
 
@@ -36,16 +36,14 @@ def profile(
     disk_dir: Annotated[
         Path, typer.Option(help="The folder that --spac-disk-dir will name.", show_default="~/.cache/vllm_spac")
     ] = Path("~/.cache/vllm_spac"),
-    output: Annotated[
-        Path | None, typer.Option(help="Where the profile is written.", show_default="DISK_DIR/profile.json")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write.", show_default="DISK_DIR/profile.json")] = None,
     store: Annotated[
-        str | None, typer.Option(help="What loads read: host or disk.", show_default="host with a GPU, else disk")
+        str | None, typer.Option(help="Where loads read from: host or disk.", show_default="host with a GPU, else disk")
     ] = None,
     io_threads: Annotated[int, typer.Option(help="As --spac-io-threads.", min=1, max=64)] = 4,
-    seconds: Annotated[float, typer.Option(help="Of each measurement, about.", min=0.01)] = 0.5,
-    draft: Annotated[float, typer.Option(help="Seconds of a draft token, if known.", min=0)] = 0.0,
-    other: Annotated[float, typer.Option(help="Seconds of a step outside of its experts, if known.", min=0)] = 0.0,
+    seconds: Annotated[float, typer.Option(help="Approximate duration of each measurement.", min=0.01)] = 0.5,
+    draft: Annotated[float, typer.Option(help="Seconds per draft token, if known.", min=0)] = 0.0,
+    other: Annotated[float, typer.Option(help="Seconds per step outside its experts, if known.", min=0)] = 0.0,
 ) -> None:
     """Measure this machine: reading, copying and computing an expert. Takes under half a minute."""
     nbytes = _size(model, expert_bytes)
@@ -88,7 +86,7 @@ def _expanded(path: Path, option: str) -> Path:
 
 def _size(model: str | None, expert_bytes: int | None) -> int:
     if (model is None) == (expert_bytes is None):
-        raise ConfigError("say how large an expert is: either --model MODEL_DIR or --expert-bytes N")
+        raise ConfigError("the size of an expert is needed: use either --model MODEL_DIR or --expert-bytes N")
     if expert_bytes is not None:
         return expert_bytes
     assert model is not None
@@ -103,7 +101,7 @@ def _command(nbytes: int, options: dict) -> str:
 
 
 def _write(path: Path, costs: Costs | None) -> None:
-    """All or nothing; without ``costs`` only see whether it would work."""
+    """Writes ``costs`` atomically; None only checks that ``path`` can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if costs is None:
@@ -118,7 +116,7 @@ def _write(path: Path, costs: Costs | None) -> None:
 def _table(costs: Costs, nbytes: int) -> Table:
     origin = costs.provenance
     table = Table(title=f"one expert of {gib(nbytes)} on {shown(origin.machine)}", title_justify="left")
-    for name in ("measured", "at", "seconds", "a second"):
+    for name in ("measured", "at", "seconds", "per second"):
         table.add_column(name, justify="left" if name == "measured" else "right")
     for name, points in origin.points.items():
         table.add_section()

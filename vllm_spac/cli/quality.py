@@ -1,4 +1,4 @@
-"""``vllm-spac quality``: what budgets cost in quality and gain in bytes and speed, for one model and its texts."""
+"""``vllm-spac quality``: measures what budgets cost in quality and save in bytes and time, for one model and texts."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ vllm-spac quality ./model --prompts texts.jsonl --budgets 8,12,16,24,32 --calibr
 vllm-spac quality ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 --rankings router --slots 25%
 --speculative-config '{"method": "eagle3", "model": "./eagle", "num_speculative_tokens": 8}'
 
-[dim]Results are written point by point: the same command goes on with what is missing, other budgets add to it.[/]
+[dim]Results are written point by point: the same command runs what is missing, other budgets are added.[/]
 """
 
 
 def quality(
     model: Model,
     prompts: Prompts,
-    budgets: Annotated[str, typer.Option(help="Experts a layer (B), with commas.")] = "",
-    mass: Annotated[str, typer.Option(help="Shares of the mass to keep, with commas.")] = "",
+    budgets: Annotated[str, typer.Option(help="Experts per layer (B), separated by commas.")] = "",
+    mass: Annotated[str, typer.Option(help="Shares of the mass to keep, separated by commas.")] = "",
     mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
     rankings: Annotated[
         str | None, typer.Option(help="router, static, coactivation, resident, oracle.", show_default="all")
@@ -46,15 +46,15 @@ def quality(
     coverages: Annotated[str, typer.Option(help="substitution, truncation.")] = "substitution,truncation",
     window: Window = 9,
     calibration: Annotated[
-        Path | None, typer.Option(help="File of vllm-spac calibrate, for static and coactivation.")
+        Path | None, typer.Option(help="File from vllm-spac calibrate, for static and coactivation.")
     ] = None,
     speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Generate as well, with these drafts, as for vllm serve.")
+        str | None, typer.Option(metavar="JSON", help="Also generate, with these drafts, as for vllm serve.")
     ] = None,
-    generate: Annotated[int, typer.Option(help="Texts to generate after.", min=1)] = 4,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate after each.", min=2)] = 64,
+    generate: Annotated[int, typer.Option(help="Number of texts to generate after.", min=1)] = 4,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate after each text.", min=2)] = 64,
     output: Annotated[Path, typer.Option(help="Folder for quality.json and the pictures.")] = Path("quality"),
-    title: Annotated[str | None, typer.Option(help="Of the pictures.", show_default="MODEL")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the pictures.", show_default="MODEL")] = None,
     slots: Slots = "auto",
     disk_dir: DiskDir = None,
     text_tokens: TextTokens = 512,
@@ -105,7 +105,7 @@ def _show(results: dict, output: Path) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, 140)  # a table in a log is not to be folded
+        console.width = max(console.width, 140)  # so that the table is not folded in a log
     console.print(report.table(results))
     for skipped in results["skipped"]:
         console.print(f"left out: {shown(skipped)}", highlight=False, soft_wrap=True)
@@ -118,12 +118,12 @@ def _show(results: dict, output: Path) -> None:
 
 
 def _portable(drafts: dict) -> dict:
-    """Without the folders of this machine."""
+    """The speculative config without folders of this machine."""
     return drafts | ({"model": Path(drafts["model"]).name} if "model" in drafts else {})
 
 
 def _digest(path: Path | None) -> str | None:
-    """Names the content of a file."""
+    """Digest of the content of a file."""
     if path is None:
         return None
     import xxhash

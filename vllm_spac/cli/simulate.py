@@ -1,4 +1,4 @@
-"""``vllm-spac simulate``: recorded routing under executions, policies and sizes of fast memory, on a virtual clock."""
+"""``vllm-spac simulate``: replays recorded routing with executions, policies and slot counts, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ vllm-spac simulate run.trace --profile h200 --execution pointers --admission ste
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="What --spac-trace has written.")],
-    profile: Annotated[str, typer.Option(help="Seconds of a machine: a file, or rtx4090 or h200 (calculated).")],
-    execution: Annotated[str, typer.Option(help="How layers reach experts: slots, pointers, or both.")] = "slots",
+    trace: Annotated[Path, typer.Argument(help="File written by --spac-trace.")],
+    profile: Annotated[str, typer.Option(help="Costs of a machine: a file, or rtx4090 or h200 (calculated).")],
+    execution: Annotated[str, typer.Option(help="How layers access experts: slots, pointers, or both.")] = "slots",
     policy: Annotated[
         str | None,
         typer.Option(
@@ -56,18 +56,18 @@ def simulate(
     sweep: Annotated[
         list[str] | None, typer.Option(help="KNOB=VALUE,VALUE,…: run each policy that has this knob with each value.")
     ] = None,
-    balancer: Annotated[str, typer.Option(help="Who else computes: none, threshold or waterfill.")] = "none",
+    balancer: Annotated[str, typer.Option(help="Selects experts for the CPU: none, threshold or waterfill.")] = "none",
     overlap: Annotated[
         bool,
-        typer.Option("--overlap", help="With slots: loads run beside the computing of hits, as pointers always do."),
+        typer.Option("--overlap", help="With slots: loads overlap with the computation of hits, as with pointers."),
     ] = False,
     admission: Annotated[
-        str, typer.Option(help="With pointers: how missed experts get slots: layer, step, or both.")
+        str, typer.Option(help="With pointers: when missed experts get slots: layer, step, or both.")
     ] = admissions.DEFAULT,
     step_bytes: Annotated[
         str | None,
         typer.Option(
-            help="With admission step: bytes that are on their way into slots at once; 0: none moves.",
+            help="With admission step: bytes in flight into slots at a time; 0: none.",
             show_default="as in serving",
         ),
     ] = None,
@@ -75,7 +75,7 @@ def simulate(
     output: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw hit rate and TPOT over the slots, e.g. tpot.png.")] = None,
 ) -> None:
-    """Show what policies would have done with a recorded run: hits, bytes, stalls, time a token, and the bound."""
+    """Show what policies would have achieved on a recorded run: hits, bytes, stalls, time per token, and its bound."""
     from vllm_spac.profiling.costs import Costs
     from vllm_spac.simulation.simulate import simulate as replay
     from vllm_spac.traces.format import Trace
@@ -102,7 +102,7 @@ def simulate(
 
 
 def _executions(execution: str, admission: str, step_bytes: str | None) -> list[dict]:
-    """Arguments of ``simulate`` for each way to reach experts."""
+    """Arguments of ``simulate`` for each execution and admission."""
     from vllm_spac.execution.pointers.planner import STEP_BYTES
     from vllm_spac.simulation.simulate import EXECUTIONS
 
@@ -111,7 +111,7 @@ def _executions(execution: str, admission: str, step_bytes: str | None) -> list[
         raise ConfigError(f"--step-bytes {step_bytes}: use one or more numbers of bytes, e.g. 0,{STEP_BYTES}")
     admitting = _one_or_both("admission", admission, components.names("execution.pointers.admissions"))
     if step_bytes is not None and "step" not in admitting:
-        raise ConfigError("--step-bytes is of --admission step: a layer that admits copies what it misses")
+        raise ConfigError("--step-bytes applies to --admission step only: a layer that admits copies what it misses")
     ways: dict[str, list[dict[str, Any]]] = {"layer": [{"admission": "layer"}]}
     ways["step"] = [{"admission": "step", "step_bytes": int(size)} for size in sizes]
     pointers = [way for name in admitting for way in ways[name]]
@@ -126,14 +126,14 @@ def _one_or_both(option: str, said: str, known: Collection[str]) -> list[str]:
 
 
 def _policies(execution: str) -> list[str]:
-    """What is compared unless somebody says otherwise, with the ceiling where there is one."""
+    """Policies that are compared by default; with slots, including the upper bound ``belady``."""
     if execution == "slots":
         return ["lru", "layer_lru", "lfu", "utility", "reuse", "belady"]
     return ["lru", "lfu", "utility", "reuse"]
 
 
 def swept(policies: list[str], sweeps: list[str]) -> list[str]:
-    """Each policy with all combinations of the knobs that it has; one that has none of them stays as it is.
+    """Each policy with all combinations of the swept knobs that it has; a policy with none of them is unchanged.
 
     Raises:
         ConfigError: a sweep is not KNOB=VALUE,…, or no policy has its knob.
@@ -188,7 +188,7 @@ def _execution(outcome: Outcome) -> str:
         return "slots"
     if outcome.admission == "layer":
         return "pointers, in the layer"
-    return f"pointers, {gib(outcome.step_bytes)} a step" if outcome.step_bytes else "pointers, nothing moves"
+    return f"pointers, {gib(outcome.step_bytes)} per step" if outcome.step_bytes else "pointers, nothing moves"
 
 
 def _write(path: Path, content: dict) -> None:

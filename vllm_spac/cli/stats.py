@@ -39,7 +39,7 @@ _ORDER = (
 
 
 def stats(
-    url: Annotated[str, typer.Argument(help="Where the server listens.")] = "http://localhost:8000",
+    url: Annotated[str, typer.Argument(help="Address of the server.")] = "http://localhost:8000",
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until interrupted.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 2.0,
     api_key: Annotated[
@@ -65,11 +65,11 @@ def _table(url: str, workers: list[dict[str, Any]]) -> Table:
     try:
         return table(url, workers)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise SpacError(f"{url} gives counters that are none ({error!r}); is it vllm serve --plugin spac?") from error
+        raise SpacError(f"{url} returns invalid counters ({error!r}); is it vllm serve --plugin spac?") from error
 
 
 def table(url: str, workers: list[dict[str, Any]]) -> Table:
-    """One column a worker."""
+    """The table of counters, with one column per worker."""
     view = Table(title=shown(url), title_justify="left")
     view.add_column("")
     for index in range(len(workers)):
@@ -81,7 +81,7 @@ def table(url: str, workers: list[dict[str, Any]]) -> Table:
 
 
 def _describe(worker: dict[str, Any]) -> dict[str, str]:
-    """Name -> text for people; counters that this version does not know keep their names."""
+    """Name -> formatted value; counters unknown to this version keep their names."""
     rest = {name: value for name, value in worker.items() if name not in _ORDER}
     shown = {name: _text(name, worker[name]) for name in _ORDER if name in worker}
     asked = worker.get("hits", 0) + worker.get("misses", 0)

@@ -1,4 +1,4 @@
-"""What a command prints of files, models and servers."""
+"""Escapes untrusted text from files, models and servers for printing."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from vllm_spac.system.printable import printable
 
 
 def shown(text: object) -> str:
-    """For rich: markup and control characters in ``text`` are printed as they are written, not obeyed."""
+    """Escapes ``text`` for rich: markup and control characters are printed literally, not interpreted."""
     return escape(printable(text))

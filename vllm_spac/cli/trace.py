@@ -1,4 +1,4 @@
-"""``vllm-spac trace``: what a recording of the routers' choices says about a model and a cache."""
+"""``vllm-spac trace``: statistics of a recording of the routers' choices, and LRU hit rates for it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SHARES = (5, 10, 17, 25, 50, 75)
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="What --spac-trace has written.")],
+    file: Annotated[Path, typer.Argument(help="File written by --spac-trace.")],
     picture: Annotated[
         Path | None, typer.Option(help="Draw how often each expert of each layer is used, e.g. heat.png.")
     ] = None,
 ) -> None:
-    """Show who is popular, how soon experts come back, and what an LRU cache of each size would hit."""
+    """Show which experts are popular, how soon they are used again, and hit rates of LRU caches of several sizes."""
     from vllm_spac.traces import statistics
     from vllm_spac.traces.format import Trace
 
@@ -54,7 +54,7 @@ def show(
         import numpy as np
 
         half, most = np.percentile(again, [50, 90])
-        console.print(f"an expert comes back after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
+        console.print(f"an expert is used again after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
     if picture is not None:
         _draw(statistics.uses(trace), picture, file.name)
         console.print(f"picture: {shown(picture)}", highlight=False, soft_wrap=True)
@@ -73,7 +73,7 @@ def _facts(file: Path, trace: Trace) -> Table:
     table = Table(title=shown(file), show_header=False, title_justify="left")
     table.add_row("model", shown(facts.model) or "?")
     table.add_row("MoE layers x experts", f"{facts.layers} x {facts.experts} = {facts.total}")
-    table.add_row("experts a token (top-k)", str(facts.top_k))
+    table.add_row("experts per token (top-k)", str(facts.top_k))
     table.add_row("one expert", gib(facts.expert_bytes) if facts.expert_bytes else "?")
     table.add_row("steps", kinds(trace.step_kind, STEP_KINDS))
     table.add_row("rows", kinds(trace.row_kind, ROW_KINDS))
@@ -85,7 +85,10 @@ def _facts(file: Path, trace: Trace) -> Table:
 def _layers(trace: Trace) -> Table:
     from vllm_spac.traces import statistics
 
-    caption = "right: hot or cold in the next step, of all experts; a prediction is worth what it adds to the last two"
+    caption = (
+        "right: share of all experts predicted correctly as hot or cold in the next step; the last two columns are "
+        "baselines"
+    )
     table = Table(title="layers", title_justify="left", caption=caption, caption_justify="left")
     predictions = ("utility", "with K = 1", "nothing is hot", "as in the last step")
     for name in ("layer", "experts used", "uses by the top 10%", *(f"right: {name}" for name in predictions)):
@@ -99,9 +102,9 @@ def _layers(trace: Trace) -> Table:
 
 
 def _curve(trace: Trace, whole: np.ndarray, layered: np.ndarray) -> Table:
-    """Hit rates over slots: of all layers together, and over the slots of each layer, all of which have as many."""
+    """Hit rates by slots: one LRU over all layers, and one LRU per layer with equal numbers of slots."""
     table = Table(title="hits of LRU, starting empty", title_justify="left")
-    for name in ("share", "slots", "one LRU", "slots a layer", "an LRU a layer"):
+    for name in ("share", "slots", "one LRU", "slots per layer", "one LRU per layer"):
         table.add_column(name, justify="right")
     for share in SHARES:
         slots = -(-share * trace.facts.total // 100)

@@ -1,1 +1,1 @@
-"""The one seam: every import of vLLM is in this package."""
+"""The interface to vLLM: the only package that imports it."""

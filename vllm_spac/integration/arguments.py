@@ -1,4 +1,4 @@
-"""``--plugin spac`` and one ``--spac-*`` flag a knob, on stock ``vllm serve``."""
+"""Adds ``--plugin spac`` and one ``--spac-*`` flag per knob to stock ``vllm serve``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _adding(add_cli_args: Callable) -> Callable:
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_cli_args(parser)
         group = parser.add_argument_group(
-            "SpacConfig", "Experts outside fast memory, e.g. --plugin spac --spac-slots 25%%."
+            "SpacConfig", "Keeps experts outside fast memory, e.g. --plugin spac --spac-slots 25%%."
         )
         group.add_argument("--plugin", choices=["spac"], action="append", help="Serve with a plugin: spac.")
         components = component_knobs()
@@ -68,7 +68,7 @@ def fold(args: argparse.Namespace) -> None:
     given = getattr(args, "additional_config", None)
     if not isinstance(given, dict | None):
         if not knobs and not asked:
-            return  # vLLM's own affair
+            return  # not the plugin's: vLLM handles it
         raise refused(f"--additional-config must be a JSON object, e.g. '{{\"spac\": {{}}}}', not {brief(given)}")
     additional = dict(given or {})
     if knobs and not asked and "spac" not in additional:
@@ -86,7 +86,7 @@ def fold(args: argparse.Namespace) -> None:
 
 
 def refused(problem: object) -> SystemExit:
-    """What ends a command with one line and code 1."""
+    """Returns the exception that ends a command with one line and exit code 1."""
     return SystemExit(f"vllm: error: {printable(problem)}")
 
 
@@ -101,7 +101,10 @@ def _knob(name: str) -> Callable[[str], Any]:
 
 
 def _allow_endpoint() -> None:
-    """vLLM loads an endpoint plugin only when ``VLLM_PLUGINS`` names it, and then loads no plugin it does not name."""
+    """Names all installed plugins in ``VLLM_PLUGINS``, unless it is set.
+
+    vLLM loads an endpoint plugin only if ``VLLM_PLUGINS`` names it, and once that is set, no plugin that it omits.
+    """
     if "VLLM_PLUGINS" in os.environ:
         return
     names = {entry.name for group in _PLUGIN_GROUPS[:-1] for entry in entry_points(group=group)}

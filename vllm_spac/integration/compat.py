@@ -1,4 +1,4 @@
-"""Which vLLM this is, and whether its hooks are the ones that were tested."""
+"""Compatibility with vLLM: refuses versions whose hooks were never tested, and works around one CPU bug."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ SUPPORTED = SpecifierSet(">=0.32,<0.34", prereleases=True)
 
 
 def require_supported_vllm(version: str | None = None) -> None:
-    """Refuse a vLLM whose hooks were never tested.
+    """Refuses a vLLM version whose hooks were never tested.
+
+    Args:
+        version: of vLLM; None: the installed one.
 
     Raises:
-        UnsupportedError: names the version found and those that are supported.
+        UnsupportedError: names the version found and the supported ones.
     """
     if version is None:
         import vllm
@@ -33,9 +36,9 @@ def require_supported_vllm(version: str | None = None) -> None:
 
 
 def request_amx() -> None:
-    """Ask the kernel for AMX tiles. vLLM's CPU kernels (0.32, 0.33) use them without asking.
+    """Requests AMX tiles from the operating system; vLLM's CPU kernels (0.32, 0.33) use them without a request.
 
-    oneDNN asks too, but only at its first large product: a first forward of a few tokens ends in SIGILL.
+    oneDNN requests them too, but only at its first large product: a first forward of a few tokens ends in SIGILL.
     """
     import torch
 

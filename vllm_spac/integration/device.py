@@ -1,4 +1,4 @@
-"""What the plugin needs of a GPU: asked in one place, decided on plain facts."""
+"""Requirements on the GPU: the facts are queried in one place and checked as plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OLDEST = (8, 0)  # bfloat16, and what vLLM's Triton MoE kernels are tuned for
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One accelerator as vLLM's platform describes it.
+    """Facts about one accelerator, as vLLM's platform reports them.
 
     Attributes:
         name: e.g. ``NVIDIA H200``.
@@ -29,7 +29,7 @@ class DeviceFacts:
 
 
 def query() -> DeviceFacts | None:
-    """The first device, without starting CUDA in this process; None on a CPU."""
+    """Queries the first device, without initialising CUDA in this process; None on a CPU."""
     from vllm.platforms import current_platform
     from vllm.utils.platform_utils import is_pin_memory_available, is_uva_available
 
@@ -47,15 +47,16 @@ def query() -> DeviceFacts | None:
     )
 
 
-def check(facts: DeviceFacts, *, pinned: bool, unified: bool = False) -> None:
-    """Refuse a device that lacks what is needed.
+def check_device(facts: DeviceFacts, *, pinned: bool, unified: bool = False) -> None:
+    """Refuses a device that lacks what is needed.
 
     Args:
-        pinned: experts may lie in pinned host memory.
-        unified: kernels read them there, in place.
+        facts: of the device.
+        pinned: experts may be stored in pinned host memory.
+        unified: kernels read them in place there.
 
     Raises:
-        UnsupportedError: says what is missing and what to do.
+        UnsupportedError: names what is missing and what to do.
     """
     if not facts.cuda:
         raise UnsupportedError(f"spac: {facts.name} is not supported; use an NVIDIA GPU, or vLLM's CPU build")

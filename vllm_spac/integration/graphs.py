@@ -1,9 +1,9 @@
-"""CUDA graphs: of whole steps where no layer needs the host, else split at our op, or none.
+"""CUDA graphs: full graphs where no layer needs the host, else graphs split at our op, or none.
 
-A graph of a whole forward repeats for ever what the host decided while it was captured. Where experts are loaded
-between layers, routing is recorded, or the host applies a budget, that would be wrong. Where an execution does not need
-the host, the host decides between steps alone, also of a budget whose ranking can be replayed; with a slot for each
-expert it decides nothing.
+A full graph repeats in every replay what the host decided at capture. That would be wrong if experts are loaded between
+layers, routing is recorded, or the host applies a budget within the forward. An execution that does not need the host
+is controlled between steps only, and so is a budget whose ranking can be replayed; with a slot for each expert there is
+nothing to decide.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.spac")
 
-MOE_LAYER = "vllm::spac_moe_layer"  # registered in ``opaque``, whose import brings vLLM's MoE layers along
+MOE_LAYER = "vllm::spac_moe_layer"  # registered in ``layers.custom_ops``, which imports vLLM's MoE layers
 _PIECEWISE = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
 
 
 def needs_host(config: SpacConfig) -> tuple[str, str] | None:
-    """(what the host does in a layer, the flag without which it does nothing there), or None."""
+    """Why layers need the host and which flag avoids it, or None if they do not need it."""
     if config.execution_class.needs_host and config.parsed_slots.share != 1:
         return "experts are loaded between the pieces", "use --spac-execution pointers or --spac-slots 100%"
     if config.trace is not None:
@@ -46,17 +46,17 @@ def needs_host(config: SpacConfig) -> tuple[str, str] | None:
 
 
 def hold_budget(config: SpacConfig) -> bool:
-    """Whether full graphs of this engine hold the launches of a budget: one that is in force or may be set later."""
+    """Whether full graphs of this engine hold the launches of a budget that is in force or may be set later."""
     budgets = config.budget, config.budget_mass, config.budget_file
     asked = config.control or any(budget is not None for budget in budgets)
     return not config.execution_class.needs_host and asked and needs_host(config) is None
 
 
 def request(engine_args: EngineArgs, config: SpacConfig) -> None:
-    """Ask for piecewise graphs in an ``EngineArgs`` whose user left the mode to vLLM, if full ones cannot be.
+    """Sets ``EngineArgs`` to piecewise graphs if full ones are impossible and the user did not choose a mode.
 
     Raises:
-        UnsupportedError: the user asked for what needs full graphs.
+        UnsupportedError: the user chose an option that needs full graphs.
     """
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
@@ -70,20 +70,20 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
         )
     asked = engine_args.compilation_config.cudagraph_mode
     if asked is not None:
-        check(asked.name, config, breakable=False)
+        check_mode(asked.name, config, breakable=False)
     elif needs_host(config):
         engine_args.compilation_config = copy.deepcopy(engine_args.compilation_config)
         engine_args.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def split(vllm_config: VllmConfig, config: SpacConfig) -> None:
-    """Split the pieces of a checked configuration at our op too; vLLM's own ops to split at, or the user's, stay.
+    """Adds our op to the splitting ops of a checked configuration; vLLM's own, or the user's, are kept.
 
-    Graphs of vLLM's own kernels over experts that all have a slot may hold them: these are left as they are, unless
-    ``PIECEWISE`` was asked for.
+    If all experts have slots and vLLM's own kernels run, graphs may contain the layers: then nothing is changed, unless
+    ``PIECEWISE`` was requested.
 
     Raises:
-        UnsupportedError: as ``check``.
+        UnsupportedError: as ``check_mode``.
     """
     from vllm import envs
     from vllm.config import CUDAGraphMode
@@ -96,25 +96,26 @@ def split(vllm_config: VllmConfig, config: SpacConfig) -> None:
     if host is None and config.execution_class.keeps_bits and mode != CUDAGraphMode.PIECEWISE:
         logger.info("spac: CUDA graphs are %s, as without the plugin; hits in them are not counted", mode.name)
         return
-    check(mode.name, config, breakable=envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
+    check_mode(mode.name, config, breakable=envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
     compilation.splitting_ops = with_moe_layer(compilation.splitting_ops)
     if mode == CUDAGraphMode.PIECEWISE:
-        reason, _ = host or ("as was asked for", None)
+        reason, _ = host or ("as requested", None)
         logger.info("spac: CUDA graphs are PIECEWISE, split at the MoE layers: %s", reason)
     else:
         held = "the MoE layers and a budget" if hold_budget(config) else "the MoE layers"
         logger.info("spac: CUDA graphs are %s: the full ones hold %s, which need no host", mode.name, held)
 
 
-def check(mode: str, config: SpacConfig, breakable: bool) -> None:
-    """Refuse graphs that would hold our op while it needs the host.
+def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
+    """Refuses graphs that would contain our op while it needs the host.
 
     Args:
         mode: name of vLLM's ``CUDAGraphMode``.
-        breakable: whether graphs are split while they are captured (``VLLM_USE_BREAKABLE_CUDAGRAPH``), by vLLM's ops.
+        config: the plugin's.
+        breakable: whether vLLM's ops split graphs during capture (``VLLM_USE_BREAKABLE_CUDAGRAPH``).
 
     Raises:
-        UnsupportedError: says which flag helps.
+        UnsupportedError: names the flag that helps.
     """
     if mode not in ("NONE", "PIECEWISE") and (found := needs_host(config)) is not None:
         reason, instead = found
@@ -129,12 +130,12 @@ def check(mode: str, config: SpacConfig, breakable: bool) -> None:
 
 
 def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
-    """Refuse full graphs of prompts so long that they are to be staged, which the host does layer by layer.
+    """Refuses full graphs of prompts that are long enough to be staged, which the host does layer by layer.
 
-    Full graphs of decode steps may be as wide: they read missing experts in place.
+    Full graphs of decode steps may have as many rows: they read missing experts in place.
 
     Raises:
-        UnsupportedError: says which flag helps.
+        UnsupportedError: names the flag that helps.
     """
     from vllm.config import CUDAGraphMode
 
@@ -150,11 +151,11 @@ def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
 
 
 def most_rows(vllm_config: VllmConfig) -> int:
-    """Rows of the largest forward, padded for a graph or not."""
+    """Maximum number of rows of a forward, including the padding for a graph."""
     captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     return max(vllm_config.scheduler_config.max_num_batched_tokens, captured)
 
 
 def with_moe_layer(ops: Sequence[str] | None) -> list[str]:
-    """The ops to split at, and ours among them, once."""
+    """Returns the splitting ops ``ops`` with ours appended, once."""
     return [*(op for op in ops or () if op != MOE_LAYER), MOE_LAYER]

@@ -1,8 +1,8 @@
 """Every name of vLLM that the plugin replaces at run time, in one table.
 
 vLLM's source is neither modified nor copied. The methods below are wrapped while vLLM loads, or set on its objects;
-each wrapper calls what it wraps. ``check`` fails at the start of an engine, with the name, where one of them is not in
-this vLLM or does not take the parameters that its wrapper relies on.
+each wrapper calls what it wraps. ``require_names`` fails at the start of an engine, and names the method, if one of
+them is missing in this vLLM or does not take the parameters that its wrapper relies on.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Where = Literal["frontend", "worker", "v1", "v2", "gpu"]
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of vLLM.
+    """One wrapped name of vLLM.
 
     Attributes:
         target: ``module:name`` or ``module:Class.name``.
-        why: what the wrapper is for.
+        why: purpose of the wrapper.
         where: the process or the model runner that needs it; ``gpu``: layers whose experts pass through slots there.
-        takes: parameters by name that the wrapper relies on; all others are passed on.
-        first: whether these are the first ones, in this order: the wrapper gets them by position.
-        since: the first vLLM that has the name in this form, as far as it was looked at.
-        until: what upstream would have to offer for the row to go.
-        on: ``class`` where the name itself is replaced; ``object`` where it is set on one object of the managed model.
+        takes: names of the parameters that the wrapper relies on; all others are passed on.
+        first: whether these are the first parameters, in this order: the wrapper gets them by position.
+        since: the oldest inspected vLLM version that has the name in this form.
+        until: the upstream feature that would make the row unnecessary.
+        on: ``class`` if the name itself is replaced; ``object`` if it is set on one object of the managed model.
     """
 
     target: str
@@ -54,7 +54,7 @@ WORKER = "vllm.v1.worker.gpu_worker:Worker"
 TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
 ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
 _RUNNERS: tuple[tuple[str, Where], ...] = ((RUNNER_V1, "v1"), (RUNNER_V2, "v2"))
-_STEP_HOOK = "a plugin hook with the batch before a forward and its tokens behind it"
+_STEP_HOOK = "a plugin hook with the batch before a forward and its tokens after it"
 
 PATCHES = (
     Patch(
@@ -79,14 +79,14 @@ PATCHES = (
     ),
     Patch(
         f"{LOADER}.load_model",
-        "builds the target model of an engine that asks for spac with managed experts, and no other model",
+        "builds the target model of an engine that uses spac with managed experts, and no other model",
         "worker",
         ("vllm_config", "model_config"),
         until="a replacement of custom ops per model",
     ),
     Patch(
         f"{LOADER}.load_weights",
-        "decides where experts go when all layers are built and no weight has come",
+        "decides where experts are stored when all layers are built and no weight has been loaded",
         "worker",
         ("model",),
         until="a hook between building a model and loading it",
@@ -102,7 +102,7 @@ PATCHES = (
         "a budget cuts what the router chose, and traces and evaluations record it",
         "worker",
         ("hidden_states", "router_logits", "indices_type"),
-        until="a callback behind the router",
+        until="a callback after the router",
         on="object",
     ),
     Patch(
@@ -127,27 +127,27 @@ PATCHES = (
             "gpu",
             ("topk_ids", "block_size", "num_experts", "expert_map", "pad_sorted_ids", "ignore_invalid_experts"),
             first=True,
-            until="a kernel that maps experts after counting, or counts places",
+            until="a kernel that maps experts after counting, or counts slots",
         )
         for target in ALIGN
     ),
     Patch(
         f"{RUNNER_V1}._prepare_inputs", "a step begins: its rows by kind", "v1", ("scheduler_output",), until=_STEP_HOOK
     ),
-    Patch(f"{RUNNER_V1}.execute_model", "a forward is over, also a failed one", "v1", until=_STEP_HOOK),
-    Patch(f"{RUNNER_V1}.sample_tokens", "a step is over: its tokens per request", "v1", until=_STEP_HOOK),
+    Patch(f"{RUNNER_V1}.execute_model", "a forward has finished, also a failed one", "v1", until=_STEP_HOOK),
+    Patch(f"{RUNNER_V1}.sample_tokens", "a step has finished: its tokens per request", "v1", until=_STEP_HOOK),
     Patch(
         f"{RUNNER_V1}.propose_draft_token_ids",
         "the guard bounds how many tokens are drafted",
         "v1",
         ("scheduler_output",),
-        until="a draft length that is asked for at each step, as V2 has it",
+        until="a draft length that is queried at each step, as in V2",
     ),
     Patch(
         f"{RUNNER_V2}.prepare_inputs", "a step begins: its rows by kind", "v2", ("scheduler_output",), until=_STEP_HOOK
     ),
-    Patch(f"{RUNNER_V2}.execute_model", "a forward is over, also a failed one", "v2", until=_STEP_HOOK),
-    Patch(f"{RUNNER_V2}.sample_tokens", "a step is over: its tokens per request", "v2", until=_STEP_HOOK),
+    Patch(f"{RUNNER_V2}.execute_model", "a forward has finished, also a failed one", "v2", until=_STEP_HOOK),
+    Patch(f"{RUNNER_V2}.sample_tokens", "a step has finished: its tokens per request", "v2", until=_STEP_HOOK),
     Patch(f"{WORKER}.compile_or_warm_up_model", "nothing is counted while vLLM warms up", "worker", until=_STEP_HOOK),
     Patch(f"{WORKER}.shutdown", "traces are finished, threads stopped", "worker", until="a shutdown hook for plugins"),
     *(
@@ -170,15 +170,15 @@ PATCHES = (
     ),
     Patch(
         f"{SCHEDULER}.__init__",
-        "the guard takes the place of dynamic_sd_lookup, and learns from schedule and update_from_output",
+        "the guard replaces dynamic_sd_lookup, and observes schedule and update_from_output",
         "v2",
         ("vllm_config",),
-        until="a draft length that a plugin answers",
+        until="a draft length that a plugin provides",
     ),
-    Patch(f"{SCHEDULER}.schedule", "the guard sees when a step was planned", "v2", on="object"),
+    Patch(f"{SCHEDULER}.schedule", "the guard observes when a step is planned", "v2", on="object"),
     Patch(
         f"{SCHEDULER}.update_from_output",
-        "the guard sees when a step is over",
+        "the guard observes when a step has finished",
         "v2",
         ("scheduler_output", "model_runner_output"),
         on="object",
@@ -188,7 +188,7 @@ _BY_TARGET = {patch.target: patch for patch in PATCHES}
 
 
 def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
-    """Replace ``target`` by ``make(what it is now)``; a second call does nothing.
+    """Replaces ``target`` by ``make(present value)``; a second call does nothing.
 
     Raises:
         UnsupportedError: this vLLM lacks the name or a parameter of it.
@@ -205,11 +205,11 @@ def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
     setattr(owner, name, replaced)
 
 
-def check(*where: Where) -> None:
-    """Every row of these places is there, with the parameters that its wrapper relies on.
+def require_names(*where: Where) -> None:
+    """Checks that this vLLM has every name of these places, with the parameters that its wrapper relies on.
 
     Raises:
-        UnsupportedError: names the first that is not.
+        UnsupportedError: names the first that is missing.
     """
     for patch in PATCHES:
         if patch.where in where:
@@ -217,7 +217,7 @@ def check(*where: Where) -> None:
 
 
 def _find(patch: Patch) -> tuple[Any, str, Any]:
-    """(what holds the name, the name, what it is there: perhaps a staticmethod)."""
+    """Returns (the owner of the name, the name, its raw value, which may be a staticmethod)."""
     module, _, path = patch.target.partition(":")
     *owners, name = path.split(".")
     try:

@@ -1,4 +1,4 @@
-"""What ``register`` installs in every vLLM process. Inert until a ``VllmConfig`` asks for spac."""
+"""The hooks that ``register`` installs in every vLLM process. Inert unless a ``VllmConfig`` configures spac."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Wrap the engine's arguments and the model loader; a second call does nothing."""
+    """Wraps the engine's arguments and the model loader; a second call does nothing."""
     cpu_affinity.note()
     arguments.install()
     patches.wrap(f"{patches.ENGINE_ARGS}.create_engine_config", _checked)
@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def _checked(create_engine_config: Callable):
-    """Refuse what cannot work before an engine starts, and let workers answer for their counters."""
+    """Refuses what cannot work before an engine starts, and adds the worker extension."""
 
     def create(self, *args: Any, **kwargs: Any):
         try:
@@ -41,20 +41,20 @@ def _checked(create_engine_config: Callable):
         from vllm_spac.integration import compat, graphs, preflight
 
         compat.require_supported_vllm()
-        patches.check("frontend")
+        patches.require_names("frontend")
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         graphs.request(self, config)
         vllm_config = create_engine_config(self, *args, **kwargs)
         graphs.split(vllm_config, config)
-        preflight.check(config, vllm_config)
+        preflight.check_engine(config, vllm_config)
         return vllm_config
 
     return create
 
 
 def _managed(load_model: Callable):
-    """Build the target model of an engine that asks for spac with its experts outside; drafts stay stock."""
+    """Builds the target model with managed experts if spac is configured; draft models stay stock."""
 
     def load(self, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any):
         config = config_of(vllm_config.additional_config)
@@ -66,7 +66,7 @@ def _managed(load_model: Callable):
         from vllm_spac.integration.stepping import drafts
 
         compat.request_amx()
-        patches.check("worker", "v2" if drafts.plans_drafts(vllm_config) else "v1")
+        patches.require_names("worker", "v2" if drafts.plans_drafts(vllm_config) else "v1")
         load_weights = self.load_weights
 
         def prepared(model: nn.Module, *rest: Any):
@@ -74,7 +74,7 @@ def _managed(load_model: Callable):
             return load_weights(model, *rest)
 
         with managed_load(config, vllm_config) as experts:
-            self.load_weights = prepared  # of this loader object, which loads this one model
+            self.load_weights = prepared  # on this loader object only, which loads this one model
             model = load_model(self, vllm_config, model_config, *args, **kwargs)
             experts.finish()
         updates.install(vllm_config, model)

@@ -1,4 +1,4 @@
-"""What cannot work is refused here, with the flag that helps, before a worker starts."""
+"""Checks before a worker starts: refuses what cannot work, and names the flag that helps."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _LOAD_FORMATS = {"auto", "hf", "safetensors", "pt", "npcache", "dummy", "fastsaf
 
 
 def worker_extension(asked: str) -> str:
-    """The worker extension to use: ours, unless the user's own is built on ours.
+    """Returns the worker extension to use: ours, or the user's if it is derived from ours.
 
     Raises:
-        UnsupportedError: the user named an extension that is not, or cannot be imported.
+        UnsupportedError: the user's extension is not derived from ours, or cannot be imported.
     """
     if not asked or asked == WORKER_EXTENSION:
         return WORKER_EXTENSION
@@ -58,12 +58,12 @@ def worker_extension(asked: str) -> str:
     if isinstance(found, type) and issubclass(found, SpacWorker):
         return asked
     raise UnsupportedError(
-        f"spac: --worker-extension-cls {asked} leaves the plugin without its own; derive it from {WORKER_EXTENSION}"
+        f"spac: --worker-extension-cls {asked} would replace the plugin's own; derive it from {WORKER_EXTENSION}"
     )
 
 
 def check_knobs(config: SpacConfig) -> None:
-    """Refuse what no model could be served with: classes that are none, files that cannot be read or written.
+    """Refuses knobs that are invalid for any model: components that cannot be built, unusable files.
 
     Raises:
         ConfigError: names the knob.
@@ -86,15 +86,15 @@ def check_knobs(config: SpacConfig) -> None:
             replaced = check_target(config.trace, config.trace_overwrite)
         if replaced is not None:
             held = printable(f"{config.trace} holds a trace of {replaced.model or 'an unnamed model'}")
-            logger.warning("spac: %s; what this engine records replaces it", held)
+            logger.warning("spac: %s; the trace of this engine replaces it", held)
 
 
-def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Refuse a model or an option that the plugin cannot serve exactly.
+def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
+    """Refuses a model or an option that the plugin cannot serve exactly.
 
     Raises:
-        ConfigError: a knob cannot be met.
-        UnsupportedError: the model or a vLLM option is not supported; says which flag helps.
+        ConfigError: a knob cannot be satisfied for this model or machine.
+        UnsupportedError: the model or a vLLM option is not supported; names the flag that helps.
     """
     model = vllm_config.model_config
     if not model.get_num_experts():
@@ -111,7 +111,7 @@ def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
     check_guard(config, vllm_config)
     if (facts := device.query()) is not None:
-        device.check(
+        device.check_device(
             facts,
             pinned=keeps_on_the_host(config, model.get_num_experts()),
             unified=config.execution_class.needs_addressable_store,
@@ -122,13 +122,13 @@ def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
 
 
 def _refusals(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
-    """(whether it was asked for, option of vLLM, what to do instead) for each that is not supported."""
+    """Yields (whether it is in use, the option, what to do instead) for each option of vLLM that is not supported."""
     model, parallel, load = vllm_config.model_config, vllm_config.parallel_config, vllm_config.load_config
     yield parallel.tensor_parallel_size > 1, "--tensor-parallel-size above 1", "use 1: experts are not sharded yet"
     yield parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size above 1", "use 1"
-    yield parallel.data_parallel_size > 1, "--data-parallel-size above 1", "use 1, or one server a replica"
+    yield parallel.data_parallel_size > 1, "--data-parallel-size above 1", "use 1, or one server per replica"
     yield parallel.enable_expert_parallel, "--enable-expert-parallel", "drop it"
-    yield parallel.enable_eplb, "--enable-eplb", "drop it: placement is what spac decides"
+    yield parallel.enable_eplb, "--enable-eplb", "drop it: spac decides where experts are placed"
     yield vllm_config.lora_config is not None, "--enable-lora", "merge the adapter into the checkpoint"
     yield model.enable_sleep_mode, "--enable-sleep-mode", "drop it"
     yield (
@@ -156,7 +156,7 @@ def _check_quantisation(model: ModelConfig) -> None:
         raise UnsupportedError(f"spac: {model.model} has {reason}")
     if quantisation.loader(checkpoint) not in (None, model.quantization):
         raise UnsupportedError(
-            f"spac: --quantization {model.quantization} gives the experts of {model.model} to kernels that keep no "
+            f"spac: --quantization {model.quantization} runs the experts of {model.model} in kernels that cannot use "
             f"slots; add {' '.join(quantisation.flags(checkpoint))}"
         )
 
@@ -168,19 +168,19 @@ def _offloads(vllm_config: VllmConfig) -> bool:
 
 
 def check_guard(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """``UnsupportedError`` where the guard was asked for and cannot change draft lengths."""
+    """Raises ``UnsupportedError`` if the user set guard=on and the guard cannot change draft lengths."""
     asked = config.guard == "on" and "guard" in config.model_fields_set
     if asked and vllm_config.speculative_config is not None and (reason := drafts.unguarded(vllm_config)):
         raise UnsupportedError(f"spac: guard=on (--spac-guard) cannot work here: {reason}, or use --spac-guard off")
 
 
 def keeps_on_the_host(config: SpacConfig, experts: int) -> bool:
-    """Whether experts may lie in host memory on a machine with a GPU."""
+    """Whether experts may be stored in host memory on a machine with a GPU."""
     return config.store_class_on("cuda").addressable and not _holds_all(config, experts)
 
 
 def _holds_all(config: SpacConfig, experts: int) -> bool:
-    """Whether each expert has a slot, so that none lies outside."""
+    """Whether each expert has a slot, so that none is stored outside."""
     slots = config.parsed_slots
     return slots.share == 1 or slots.per_layer == experts
 
@@ -195,13 +195,13 @@ def _check_cpu_experts(config: SpacConfig) -> None:
     device_type = _device_type()
     if config.uses_cpu_experts and not config.store_class_on(device_type).addressable:
         raise ConfigError(
-            f"spac: cpu_experts={config.cpu_experts} (--spac-cpu-experts) computes experts where they lie, and with "
-            f"store={config.store_on(device_type)} that is no memory; add --spac-store host"
+            f"spac: cpu_experts={config.cpu_experts} (--spac-cpu-experts) computes experts where they are stored, and "
+            f"store={config.store_on(device_type)} is not in memory; add --spac-store host"
         )
 
 
 def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Those of another model are refused; what depends on its layers is checked when they are built."""
+    """Refuses calibrations and budgets of another model; what depends on its layers is checked when they are built."""
     if config.calibration is None and config.budget_file is None:
         return
     experts = vllm_config.model_config.get_num_experts()
@@ -230,7 +230,7 @@ def _check_folder(config: SpacConfig, experts: int) -> None:
     if not there.is_dir():
         problem = "is a link to nothing" if there.is_symlink() and not there.exists() else "is not a folder"
         raise ConfigError(f"{what}: {there} {problem}; name another")
-    if not packs or (there == folder and _holds_packed(folder)):  # with all that it needs, it may be read-only
+    if not packs or (there == folder and _holds_packed(folder)):  # a folder that is complete may be read-only
         return
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -242,13 +242,13 @@ def _check_folder(config: SpacConfig, experts: int) -> None:
 def _holds_packed(folder: Path) -> bool:
     try:
         return any(map(_FINGERPRINT.fullmatch, os.listdir(folder)))
-    except OSError:  # nothing that could be read, and the attempt to write says why
+    except OSError:  # not readable; the attempt to write reports why
         return False
 
 
 @contextmanager
 def _naming(config: SpacConfig, name: str) -> Iterator[None]:
-    """An error inside is one of this knob."""
+    """Prefixes an error raised inside with the knob ``name``."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The guard of one size of batch: which draft length runs, which is tried next, and what both cost."""
+"""The guard for one batch size: which draft length runs, which is tried next, and what both cost."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from vllm_spac.speculation.acceptance import Acceptance
 from vllm_spac.speculation.trials import BLOCK, Trial, TrialCosts
 
-ALLOWANCE = 48  # steps that may try lengths before ``share`` counts
+ALLOWANCE = 48  # steps that may go into trials before ``share`` applies
 _SURE = 1.5  # standard errors
-_LEVEL = 32  # steps by which the speed of the current length is known
-_SURPRISE = 1.2  # the ratio by which it must change for others to be tried soon
+_LEVEL = 32  # steps over which the speed of the current length is measured
+_SURPRISE = 1.2  # the ratio by which it must change for other lengths to be tried soon
 _FIRST, _LONGEST = 32, 2048  # steps between trials when nothing seems better
-_CHECKS = 16, 128, 512  # steps between trials of no speculation: at first, at most, at most while it is far behind
-_FAR = 0.2  # of the logarithm of its speed
+_CHECKS = 16, 128, 512  # steps between trials of no speculation: at first, at most, at most while it is much slower
+_FAR = 0.2  # much slower: difference of the logarithms of tokens per second
 _PROBE = 96  # steps between probes
-_PROBE_STEPS = 1  # that count, beside the first
-_ROUTINE, _PROBING = 0.3, 0.85  # of ``loss`` that trials without a reason, and those and probes, may use
-_SLACK, _ALARM = 0.3, 5.0  # of the Page test, in steps: what a step may lose unnoticed, the sum that is no chance
-_SLOWEST = 3.0  # times the typical seconds that a step counts in it
-_PRIOR = 1  # steps as expected beside those since the change
+_PROBE_STEPS = 1  # measured steps of a probe, in addition to the first, which is not counted
+_ROUTINE, _PROBING = 0.3, 0.85  # share of ``loss`` for routine trials, and for routine trials and probes together
+_SLACK, _ALARM = 0.3, 5.0  # of the Page test, in steps: the excess ignored per step, the sum that raises the alarm
+_SLOWEST = 3.0  # a step counts in it for at most this many times the typical seconds
+_PRIOR = 1  # steps of the expected length, averaged with those since the change
 
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """What a guard may do; see ``Guard``."""
+    """Limits on a guard's trials; attributes as the arguments of ``Guard``."""
 
     max_drafts: int
     share: float = 0.03
@@ -42,15 +42,15 @@ class GuardSettings:
 
 
 class BatchGuard:
-    """The guard of one size of batch.
+    """The guard for one batch size.
 
     Args:
-        settings: of the guard.
-        acceptance: of drafts, which all sizes of batch share.
+        settings: limits on trials.
+        acceptance: acceptance of drafts, shared by all batch sizes.
 
     Attributes:
-        current: the draft length that runs outside of trials.
-        steps, explored, switches: steps observed, those of trials of drafts, changes of ``current``.
+        current: the draft length that runs outside trials.
+        steps, explored, switches: steps observed, steps in trials of drafts, changes of ``current``.
     """
 
     def __init__(self, settings: GuardSettings, acceptance: Acceptance) -> None:
@@ -63,9 +63,9 @@ class BatchGuard:
         self._seen = dict.fromkeys(self._ladder, -1)  # step of the last trial
         self._interval, self._check = _FIRST, _CHECKS[0]
         self._usual: float | None = None
-        self._excess, self._rise = 0.0, deque[tuple[float, float]](maxlen=4 * BLOCK)  # the Page test's sum, its steps
+        self._excess, self._rise = 0.0, deque[tuple[float, float]](maxlen=4 * BLOCK)  # sum and steps of the Page test
         self._probed = 0  # step of the last trial of drafts
-        self._again: int | None = None  # a length whose last trial was odd
+        self._again: int | None = None  # a length whose last trial was an outlier
         self._typical = math.inf  # seconds of a current step
         self._seconds = self._lost = 0.0
         self.current = self.steps = self.explored = self.switches = 0
@@ -75,16 +75,26 @@ class BatchGuard:
         return self._trial.length if self._trial and not self._trial.over else self.current
 
     def gains(self) -> list[float]:
-        """Logarithm of tokens per second with d drafts over those now, [K + 1]; costs count as equal before a trial."""
+        """Logarithm of tokens per second with d drafts relative to the current length, [K + 1].
+
+        Before the first trial all lengths are assumed to cost the same.
+        """
         tokens = self._acceptance.tokens()
         now = tokens[self.current]
         return [math.log(t / now) - cost for t, cost in zip(tokens, self._costs.estimates, strict=True)]
 
     def observe(self, drafts: int, seconds: float, tokens: float, settled: bool) -> None:
-        """``tokens``: of a request. ``settled``: the step before was of the same kind; only then its seconds are those
-        of the length."""
+        """Adds one step, and starts, ends or judges a trial.
+
+        Args:
+            drafts: the draft length that the step ran with.
+            seconds: of the step.
+            tokens: mean emitted tokens per request.
+            settled: the step before had the same draft length and batch size. Only then are the seconds a measurement
+                of that length.
+        """
         self.steps += 1
-        counted = min(seconds, 4 * self._typical)  # a step that the machine disturbed is no length's
+        counted = min(seconds, 4 * self._typical)  # so that one disturbed step does not count against a length
         self._seconds += counted
         trial = self._trial
         if drafts == self.current and settled:
@@ -95,7 +105,7 @@ class BatchGuard:
                 self._start(0, urgent=True)
                 return
         if trial is None:
-            if self._first or self.steps % BLOCK == 0:  # what is decided between trials can wait so long
+            if self._first or self.steps % BLOCK == 0:  # decisions between trials need not be made at every step
                 self._think()
             return
         trial.patience -= 1
@@ -107,7 +117,7 @@ class BatchGuard:
             self._close(trial)
 
     def _take(self, trial: Trial, seconds: float, counted: float, tokens: float, settled: bool) -> None:
-        """A step of a trial."""
+        """Adds a step to the running trial."""
         self.explored += trial.length > 0
         trial.done += 1
         trial.seconds += counted
@@ -124,7 +134,7 @@ class BatchGuard:
         trial.after.clear()
 
     def _judge(self, trial: Trial) -> None:
-        """A trial and the steps after it are over: learn from it, and decide."""
+        """Evaluates a trial once the steps after it have finished, and decides what runs next."""
         self._trial = None
         self._seen[trial.length] = self.steps
         if trial.done == 0:  # the drafter proposed nothing else
@@ -157,7 +167,7 @@ class BatchGuard:
             self._interval = min(2 * self._interval, _LONGEST)
 
     def _think(self) -> None:
-        """Between trials."""
+        """Decides between trials: switches, or starts the next trial."""
         if len(self._recent) < min(BLOCK, self.steps) or self._switched():
             return
         self._typical = statistics.median(self._recent)
@@ -184,7 +194,7 @@ class BatchGuard:
 
     def _start(self, length: int, *, first: bool = False, steps: int = BLOCK, urgent: bool = False) -> None:
         before = list(self._recent)[-BLOCK:]
-        if urgent:  # after a change all steps are slow: a fast one among them says that it was the machine
+        if urgent:  # after a change all steps are slow: a fast one among them shows a passing disturbance
             before = sorted(seconds for seconds, _ in self._rise)[(len(self._rise) - 1) // 4 :][:1]
         self._trial = Trial(length, first, before, steps, urgent)
         self._again = None
@@ -194,7 +204,7 @@ class BatchGuard:
             self._calm()
 
     def _alarmed(self, seconds: float, tokens: float) -> bool:
-        """Page's test: whether steps of the current length have begun to take longer than their tokens are worth."""
+        """Whether steps of the current length have begun to take longer than their tokens justify (Page's test)."""
         if len(self._recent) < _LEVEL // 2 or self._typical == math.inf:
             return False
         worth = tokens / self._acceptance.tokens()[self.current]
@@ -210,22 +220,22 @@ class BatchGuard:
         self._rise.clear()
 
     def _fled(self, trial: Trial) -> bool:
-        """Whether no speculation, tried in alarm, beats the steps since the change: it is current from now on."""
+        """Switches to no speculation if an urgent trial of it beats the steps since the change; whether it did."""
         expected = self._acceptance.tokens()[self.current]
         tokens = (_PRIOR * expected + sum(emitted for _, emitted in self._rise)) / (_PRIOR + len(self._rise))
         self._calm()
         if -math.log(tokens) - trial.ratio <= 0:
-            self._excess = _ALARM / 2  # steps before the change may have been among them: soon asked again if it is one
+            self._excess = _ALARM / 2  # steps before the change may be among them: a real change soon alarms again
             return False
         self._costs.forget()
         self._costs.add(0, trial.ratio)
         self._acceptance.fade(_PRIOR)
-        self._seconds = self._lost = 0.0  # what was saved up for trials is of another machine
+        self._seconds = self._lost = 0.0  # the allowance for trials was earned at another speed
         self._move(0)
         return True
 
     def _switched(self) -> bool:
-        """Let the best length be the current one, if another is surely better, or no speculation seems to be."""
+        """Switches to the length with the greatest gain, if it suffices (``_least``); returns whether it switched."""
         gains = self.gains()
         better = [
             length for length in self._others() if self._costs.times(length) and gains[length] > self._least(length)
@@ -236,9 +246,9 @@ class BatchGuard:
         return True
 
     def _move(self, best: int) -> None:
-        """Let ``best``, which was tried, be the current length."""
+        """Makes ``best``, which has been tried, the current length."""
         if self.current == 0:
-            self._costs.forget(above=best)  # they were tried when not even this one paid
+            self._costs.forget(above=best)  # longer ones were tried while not even this one was worth its cost
             self._acceptance.fade(0, best)
         self._costs.move(best)
         self._calm()
@@ -253,7 +263,7 @@ class BatchGuard:
         return (length for length in range(self._settings.max_drafts + 1) if length != self.current)
 
     def _least(self, length: int) -> float:
-        """The gain that a length must show to become the current one."""
+        """The least gain at which a length becomes the current one: any for no speculation, a sure one for others."""
         if length == 0:
             return 0.0
         if self._costs.times(length) < 2:
@@ -264,7 +274,7 @@ class BatchGuard:
         return math.hypot(self._costs.error(length), self._acceptance.error(length))
 
     def _promising(self) -> int | None:
-        """The length that may well be better and is not known surely enough, if there is one."""
+        """The length whose gain may exceed ``margin`` but is not yet measured precisely enough; None if none does."""
         if not self._costs.known:
             return None
         gains = self.gains()
@@ -275,9 +285,9 @@ class BatchGuard:
         return best if best is not None and hopes[best] > math.log1p(self._settings.margin) else None
 
     def _watch(self) -> None:
-        """Try others soon when the current length became much faster or slower.
+        """Schedules trials of other lengths when the current one became much faster or slower.
 
-        No speculation that became slower is no reason: what an expert costs, all others pay more often.
+        Not when no speculation became slower: if experts cost more, longer drafts, which use more of them, lose more.
         """
         if len(self._recent) < _LEVEL:
             return
@@ -303,7 +313,10 @@ class BatchGuard:
         return explored and self._lost + expected <= part * settings.loss * self._seconds
 
     def _hopeless(self, length: int, cost: float) -> bool:
-        """Whether a length whose step takes as long as ``cost`` current ones would lose even if twice as many drafts
-        were accepted as it seems."""
+        """Whether a length would lose even with twice the estimated acceptance.
+
+        Args:
+            cost: seconds of a step of that length, relative to a step of the current one.
+        """
         tokens = self._acceptance.tokens()
         return min(length + 1, 2 * tokens[length]) / tokens[self.current] < cost

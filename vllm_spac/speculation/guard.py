@@ -1,21 +1,21 @@
-"""How many draft tokens a step may use, so that speculating is never slower than not speculating.
+"""The guard of speculation: chooses the draft length, so that speculating is never slower than not speculating.
 
-One length d is the current one. Now and then another one runs for a few steps, a *trial*, and its seconds are compared
-with those of the current steps right before and after it, and with nothing else: a machine whose disk or clock drifts
-slows all lengths alike, and what was measured a minute ago says nothing of now. For each size of batch the last ratios
-are kept; with the decayed probability that a draft is accepted at each position they say what every d would gain.
+One length d is the current one. From time to time another one runs for a few steps, a *trial*, and its seconds are
+compared with those of the current steps right before and after it, and with nothing else: a machine whose disk or clock
+drifts slows all lengths alike, and a measurement that is a minute old no longer holds. The last ratios are kept per
+batch size; together with the decayed acceptance probability per position they give the gain of every d.
 
-No speculation is the safe answer. It is left for a gain of more than ``margin`` that is also surer than chance, and
-returned to as soon as it seems ahead; while there is speculation, it is tried again and again.
+No speculation is the safe choice. It is left only for a gain that exceeds ``margin`` and is statistically significant,
+and returned to as soon as it seems better; while drafts are used, it is tried regularly.
 
-Two things are not left to that schedule. While there is speculation, a Page test adds up how much longer steps take
-than their tokens are worth; where the sum runs away, no speculation is tried next, and judged by the steps since
-the change. While there is none, a *probe* of one draft runs every ``_PROBE`` steps, as far as ``loss`` allows: nothing
-else shows that drafts would be accepted or have become cheap. A length that looks cheaper than ever is tried again at
-once.
+Two cases do not wait for that schedule. While drafts are used, a Page test adds up how much longer steps take than
+their tokens justify; when the sum passes its limit, no speculation is tried next and compared with the steps since the
+change. While none are used, a *probe* of one draft runs every ``_PROBE`` steps, as far as ``loss`` allows: nothing else
+shows that drafts would be accepted or have become cheap. A length that looks cheaper than ever is tried again at once.
 
-Trials of drafts are at most ``share`` of a size of batch's steps beyond its first ``ALLOWANCE``; what they lost, by
-their own seconds and tokens, is at most ``loss`` of its seconds before there is another one, the first trials apart.
+Per batch size, trials of drafts take at most ``share`` of the steps after the first ``ALLOWANCE``. Another trial starts
+only while what earlier ones lost, computed from their seconds and tokens, is at most ``loss`` of all seconds; the first
+trials are exempt.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from vllm_spac.speculation.batch_guard import BatchGuard, GuardSettings
 
 
 class Guard:
-    """Decides the draft length of each step. Deterministic: the same calls give the same answers. Not thread-safe.
+    """Chooses the draft length of each step. Deterministic: the same calls return the same lengths. Not thread-safe.
 
     Args:
         max_drafts: the greatest length (K), at least 1.
-        share: of steps that may go into trying other lengths.
-        loss: of seconds that may be lost by it.
-        margin: a length replaces a shorter or longer one only if it gives so much more tokens a second.
-        memory: verified steps after which an accepted draft counts 1/e; a position not reached as long is stale.
-        clock: seconds that never go back; asked only where ``observe`` is not given any.
+        share: share of the steps that may go into trials of other lengths.
+        loss: share of the seconds that these trials may lose.
+        margin: a length replaces another only if it yields more tokens per second by at least this share.
+        memory: verified steps after which an accepted draft counts 1/e; a position not reached for half as many is
+            stale.
+        clock: monotonic clock in seconds; read only where ``observe`` gets no ``seconds``.
     """
 
     def __init__(
@@ -62,21 +63,22 @@ class Guard:
         self._began: float | None = None
 
     def choose(self, requests: int | None = None) -> int:
-        """Draft tokens that each request may use in the next step; ``requests``: its size, the last one's if None."""
+        """Draft tokens per request for the next step; ``requests``: its batch size, None for that of the last step."""
         if requests:
             self._batch = self._batch_of(requests)
         self._began = self._clock()
         return self._batch.length
 
     def observe(self, drafts: int, emitted: Sequence[int], requests: int, seconds: float | None = None) -> None:
-        """A step is over.
+        """Records a finished step.
 
         Args:
-            drafts: the length that the step ran under, whatever was chosen meanwhile. A drafter that proposed less
-                had the rest rejected.
-            emitted: tokens of each request that decoded or verified: accepted drafts and one more.
-            requests: all requests of the step. More than emitted tokens: prompts were in it, and it is ignored.
-            seconds: of the forward and the drafting; None: since ``choose``.
+            drafts: the length that the step ran with, whatever was chosen since. Drafts that the drafter did not
+                propose count as rejected.
+            emitted: tokens of each request that decoded or verified: its accepted drafts plus one.
+            requests: all requests of the step. A step with prompts (more requests than entries in ``emitted``) is
+                ignored.
+            seconds: of the forward and the drafting; None: the time since ``choose``.
         """
         assert 0 <= drafts <= self.max_drafts, f"{drafts} drafts of at most {self.max_drafts}"
         if seconds is None:
@@ -93,7 +95,7 @@ class Guard:
         self._batch.observe(drafts, seconds, sum(emitted) / len(emitted), settled)
 
     def facts(self) -> dict:
-        """What to show: the length that runs now, steps by length, speed over no speculation."""
+        """Statistics to report: the current length, steps by length, speed relative to no speculation."""
         batch = self._batch
         return {
             "draft_length": batch.length,
@@ -106,7 +108,7 @@ class Guard:
         }
 
     def _batch_of(self, requests: int) -> BatchGuard:
-        """Sizes from one power of two to the next share their estimates."""
+        """The guard for batches of ``requests``; sizes from one power of two to the next share one."""
         size = (requests - 1).bit_length()
         if size not in self._batches:
             self._batches[size] = BatchGuard(self._settings, self.acceptance)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-BLOCK = 4  # steps that are compared: of a trial, before it and after it; the first after a change does not count
-_KEPT = 8  # trials of a length that count
-_NOISE = 0.1  # of the logarithm of a trial's ratio, until it is known
-_CHANGED = 4.0  # standard deviations by which a trial says that all before it are history
+BLOCK = 4  # steps compared: of a trial, before it and after it; the first step after a change does not count
+_KEPT = 8  # trials kept per length
+_NOISE = 0.1  # assumed standard deviation of the logarithm of a trial's ratio, until it is measured
+_CHANGED = 4.0  # standard deviations by which a trial shows that those before it no longer hold
 
 
 @dataclass
@@ -20,14 +20,15 @@ class Trial:
     """A few steps of another draft length than the current one.
 
     Attributes:
-        patience: steps until it is over although they do not come.
-        first: one of the first trials, which are not charged.
-        steps: how many it is meant to have that count.
-        urgent: it is judged by the steps before it alone.
+        length: the draft length on trial.
+        first: one of the first trials, whose loss is not charged.
         before, during, after: seconds of the steps that are compared.
-        done: steps of it so far, compared or not; ``seconds`` and ``tokens`` (of a request) are theirs.
+        steps: measured steps that it should get.
+        urgent: it is compared with the steps before it alone.
+        patience: steps until it is ended even if no more of its steps run.
+        done: its steps so far, compared or not. ``seconds`` and ``tokens`` (per request) are their sums.
         fastest: seconds of the fastest of them.
-        over: no more of it is to come.
+        over: no more of its steps will run.
     """
 
     length: int
@@ -46,22 +47,22 @@ class Trial:
 
     @property
     def around(self) -> float:
-        """Seconds of a current step meanwhile."""
+        """Seconds per step of the current length around the trial."""
         return math.sqrt(math.prod(statistics.median_low(block) for block in (self.before, self.after or self.before)))
 
     @property
     def ratio(self) -> float:
-        """The logarithm of the seconds of one of its steps over those of a current one."""
+        """Logarithm of the seconds per step of this length relative to the current one."""
         return math.log((statistics.median_low(self.during) if self.during else self.fastest) / self.around)
 
 
 class TrialCosts:
-    """The cost of a step of each length relative to one of the current length, from trials' ratios (logarithms).
+    """The cost per step of each length relative to the current one, from the ratios of trials (logarithms).
 
     Attributes:
-        estimates: logarithms, [K + 1], in between along a straight line; 0 before the first trial.
-        known: whether there was a trial since all were forgotten.
-        spread: standard deviation of a trial, from those at all lengths; ``_NOISE`` counts as two.
+        estimates: logarithms, [K + 1]; lengths between tried ones are interpolated linearly; 0 before the first trial.
+        known: whether there was a trial since all were discarded.
+        spread: standard deviation of a trial, pooled over all lengths; ``_NOISE`` counts as two observations.
     """
 
     def __init__(self, lengths: int) -> None:
@@ -73,9 +74,12 @@ class TrialCosts:
         self.spread = _NOISE
 
     def add(self, length: int, ratio: float) -> bool:
-        """A trial is over. Returns whether it is the second in turn that is far from those before: then all that was
-        known of any length is forgotten; one alone is not believed, and neither is the first of a length that takes far
-        longer than others let expect."""
+        """Adds a finished trial; returns whether it confirmed that the machine has changed.
+
+        That is so for the second consecutive outlier of a length: then all earlier trials of all lengths are discarded.
+        A single outlier is set aside, and so is the first trial of a length that takes far longer than the trials of
+        other lengths predict.
+        """
         trials, odd = self._trials[length], self._odd[length]
         self._odd[length] = None
         far = _CHANGED * self.spread
@@ -92,18 +96,18 @@ class TrialCosts:
         return is_odd
 
     def forget(self, above: int = -1) -> None:
-        """The machine has changed: no trial of a length above counts any more."""
+        """Discards the trials of all lengths greater than ``above``, because the machine has changed."""
         for length in range(above + 1, len(self._trials)):
             self._trials[length].clear()
             self._odd[length] = None
-        self.known &= above >= 0  # nothing is left that the next trial could be too dear for
+        self.known &= above >= 0  # no estimate is left that the next trial could be compared with
 
     def odd(self, length: int) -> float | None:
-        """The ratio of the last trial of a length, if it is far from those before and another one must confirm it."""
+        """The ratio of the last trial of a length if it is an outlier that another trial must confirm, else None."""
         return self._odd[length]
 
     def move(self, length: int) -> None:
-        """``length``, which was tried, is the current one now."""
+        """Makes ``length``, which has been tried, the current one, and expresses all ratios relative to it."""
         own, by = self._trials[length], statistics.fmean(self._trials[length])
         self._trials = [deque((ratio - by for ratio in trials), _KEPT) for trials in self._trials]
         self._trials[self._current] = deque((-ratio for ratio in own), _KEPT)
@@ -113,11 +117,11 @@ class TrialCosts:
         self._estimate()
 
     def times(self, length: int) -> int:
-        """How many trials count."""
+        """Number of trials kept for ``length``."""
         return len(self._trials[length])
 
     def error(self, length: int) -> float:
-        """Standard error of an estimate; of one that was never tried, as after one trial."""
+        """Standard error of an estimate; a length that was never tried counts as tried once."""
         return self.spread / math.sqrt(max(1, self.times(length)))
 
     def _estimate(self) -> None:

@@ -1,1 +1,1 @@
-"""Which experts a verify step may touch in a layer: MoE-Spec's rankings, and ours."""
+"""Rankings: which experts of a layer a verify step may use; MoE-Spec's, and ours."""

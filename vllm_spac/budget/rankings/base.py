@@ -1,4 +1,4 @@
-"""The contract of a ranking, and what rankings share (MoE-Spec §3.2)."""
+"""The contract of a ranking, and functions that rankings share (MoE-Spec §3.2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class LayerContext:
-    """What a ranking may know beside the router's scores; each uses its part and ignores the rest.
+    """Inputs of a ranking in addition to the router's scores; each ranking uses some of them and ignores the rest.
 
     Attributes:
         layer: number of the MoE layer in the order of execution.
@@ -34,14 +34,14 @@ class LayerContext:
 
 
 class Ranking(ABC):
-    """Orders the experts of a layer. Holds tensors that no call changes; deterministic, equals by the lowest id.
+    """Orders the experts of a layer. Its tensors are never modified; deterministic, ties by the lowest id.
 
     Attributes:
         offline: why no engine can serve with it, e.g. because it needs every expert's output; empty if one can.
         needs_calibration: it is built from a calibration file.
         needs_mixing: it ranks by ``LayerContext.mixing``.
         needs_resident: it ranks by ``LayerContext.resident``.
-        replayable: it ranks by ``scores``, whose operations a CUDA graph may hold.
+        replayable: it ranks by ``scores``, whose operations a CUDA graph can capture.
     """
 
     offline: ClassVar[str] = ""
@@ -52,7 +52,7 @@ class Ranking(ABC):
 
     @classmethod
     def of(cls, calibration: Calibration | None = None, **knobs: Any) -> Self:
-        """An instance from what was calibrated, if it needs that, and its knobs; ``ConfigError`` without it."""
+        """Builds an instance from its knobs and, if it needs one, a calibration; ``ConfigError`` if that is missing."""
         if not cls.needs_calibration:
             return cls(**knobs)
         if calibration is None:
@@ -67,7 +67,7 @@ class Ranking(ABC):
         raise NotImplementedError
 
     def to(self, device: torch.device | str) -> Self:
-        """Its tensors moved to ``device``, in place; ``rank`` wants them where ``probs`` is."""
+        """Moves its tensors to ``device``, in place; ``rank`` needs them on the device of ``probs``."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
@@ -79,9 +79,10 @@ class Ranking(ABC):
 
         Args:
             probs: float [rows, N], router scores over all experts, before any top-k, bias or renormalisation.
-            votes: bool [rows], at least one; what stands in the other rows does not matter, NaN neither. None: all do.
-            budget: how many, from 1 to N.
-            context: the layer, and what else this ranking needs.
+            votes: bool [rows], rows that vote, at least one; None: all. The values of the other rows are ignored, even
+                NaN.
+            budget: number of experts, from 1 to N.
+            context: the layer, and the other inputs that this ranking needs.
 
         Returns:
             int64 [budget], distinct experts, the most important first; on the device of ``probs``. A smaller budget
@@ -89,12 +90,13 @@ class Ranking(ABC):
         """
 
     def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
-        """What a ``replayable`` ranking sorts by, the greatest first, equals by the lowest id.
+        """The scores that a ``replayable`` ranking sorts by, the greatest first, ties by the lowest id.
 
-        Operations of fixed shapes, nothing of which is read on the host.
+        Consists of operations of fixed shapes; no result is read on the host.
 
         Args:
-            probs: as for ``rank``, but 0 in the rows that do not vote; perhaps none does.
+            probs: as for ``rank``, but 0 in the rows that do not vote; all rows may be such.
+            context: as for ``rank``.
 
         Returns:
             float64 [N], or int64 below 2**53.
@@ -103,7 +105,7 @@ class Ranking(ABC):
 
 
 def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:
-    """float64 [N]: s_i, the sum of the scores of the rows that vote, by default all (MoE-Spec Eq. 5)."""
+    """float64 [N]: s_i, the sum of the scores over the rows that vote, by default all (MoE-Spec Eq. 5)."""
     if votes is None:
         return probs.sum(0, dtype=torch.float64)
     assert probs.ndim == 2 and votes.shape == probs.shape[:1] and votes.dtype == torch.bool
@@ -112,10 +114,10 @@ def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:
 
 
 def selected_mass(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
-    """float64 [N]: the sum of the routing weights that rows give to the experts selected for them.
+    """float64 [N]: the sum over rows of the routing weights of the experts selected for them.
 
     Args:
-        weights: float [rows, k], as the router gives them: after top-k, renormalised and scaled if the model does so.
+        weights: float [rows, k], as the router returns them: after top-k, renormalised and scaled if the model does so.
         ids: int [rows, k], the natural choice.
         experts: N.
     """
@@ -124,25 +126,25 @@ def selected_mass(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
 
 
 def best(scores: Tensor, budget: int) -> Tensor:
-    """int64 [budget]: the highest of ``scores`` [N], the best first, equals by the lowest id."""
+    """int64 [budget]: the experts with the highest ``scores`` [N], the best first, ties by the lowest id."""
     assert 1 <= budget <= len(scores), f"a budget of {budget} for {len(scores)} experts"
     return scores.sort(descending=True, stable=True).indices[:budget]
 
 
 def least_residual(gram: Tensor, budget: int, target: Tensor | None = None, prior: Tensor | None = None) -> Tensor:
-    """Greedy choice of the vectors whose sum comes closest to a target, from inner products alone.
+    """Greedy choice of the vectors whose sum is closest to a target, from inner products alone.
 
     Each step adds the i with the smallest ||o - sum_{j in S + i} v_j||^2, that is with the largest
-    2 <o, v_i> - <v_i, v_i> - 2 sum_{j in S} <v_i, v_j>: O(N) a step, on the host.
+    2 <o, v_i> - <v_i, v_i> - 2 sum_{j in S} <v_i, v_j>: O(N) per step, on the host.
 
     Args:
         gram: float [N, N], <v_i, v_j>.
-        budget: how many.
+        budget: number of vectors to choose.
         target: float [N], <o, v_i>; by default o is the sum of all v.
-        prior: float [N], added to the gains: what decides between experts that are worth the same.
+        prior: float [N], added to the gains, to decide between vectors of equal gain.
 
     Returns:
-        int64 [budget], in the order of the steps, equals by the lowest id; on the device of ``gram``.
+        int64 [budget], in the order of the steps, ties by the lowest id; on the device of ``gram``.
     """
     inner = gram.to("cpu", torch.float64).numpy()
     assert 1 <= budget <= len(inner), f"a budget of {budget} for {len(inner)} experts"

@@ -1,12 +1,13 @@
-"""Marginal covered mass given co-activation: the oracle's greedy choice without the experts' outputs (ours).
+"""Ranking by marginal covered mass given co-activation: the oracle's greedy choice without the experts' outputs (ours).
 
-What truncation loses in row t is sum_{i not in S} w_ti E_i(h_t), whose square is
+Truncation drops sum_{i not in S} w_ti E_i(h_t) from row t. The squared norm of that loss is
 
     sum_{i, j not in S} w_ti w_tj <E_i, E_j>.
 
-Outputs are not known before the experts are loaded. Assume that they are equally long, and alike as far as the
-selections of one expert explain those of the other in the calibration, rho_ij in [0, 1] (``similarity``); MoE-Spec's
-appendix D gives that as the reason why the oracle beats the router's ranking. Over the rows that vote
+Outputs are not known before the experts are loaded. Assume that they have equal norms, and that two are similar as far
+as the selections of one expert explain those of the other in the calibration, rho_ij in [0, 1] (``similarity``);
+MoE-Spec's appendix D names this similarity as the reason why the oracle beats the router's ranking. Over the rows that
+vote
 
     loss(S) = sum_{i, j not in S} rho_ij (W^T W)_ij,    W [rows, N]: natural mixing weights,
 
@@ -14,12 +15,12 @@ and the covered mass loss({}) - loss(S) grows by
 
     gain(i | S) = (W^T W)_ii + 2 sum_{j not in S + i} rho_ij (W^T W)_ij
 
-when i joins S: less, the more of i's partners are covered. With all rho_ij = 1 a row's loss is the square of its
-uncovered mass; with rho = identity experts are scored one by one, by the square of their weights. The greedy choice is
-``least_residual`` with rho * W^T W as its matrix of inner products.
+when i joins S: the more of i's partners are covered, the smaller the gain. With all rho_ij = 1 a row's loss is the
+square of its uncovered mass; with rho = identity experts are scored one by one, by the square of their weights. The
+greedy choice is ``least_residual`` with rho * W^T W as its matrix of inner products.
 
-Where outputs of partners are in truth not alike, most of what this gains over ``router`` comes from the squares: a few
-large weights matter more than many small ones. The correlation itself in place of its square would then do harm.
+Where the outputs of partners are not in fact similar, most of the gain over ``router`` comes from the squares: a few
+large weights matter more than many small ones. Using the correlation instead of its square would then be harmful.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Coactivation(Ranking):
-    """Greedy by the gain above.
+    """The experts chosen greedily by the gain defined in the module's docstring.
 
     Attributes:
         alike: float [L, N, N], ``similarity`` of each layer.
-        top_k: experts that a token uses; for calls without ``context.mixing``.
-        prior: share of the router's own ranking in the gain. Above 0 it also ranks experts that no row's top-k has.
+        top_k: experts per token; for calls without ``context.mixing``.
+        prior: weight of the router's ranking in the gain. Above 0 it also orders experts that are in no row's top-k.
     """
 
     alike: Tensor
@@ -80,11 +81,11 @@ def rank(
 
 
 def similarity(pairs: Tensor, tokens: int) -> Tensor:
-    """How alike experts are selected: the square of Pearson's correlation over tokens, negative ones taken as 0.
+    """Similarity of the experts' selections: Pearson's correlation over tokens, negative values set to 0, squared.
 
     Args:
-        pairs: int64 [N, N], tokens that selected both; selections of one on the diagonal.
-        tokens: how many were observed.
+        pairs: int64 [N, N], tokens that selected both experts; on the diagonal, the selections of one expert.
+        tokens: number of tokens observed.
 
     Returns:
         float64 [N, N] in [0, 1], symmetric, 1 on the diagonal.
@@ -96,6 +97,6 @@ def similarity(pairs: Tensor, tokens: int) -> Tensor:
 
 
 def natural(probs: Tensor, top_k: int) -> Tensor:
-    """float [rows, N]: the scores of each row's ``top_k`` best experts (equals: the lowest ids), 0 elsewhere."""
+    """float [rows, N]: the scores of each row's ``top_k`` best experts (ties: the lowest ids), 0 elsewhere."""
     ids = probs.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     return torch.zeros_like(probs).scatter(1, ids, probs.gather(1, ids))

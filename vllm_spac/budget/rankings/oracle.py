@@ -1,4 +1,4 @@
-"""MoE-Spec's upper bound (Eq. 6): greedy, with every expert's output at hand. For evaluation only."""
+"""MoE-Spec's upper bound (Eq. 6): a greedy ranking that uses every expert's output. For evaluation only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, least_residual, router_mass
 
-_TIE = 1e-9  # of the router's ranking: it decides between experts that change nothing
+_TIE = 1e-9  # weight of the router's ranking, which decides between experts that change nothing
 
 
 @dataclass(kw_only=True, eq=False)
 class Oracle(Ranking):
-    """Starts from nothing and adds argmin_i sum_t ||O*_t - sum_{j in S + i} c_j E_j(h_t)||^2.
+    """Starts from the empty set and repeatedly adds argmin_i sum_t ||O*_t - sum_{j in S + i} c_j E_j(h_t)||^2.
 
     O*_t is the unbudgeted output, sum_j mixing_j E_j(h_t). c_j is the natural mixing weight, 0 outside a row's top-k,
-    where the paper's text has g_j(h_t) for every j: the error that truncation makes, in the scale of the checkpoint.
+    where the paper has g_j(h_t) for every j. The sum is then the error of truncation, in the checkpoint's scale.
     """
 
     offline: ClassVar[str] = "it runs every expert, as vllm-spac quality alone does"

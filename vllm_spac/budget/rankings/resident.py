@@ -1,4 +1,4 @@
-"""Router mass with a bonus for what is in fast memory already: the budget then falls on the misses (ours)."""
+"""Ranking by router mass with a bonus for resident experts, so that the budget mainly cuts misses (ours)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Resident(Ranking):
     """The experts with the highest s_i + bonus * mean(s) * resident_i.
 
     Attributes:
-        bonus: >= 0, in mean router masses: what an average expert is worth. 0 is ``router``.
+        bonus: >= 0, in units of the mean router mass per expert. 0 gives the ranking ``router``.
     """
 
     bonus: float = 1.0

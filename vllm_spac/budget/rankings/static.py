@@ -1,4 +1,4 @@
-"""MoE-Spec's fixed ranking (Eq. 4): how often the calibration selected an expert."""
+"""MoE-Spec's fixed ranking (Eq. 4): by how often each expert was selected in the calibration."""
 
 from __future__ import annotations
 

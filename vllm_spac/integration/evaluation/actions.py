@@ -1,4 +1,4 @@
-"""What ``vllm-spac calibrate`` and ``quality`` ask of the worker while the model reads texts one by one."""
+"""Actions of ``vllm-spac calibrate`` and ``quality`` in the worker, while the model processes texts one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Calibrating:
-    """A ``runtime.Listener`` that hands the routers' scores to a recorder."""
+    """A ``runtime.Listener`` that passes the routers' scores to a recorder."""
 
     def __init__(self, layers: Sequence[BudgetedLayer], recorder: CalibrationRecorder) -> None:
         self._layers = layers
@@ -31,7 +31,7 @@ class Calibrating:
 
 
 class Evaluation:
-    """Each public method but ``call`` is an action of ``SpacWorker.spac_evaluate``; arguments and results are plain.
+    """The actions of ``SpacWorker.spac_evaluate``: its public methods but ``call``; arguments and results are plain.
 
     Args:
         experts: the worker's ``ModelExperts``.
@@ -47,13 +47,13 @@ class Evaluation:
         self._scoring = Scoring(model)
 
     def call(self, action: str, *arguments: Any) -> Any:
-        """Run one action by its name."""
+        """Runs one action by its name."""
         if action.startswith("_") or action == "call" or not callable(getattr(self, action, None)):
             raise SpacError(f"spac: there is no evaluation {action!r}")
         return getattr(self, action)(*arguments)
 
     def facts(self) -> dict:
-        """What the model is: names and sizes."""
+        """Names and sizes of the model."""
         layers, executions = self._control.layers, self._runtime.executions
         return {
             "model": Path(self._experts.vllm_config.model_config.model).name,
@@ -69,7 +69,7 @@ class Evaluation:
     # -- calibration ---------------------------------------------------------------------------------------
 
     def calibrate(self, window: int, source: str, progress: str) -> int:
-        """Listen from now on; returns how many texts were done before, if ``progress`` is the file of such a run."""
+        """Starts recording, from the file ``progress`` if it exists; returns the number of texts already done."""
         facts = self.facts()
         known = {name: facts[name] for name in ("fingerprint", "model", "layers", "experts", "top_k")}
         recorder = CalibrationRecorder(**known, window=window, source=source)
@@ -80,16 +80,16 @@ class Evaluation:
         return recorder.texts
 
     def calibrated_text(self) -> int:
-        """A text was read; returns the tokens so far."""
+        """Ends a text; returns the number of tokens so far."""
         self._recorder.end_text()
         return self._recorder.tokens
 
     def save_progress(self, path: str) -> None:
-        """Write what a later run continues from."""
+        """Writes the state from which a later run can resume."""
         self._recorder.save_progress(path)
 
     def save_calibration(self, path: str) -> int:
-        """Write the calibration and stop listening; returns its tokens."""
+        """Writes the calibration and stops recording; returns its number of tokens."""
         found = self._recorder.result()
         found.save(path)
         self._runtime.listeners.remove(self._listening)
@@ -99,33 +99,33 @@ class Evaluation:
     # -- scores --------------------------------------------------------------------------------------------
 
     def score(self, reference: bool) -> None:
-        """Score the texts from now on, against themselves if they are the ``reference``."""
+        """Starts scoring the following texts, against themselves if they are the ``reference``."""
         self._control.counters.reset()
         self._scoring.begin(reference)
 
     def scored_text(self, ids: list[int]) -> None:
-        """The text ``ids`` was read."""
+        """Ends the text ``ids``, which the model has processed."""
         self._scoring.end_text(ids)
 
     def scores(self) -> dict:
-        """The scores, and what the budget did meanwhile."""
+        """Ends scoring; returns the scores and the budget's counters."""
         return self._scoring.end() | {"budget": self._control.counters.snapshot()}
 
     # -- routing -------------------------------------------------------------------------------------------
 
     def capture(self, window: int, every: int) -> None:
-        """Keep the routing of the texts from now on, and hidden states of each ``every``-th window."""
-        path = self._experts.config.calibration  # of this model, or it would not have loaded
+        """Starts keeping the routing of the following texts, and hidden states of each ``every``-th window."""
+        path = self._experts.config.calibration  # of this model: start-up checked it
         calibration = None if path is None else Calibration.read(path.expanduser())
         self._study = Study(self._experts, _managed(self._model), calibration, window, every)
         self._runtime.listeners.append(self._study)
 
     def captured_text(self) -> None:
-        """A text was read."""
+        """Ends a text."""
         self._captured.end_text()
 
     def end_capture(self) -> None:
-        """Keep no more."""
+        """Stops keeping routing."""
         self._runtime.listeners.remove(self._captured)
 
     def routing(self, sizes: list[int], budgets: list[int], coverage: str) -> list[dict]:

@@ -1,4 +1,4 @@
-"""vLLM in this process, for commands that look inside a model while it reads texts: one text at a time, in order."""
+"""vLLM in this process, for commands that observe a model while it processes texts one at a time, in order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from vllm_spac.evaluation import prompts
 
 @contextlib.contextmanager
 def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **options: Any) -> Iterator[Any]:
-    """A ``vllm.LLM`` with the plugin that forwards a text of ``length`` tokens at once; gone when the block ends.
+    """Context with a ``vllm.LLM`` that runs the plugin and forwards a text of ``length`` tokens in one step.
 
     Args:
+        model: folder or name on the hub.
         spac: the plugin's knobs.
+        length: maximum tokens of a text, including generated ones.
         tokenizer: whether texts must be tokenised.
-        options: more of ``vllm.LLM``'s arguments.
+        options: further arguments of ``vllm.LLM``.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -53,7 +55,7 @@ def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **option
 
 
 def tokens(llm: Any, texts: Sequence[str | list[int]], length: int, limit: int | None) -> list[list[int]]:
-    """``prompts.tokens`` with the model's tokenizer, where a text needs one."""
+    """``prompts.tokens`` with the model's tokenizer, if a text needs one."""
     if all(isinstance(text, list) for text in texts):
         size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
         if (highest := max(max(text, default=0) for text in texts)) >= size:
@@ -63,12 +65,12 @@ def tokens(llm: Any, texts: Sequence[str | list[int]], length: int, limit: int |
 
 
 def read(llm: Any, ids: Sequence[int]) -> None:
-    """Let the model read a text: one forward over all of its rows."""
+    """Runs the model on a text: one forward over all of its rows."""
     generate(llm, [ids], 1)
 
 
 def generate(llm: Any, texts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-    """Greedy tokens after each text."""
+    """Returns greedy continuations of the texts."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
@@ -77,12 +79,12 @@ def generate(llm: Any, texts: Sequence[Sequence[int]], new_tokens: int) -> list[
 
 
 def ask(llm: Any, action: str, *arguments: Any) -> Any:
-    """Call ``Evaluation.<action>`` in the one worker."""
+    """Calls ``Evaluation.<action>`` in the only worker."""
     return llm.collective_rpc("spac_evaluate", args=(action, *arguments))[0]
 
 
 def options_of(text: str | None, name: str) -> dict:
-    """A JSON object from the command line; ``ConfigError`` when it is none."""
+    """Parses a JSON object from the command line; ``ConfigError`` if it is not one."""
     if text is None:
         return {}
     try:
@@ -95,16 +97,16 @@ def options_of(text: str | None, name: str) -> dict:
 
 
 def spac_of(slots: str, disk_dir: Path | None, calibration: Path | None = None) -> dict:
-    """The plugin's knobs of a command; ``ConfigError`` when it would refuse them."""
+    """The plugin's knobs for a command; ``ConfigError`` if they are invalid."""
     paths = {"disk_dir": disk_dir, "calibration": calibration}
-    spac = {"slots": slots, "guard": "off"}  # steps of one size, whatever they cost
+    spac = {"slots": slots, "guard": "off"}  # so that all steps have the same draft length
     spac |= {name: str(path) for name, path in paths.items() if path is not None}
     SpacConfig.parse(spac)
     return spac
 
 
 class Interruptible:
-    """While active, the first Ctrl-C only sets ``asked``; the second interrupts as ever."""
+    """Context in which the first Ctrl-C only sets ``asked``; the second interrupts as usual."""
 
     def __enter__(self) -> Interruptible:
         self.asked = False

@@ -1,4 +1,4 @@
-"""A whole quality sweep: what is known already is read, what is missing is run, and each result is written at once."""
+"""A whole quality sweep: reads earlier results, runs the missing points, and writes each result immediately."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from vllm_spac.system.provenance import provenance
 from vllm_spac.system.untrusted import parse_json, read_text
 
 FORMAT = "spac-quality-1"
-_LAYERS, _WINDOWS = 8, 64  # of the reconstruction study, at most
-_SIZES = (1, 2, 3, 5, 9, 17, 33, 63, 127, 255)  # rows of a step, as far as the texts reach
+_LAYERS, _WINDOWS = 8, 64  # maximum layers and windows of the reconstruction study
+_SIZES = (1, 2, 3, 5, 9, 17, 33, 63, 127, 255)  # rows per step, up to the length of the texts
 
 
 class QualityRun:
-    """One command.
+    """One run of ``vllm-spac quality``.
 
     Args:
-        llm: the engine, from ``offline.engine``.
+        llm: the engine, from ``engine.engine``.
         texts: token ids.
-        run: what results of one file have in common: window, slots, drafts.
-        asked: rankings, coverages, budgets, masses and what those are shares of.
-        path: the file of results; what it holds of the same model, texts and run is not run again.
-        progress: where progress is shown.
+        run: settings that all results of a file share: window, slots, drafts.
+        asked: rankings, coverages, budgets, masses, and ``mass_of``.
+        path: the file of results; those of the same model, texts and run are not run again.
+        progress: shows the progress.
     """
 
     def __init__(self, llm: Any, texts: list, run: dict, asked: dict, path: Path, progress: Progress) -> None:
@@ -48,7 +48,7 @@ class QualityRun:
         self._task: Any = None
 
     def all(self, title: str | None) -> dict:
-        """Run what is missing; the results, as they were written: ``sessions`` says who measured what.
+        """Runs what is missing; returns the results as written. ``sessions`` records which run measured which points.
 
         Raises:
             ConfigError: the file holds results of another run, or cannot be written.

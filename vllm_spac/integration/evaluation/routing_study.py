@@ -1,4 +1,4 @@
-"""Keeps what the routers of a model saw, and asks afterwards what budgets would have done with it."""
+"""Records the routing of a model, and evaluates afterwards what budgets would have done with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """One text in one layer: logits [rows, N], weights and ids [rows, k]; first row -> hidden [M, d] of a window."""
+    """Routing of one text in one layer.
+
+    Attributes:
+        logits: [rows, N].
+        weights, ids: [rows, k].
+        hidden: first row of a window -> its hidden states [M, d].
+    """
 
     logits: Tensor
     weights: Tensor
@@ -29,14 +35,14 @@ class Text:
 
 
 class Study:
-    """A ``runtime.Listener`` for texts that are each read in one forward.
+    """A ``runtime.Listener`` for texts that are each processed in one forward.
 
     Args:
         experts: the worker's ``ModelExperts``.
         modules: its managed layers, in the order of execution.
         calibration: for the rankings that need one.
         window: rows of a verify step (M).
-        every: keep the hidden states of each so many-th window.
+        every: hidden states are kept for every ``every``-th window.
     """
 
     def __init__(
@@ -57,19 +63,21 @@ class Study:
         self._texts[layer].append(Text(logits.clone(), weights.clone(), ids.clone(), kept))
 
     def end_text(self) -> None:
-        """A text is over."""
+        """Ends a text."""
         self._seen += len(self._texts[0][-1].logits) // self._window
 
     def routing(self, sizes: list[int], budgets: list[int], coverage: str) -> list[dict]:
-        """Distinct experts a layer and the mass that the best hold, for steps of each size.
+        """Distinct experts per layer, and the mass of the best experts, for steps of each size.
 
         Args:
-            sizes: rows of a step.
-            budgets: for ``distinct`` under the ranking ``router``.
+            sizes: rows per step.
+            budgets: for ``distinct``, under the ranking ``router``.
+            coverage: of these budgets.
 
         Returns:
-            For each size that a text reaches: ``size``, ``natural`` distinct experts, ``distinct`` for each budget,
-            ``curve``: share of the router mass in the best B = 1 .. N experts. Means over windows and layers.
+            For each size up to the length of the longest text: ``size``; ``natural``, distinct experts without a
+            budget; ``distinct``, those under each budget; ``curve``, share of the router mass in the best B = 1 .. N
+            experts. Means over windows and layers.
         """
         found = []
         for size in sizes:
@@ -82,11 +90,12 @@ class Study:
 
     @torch.inference_mode()
     def reconstruction(self, layer: int, budgets: list[int], rankings: list[str], coverages: list[str]) -> dict:
-        """Relative errors of a layer's output.
+        """Relative errors of a layer's output under budgets.
 
         Returns:
-            ``points``: (ranking, coverage, budget) of each column of ``errors`` [windows][points], and ``gap``: how far
-            the kernel's output is from the sum of its experts', relative, at worst; rounding, if all is well.
+            ``points``: (ranking, coverage, budget) of each column of ``errors`` [windows][points]. ``gap``: the largest
+            relative difference between the kernel's output and the sum of its experts' outputs; only rounding, if all
+            is well.
         """
         known = self._control.layers[layer]
         points = [(r, c, b) for r in rankings for c in coverages for b in budgets if fits(known, c, b)]
@@ -102,7 +111,7 @@ class Study:
         return {"points": points, "errors": errors, "gap": gap}
 
     def _outputs(self, layer: int, hidden: Tensor, experts: int) -> Tensor:
-        """[rows, N, d]: every expert on every row, by the layer's own kernel."""
+        """[rows, N, d]: output of every expert for every row, by the layer's own kernel."""
         rows, width = hidden.shape
         ids = torch.arange(experts, device=hidden.device).repeat(rows)[:, None]
         dtype, ones = self._texts[layer][0].ids.dtype, torch.ones(len(ids), 1, device=hidden.device)
@@ -110,7 +119,7 @@ class Study:
         return given.view(rows, experts, width)
 
     def _gap(self, layer: int, hidden: Tensor, outputs: Tensor, weights: Tensor, ids: Tensor) -> float:
-        """Shared experts are not in the kernel's output, and not in ``outputs``."""
+        """Relative difference of the kernel's output and the combined ``outputs``; neither includes shared experts."""
         kernel, ours = self._run(layer, hidden, weights, ids).double(), combined(outputs, weights, ids)
         return float((kernel - ours).norm() / kernel.norm().clamp_min(1e-30))
 
@@ -143,5 +152,5 @@ class Study:
 
 
 def fits(layer: BudgetedLayer, coverage: str, budget: int) -> bool:
-    """Whether the layer can be run so: substitution needs ``top_k`` experts, and a routing rule that it knows."""
+    """Whether the layer can run with this budget: substitution needs ``top_k`` experts and a known routing rule."""
     return coverage == "truncation" or (budget >= layer.top_k and not layer.rule.custom)

@@ -1,4 +1,4 @@
-"""Compares what a model predicts for texts with what it predicted for the same texts before."""
+"""Compares a model's predictions for texts with its earlier predictions for the same texts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from vllm_spac.errors import SpacError
 from vllm_spac.evaluation.token_scores import Scores
 
-_BLOCK = 64  # rows whose logits exist at once
+_BLOCK = 64  # rows whose logits are in memory at a time
 
 
 class Scoring:
-    """Keeps the final hidden states of all rows; logits are made from them in blocks.
+    """Keeps the final hidden states of all rows; logits are computed from them in blocks.
 
     Args:
         model: the target model, a vLLM module, run by calling it.
@@ -23,20 +23,20 @@ class Scoring:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._hook: Any = None
-        self._hidden: list[Tensor] = []  # of the text that is being read
-        self._reference: list[Tensor] = []  # of each text
+        self._hidden: list[Tensor] = []  # of the current text
+        self._reference: list[Tensor] = []  # one per text
         self._scores = Scores()
 
     def begin(self, reference: bool) -> None:
-        """Score the texts from now on, against themselves if they are the ``reference``."""
-        assert self._hook is None, "the scores before were not asked for"
+        """Starts scoring the following texts, against themselves if they are the ``reference``."""
+        assert self._hook is None, "the previous scores were not collected"
         if reference:
             self._reference.clear()
         self._scores = Scores(reference)
         self._hook = self._model.register_forward_hook(self._keep)
 
     def end_text(self, ids: list[int]) -> None:
-        """The next text of the reference's, ``ids``, was read, by one forward or several.
+        """Scores the next text of the reference, ``ids``, which the model processed in one or several forwards.
 
         Raises:
             SpacError: the model ran another number of rows.
@@ -55,11 +55,11 @@ class Scoring:
         self._scores.texts += 1
 
     def end(self) -> dict:
-        """The scores of the texts since ``begin``."""
+        """Ends scoring; returns the scores of the texts since ``begin``."""
         self._hook.remove()
         self._hook = None
         return self._scores.snapshot()
 
     def _keep(self, module: torch.nn.Module, arguments: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
-        states = output[0] if isinstance(output, tuple) else output  # with the layers that a draft wants
+        states = output[0] if isinstance(output, tuple) else output  # a tuple also has hidden states for a draft model
         self._hidden.append(states.detach().clone())

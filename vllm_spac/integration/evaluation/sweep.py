@@ -1,4 +1,4 @@
-"""Runs the points of a quality sweep in one engine, the budget changed between them by RPC."""
+"""Runs the points of a quality sweep in one engine, changing the budget between them by RPC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sweep:
     """One model and its texts.
 
     Args:
-        llm: from ``offline.engine``.
+        llm: from ``engine.engine``.
         texts: token ids.
         window: rows that are ranked together.
         step: called after each text.
@@ -31,14 +31,14 @@ class Sweep:
     # -- teacher-forced ------------------------------------------------------------------------------------
 
     def reference(self, every: int) -> dict:
-        """Scores of the unbudgeted model, against which all others are; keeps its routing for the study."""
+        """Scores of the unbudgeted model, the reference for all others; keeps its routing for the study."""
         engine.ask(self.llm, "capture", self.window, every)
         scores = self._scored({}, reference=True, between=lambda: engine.ask(self.llm, "captured_text"))
         engine.ask(self.llm, "end_capture")
         return scores
 
     def natural(self) -> dict:
-        """Scores with a budget that holds all experts: exact, and the distinct experts are counted."""
+        """Scores with a budget of all experts: exact, but distinct experts are counted."""
         return self._scored(self._everything("all", self.window))
 
     def score(self, point: Point) -> dict:
@@ -75,15 +75,16 @@ class Sweep:
     # -- generation ----------------------------------------------------------------------------------------
 
     def generate(self, point: Point | None, prompts: Sequence[list[int]], new_tokens: int) -> dict:
-        """Generate after each prompt, one at a time; None is the unbudgeted model and goes first.
+        """Generates after each prompt, one at a time; ``point`` None is the unbudgeted model and must come first.
 
         Returns:
-            tokens_per_second, acceptance_length, hit_rate and bytes_per_token of fast memory, distinct experts a layer
-            and verify step, dropped routing weight, and equal: share of the tokens before the first that differs.
+            ``tokens_per_second``, ``acceptance_length``, ``hit_rate`` and ``bytes_per_token`` of fast memory,
+            ``distinct`` experts per layer and verify step, ``dropped`` routing weight, and ``equal``: the share of the
+            tokens before the first that differs.
         """
         self._set({} if point is None else point.settings("verify"))
         if point is None:
-            engine.generate(self.llm, prompts[:1], new_tokens)  # warm
+            engine.generate(self.llm, prompts[:1], new_tokens)  # warm-up
         outputs, found = self._timed(prompts, new_tokens)
         if point is None:
             self._exact = outputs

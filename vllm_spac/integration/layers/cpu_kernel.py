@@ -1,4 +1,4 @@
-"""vLLM's fused MoE kernel of a CPU machine, over any experts in its layout and from any thread."""
+"""vLLM's fused MoE kernel for CPUs, callable on any experts in its layout and from any thread."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def of(layer: RoutedExperts) -> Kernel | None:
-    """The kernel that serves the slots of ``layer``, without its state; None where it runs on a GPU.
+    """The kernel that ``layer`` runs its slots with, without its state; None if it runs on a GPU.
 
     Raises:
-        UnsupportedError: it runs on the CPU, but is one that the plugin cannot call by itself.
+        UnsupportedError: it runs on the CPU, but the plugin cannot call it on its own.
     """
     if layer.spac.device.type != "cpu":
         return None
@@ -31,7 +31,7 @@ def of(layer: RoutedExperts) -> Kernel | None:
     isa, activation = getattr(serves, "isa", None), layer.activation.value
     if isa is None or getattr(serves, "_use_zentorch", False):
         raise UnsupportedError(
-            f"spac: cpu_experts (--spac-cpu-experts) does not know the kernel {type(serves).__name__} of "
+            f"spac: cpu_experts (--spac-cpu-experts) does not support the kernel {type(serves).__name__} of "
             f"{layer.layer_name}; use off"
         )
 
@@ -47,7 +47,7 @@ def of(layer: RoutedExperts) -> Kernel | None:
 
 
 def to_profile() -> measure.Kernel | None:
-    """The kernel that unquantised experts run on here; None where vLLM was not built for the CPU."""
+    """The kernel for unquantised experts on this machine; None if vLLM was not built for the CPU."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 

@@ -1,10 +1,10 @@
 """Our layers as custom ops that write into caller-allocated outputs.
 
-torch.compile does not look inside, and a graph that is split at such an op keeps its addresses: what follows it is
-replayed on the inputs that it was captured with, so an op that returned memory of its own would not be seen.
+The ops are opaque to torch.compile. A CUDA graph after a splitting op is replayed on the input addresses that it was
+captured with, so the output of an op that allocates its own memory would be ignored.
 
-vLLM compiles the routing on a CPU, where ``spac_experts`` is the experts alone; elsewhere its whole MoE layer is one
-op, and so is ours, ``spac_moe_layer``.
+On a CPU vLLM compiles the routing, and ``spac_experts`` computes the experts alone; elsewhere vLLM's whole MoE layer is
+one op, and so is ours, ``spac_moe_layer``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _run(
 
 
 def _fake(*arguments: Any) -> None:
-    """What the compiler runs in place of both ops: their outputs are there already."""
+    """Fake implementation of both ops for the compiler: does nothing, since outputs are allocated by the caller."""
 
 
 if not hasattr(torch.ops.vllm, "spac_experts"):
@@ -53,7 +53,7 @@ def run_experts(
 
 
 def layer_argument(layer_name: str):
-    """A layer's name as vLLM passes it to its own MoE op."""
+    """Returns a layer's name in the form that vLLM passes to its own MoE op."""
     return moe_runner.LayerName(layer_name) if moe_runner._USE_LAYERNAME else layer_name
 
 
@@ -88,7 +88,7 @@ if not hasattr(torch.ops.vllm, MOE_LAYER.removeprefix("vllm::")):
 
 
 def moe_layer(shared: bool):
-    """What to put in place of ``MoERunner._forward_entry``, with its arguments and results; may be compiled.
+    """Returns a replacement for ``MoERunner._forward_entry``, with its arguments and results; may be compiled.
 
     Args:
         shared: whether the layer has shared experts.

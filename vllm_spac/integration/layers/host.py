@@ -1,4 +1,4 @@
-"""What a managed layer needs of the model that it is a part of."""
+"""The interface of a managed layer to the model that it is a part of."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 class LayerHost(Protocol):
-    """All managed layers of one model, as each of them sees it.
+    """The owner of all managed layers of one model.
 
     Attributes:
-        execution: runs the layers.
-        device: where the kernels run.
+        config: of the plugin.
+        execution: the class that runs the layers.
+        device: device of the kernels.
+        on_cpu: whether it is a CPU.
         runtime: None until the weights are loaded.
     """
 
@@ -30,16 +32,16 @@ class LayerHost(Protocol):
     runtime: Runtime | None
 
     def add(self, layer: Any) -> None:
-        """``layer`` was built; it gets its number."""
+        """Registers ``layer``, which was just built, and gives it its number."""
 
     def arrived(self, count: int) -> None:
-        """``count`` bytes were copied out of the checkpoint."""
+        """Counts ``count`` bytes copied from the checkpoint."""
 
     def is_stored(self, layer: Any) -> bool:
         """Whether all experts of ``layer`` were packed, now or in an earlier run."""
 
     def pack(self, layer: Any) -> None:
-        """Move ``layer``, whose weights have all arrived, to the store; does nothing for a stored one."""
+        """Moves ``layer``, whose weights have all arrived, to the store; does nothing for a stored one."""
 
 
 _building: LayerHost | None = None
@@ -47,7 +49,7 @@ _building: LayerHost | None = None
 
 @contextlib.contextmanager
 def building(host: LayerHost) -> Iterator[None]:
-    """While inside, layers that are built belong to ``host``."""
+    """Context in which layers that are built belong to ``host``."""
     global _building
     _building = host
     try:
@@ -57,7 +59,7 @@ def building(host: LayerHost) -> Iterator[None]:
 
 
 def current() -> LayerHost:
-    """The model that is being built."""
+    """The host of the model that is being built."""
     assert _building is not None, "a managed layer is built outside managed_load"
     return _building
 

@@ -1,4 +1,4 @@
-"""vLLM's ``RoutedExperts`` with the experts somewhere else: same parameters, same kernel, other ids."""
+"""vLLM's ``RoutedExperts`` with experts managed by the plugin: same parameters, same kernel, slots as expert ids."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SlotKernel:
     """vLLM's kernel of one layer as a ``LayerKernel``.
 
     Args:
-        layer: whose map from experts to slots the kernel reads.
+        layer: the layer; the kernel reads its map from experts to slots.
         run: (x, weights, ids) -> output, vLLM's ``forward_modular``.
-        on_cpu: whether it is a CPU's.
+        on_cpu: whether the kernel runs on a CPU.
     """
 
     def __init__(self, layer: ManagedExperts, run: Callable[[Tensor, Tensor, Tensor], Tensor], on_cpu: bool) -> None:
@@ -40,9 +40,9 @@ class SlotKernel:
 
 
 class ManagedExperts(StagedExperts):
-    """Mixed in front of ``RoutedExperts`` (or a subclass of it) while a managed model is built.
+    """Mixin placed before ``RoutedExperts`` (or a subclass of it) while a managed model is built.
 
-    ``StagedExperts`` loads its weights; an ``Execution`` decides what its kernel runs, and where.
+    ``StagedExperts`` loads the weights; an ``Execution`` decides what the kernel runs, and where.
     """
 
     spac_execution: Execution  # from ``attach`` on
@@ -58,7 +58,10 @@ class ManagedExperts(StagedExperts):
         return MoEWidths(self.top_k, moe.hidden_dim, moe.intermediate_size_per_partition)
 
     def attach(self, execution: Execution) -> None:
-        """Let ``execution`` run the layer, and vLLM's kernel read its slots: the layer's own if each expert has one."""
+        """Sets the execution that runs the layer, and makes its slots the parameters of vLLM's kernel.
+
+        If each expert has a slot, these are the slots of this layer alone.
+        """
         self.spac_execution = execution
         if not self._converts:
             return
@@ -71,7 +74,7 @@ class ManagedExperts(StagedExperts):
         self._bind({name: slots[own] for name, slots in execution.tensors.items()})
 
     def budgeted(self) -> BudgetedLayer:
-        """The layer as the budget's control sees it; possible before it is packed."""
+        """Describes the layer for the budget's control; possible before it is packed."""
         return BudgetedLayer(
             self.layer_name, self.moe_config.num_experts, self.top_k, self.spac_rule, self._resident_experts
         )
@@ -80,7 +83,7 @@ class ManagedExperts(StagedExperts):
         return self.spac_execution.resident(self.spac_index).to(self.spac.device)
 
     def spac_route(self, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the router chose, within the budget; called by the hooked router."""
+        """Applies the budget to the router's choice; called by the hooked router."""
         runtime = self.spac.runtime
         if runtime is None:
             return weights, ids
@@ -94,7 +97,7 @@ class ManagedExperts(StagedExperts):
         shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ):
-        """Routed experts for x [tokens, hidden] with weights and ids [tokens, top_k]; ids are the router's own."""
+        """Computes the routed experts for x [tokens, hidden] with weights and ids [tokens, top_k] of the router."""
         if not torch.compiler.is_compiling():
             return self.spac_forward(x, topk_weights, topk_ids)
         out = torch.empty_like(x)
@@ -102,7 +105,7 @@ class ManagedExperts(StagedExperts):
         return out
 
     def spac_forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """The layer's output [tokens, hidden], by its execution."""
+        """Returns the layer's output [tokens, hidden], computed by its execution."""
         runtime = self.spac.runtime
         assert runtime is not None, "a layer runs before its weights are loaded"
         return runtime.forward(self.spac_execution, self.spac_index, x, topk_weights, topk_ids, self.spac_kernel)

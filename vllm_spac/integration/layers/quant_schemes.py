@@ -1,4 +1,4 @@
-"""What each quant method of vLLM keeps for an expert, and which of its kernels were seen to run it from slots."""
+"""Quantisation schemes: the tensors per expert of each quant method, and its kernels that were tested with slots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the experts of a quant method lie in a layer; names without ``w13_`` and ``w2_``, which all exist for both.
+    """Layout of the experts of a quant method. Names are without the prefixes ``w13_`` and ``w2_``; all exist for both.
 
     Attributes:
-        tensors: what each expert has for itself, first dimension the experts; a layer may lack some.
-        metadata: what no kernel reads.
-        kernels: names of vLLM's kernels that run it from slots: that find an expert by the map from ids to slots, which
-            others ignore. Unquantised experts on a CPU need none, any kernel takes slots for experts there.
-        plain: names of those that read experts as the checkpoint has them.
+        tensors: tensors with one entry per expert, in the first dimension; a layer may lack some.
+        metadata: tensors that no kernel reads.
+        kernels: names of vLLM's kernels that can run from slots: they find an expert by the map from ids to slots,
+            which other kernels ignore. Not needed for unquantised experts on a CPU, where any kernel can use slot
+            numbers as expert ids.
+        plain: names of the kernels that read experts in the checkpoint's layout.
     """
 
     tensors: tuple[str, ...]
@@ -51,21 +52,21 @@ def is_quantised(layer: RoutedExperts) -> bool:
 
 
 def is_plain(layer: RoutedExperts) -> bool:
-    """Whether the kernel of ``layer`` reads experts as the checkpoint has them, so that nothing is to be converted."""
+    """Whether the kernel of ``layer`` reads experts in the checkpoint's layout, so that no conversion is needed."""
     return layer.quant_method.experts_cls.__name__ in SCHEMES[type(layer.quant_method).__name__].plain
 
 
 def expert_tensors(layer: RoutedExperts) -> dict[str, Parameter]:
-    """The parameters of ``layer`` [experts, ...] that each expert has for itself, by name.
+    """The parameters of ``layer`` with one entry per expert, [experts, ...], by name.
 
     Raises:
-        UnsupportedError: the layer's experts cannot be run from slots; says what helps.
+        UnsupportedError: the layer's experts cannot be run from slots; names what helps.
     """
     method, name = layer.quant_method, layer.layer_name
     kind, kernel = type(method).__name__, getattr(method, "experts_cls", None)
     if (scheme := SCHEMES.get(kind)) is None:
         raise UnsupportedError(
-            f"spac: {name} has quantised experts ({kind}) that the plugin does not know; known are "
+            f"spac: {name} has quantised experts ({kind}) that the plugin does not support; supported are "
             f"{', '.join(sorted(SCHEMES.keys() - {_UNQUANTISED}))}, or use an unquantised checkpoint"
         )
     if kernel is not None and method.is_monolithic:
@@ -75,7 +76,7 @@ def expert_tensors(layer: RoutedExperts) -> dict[str, Parameter]:
         )
     if kernel is None or getattr(kernel, "requires_interleaved_w13", False):
         raise UnsupportedError(
-            f"spac: {name}: {kernel} keeps no slots ({kind}); on a GPU add --moe-backend triton, else use an "
+            f"spac: {name}: {kernel} cannot use slots ({kind}); on a GPU add --moe-backend triton, else use an "
             "unquantised checkpoint"
         )
     known = kernel.__name__ in scheme.kernels
@@ -86,7 +87,7 @@ def expert_tensors(layer: RoutedExperts) -> dict[str, Parameter]:
         )
     if not known and is_quantised(layer):
         raise UnsupportedError(
-            f"spac: {name}: {kernel.__name__} was never seen to run quantised experts ({kind}) from slots, "
+            f"spac: {name}: {kernel.__name__} was never tested with quantised experts ({kind}) in slots, "
             f"{' or '.join(scheme.kernels)} was; on a GPU add --moe-backend triton, else use an unquantised checkpoint"
         )
     return _sorted_out(layer, scheme)
@@ -96,15 +97,15 @@ def _sorted_out(layer: RoutedExperts, scheme: Scheme) -> dict[str, Parameter]:
     found = {}
     for name, param in layer.named_parameters():
         prefix, _, rest = name.partition("_")
-        if prefix not in ("w13", "w2") or rest in scheme.metadata:  # others are the router's: a correction bias, say
+        if prefix not in ("w13", "w2") or rest in scheme.metadata:  # others belong to the router, e.g. correction bias
             continue
-        if param.numel() == 0:  # stands for what the checkpoint has and no kernel reads: zero points that are all equal
+        if param.numel() == 0:  # placeholder of a tensor that no kernel reads: zero points that are all equal
             continue
         if rest not in scheme.tensors or (is_quantised(layer) and "scale" in rest and param.dim() < 3):
             raise UnsupportedError(
                 f"spac: {layer.layer_name} has {name} {list(param.shape)}, which is not among the weights and "
-                "scales by block, channel or group that each expert has for itself; use a checkpoint "
-                "that has only those, or an unquantised one"
+                "scales by block, channel or group that exist per expert; use a checkpoint that has only those, or an "
+                "unquantised one"
             )
         found[name] = param
     return found

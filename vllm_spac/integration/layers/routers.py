@@ -1,4 +1,4 @@
-"""Between vLLM's MoE layers, their routers and our experts: where budgets cut, evaluations listen, graphs split."""
+"""Hooks of vLLM's routers and MoE layers: budgets cut and listeners observe there, and CUDA graphs are split."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SCORINGS = ("softmax", "sigmoid")
 
 
 def install(model: torch.nn.Module, layers: Iterable[ManagedExperts]) -> None:
-    """Let every router of a managed layer hand its choice to ``layer.spac_route`` before anything runs.
+    """Makes every router of a managed layer pass its choice through ``layer.spac_route``.
 
-    Where there can be CUDA graphs, also run the layer as an op that they can be split at. On a CPU vLLM runs no op but
-    compiles the layer with the rest of the model, and its numbers with it.
+    Where CUDA graphs are possible, the layer also becomes an op that graphs can be split at. Not on a CPU: there vLLM
+    compiles the layer with the rest of the model instead of running an op, and an op would change the numbers.
     """
     managed = {id(layer): layer for layer in layers}
     runner: Any
@@ -36,7 +36,7 @@ def install(model: torch.nn.Module, layers: Iterable[ManagedExperts]) -> None:
             layer.spac_rule = rule_of(runner.router)
             runner.router._compute_routing = _budgeted(runner.router._compute_routing, layer)
             if not current_platform.is_cpu():
-                assert callable(runner._forward_entry)  # a vLLM without it would go on calling its own op
+                assert callable(runner._forward_entry)  # without this attribute vLLM would still call its own op
                 runner._forward_entry = moe_layer(shared=runner.shared_experts is not None)
 
 
@@ -55,7 +55,7 @@ def _budgeted(compute: Callable[..., tuple[Tensor, Tensor]], layer: ManagedExper
 
 
 def rule_of(router: Any) -> RoutingRule:
-    """What a vLLM router does, from its own attributes; a scoring that is not known here counts as custom."""
+    """Derives the routing rule of a vLLM router from its attributes; an unknown scoring counts as custom."""
     grouped = getattr(router, "use_grouped_topk", hasattr(router, "num_expert_group"))
     scoring = getattr(router, "scoring_func", "softmax")
     known = scoring in _SCORINGS and getattr(router, "_hash_indices_table", None) is None

@@ -1,4 +1,4 @@
-"""The weights of a managed layer: staged as they arrive, converted to what its kernel reads, given to the store."""
+"""Loading of a managed layer: weights are staged as they arrive, converted to the kernel's layout, and stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # what it is mixed into
 else:
     _Layer = object
 
-# Whatever a kernel may read beside the weights that each call names; each is a tensor or None.
+# What a kernel may read in addition to the weights that are passed to each call; each is a tensor or None.
 _KERNEL_READS = (
     *("w1_scale", "w2_scale", "w1_zp", "w2_zp", "w1_bias", "w2_bias"),
     *("a1_scale", "a2_scale", "a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas"),
@@ -28,11 +28,11 @@ _KERNEL_READS = (
 
 
 class StagedExperts(_Layer):
-    """Mixed in front of ``RoutedExperts`` while a managed model is built: takes the checkpoint's weights to the store.
+    """Mixin placed before ``RoutedExperts`` while a managed model is built: moves its weights to the store.
 
-    Life: created on the CPU with room for all experts of the layer, which stays untouched, hence unreal,
-    memory until weights arrive; packed and emptied as soon as the last weight has arrived; at the end its
-    parameters are the slots.
+    Life cycle: created on the CPU with parameters for all experts of the layer, which occupy no physical memory until
+    weights are written to them; packed and emptied as soon as the last weight has arrived; finally its parameters are
+    the slots.
     """
 
     def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
@@ -46,8 +46,8 @@ class StagedExperts(_Layer):
         self._check(quantised)
         if quantised is not None:
             for param in self._staged.values():
-                param.data = torch.empty_like(param)  # vLLM fills scales and zero points, which makes them real memory
-        self._converts = self.spac.execution.layout == "kernel"  # else experts stay as the checkpoint has them
+                param.data = torch.empty_like(param)  # vLLM has filled scales and zero points: release that memory
+        self._converts = self.spac.execution.layout == "kernel"  # else experts keep the checkpoint's layout
         self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
         self._arrived = dict.fromkeys(self._staged, 0)
         self._packed = False
@@ -62,7 +62,7 @@ class StagedExperts(_Layer):
         self.spac.add(self)
 
     def _check(self, quantised: str | None) -> None:
-        """``UnsupportedError`` if the execution, or what computes experts on the CPU, cannot run this layer."""
+        """Raises ``UnsupportedError`` if the execution or the kernel for CPU experts cannot run this layer."""
         self.spac.execution.check_layer(
             LayerFacts(
                 self.layer_name,
@@ -91,7 +91,7 @@ class StagedExperts(_Layer):
         expert_id: int,
         return_success: bool = False,
     ):
-        """Stage one checkpoint tensor; when it is the last of the layer, pack the layer and forget it."""
+        """Stages one checkpoint tensor; after the last of the layer, packs the layer and frees the staged weights."""
         self.spac.arrived(loaded_weight.nbytes)
         if not self._awaits(param, weight_name):
             return True if return_success else None
@@ -111,9 +111,10 @@ class StagedExperts(_Layer):
         expert_id: int,
         return_success: bool = False,
     ):
-        """Stage one checkpoint tensor through the quant method's own ``loader``.
+        """Stages one checkpoint tensor through the quant method's own ``loader``.
 
-        It gives most tensors converted to ``weight_loader``; the others, each a shard of one expert, it writes itself.
+        The loader converts most tensors and passes them to ``weight_loader``; the others, each a shard of one expert,
+        it writes itself.
         """
         if not self._awaits(param, weight_name):  # and need not be converted
             return True if return_success else None
@@ -125,7 +126,7 @@ class StagedExperts(_Layer):
         return success
 
     def _awaits(self, param: Any, weight_name: str) -> bool:
-        """Whether what ``param`` is given is read by a kernel and not packed yet."""
+        """Whether a kernel reads ``param`` and its layer is not packed yet."""
         if self._name_of(param) is None:
             return False
         if self._packed:
@@ -149,11 +150,11 @@ class StagedExperts(_Layer):
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of all experts of the layer, as the checkpoint has them."""
+        """Bytes of all experts of the layer in the checkpoint's layout."""
         return sum(param.nbytes for param in self._staged.values())
 
     def probe(self) -> dict[str, TensorSpec]:
-        """Layout of one expert as the kernel reads it; builds the layer's kernel on the way."""
+        """Layout of one expert as the kernel reads it; as a side effect builds the layer's kernel."""
         blank = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
         packed = self._convert(blank)
         self._restore()
@@ -173,7 +174,7 @@ class StagedExperts(_Layer):
         return raw
 
     def _check_plain(self, raw: dict[str, Tensor], packed: dict[str, Tensor]) -> None:
-        """``SpacError`` if vLLM gave its kernel the first expert otherwise than the checkpoint has it."""
+        """Raises ``SpacError`` if vLLM changed the first expert's layout or values for its kernel."""
         for name, tensor in raw.items():
             ours, given = tensor[:1], packed[name].to(tensor.device)
             if ours.shape != given.shape or not torch.equal(_bits(ours), _bits(given)):
@@ -181,16 +182,16 @@ class StagedExperts(_Layer):
                 raise SpacError(f"spac: {kernel} does not read {name} of {self.layer_name} as the checkpoint has it")
 
     def forget(self) -> None:
-        """Give the staged weights back."""
+        """Frees the staged weights."""
         for param in self._staged.values():
             param.data = param.data.new_empty(0)
         self._packed = True
 
     def _bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let vLLM's kernel read ``tensors``, name -> [slots, ...], in place of what it was built on.
+        """Makes vLLM's kernel read ``tensors``, name -> [slots, ...], instead of the parameters it was built with.
 
         Raises:
-            SpacError: it keeps scales, zero points or biases of its own.
+            SpacError: the kernel keeps its own copy of scales, zero points or biases.
         """
         for name, param in self._kernel_params.items():
             param.data = tensors[name]
@@ -198,16 +199,16 @@ class StagedExperts(_Layer):
         self._check_bound()
 
     def _convert(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run vLLM's own conversion on some of the experts; leaves the kernel built on ``_kernel_params``.
+        """Runs vLLM's own conversion on some of the experts; afterwards the kernel is built with ``_kernel_params``.
 
-        It works expert by expert in all that ``quant_schemes`` allows: what a whole layer would give, in parts.
+        For all that ``quant_schemes`` allows, the conversion is independent per expert, so parts equal a whole layer.
         """
         device = self.spac.device
         for name, tensor in raw.items():
             param = torch.nn.Parameter(tensor.to(device), requires_grad=False)
             param.__dict__.update(self._staged[name].__dict__)
             self._parameters[name] = param
-        self.quant_method.moe_kernel = self.quant_method.moe_quant_config = None  # else weights count as an update
+        self.quant_method.moe_kernel = self.quant_method.moe_quant_config = None  # else vLLM treats it as an update
         self._to_kernel(self)
         self._kernel_params = {name: self._parameters[name] for name in raw}
         ours = {id(param) for param in self._kernel_params.values()}
@@ -215,14 +216,14 @@ class StagedExperts(_Layer):
         return {name: param.data for name, param in self._kernel_params.items()}
 
     def _restore(self) -> None:
-        """Loaders look parameters up by name while others are still to come: show them the staged ones."""
+        """Registers the staged parameters again under their names, by which loaders look them up."""
         for name in self._named_for_kernel:
-            del self._parameters[name]  # some go by a second name
+            del self._parameters[name]  # some have a second name
         self._parameters.update(self._staged)
         self._kernel_params = {name: _emptied(param) for name, param in self._kernel_params.items()}
 
     def _check_bound(self) -> None:
-        """``SpacError`` if vLLM's kernel reads scales, zero points or biases that are not those of the slots."""
+        """Raises ``SpacError`` if vLLM's kernel reads scales, zero points or biases other than those of the slots."""
         config = self.quant_method.moe_kernel.fused_experts.quant_config
         slots = {param.data_ptr() for param in self._kernel_params.values()}
         for name in _KERNEL_READS:

@@ -1,12 +1,12 @@
-"""vLLM's Triton kernels over slots as over a whole layer: the tiles they take, and the numbers they sort rows by.
+"""Makes vLLM's Triton kernels treat slots like a whole layer: the same tiles, and rows sorted by expert.
 
-vLLM chooses tiles, from its tuned tables or by rule, by how many experts and rows a call has. Over slots it would see
-as many experts as there are slots, and in a wave fewer rows: tiles that may sum in another order than stock vLLM's.
+vLLM chooses tiles, from its tuned tables or by rule, by the number of experts and rows of a call. Over slots it would
+use the number of slots, and in a wave fewer rows; the resulting tiles may sum in another order than stock vLLM's.
 
-vLLM's ``moe_align_block_size`` sorts rows by expert, with one count an expert of the layer (fewer than 1,024). Told to
-ignore experts without a place, as ``TritonExperts`` does where there is a map, its CUDA kernel maps before it counts;
-slots are numbered over all layers, so it would write far beyond its counts. Otherwise it counts experts and vLLM maps
-what came out.
+vLLM's ``moe_align_block_size`` sorts rows by expert, with one count per expert of the layer (fewer than 1,024). When it
+is set to ignore invalid experts, as ``TritonExperts`` does if there is a map, its CUDA kernel maps before it counts;
+slots are numbered over all layers, so it would write far beyond its counts. Otherwise it counts experts, and vLLM maps
+the result.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 from vllm_spac.integration import patches
 
-_whole: tuple[int, int] | None = None  # experts and rows, while a call is to be as if it had these
+_whole: tuple[int, int] | None = None  # experts and rows that the current call is treated as having
 
 
 @contextlib.contextmanager
 def of_layer(experts: int, rows: int) -> Iterator[None]:
-    """Inside, kernels run as in a forward of ``rows`` rows over a layer of ``experts`` experts."""
+    """Context in which kernels run as in a forward of ``rows`` rows over a layer of ``experts`` experts."""
     global _whole
     install()
     before, _whole = _whole, (experts, rows)
@@ -35,14 +35,14 @@ def of_layer(experts: int, rows: int) -> Iterator[None]:
 
 @functools.cache
 def install() -> None:
-    """Wrap what vLLM's Triton kernels call; a second call does nothing.
+    """Wraps the functions that vLLM's Triton kernels call; a second call does nothing.
 
     Raises:
-        UnsupportedError: this vLLM lacks one of them, or it takes other arguments than those that were tested.
+        UnsupportedError: this vLLM lacks one of them, or it takes other arguments than the tested ones.
     """
-    patches.check("gpu")
+    patches.require_names("gpu")
     patches.wrap(patches.TILES, _chosen)
-    for target in patches.ALIGN:  # the quantised and the unquantised kernel look it up in modules of their own
+    for target in patches.ALIGN:  # the quantised and the unquantised kernel look it up in different modules
         patches.wrap(target, _aligned)
 
 

@@ -1,4 +1,4 @@
-"""From the knobs of one model to the parts that serve it, and what they say of themselves."""
+"""Builds the parts that serve one model from its knobs, and describes them for the log and the statistics."""
 
 from __future__ import annotations
 
@@ -48,9 +48,13 @@ def budget(
     device: torch.device,
     model: Callable[[], str],
 ) -> BudgetControl:
-    """The budget's control, set to what the user asked for; possible before any weight is loaded.
+    """Builds the budget's control with the configured budget; possible before any weight is loaded.
 
-    ``model`` names the weights, which may take long.
+    Args:
+        config, vllm_config: of the engine.
+        layers: the managed layers, in the order of execution.
+        device: device of the routers' scores.
+        model: returns the fingerprint of the weights, which may take long; called only if a file must match it.
 
     Raises:
         ConfigError: a file is of another model, or the budget does not fit a layer.
@@ -71,14 +75,14 @@ def budget(
         control.hold_in_graphs(graphs.most_rows(vllm_config))
     if control.active and config.budget_when == "verify" and vllm_config.speculative_config is None:
         logger.warning(
-            "spac: the budget is for verify steps and this engine does not speculate, so it never applies; "
+            "spac: the budget applies to verify steps and this engine does not speculate, so it has no effect; "
             "add --speculative-config or --spac-budget-when decode"
         )
     return control
 
 
 def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
-    """The guard of speculation, where there is any and its length can be changed."""
+    """Builds the guard of speculation; None without speculation, or if the draft length cannot be changed."""
     speculation = vllm_config.speculative_config
     if speculation is None or config.guard == "off":
         return None
@@ -89,7 +93,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
 
 
 def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> TraceWriter | None:
-    """What records the routing, if asked for; ``ConfigError`` for layers of several shapes."""
+    """Builds the writer that records the routing, if configured; ``ConfigError`` for layers of several shapes."""
     if config.trace is None:
         return None
     if len(executions) != 1:
@@ -101,10 +105,10 @@ def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Exec
 
 
 def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, layer: ManagedExperts) -> None:
-    """Let missing experts of ``execution`` run on the CPU; ``layer`` is the first of its layers, attached.
+    """Sets ``execution`` to run missing experts on the CPU; ``layer`` is the first of its layers, attached.
 
     Raises:
-        ConfigError, UnsupportedError: they cannot be computed here as the layer does.
+        ConfigError, UnsupportedError: this machine's CPU cannot compute these experts as the layer does.
     """
     if execution.holds_all:
         return
@@ -120,8 +124,8 @@ def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, l
 def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExperts) -> ExecutorThread:
     if layer.apply_router_weight_on_input:
         raise UnsupportedError(
-            f"spac: {layer.layer_name} weighs what goes into an expert, so its parts cannot be added; "
-            "use --spac-cpu-experts off"
+            f"spac: {layer.layer_name} applies routing weights to the input of an expert, so partial results cannot be "
+            "added; use --spac-cpu-experts off"
         )
     kernel = cpu_kernel.of(layer)
     kind = components.find("executors", config.cpu_kernel or ("torch" if kernel is None else "native"))
@@ -142,7 +146,10 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
 
 
 def _compared(execution: Execution, layer: ManagedExperts, thread: ExecutorThread) -> Callable[[], torch.Tensor]:
-    """What runs a row of ``layer`` in fast memory, after ``thread`` has given the same for it; else ``ConfigError``."""
+    """Checks that ``thread`` computes a row of ``layer`` as fast memory does; ``ConfigError`` if not.
+
+    Returns a function that runs this row in fast memory.
+    """
     top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
     ids, weights = torch.arange(top_k, dtype=torch.int32)[None], torch.full((1, top_k), 1 / top_k)
@@ -151,7 +158,7 @@ def _compared(execution: Execution, layer: ManagedExperts, thread: ExecutorThrea
     in_slots = partial(execution.forward, index, there, routed, chosen, layer.spac_kernel, rows)
     with thread.computing(x, weights, ids, execution.store.layer(index)) as computation:
         found = computation.result()
-    check_same(found, in_slots().cpu(), x.dtype, hidden, "CPU experts beside vLLM's kernel")
+    check_same(found, in_slots().cpu(), x.dtype, hidden, "CPU experts compared with vLLM's kernel")
     return in_slots
 
 
@@ -190,7 +197,7 @@ def _rates(
     thread: ExecutorThread,
     in_slots: Callable[[], torch.Tensor],
 ) -> tuple[Rates, str]:
-    """(what the balancer weighs, where it comes from): the profile's if it is of this machine and these experts."""
+    """Returns (costs for the balancer, their origin): the profile's if it matches this machine and these experts."""
     nbytes, missing = execution.shape.expert_bytes, ""
     if config.profile is not None:
         try:
@@ -204,14 +211,14 @@ def _rates(
 
 
 def mode(budget: BudgetControl, executions: Sequence[Execution]) -> str:
-    """``exact``, ``exact up to rounding`` (CPU experts, pointers: not vLLM's kernel) or ``lossy`` (a budget)."""
+    """``exact``, ``exact up to rounding`` (CPU experts or pointers, not vLLM's kernel) or ``lossy`` (a budget)."""
     if budget.settings.active:
         return "lossy"
     return "exact" if all(execution.keeps_bits for execution in executions) else "exact up to rounding"
 
 
 def describe(execution: Execution) -> str:
-    """Slots, bytes and store of an execution, for the start-up line."""
+    """Slots, bytes and store of an execution, for the log line at start-up."""
     shape, count = execution.shape, execution.residency.slots
     share, size, total = 100 * count / shape.total, count * shape.expert_bytes, shape.total * shape.expert_bytes
     return (
@@ -222,13 +229,13 @@ def describe(execution: Execution) -> str:
 
 
 def choices(config: SpacConfig, execution: Execution) -> str:
-    """How layers are run, for the start-up line."""
+    """Execution and policy, for the log line at start-up."""
     details = execution.describe()
     return f"execution={config.execution}{f' ({details})' if details else ''}, policy={config.policy}"
 
 
 def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:
-    """Choices and counters of one worker, summed over executions, as plain data."""
+    """Settings and counters of one worker, summed over executions, as plain data."""
     settings = runtime.budget.settings
     total: dict[str, Any] = {
         "mode": mode(runtime.budget, runtime.executions),
@@ -258,7 +265,7 @@ def _facts(execution: Execution) -> dict:
 
 
 def _add(total: dict, facts: dict) -> dict:
-    """Sum numbers, and dictionaries of numbers, key by key."""
+    """Adds numbers, and dictionaries of numbers, key by key."""
     merged = dict(total)
     for name, value in facts.items():
         if isinstance(value, dict):

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.spac")
 
-_SAMPLER_COPIES = 3  # float32 logits, what penalties and temperature make of them, probabilities
-_GRAPH = 8 << 20  # of a captured graph, beside the pool that all share; assumed, not measured
-_SLACK = 512 << 20  # cuBLAS' and attention's workspaces, fragments of the allocator; assumed, not measured
-_FULL_REQUESTS = 4  # requests of the maximal length whose KV cache must fit beside the experts
+_SAMPLER_COPIES = 3  # float32 logits; the same after penalties and temperature; probabilities
+_GRAPH = 8 << 20  # bytes per captured graph, in addition to the shared pool; assumed, not measured
+_SLACK = 512 << 20  # bytes: workspaces of cuBLAS and attention, fragmentation of the allocator; assumed, not measured
+_FULL_REQUESTS = 4  # requests of maximum length whose KV cache must fit next to the experts
 
 
 @dataclass(frozen=True)
 class MoEWidths:
-    """What the activations of a MoE layer depend on: experts a token uses, hidden size, width of an expert."""
+    """Sizes that determine the activations of a MoE layer: experts per token, hidden size, width of an expert."""
 
     top_k: int
     hidden: int
@@ -36,16 +36,16 @@ class MoEWidths:
 
 @dataclass(frozen=True)
 class Working:
-    """Bytes of fast memory that vLLM takes while it runs, beside weights and KV cache, and how they come about.
+    """Bytes of fast memory that vLLM needs at run time, in addition to weights and KV cache.
 
     Attributes:
-        sampling: logits of every request, and of its drafts, in float32, ``_SAMPLER_COPIES`` times.
-        activations: of the largest forward that vLLM profiles: three of the hidden size a row, and of the layers'
-            insides the largest: the experts' two buffers of vLLM's Triton kernel, which hold for each pair of row and
-            expert max(inner, hidden) and max(2 inner, hidden); attention's projections, twice, and its output; gate,
-            up and product of a dense layer.
-        graphs: the pool, as large as the activations of the largest captured forward, and ``_GRAPH`` for each.
-        slack: assumed.
+        sampling: logits of every request and of its drafts, in float32, ``_SAMPLER_COPIES`` times.
+        activations: those of the largest forward that vLLM profiles. Per row: three vectors of the hidden size, and the
+            largest of the layers' intermediate results. These are: the two buffers of vLLM's Triton MoE kernel, with
+            max(inner, hidden) and max(2 inner, hidden) values per pair of row and expert; attention's projections,
+            twice, and its output; gate, up and their product in a dense layer.
+        graphs: the graph pool, as large as the activations of the largest captured forward, and ``_GRAPH`` per graph.
+        slack: ``_SLACK``.
     """
 
     sampling: int
@@ -55,7 +55,7 @@ class Working:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEWidths]) -> Working:
-        """From a checked configuration; ``layers`` are the kinds of MoE layers that the model has."""
+        """Computes them from a checked configuration; ``layers``: the distinct kinds of MoE layers of the model."""
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         compilation, speculation = vllm_config.compilation_config, vllm_config.speculative_config
         most = graphs.most_rows(vllm_config)
@@ -80,15 +80,15 @@ class Working:
         return self.sampling + self.activations + self.graphs + self.slack
 
     def describe(self) -> str:
-        """For the log."""
+        """A description for the log."""
         return (
-            f"{gib(self.total)} for what runs: logits and sampling {gib(self.sampling)}, activations "
+            f"{gib(self.total)} for run-time buffers: logits and sampling {gib(self.sampling)}, activations "
             f"{gib(self.activations)}, CUDA graphs {gib(self.graphs)}, slack {gib(self.slack)}"
         )
 
 
 def _row_bytes(vllm_config: VllmConfig, layers: Iterable[MoEWidths]) -> int:
-    """Bytes of activations that a forward has at once for each of its rows, see ``Working``."""
+    """Bytes of activations per row that a forward holds at a time, see ``Working``."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads, kv = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     insides = [(3 * heads + 4 * kv) * model.get_head_size()]
@@ -98,12 +98,14 @@ def _row_bytes(vllm_config: VllmConfig, layers: Iterable[MoEWidths]) -> int:
 
 
 def budget(vllm_config: VllmConfig, device: torch.device, other_weights: int, working: int) -> int:
-    """Bytes for slots: what vLLM may use, less what the rest of the model, a draft, the KV cache and steps need.
+    """Bytes available for slots: what vLLM may use, less what the other weights, a draft, the KV cache and steps need.
 
     Args:
-        other_weights: bytes of the weights that are no experts. On a GPU they are allocated by now; on a machine
-            without one, where fast memory is RAM, they become real when they are loaded.
-        working: bytes of ``Working``.
+        vllm_config: of the engine.
+        device: the fast memory's.
+        other_weights: bytes of the weights that are not experts. On a GPU they are already allocated; on a machine
+            without one, where fast memory is RAM, they occupy memory only when they are loaded.
+        working: ``Working.total``, bytes.
     """
     utilization = vllm_config.cache_config.gpu_memory_utilization
     if device.type == "cpu":
@@ -119,9 +121,9 @@ def budget(vllm_config: VllmConfig, device: torch.device, other_weights: int, wo
 
 
 def draft_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of the draft model, which is loaded after the target: those of its files.
+    """Bytes of the draft model, which is loaded after the target; estimated by the size of its files.
 
-    Prediction layers of the target's own checkpoint (MTP) count as so many of its layers.
+    Prediction layers in the target's own checkpoint (MTP) count like as many of its layers.
     """
     speculation, target = vllm_config.speculative_config, vllm_config.model_config
     draft = None if speculation is None else speculation.draft_model_config
@@ -137,7 +139,7 @@ def draft_bytes(vllm_config: VllmConfig) -> int:
         nbytes = -(-nbytes * predicting // (layers + predicting))
     if nbytes == 0:
         logger.warning(
-            "spac: how large the draft %s is cannot be told before it is loaded, so no fast memory is left for it; if "
+            "spac: the size of the draft %s is unknown before it is loaded, so no fast memory is reserved for it; if "
             "it does not fit, use fewer --spac-slots or a lower --gpu-memory-utilization",
             draft.model,
         )
@@ -145,7 +147,7 @@ def draft_bytes(vllm_config: VllmConfig) -> int:
 
 
 def kv_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of KV cache that the user asked for, else for ``_FULL_REQUESTS`` requests of the maximal length."""
+    """Bytes of KV cache: the configured size, else enough for ``_FULL_REQUESTS`` requests of maximum length."""
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     if explicit is not None:
         return explicit

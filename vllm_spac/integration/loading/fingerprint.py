@@ -1,4 +1,4 @@
-"""Names a checkpoint in a kernel's layout, so that packed experts are never used for another one."""
+"""Fingerprints of a checkpoint and the kernel's layout, so that packed experts are never used for another one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, 
     """32 hexadecimal digits that change with the weights, this rank's share of them, the layout, the kernel and vLLM.
 
     Args:
+        vllm_config: of the engine.
+        shape: of the layers.
         layer: one of ``shape.layers``.
-        content: of the model's weight files.
+        content: content of the model's weight files.
     """
     import vllm
 
@@ -40,7 +42,7 @@ def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, 
         "vllm": vllm.__version__,
         "experts_class": _name(method.experts_cls),
         "quant_method": _name(type(method)),
-        "quantisation": quantisation.of(model.hf_config.to_dict()),  # also what shows in no shape: signs, orders
+        "quantisation": quantisation.of(model.hf_config.to_dict()),  # includes what no shape shows: signs, orders
         "load_format": str(vllm_config.load_config.load_format),
         "layers": shape.layers,
         "experts": shape.experts,
@@ -57,27 +59,28 @@ def _name(cls: type) -> str:
 
 
 def model_fingerprint(content: Checkpoint) -> str:
-    """32 hexadecimal digits that change with the weights, whatever runs them; for calibrations and budgets."""
+    """32 hexadecimal digits that change with the weights alone, not with kernels; for calibrations and budgets."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content.facts).encode())
 
 
 def content_of(vllm_config: VllmConfig, folder: Path) -> Checkpoint:
-    """What is in the model's weight files.
+    """Identifies the content of the model's weight files.
 
-    A folder's files are read, unless an earlier start did and nothing changed since. A model of the hub is its commit,
-    and nothing of it is read; dummy weights are what their shapes make them.
+    The files of a folder are read, unless an earlier start read them and they have not changed since. A model from the
+    hub is identified by its commit, and its files are not read; dummy weights are identified by their shapes.
 
     Args:
-        folder: of packed experts; what was read is kept there.
+        vllm_config: of the engine.
+        folder: of packed experts; the result of reading is cached there.
 
     Raises:
-        StoreError: the weights cannot be told from others, or cannot be read.
+        StoreError: the weights cannot be identified, or cannot be read.
     """
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
     if load_format == "dummy":
         return Checkpoint(["dummy"])
     if source := getattr(model, "model_weights", None):
-        raise StoreError(f"spac: the content of {source} cannot be told; {_INSTEAD}")
+        raise StoreError(f"spac: the content of {source} cannot be identified; {_INSTEAD}")
     if Path(model.model).is_dir():
         files = contents.weight_files(Path(model.model).absolute(), load_format)
         if not files:
@@ -88,7 +91,7 @@ def content_of(vllm_config: VllmConfig, folder: Path) -> Checkpoint:
         revision = str(getattr(model.hf_config, "_commit_hash", None))
     if not _COMMIT.fullmatch(revision):
         raise StoreError(
-            f"spac: which commit of {model.model} is served cannot be told; add --revision COMMIT, or {_INSTEAD}"
+            f"spac: which commit of {model.model} is served is unknown; add --revision COMMIT, or {_INSTEAD}"
         )
     logger.info("spac: the weights of %s are trusted to be those of commit %s and were not read", model.model, revision)
     return Checkpoint([model.model, revision])

@@ -1,4 +1,4 @@
-"""Load the target model without ever holding all of its experts."""
+"""Loads the target model without ever holding all of its experts in memory."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 
-# Experts converted at once: on a CPU they are memory beside the layer; a GPU pays for each chunk with a kernel object
-# and two copies.
+# Bytes of experts converted at a time: on a CPU they take memory in addition to the layer; on a GPU each chunk costs a
+# kernel object and two copies.
 _CHUNK_BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
-_FILE_BYTES = 32 << 20  # read from a mapped checkpoint before its pages are let go
+_FILE_BYTES = 32 << 20  # read from a mapped checkpoint before its pages are released
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @contextlib.contextmanager
 def managed_load(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ModelExperts]:
-    """While active, MoE layers are built as ``ManagedExperts``; the drafts and other models never are."""
+    """Context in which MoE layers are built as ``ManagedExperts``; used for the target model only, not for drafts."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     classes = _managed_classes()
@@ -81,7 +81,7 @@ def _managed_classes() -> dict[str, type]:
 
 
 class ModelExperts:
-    """All managed layers of one model: packs them, then serves them by an execution for each shape."""
+    """All managed layers of one model: packs them, then serves them with one execution per shape."""
 
     def __init__(self, config: SpacConfig, vllm_config: VllmConfig) -> None:
         self.config = config
@@ -94,24 +94,24 @@ class ModelExperts:
         self.runtime: Runtime | None = None
         self.guard: Guard | None = None
         self._layers: list = []
-        self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share one
+        self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
         self._shapes: list[MoEShape] = []
-        self._plan: list[Room] = []  # of each shape
-        self._filled: dict[MoEShape, Execution] = {}  # of shapes that were packed completely by an earlier start
+        self._plan: list[Room] = []  # per shape
+        self._filled: dict[MoEShape, Execution] = {}  # for shapes that an earlier start packed completely
         self._bar: tqdm  # from ``prepare`` on
         self._budget: BudgetControl
         self._file_bytes = 0
         self._open_files = contextlib.ExitStack()
         self._locks: list[TextIO] = []
-        self._put: list[tuple[ExpertStore, int]] = []  # (store, key) of the experts that were packed now
+        self._put: list[tuple[ExpertStore, int]] = []  # (store, key) of the experts that this start packed
 
     @functools.cached_property
     def checkpoint(self) -> Checkpoint:
-        """What is in the weight files; reading them may take long."""
+        """Content of the weight files; reading them may take long."""
         return content_of(self.vllm_config, self.config.folder)
 
     def model_name(self) -> str:
-        """Names the weights; for calibrations and budgets."""
+        """Fingerprint of the weights; for calibrations and budgets."""
         return model_fingerprint(self.checkpoint)
 
     # -- called by the layers ------------------------------------------------------------------------------
@@ -121,7 +121,11 @@ class ModelExperts:
         self._layers.append(layer)
 
     def prepare(self, model: torch.nn.Module) -> None:
-        """All layers are built and no weight has come: decide, and refuse what cannot be, before the work starts."""
+        """Plans the slots and opens the stores; called when all layers are built, before any weight is loaded.
+
+        Raises:
+            SpacError: this model cannot be served with this configuration.
+        """
         if not self._layers:
             raise UnsupportedError("spac: this model builds no MoE layer that the plugin can manage")
         groups: dict[tuple, list] = {}
@@ -151,7 +155,7 @@ class ModelExperts:
         self._bar = tqdm(total=missing, desc="Packing experts", unit="expert", file=sys.stderr, disable=missing == 0)
 
     def arrived(self, count: int) -> None:
-        """``count`` bytes were copied out of the checkpoint, whose pages now count as this process's memory."""
+        """Counts ``count`` bytes copied from the checkpoint, whose mapped pages now count as this process's memory."""
         self._file_bytes += count
         if self._file_bytes >= _FILE_BYTES:
             self._file_bytes = 0
@@ -162,7 +166,7 @@ class ModelExperts:
         return all(map(self._store(layer).holds, self._keys(layer)))
 
     def pack(self, layer: ManagedExperts) -> None:
-        """Move a layer whose weights have all arrived to the store; does nothing for a stored one."""
+        """Moves a layer whose weights have all arrived to the store; does nothing for a stored one."""
         store = self._store(layer)
         keys = self._keys(layer)
         if not self.is_stored(layer):
@@ -180,7 +184,7 @@ class ModelExperts:
     # -- called by the loader and the runner ---------------------------------------------------------------
 
     def finish(self) -> None:
-        """The weights are loaded: fill the slots and hand them to the layers."""
+        """Fills the slots and attaches the layers to them; called once the weights are loaded."""
         self._bar.close()
         if "checkpoint" in vars(self):
             self._check_unchanged()
@@ -213,12 +217,12 @@ class ModelExperts:
         worker_hooks.install()
 
     def stats(self) -> dict:
-        """Choices and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
+        """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
         assert self.runtime is not None
         return assembly.stats(self.runtime, self.config, self.store_name, self.guard)
 
     def close(self) -> None:
-        """Stop threads and give back stores."""
+        """Stops threads and closes stores."""
         self._open_files.close()
         if self.runtime is not None:
             self.runtime.close()
@@ -255,7 +259,7 @@ class ModelExperts:
         if store.suspect:
             self._verify(store)
         if all(map(store.holds, range(shape.total))):
-            try:  # now, so that what turns out to be damaged is packed by this start
+            try:  # now, so that this start packs what turns out to be damaged
                 self._filled[shape] = self._fill(shape, room)
             except StoreError as error:
                 logger.warning("%s", error)
@@ -277,9 +281,10 @@ class ModelExperts:
             logger.warning("spac: %d of %d packed experts are damaged and are packed again", damaged, held)
 
     def _lock_folder(self, folder: Path, name: str) -> TextIO | None:
-        """Packing is for one process at a time, the others wait; then all share the files, and nobody deletes them.
+        """Locks packed experts: exclusively if no other process has the lock, else shared, after waiting for packing.
 
-        What cannot be written to is shared through a lock file that is there, else without a lock.
+        While a process has the lock, no other deletes the files. A folder that cannot be written to is shared through
+        an existing lock file, else without a lock (None).
         """
         path = folder / f"{name}.lock"
         try:
@@ -294,8 +299,8 @@ class ModelExperts:
                 file = open(path)  # noqa: SIM115
             except OSError:
                 logger.warning(
-                    "spac: %s cannot be written to (%s), so its experts are used without a lock: nothing prevents that "
-                    "they are deleted while they are in use",
+                    "spac: %s cannot be written to (%s), so its experts are used without a lock: another process may "
+                    "delete them while they are in use",
                     folder,
                     error.strerror,
                 )
@@ -309,22 +314,23 @@ class ModelExperts:
         return file
 
     def _claim(self, lock: TextIO | None, missing: int) -> bool:
-        """Pack alone if that is possible; beside servers that use the rest otherwise: a file is replaced as a whole.
+        """Takes the lock exclusively for packing if possible.
 
-        Returns whether something is missing and nobody else uses the folder.
+        Otherwise this process packs while servers use the other experts, which is safe: files are replaced atomically.
+        Returns whether experts are missing and no other process uses the folder.
         """
         if not missing or lock is None:
             return False
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("spac: %d packed experts are missing or damaged; packing them beside a server", missing)
-            fcntl.flock(lock, fcntl.LOCK_SH)  # the failed attempt gave it up
+            logger.warning("spac: %d packed experts are missing or damaged; packing them next to a server", missing)
+            fcntl.flock(lock, fcntl.LOCK_SH)  # the failed attempt released it
             return False
         return True
 
     def _check_unchanged(self) -> None:
-        """``StoreError`` if the checkpoint was changed since it was read; nothing that was packed is kept then."""
+        """Raises ``StoreError`` if the checkpoint changed since it was read, and drops what was packed from it."""
         try:
             self.checkpoint.check_unchanged()
         except StoreError:

@@ -1,7 +1,8 @@
-"""The weights of a running engine stay as they are.
+"""Refuses to change or save the weights of a running engine.
 
-vLLM would write new ones into parameters that hold slots, or drop them, and go on with the experts that were packed;
-and it would save slots for experts. So what does either is refused before anything is changed.
+vLLM would write new weights into parameters that are slots, or drop them, and continue with the experts that were
+packed; and it would save the slots as if they were the experts. Methods that do either are refused before anything is
+changed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _SAVES = "spac: {what} would save what is in the slots and not the experts; save
 
 
 def install(vllm_config: VllmConfig, model: Any) -> None:
-    """Refuse updates of ``model``, which is loaded, by its runner, its worker or itself; a second call does nothing."""
+    """Wraps the runner, the worker and the loaded ``model`` to refuse updates; a second call does nothing."""
     runner = patches.RUNNER_V2 if drafts.plans_drafts(vllm_config) else patches.RUNNER_V1
     _refuse(runner, "reload_weights", lambda runner: runner, _UPDATES)
     for name in ("save_sharded_state", "save_tensorized_model"):
         _refuse(patches.WORKER, name, lambda worker: worker.model_runner, _SAVES)
-    model.load_weights = _refused  # of this object
+    model.load_weights = _refused  # on this object only
 
 
 def _refused(*args: Any, **kwargs: Any):

@@ -1,7 +1,7 @@
-"""``GET /spac/stats`` and ``vllm:spac_*`` in ``/metrics``, from the workers' counters.
+"""HTTP endpoints: ``GET /spac/stats``, ``POST /spac/budget``, and ``vllm:spac_*`` in ``/metrics``.
 
-Workers are asked when somebody looks and at no other time: after each call vLLM's worker waits in a busy loop for a
-second before it goes idle, so one that is asked every second occupies a core for ever.
+Workers are queried only on a request: after each call vLLM's worker waits in a busy loop for a second before it goes
+idle, so a worker that is queried every second would permanently occupy a core.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.spac")
 Family = CounterMetricFamily | GaugeMetricFamily
 _MOST_BYTES = 1 << 16  # of a request's body: budgets of a thousand layers
-_PATIENCE = 2.0  # seconds; workers answer between steps, and a long prompt may take longer
+_PATIENCE = 2.0  # seconds; workers respond between steps, and a long prompt may take longer
 _COUNTERS = {
     "hits": "Experts that were in fast memory when a layer needed them.",
-    "misses": "Experts that were not.",
-    "loads": "Experts moved into fast memory.",
+    "misses": "Experts that were not in fast memory when a layer needed them.",
+    "loads": "Experts loaded into fast memory.",
     "stall_seconds": "Seconds that layers waited for experts.",
-    "waves": "Parts in which MoE layers ran.",
-    "prefetches": "Experts moved into fast memory ahead of need.",
-    "prefetch_hits": "Of them, those that were used before they lost their slot.",
-    "prefetch_wasted": "Of them, those that lost their slot unused.",
-    "cpu_experts": "Experts that were computed on the CPU, from where they lie.",
-    "cpu_rows": "Rows that they computed.",
-    "cpu_wait_seconds": "Seconds that layers waited for them.",
+    "waves": "Waves in which MoE layers ran: more than one per forward where the slots were too few.",
+    "prefetches": "Experts prefetched into fast memory.",
+    "prefetch_hits": "Prefetched experts that were used before they were evicted.",
+    "prefetch_wasted": "Prefetched experts that were evicted unused.",
+    "cpu_experts": "Experts computed on the CPU, where they are stored.",
+    "cpu_rows": "Rows computed by experts on the CPU.",
+    "cpu_wait_seconds": "Seconds that layers waited for experts on the CPU.",
 }
 _BUDGET = {
-    "rows": "Rows whose experts were bounded by a budget, once a layer.",
+    "rows": "Rows whose experts were limited by a budget, counted once per layer.",
     "dropped_weight": "Sum over those rows of the share of their selected experts' routing weights that was dropped.",
-    "shortlists": "Shortlists made by budgets, one a layer and forward.",
-    "experts": "Distinct experts that budgeted rows used, over all shortlists.",
+    "shortlists": "Shortlists made by budgets, one per layer and forward.",
+    "experts": "Distinct experts that budgeted rows used, summed over all shortlists.",
 }
 _GAUGES = {
-    "slots": "Experts that fast memory holds.",
-    "resident": "Experts that lie in fast memory now.",
+    "slots": "Slots for experts in fast memory.",
+    "resident": "Experts that are in fast memory now.",
     "experts": "Routed experts of the model, all layers.",
     "slot_bytes": "Bytes of fast memory for experts.",
 }
 
 
 class WorkerCollector:
-    """Turns the last answer of the workers into Prometheus metrics."""
+    """Exports the last counters of the workers as Prometheus metrics."""
 
     def __init__(self, engine_client: EngineClient) -> None:
         self.workers: list[dict] = []
@@ -72,14 +72,14 @@ class WorkerCollector:
         self._asked: asyncio.Task | None = None
 
     async def refresh(self) -> None:
-        """Ask the workers; says so in the log where they do not answer and what they said before stays."""
+        """Queries the workers; if they do not respond, logs it and keeps their last counters."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.ensure_future(self._client.collective_rpc("spac_stats"))
         await asyncio.wait({self._asked}, timeout=_PATIENCE)
         if not self._asked.done():
-            logger.warning("spac: /metrics is older than this step: the workers are busy for %s s", _PATIENCE)
+            logger.warning("spac: /metrics shows earlier counters: the workers have been busy for %s s", _PATIENCE)
         elif error := self._asked.exception():
-            logger.error("spac: /metrics no longer follows the workers: %s", error)
+            logger.error("spac: /metrics is no longer updated, the workers failed: %s", error)
         else:
             self.workers = self._asked.result()
 
@@ -95,7 +95,7 @@ class WorkerCollector:
         yield _metric(GaugeMetricFamily, "lossy", "1 while a budget is in force, 0 in exact mode.", lossy)
         if all("guard" in worker for worker in self.workers):
             lengths = [worker["guard"]["draft_length"] for worker in self.workers]
-            yield _metric(GaugeMetricFamily, "draft_length", "Draft tokens that the guard lets a step use.", lengths)
+            yield _metric(GaugeMetricFamily, "draft_length", "Draft tokens per request that the guard allows.", lengths)
         yield self._labelled("bytes", "path", "Bytes of experts moved, by the store they came from.")
         yield self._labelled("steps", "kind", "Forwards of the target model, by kind.")
 
@@ -118,7 +118,7 @@ def _metric(family: type[Family], name: str, text: str, values: list) -> Family:
 
 
 class RefreshedMetrics:
-    """ASGI middleware: ``/metrics`` waits for the workers' counters; all other requests pass."""
+    """ASGI middleware: ``/metrics`` waits for the workers' counters; all other requests pass through."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -138,7 +138,7 @@ class SpacEndpoint:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Called before the engine is known, so the route answers 404 where the plugin is off."""
+        """Adds the routes; called before the engine is known, so they return 404 if the plugin is off."""
         router = APIRouter(prefix="/spac", dependencies=[Depends(_authenticated)])
 
         @router.get("/stats")
@@ -147,14 +147,14 @@ class SpacEndpoint:
 
         @router.post("/budget")
         async def budget(request: Request) -> dict:
-            """Change the budget; the body is a ``BudgetSettings``, e.g. {"budget": 16}, and {} is exact again.
+            """Changes the budget; the body is a ``BudgetSettings``, e.g. {"budget": 16}; {} restores exact mode.
 
-            Keys and values that were computed under another budget are not used again: the prefix cache is emptied,
-            and running requests are computed again up to where they are.
+            Keys and values computed under another budget are not reused: the prefix cache is emptied, and running
+            requests are recomputed up to their current token.
             """
             client = _client(request)
             if not request.app.state.spac_control:
-                raise HTTPException(403, "this server takes no control; start it with --spac-control")
+                raise HTTPException(403, "control is off on this server; start it with --spac-control")
             settings = await _asked(request)
             answers = await client.collective_rpc("spac_try_budget", args=(settings.model_dump(),))
             if refusals := [answer["refused"] for answer in answers if "refused" in answer]:
@@ -166,7 +166,7 @@ class SpacEndpoint:
         app.add_middleware(RefreshedMetrics)
 
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
-        """Let ``/metrics`` show the workers' counters."""
+        """Registers the workers' counters for ``/metrics``."""
         config = config_of(getattr(args, "additional_config", None))
         if engine_client is None or config is None:
             return
@@ -179,17 +179,17 @@ class SpacEndpoint:
 
 
 def _authenticated(request: Request) -> None:
-    """The keys that vLLM's own middleware asks for under /v1, and its comparison; 401 without one of them."""
+    """Requires an API key as vLLM's own middleware does under /v1, with its comparison; 401 without a valid key."""
     for middleware in request.app.user_middleware:
         if middleware.cls is AuthenticationMiddleware:
             guard = AuthenticationMiddleware(request.app, **middleware.kwargs)
             if not guard.verify_token(request.headers):
                 challenge = {"WWW-Authenticate": "Bearer"}
-                raise HTTPException(401, "this server wants its API key: Authorization: Bearer KEY", challenge)
+                raise HTTPException(401, "this server needs its API key: Authorization: Bearer KEY", challenge)
 
 
 async def _asked(request: Request) -> BudgetSettings:
-    """The budget in the body of a request; 413 for a large body, 400 for one that is none."""
+    """Parses the budget in the body of a request; 413 for a body that is too large, 400 for an invalid one."""
     body = b""
     try:
         async for part in request.stream():
@@ -205,7 +205,7 @@ async def _asked(request: Request) -> BudgetSettings:
     except ValueError as error:
         raise HTTPException(400, printable(f"spac: the body is not JSON: {error}")) from None
     known = request.app.state.spac_rankings
-    if settings.ranking not in known:  # nothing is imported because a request names it
+    if settings.ranking not in known:  # a request must not be able to import a module by naming it
         names = ", ".join(sorted(known))
         raise HTTPException(400, printable(f"spac: ranking={brief(settings.ranking)}: this server has {names}"))
     return settings

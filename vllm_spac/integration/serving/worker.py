@@ -1,4 +1,4 @@
-"""Mixed into vLLM's worker class: what ``collective_rpc`` can ask it."""
+"""Extension of vLLM's worker class: the methods that ``collective_rpc`` calls."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ logger = logging.getLogger("vllm.spac")
 
 
 class SpacWorker:
-    """``self`` is the vLLM worker."""
+    """Mixin of vLLM's worker; ``self`` is the worker."""
 
-    model_runner: Any  # the worker's
+    model_runner: Any  # attribute of the worker
 
     def spac_stats(self) -> dict:
-        """Counters and choices of this worker, as plain data (see ``ModelExperts.stats``)."""
+        """Settings and counters of this worker, as plain data (see ``ModelExperts.stats``)."""
         return self._spac_experts().stats()
 
     def spac_budget(self, settings: dict) -> dict:
-        """Change the budget (see ``BudgetSettings``) from the next step on; returns what is in force now."""
+        """Changes the budget (see ``BudgetSettings``) from the next step on; returns the settings now in force."""
         runtime = self._spac_experts().runtime
         runtime.change_budget(BudgetSettings.parse(settings))
         in_force = runtime.budget.settings
@@ -30,14 +30,14 @@ class SpacWorker:
         return in_force.model_dump()
 
     def spac_try_budget(self, settings: dict) -> dict:
-        """``spac_budget`` for a request from outside: {"settings": …}, or {"refused": why}, which no log shows."""
+        """``spac_budget`` for an external request: returns {"settings": …}, or {"refused": why} without logging it."""
         try:
             return {"settings": self.spac_budget(settings)}
         except SpacError as error:
             return {"refused": str(error)}
 
     def spac_evaluate(self, action: str, *arguments: Any) -> Any:
-        """One action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""
+        """Runs one action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""
         from vllm_spac.integration.evaluation.actions import Evaluation
 
         self._spac_experts().runtime.require_host("an evaluation")

@@ -1,7 +1,8 @@
-"""The guard where vLLM's scheduler plans drafts before they exist: V2, whose drafts never leave the device.
+"""The guard for the V2 runner, where vLLM's scheduler plans the draft length and drafts never leave the device.
 
-The scheduler looks up how many drafts a step proposes by the number of its requests, and all behind it follows (vLLM's
-``num_speculative_tokens_per_batch_size``). The guard answers instead, and learns from what the scheduler is told.
+The scheduler looks up the draft length of a step by its number of requests (vLLM's
+``num_speculative_tokens_per_batch_size``), and later stages follow it. The guard replaces this lookup, and observes the
+results that the scheduler receives.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class PlannedDrafts:
-    """In the place of a scheduler's lookup: requests of a step -> draft tokens that each of them gets for the next one.
+    """Replacement of a scheduler's lookup: requests of a step -> draft tokens per request for the next one.
 
     Args:
-        guard: decides; told of every step.
-        most: the lookup that the user has asked vLLM for, if any: the guard stays below it.
-        clock: seconds that never go back.
+        guard: chooses the length, and observes every step.
+        most: the lookup that the user configured in vLLM, if any: an upper bound for the guard.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -36,20 +37,20 @@ class PlannedDrafts:
     ) -> None:
         self._guard, self._most, self._clock = guard, most, clock
         self._running: deque[tuple[SchedulerOutput, float]] = deque()  # plans and when they were made
-        self._over = 0.0  # when the last step was
+        self._over = 0.0  # when the last step finished
 
     def __getitem__(self, requests: int) -> int:
         length = self._guard.choose(requests)
         return length if self._most is None else min(length, self._most[requests])
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """The scheduler has made a ``SchedulerOutput``."""
+        """Records a ``SchedulerOutput`` that the scheduler has made."""
         self._running.append((plan, self._clock()))
 
     def over(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """The step of ``plan`` is over; ``result`` is its ``ModelRunnerOutput``.
+        """Reports the finished step of ``plan`` to the guard; ``result`` is its ``ModelRunnerOutput``.
 
-        It took the time since it was planned or, with async scheduling, since the step was over that ran then.
+        Its time counts from its planning or, with async scheduling, from the end of the previous step if that is later.
         """
         running, began = self._running.popleft()
         assert running is plan, "steps end in the order in which they were planned"
@@ -59,17 +60,18 @@ class PlannedDrafts:
         emitted = [
             len(result.sampled_token_ids[result.req_id_to_index[request]])
             for request, rows in plan.num_scheduled_tokens.items()
-            if rows == 1 + len(drafts.get(request, ()))  # else a prompt's
+            if rows == 1 + len(drafts.get(request, ()))  # else it is in its prompt
         ]
         length = max(map(len, drafts.values()), default=0)
         self._guard.observe(length, [count for count in emitted if count], len(plan.num_scheduled_tokens), seconds)
 
 
 def offer(vllm_config: VllmConfig, guard: Guard) -> None:
-    """Let ``guard`` plan the drafts of an engine whose worker is this process: its scheduler is made after the worker.
+    """Lets ``guard`` plan the drafts of an engine whose worker runs in this process.
 
-    Where steps are whole CUDA graphs, those without drafts get graphs too, as those with all drafts have: vLLM captures
-    what its schedule names.
+    The scheduler is created after the worker, so the guard is kept until then. vLLM captures full CUDA graphs for the
+    draft lengths in its schedule; if the user configured none, one with the lengths 0 and ``max_drafts`` is set, so
+    that both have graphs.
     """
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -83,7 +85,7 @@ def offer(vllm_config: VllmConfig, guard: Guard) -> None:
     patches.wrap(f"{patches.SCHEDULER}.__init__", _starting)
 
 
-_waiting: dict[str, PlannedDrafts] = {}  # by the engine's configuration, until its scheduler is there
+_waiting: dict[str, PlannedDrafts] = {}  # by id of the engine's configuration, until its scheduler is created
 
 
 def _starting(start: Callable):
@@ -96,7 +98,7 @@ def _starting(start: Callable):
 
 
 def attach(scheduler: Scheduler, drafts: PlannedDrafts) -> None:
-    """Let a scheduler ask ``drafts`` and tell it of its steps."""
+    """Makes a scheduler use ``drafts`` as its lookup and report its steps to it."""
     schedule, update = scheduler.schedule, scheduler.update_from_output
 
     @functools.wraps(schedule)

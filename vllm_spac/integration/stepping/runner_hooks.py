@@ -1,4 +1,4 @@
-"""What both model runners of vLLM share: where a step begins and ends."""
+"""Hooks that both model runners of vLLM share: the beginning and the end of a step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def hook_steps(
     step_of: Callable[[Any, Any, Any], Step],
     changed: Callable[[Any, Any, Any], Any] = lambda runner, scheduled, prepared: prepared,
 ) -> None:
-    """Begin a step when the inputs of a real batch are prepared, end it when its tokens are sampled.
+    """Wraps a model runner to begin a step when a real batch is prepared and to end it when its tokens are sampled.
 
     Args:
         runner: ``module:Class`` of the model runner.
         prepare_name: its method that prepares the inputs of a batch.
-        step_of, changed: get the runner, the scheduler's output and what was prepared. The first returns a ``Step``;
-            what the second returns goes on instead of what was prepared.
+        step_of: (runner, scheduler's output, prepared inputs) -> ``Step``.
+        changed: (runner, scheduler's output, prepared inputs) -> the inputs to use instead.
     """
 
     def preparing(prepare: Callable):
@@ -63,9 +63,9 @@ def hook_steps(
 
 
 def tokens_of(output: Any) -> list[int] | None:
-    """How many tokens each request of a step emitted; None where V1 keeps them on the device (async scheduling).
+    """Number of tokens that each request of a step emitted; None if V1 keeps them on the device (async scheduling).
 
-    V2 copies them to the host behind the forward: waits for that copy.
+    V2 copies them to the host after the forward: waits for that copy.
     """
     if (counts := getattr(output, "num_sampled_tokens_np", None)) is not None:
         output.copy_event.synchronize()
@@ -75,7 +75,7 @@ def tokens_of(output: Any) -> list[int] | None:
 
 
 def managed_experts(runner: Any):
-    """The managed experts of this runner, looked up once; None when its engine did not ask for the plugin."""
+    """The managed experts of this runner, looked up once; None if its engine does not use the plugin."""
     if not hasattr(runner, "_spac_experts"):
         runner._spac_experts = experts_of(runner)
     return runner._spac_experts

@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner, the one of its CPU build: steps from its batches, draft lengths from the guard."""
+"""Hooks of vLLM's V1 model runner, which its CPU build uses: steps from its batches, draft lengths from the guard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Wrap the methods of V1's runner; a second call does nothing."""
+    """Wraps the methods of V1's runner; a second call does nothing."""
     hook_steps(
         patches.RUNNER_V1,
         "_prepare_inputs",
@@ -26,7 +26,7 @@ def install() -> None:
 
 
 def _proposing(propose: Callable):
-    """The guard bounds how many tokens are drafted. Without drafts the drafter does not run, but for prompts."""
+    """Limits the draft length to the guard's. At length 0 the drafter does not run, except in steps with prompts."""
 
     def proposed(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
         experts = managed_experts(self)
@@ -44,10 +44,11 @@ def _proposing(propose: Callable):
 
 
 def sampled_plainly(runner: GPUModelRunner, scheduled: SchedulerOutput, prepared: tuple):
-    """What V1 prepared, but a step that the guard left without drafts is sampled as vLLM does without speculation.
+    """Removes the metadata of speculation from V1's inputs for a step that the guard left without drafts.
 
-    It would go through the rejection sampler with nothing to reject: the same token of the same logits, for more work.
-    Hybrid models keep it, whose recurrent layers count a step's drafts by it.
+    vLLM then samples the step as it does without speculation. Otherwise it would go through the rejection sampler with
+    nothing to reject: the same tokens from the same logits, for more work. Hybrid models keep the metadata, because
+    their recurrent layers count a step's drafts with it.
     """
     logits_indices, drafts, *others = prepared
     guarded = managed_experts(runner).runtime.guard is not None

@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner, CUDA's default: steps from its batches. Its drafts are planned in the scheduler."""
+"""Hooks of vLLM's V2 model runner, the default on CUDA: steps from its batches. The scheduler plans its drafts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Wrap the methods of V2's runner; a second call does nothing."""
+    """Wraps the methods of V2's runner; a second call does nothing."""
     hook_steps(patches.RUNNER_V2, "prepare_inputs", lambda runner, scheduled, prepared: step_of(prepared))
 
 
 def step_of(batch: InputBatch) -> Step:
-    """The requests of V2's ``InputBatch``; rows from ``num_tokens`` on, which pad a CUDA graph, are nobody's."""
+    """The requests of V2's ``InputBatch``, without the rows from ``num_tokens`` on, which pad a CUDA graph."""
     starts, drafts = batch.query_start_loc_np, batch.num_draft_tokens_per_req
     return Step(
         tuple(

@@ -1,4 +1,4 @@
-"""The start and the end of a worker."""
+"""Hooks of a worker's warm-up and shutdown."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from vllm_spac.integration.stepping.runner_hooks import managed_experts
 
 
 def install() -> None:
-    """Count nothing while vLLM warms up: V2 does it with batches that look real. Finish what is recorded at the end.
+    """Wraps a worker's warm-up, to count nothing during it, and its shutdown, to finish traces and stop threads.
 
-    A worker's exit hooks are no place for the latter: vLLM kills processes. A second call does nothing.
+    V2 warms up with batches that look real. Exit hooks of the process would not do for the shutdown, because vLLM kills
+    processes. A second call does nothing.
     """
     patches.wrap(f"{patches.WORKER}.compile_or_warm_up_model", _warming_up)
     patches.wrap(f"{patches.WORKER}.shutdown", _closing)
