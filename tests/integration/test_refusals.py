@@ -243,7 +243,7 @@ def test_what_may_be_served(moe, outside, caplog):
     synthetic_trace(layers=2, experts=8, top_k=2, steps=2).save(outside / "old.trace")
     with caplog.at_level("WARNING", "vllm.spac"):
         engine_config(moe, {"policy": "spac_outside:Fine", "trace": "old.trace"})
-    assert "what this engine records replaces it" in caplog.text
+    assert "the trace of this engine replaces it" in caplog.text
     engine_config(moe, {"trace": "text", "trace_overwrite": True})
     engine_config(moe, {"slots": "100%", "disk_dir": "/proc/x"})  # nothing is packed
     assert (outside / "text").read_text() == "precious"
@@ -300,7 +300,7 @@ def test_a_dense_model(tmp_path):
             r"one scale a tensor.*\(fp8\).*by block or channel",
         ),
         ({"quant_method": "mxfp4"}, {}, r"quantised experts \(mxfp4\): not supported; use one in FP8"),
-        (GPTQ, {}, "--quantization auto_gptq gives.*; add --quantization moe_wna16 --moe-backend triton"),
+        (GPTQ, {}, "--quantization auto_gptq runs .*; add --quantization moe_wna16 --moe-backend triton"),
         (GPTQ | {"sym": False}, {"quantization": "moe_wna16"}, r"zero points \(sym=false\)"),
         (None, {"quantization": "fp8_per_block"}, "--quantization fp8_per_block quantises experts while.*drop it"),
     ],

@@ -32,18 +32,23 @@ def _adding(add_cli_args: Callable) -> Callable:
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_cli_args(parser)
         group = parser.add_argument_group(
-            "SpacConfig", "Keeps experts outside fast memory, e.g. --plugin spac --spac-slots 25%%."
+            "SpacConfig", "Keeps experts outside fast memory, e.g. --plugin spac --spac-slots 25%."
         )
-        group.add_argument("--plugin", choices=["spac"], action="append", help="Serve with a plugin: spac.")
+        group.add_argument(
+            "--plugin", choices=["spac"], action="append", default=argparse.SUPPRESS, help="Serve with a plugin: spac."
+        )
         components = component_knobs()
         for name, field in SpacConfig.model_fields.items():
             text = (field.description or "").replace("%", "%%")
             if name in components:
                 text += f" One of {', '.join(components[name].values())}."
+            if field.default is not None:
+                text += f" (default: {str(field.default).lower()})"
             switch: dict[str, Any] = {"nargs": "?", "const": "true", "metavar": "BOOL"}
             if field.annotation is not bool:
                 switch = {}
-            group.add_argument(flag(name), type=_knob(name), default=None, help=text, **switch)
+            # Without a default, a flag that is not given adds no attribute, and the help no "(default: None)".
+            group.add_argument(flag(name), type=_knob(name), default=argparse.SUPPRESS, help=text, **switch)
         return parser
 
     return add

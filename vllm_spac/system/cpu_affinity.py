@@ -12,7 +12,7 @@ import os
 
 logger = logging.getLogger("vllm.spac")
 
-VARIABLE = "VLLM_SPAC_CPUS"
+VARIABLE = "SPAC_CPUS"
 
 
 def note() -> None:
