@@ -55,7 +55,7 @@ def tally(
     """Adds the counts of the rows that vote.
 
     Args:
-        counted: [4] float64, is incremented by: the number of voting rows; the sum of the shares of their weights outside
+        counted: [4] float64, is incremented by: the voting rows; the sum of the shares of their weights outside
             the shortlist; 1 if any row votes; the distinct experts that voting rows use with nonzero weight.
         votes: [M] bool.
         natural, chosen: (float32 [M, k], int32 or int64 [M, k]), weights and ids before and after the budget.

@@ -66,5 +66,5 @@ def block_bound(pairs: int, experts: int, block_m: int) -> int:
 
 
 def lanes(experts: int) -> int:
-    """Returns the most offers that a layer of ``experts`` experts considers: a power of 2 above ``experts``."""
+    """Returns the most offers that a layer of N experts considers: a power of 2 above N."""
     return max(32, 1 << experts.bit_length())
