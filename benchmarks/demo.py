@@ -156,7 +156,7 @@ class Server:
 
 
 def common_arguments(options: argparse.Namespace) -> list[str]:
-    """Returns the arguments of both servers: small enough for a machine with a few GB of free memory, no compilation."""
+    """Returns the arguments of both servers: they fit in a few GB of free memory and compile nothing."""
     return [
         *("--served-model-name", NAME),
         *("--max-model-len", "512"),

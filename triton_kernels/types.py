@@ -60,7 +60,7 @@ class Offers(NamedTuple):
 
 
 def block_bound(pairs: int, experts: int, block_m: int) -> int:
-    """Returns the most blocks that any routing needs, >= 1: sum of ceil(c / m) <= E + (pairs - E) / m, E experts busy."""
+    """Returns the most blocks any routing needs, >= 1: sum of ceil(c / m) <= E + (pairs - E) / m, E experts busy."""
     busy = min(pairs, experts)
     return max(1, busy + (pairs - busy) // block_m)
 

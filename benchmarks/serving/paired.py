@@ -226,7 +226,7 @@ class Arm:
 
 
 def _arms(pair: tuple[Side, Side], pauses: list[str], own_base: bool) -> list[Arm]:
-    """Returns base, other and, if requested, the base in an engine of its own; with ``pauses`` other's engine is the base."""
+    """Returns base, other and, if requested, the base in its own engine; with ``pauses``, other's engine is the base."""
     base, other = pair
     return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)] + ([Arm(base)] if own_base else [])
 
@@ -343,7 +343,7 @@ def _picture(result: dict, path: Path) -> None:
 
 
 def _comparisons(result: dict) -> Iterator[tuple[str, dict, dict, dict]]:
-    """Yields (name, row, base, its comparison with the other) for each size, and for the base in an engine of its own."""
+    """Yields (name, row, base, its comparison with the other) for each size, and for the base in its own engine."""
     for row in result["rows"]:
         yield "", row, row["base"], row
         if "own_base" in row:

@@ -75,7 +75,7 @@ class Configuration:
         return found | ({"budget": self.budget} if self.budget else {})
 
     def stock_options(self, checkpoint: Checkpoint) -> dict:
-        """Returns the engine arguments of stock's offloading: as many bytes of experts on the GPU as the slots would take.
+        """Returns the engine arguments of stock's offloading: as many bytes of experts on the GPU as in slots.
 
         ``prefetch`` moves whole layers and keeps two buffers of one besides.
         """

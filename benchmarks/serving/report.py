@@ -35,8 +35,8 @@ _COLUMNS = (
 def table(rows: list[Row], batch: int, title: str) -> Table:
     """Returns the table of one batch size.
 
-    An exact configuration whose tokens differ from stock's is red and has no speeds. Where tokens may differ, the number
-    of equal requests is next to the verdict.
+    An exact configuration whose tokens differ from stock's is red and has no speeds. Where tokens may differ, the
+    number of equal requests is next to the verdict.
     """
     view = Table(title=f"{title}, batch {batch}", title_justify="left", box=box.SIMPLE_HEAD)
     for name in _COLUMNS:

@@ -1,4 +1,4 @@
-"""What cannot work is refused before a worker starts, naming the knob or flag and what would be right."""
+"""Unsupported settings are refused before a worker starts, with the knob or flag and the remedy."""
 
 from __future__ import annotations
 
