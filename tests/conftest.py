@@ -1,4 +1,4 @@
-"""Fixtures for all tests: no deadlines on slow machines, and readable log records whatever engines do to vLLM's logger."""
+"""Fixtures for all tests: no deadlines on slow machines, readable log records whatever engines do to vLLM's logger."""
 
 import logging
 from collections.abc import Iterator

@@ -194,7 +194,7 @@ def main(
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(pairs) * (turns + starts * warm))
         for size, pair in pairs.items():
-            said: list[list[list[dict]]] = []
+            answered: list[list[list[dict]]] = []
             try:
                 for start in range(starts):
                     progress.update(task, description=f"{size}: start {start + 1}")
@@ -202,11 +202,11 @@ def main(
                     for answers in _turns(_arms(pair, pauses[size], own_base), asked, settings):
                         mine.append(answers)
                         progress.advance(task)
-                    said.append(mine)
+                    answered.append(mine)
             except EngineError as error:
                 console.print(f"[bold red]error:[/] {size}: {escape(str(error))}", highlight=False)
                 raise typer.Exit(1) from error
-            result["rows"].append(_row(size, said, warm, seed))
+            result["rows"].append(_row(size, answered, warm, seed))
             write_result(output, result)
     _show(console, result)
     console.print(f"wrote {output}", soft_wrap=True)
@@ -226,7 +226,7 @@ class Arm:
 
 
 def _arms(pair: tuple[Side, Side], pauses: list[str], own_base: bool) -> list[Arm]:
-    """Returns base, other and, if requested, the base in its own engine; with ``pauses``, other's engine is the base."""
+    """Returns base, other and, if requested, the base in its own engine; ``pauses``: other's engine is the base."""
     base, other = pair
     return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)] + ([Arm(base)] if own_base else [])
 
@@ -261,9 +261,9 @@ def orders(seed: int, arms: int = 2) -> Iterator[tuple[int, ...]]:
         yield order[::-1]
 
 
-def _row(slots: str, said: list[list[list[dict]]], warm: int, seed: int) -> dict:
+def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> dict:
     """Returns the row for the arms' answers: [starts][turns][arms]."""
-    counted = [start[warm:] for start in said]
+    counted = [start[warm:] for start in answered]
     turns = [turn for start in counted for turn in start]
     sides = []
     for which in range(len(turns[0])):
@@ -276,13 +276,13 @@ def _row(slots: str, said: list[list[list[dict]]], warm: int, seed: int) -> dict
                 "ttft": statistics.median(answer["ttft"][0] for answer in mine),
                 "hits": sum(answer["counters"].get("hits", 0) for answer in mine),
                 "misses": sum(answer["counters"].get("misses", 0) for answer in mine),
-                "guard": [start[-1][which]["choices"].get("guard") for start in said],
+                "guard": [start[-1][which]["choices"].get("guard") for start in answered],
             }
         )
     row = {
         "slots": slots,
         "tokens_equal": all(
-            answer["tokens"] == turn[0]["tokens"] for start in said for turn in start for answer in turn
+            answer["tokens"] == turn[0]["tokens"] for start in answered for turn in start for answer in turn
         ),
         **_compared(counted, 0, seed),
         "base": sides[0],

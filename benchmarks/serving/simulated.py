@@ -102,10 +102,10 @@ def main(
                     before, after = after, profile()
                     known = _between(before, after).model_copy(update=update)
                     count_of = math.ceil(_share(size) * total)
-                    said = simulate(trace, count_of, known, policy=name)
+                    outcome = simulate(trace, count_of, known, policy=name)
                     seen = Rate(bytes_per_second=nbytes / measured["load_seconds"])
                     own = simulate(trace, count_of, known.model_copy(update={"load": seen}), policy=name)
-                    row = _row(drafting, size, name, measured, said) | {"profiled_load": known.load.model_dump()}
+                    row = _row(drafting, size, name, measured, outcome) | {"profiled_load": known.load.model_dump()}
                     own_load = {"seconds_a_load": measured["load_seconds"], "simulated_tpot_with_it": own.tpot}
                     rows.append(row | own_load | {"error_with_it": own.tpot / measured["tpot"] - 1})
     result = {
@@ -165,15 +165,15 @@ def _between(first: Costs, second: Costs) -> Costs:
 
 def _outside(trace: Trace, slots: int, policy: str, known: Costs, whole: dict, drafts: bool) -> float:
     """Returns the seconds per step, or per draft token, outside of experts, from a run with hardly any misses."""
-    said = simulate(trace, slots, known, policy=policy)
+    outcome = simulate(trace, slots, known, policy=policy)
     generating = trace.step_kind != 0
     tokens = int(trace.step_tokens[generating].sum())
-    left = (whole["tpot"] - said.tpot) * tokens
+    left = (whole["tpot"] - outcome.tpot) * tokens
     units = int((trace.row_kind == 3).sum()) if drafts else int(generating.sum())
     return max(0.0, left / units)
 
 
-def _row(drafting: str, size: str, policy: str, measured: dict, said) -> dict:
+def _row(drafting: str, size: str, policy: str, measured: dict, outcome) -> dict:
     return {
         "speculation": drafting,
         "slots": size,
@@ -181,11 +181,11 @@ def _row(drafting: str, size: str, policy: str, measured: dict, said) -> dict:
         "measured_tpot": measured["tpot"],
         "measured_low": measured["low"],
         "measured_high": measured["high"],
-        "simulated_tpot": said.tpot,
-        "error": said.tpot / measured["tpot"] - 1,
+        "simulated_tpot": outcome.tpot,
+        "error": outcome.tpot / measured["tpot"] - 1,
         "measured_hit_rate": measured["hit_rate"],
-        "simulated_hit_rate": said.hit_rate,
-        "bound_tpot": said.bound_tpot,
+        "simulated_hit_rate": outcome.hit_rate,
+        "bound_tpot": outcome.bound_tpot,
     }
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own layers under management, mainly quantised: their conversion runs on a CPU, their (Triton) kernels do not."""
+"""vLLM's own layers under management, mainly quantised: conversion runs on a CPU, their (Triton) kernels do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The loader's bookkeeping under any order of events: residency, queue and prefetcher are the real ones, and reads ahead
+"""The loader's bookkeeping under any order of events: residency, queue and prefetcher are the real ones, and reads
+ahead
 begin, end, fail and are dropped under control of the test. A million transitions in `make test-full`.
 """
 

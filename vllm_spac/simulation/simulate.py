@@ -120,7 +120,7 @@ def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Repl
         raise ConfigError(f"no admission is called {outcome.admission!r}; use {known}")
     assert outcome.step_bytes is not None, "given to admission step"
     if outcome.step_bytes < 0:
-        raise ConfigError(f"{outcome.step_bytes} bytes a step: use 0 (nothing moves) or more")
+        raise ConfigError(f"{outcome.step_bytes} bytes per step: use 0 (nothing moves) or more")
     return PointersReplay(trace, costs, nbytes, outcome, chosen)
 
 

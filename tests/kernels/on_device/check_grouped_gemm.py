@@ -1,4 +1,4 @@
-"""Checks ``grouped_gemm`` against float64, within a bound derived from its roundings, and for bit equality if required."""
+"""Checks ``grouped_gemm`` against float64, within a bound derived from its roundings, and for equal bits."""
 
 from dataclasses import replace
 
