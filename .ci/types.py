@@ -1,4 +1,4 @@
-"""Check the types of the project with mypy, ``triton_kernels/`` under the name by which it is imported.
+"""Checks the types of the project with mypy, ``triton_kernels/`` under the name by which it is imported.
 
     .venv/bin/python .ci/types.py [OPTIONS OF MYPY]
 
@@ -23,7 +23,7 @@ IMPORTED = Path("benchmarks/serving/run.py")  # of scripts with the same name, t
 
 
 def sources() -> Iterator[BuildSource]:
-    """Every file with the name of its module."""
+    """Yields every file with the name of its module."""
     for folder, package in PACKAGES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
@@ -35,8 +35,8 @@ def sources() -> Iterator[BuildSource]:
         yield _source(path, path.stem if bare else f"{path.parent.name}_{path.stem}")
 
 
-def check(options: list[str]) -> int:
-    """Print the errors; the exit status."""
+def check_types(options: list[str]) -> int:
+    """Prints the type errors; returns the exit status."""
     _, settings = main.process_options([*options, "-c", ""])
     try:
         errors = build.build(list(sources()), settings).errors
@@ -51,4 +51,4 @@ def _source(path: Path, module: str) -> BuildSource:
 
 
 if __name__ == "__main__":
-    sys.exit(check(sys.argv[1:]))
+    sys.exit(check_types(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What every benchmark shares: where a number comes from, and how fast this machine's memory and disk are."""
+"""Shared by all benchmarks: provenance of results, and the rates of this machine's memory and disk."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _MAX_FILES = 256
 
 
 class ProvenanceError(RuntimeError):
-    """A number would be written without saying where it comes from."""
+    """A result would be written without its provenance."""
 
 
 def provenance(disk: Rate | None = None) -> dict:
-    """Where the numbers of this process come from.
+    """Returns the provenance of the numbers of this process.
 
     Args:
         disk: the measured read rate of the disk, if there is one.
 
-    Ask for it before measuring. Where git cannot name the code, that is said at once, and in the result.
+    Call it before measuring. If git cannot name the commit, this is printed at once and recorded in the result.
     """
     found = code(ROOT)
     if "why" in found:
@@ -56,7 +56,7 @@ def provenance(disk: Rate | None = None) -> dict:
 
 
 def write_result(path: Path, payload: dict) -> None:
-    """Write ``payload`` as JSON; a process killed here leaves the earlier file whole.
+    """Writes ``payload`` as JSON atomically: a killed process leaves the earlier file intact.
 
     Raises:
         ProvenanceError: ``payload["provenance"]`` is not what ``provenance`` returns.
@@ -72,18 +72,18 @@ def write_result(path: Path, payload: dict) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Let SIGTERM end this process as an exception does, so that it takes its engines and scratch files with it."""
+    """Makes SIGTERM raise SystemExit, so that engines and scratch files are cleaned up."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def is_toy(model: Path) -> bool:
-    """Whether the numbers of ``model`` must be labelled as those of a toy model; also where it was inflated."""
+    """Returns whether ``model`` is a toy model, inflated or not, whose numbers must be labelled as such."""
     return model.resolve().is_relative_to(TOY) or "toy" in model.resolve().parts
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeats of one measurement."""
+    """Median and range of the repeats of one measurement."""
 
     median: float
     low: float
@@ -97,7 +97,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Rate:
-    """A measured rate in bytes a second, and what was done to measure it."""
+    """A measured rate in bytes per second, and how it was measured."""
 
     bytes_per_second: Spread
     what: str
@@ -105,17 +105,17 @@ class Rate:
 
     @property
     def best(self) -> float:
-        """The fastest repeat: what the machine can do when nobody disturbs it."""
+        """The fastest repeat: the rate of the machine without other load."""
         return self.bytes_per_second.high
 
 
 def memory_copy_rate(size: int = 256 << 20, threads: int | None = None, repeats: int = 5, seconds: float = 3.0) -> Rate:
-    """Bytes copied from memory to memory a second; each of them is read once and written once.
+    """Measures the bytes per second of a memory-to-memory copy; each byte is read once and written once.
 
     Args:
-        size: bytes of the source, shared out to the threads; larger than the caches, or it is they that are measured.
-        threads: copies at once; default: the cores that this process may use.
-        repeats: how often, at most.
+        size: bytes of the source, divided between the threads; must exceed the caches, which are measured otherwise.
+        threads: concurrent copies; default: the cores that this process may use.
+        repeats: maximum number of repeats.
         seconds: no repeat starts after this time.
     """
     threads = threads or len(os.sched_getaffinity(0))
@@ -130,18 +130,18 @@ def memory_copy_rate(size: int = 256 << 20, threads: int | None = None, repeats:
 def disk_read_rates(
     folder: Path, file_bytes: int, threads: int = 4, repeats: int = 5, seconds: float = 5.0
 ) -> dict[str, Rate]:
-    """Read rates of the disk under ``folder``, past the page cache, one whole file after the other.
+    """Measures the read rates of the disk under ``folder``, bypassing the page cache, one whole file after the other.
 
     Args:
         folder: where files are written, read and removed again.
-        file_bytes: size of a file, as large as one packed expert.
+        file_bytes: size of a file: that of one packed expert.
         threads: readers of the parallel measurement.
-        repeats: how often, at most.
+        repeats: maximum number of repeats.
         seconds: no repeat starts after this time; both measurements share it.
 
     Returns:
         ``sequential`` (one reader) and ``parallel``. ``details["direct"]`` is False on a file system without
-        direct I/O: there, pages are dropped after each read instead.
+        direct I/O, where pages are dropped after each read instead.
     """
     count = max(threads, min(_MAX_FILES, _FILES_BYTES // file_bytes))
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def _read_speeds(
 
 
 def _repeat(job: Callable[[], object], size: int, repeats: int, seconds: float) -> list[float]:
-    """Bytes a second of each repeat of ``job``, which moves ``size`` bytes; at least one."""
+    """Returns the bytes per second of each repeat of ``job``, which moves ``size`` bytes; at least one."""
     rates: list[float] = []
     begin = time.perf_counter()
     while len(rates) < repeats and (not rates or time.perf_counter() - begin < seconds):
@@ -181,7 +181,7 @@ def _repeat(job: Callable[[], object], size: int, repeats: int, seconds: float) 
 
 
 def _write_files(folder: Path, count: int, size: int) -> list[Path]:
-    """Files that the disk holds and the page cache does not."""
+    """Writes files that are on the disk and not in the page cache."""
     data = np.random.default_rng(0).bytes(size)  # not zeros, which a disk may compress
     paths = [folder / f"{index:04d}" for index in range(count)]
     for path in paths:
@@ -196,13 +196,13 @@ def _write_files(folder: Path, count: int, size: int) -> list[Path]:
 def _opens_direct(path: Path) -> bool:
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
-    except OSError:  # EINVAL, e.g. tmpfs; the caller says so in the result
+    except OSError:  # EINVAL, e.g. tmpfs; the caller records it in the result
         return False
     return True
 
 
 def _read_files(paths: Sequence[Path], size: int, direct: bool) -> None:
-    buffer = mmap.mmap(-1, -(-size // PAGE) * PAGE)  # page-aligned, as direct I/O asks
+    buffer = mmap.mmap(-1, -(-size // PAGE) * PAGE)  # page-aligned, as direct I/O requires
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         try:

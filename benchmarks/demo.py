@@ -1,11 +1,12 @@
-"""A toy model with a quarter of its experts in fast memory, beside the same model on stock vLLM.
+"""Compares a toy model with a quarter of its experts in fast memory with the same model on stock vLLM.
 
     make demo                                  the comparison
     .venv/bin/python benchmarks/demo.py --serve    leave the server running
 
 Starts ``vllm serve`` twice, one after the other, on the loopback interface, and ends with exit code 1 if the
-tokens differ. The plugin verifies drafts and stock has none, so their steps have other numbers of rows; where kernels
-of bfloat16 round by that (a CPU with AMX), a near-tie would fall otherwise in stock too. Hence float32.
+tokens differ. The plugin verifies drafts and stock has none, so their steps have other numbers of rows; where the
+rounding of bfloat16 kernels depends on that (a CPU with AMX), a near-tie may resolve differently in stock vLLM too.
+Hence float32.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ STATS_KEYS = (
 )
 
 console = Console(highlight=False)
-# Requests to the loopback interface must not go through a proxy that the environment names.
+# Requests to the loopback interface must not go through a proxy set in the environment.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Reply:
 
 
 class Server:
-    """``vllm serve`` in its own process group; leaving the context ends every process of it."""
+    """``vllm serve`` in its own process group; leaving the context ends all its processes."""
 
     def __init__(self, title: str, arguments: list[str], env: dict[str, str], limit: float) -> None:
         with socket.socket() as probe:
@@ -104,7 +105,7 @@ class Server:
         self.stop()
 
     def stop(self) -> None:
-        """Ask the server to end its workers and itself; after 20 s, or on a second Ctrl-C, kill the whole group."""
+        """Asks the server to end its workers and itself; after 20 s, or on a second Ctrl-C, kills the whole group."""
         try:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -155,7 +156,7 @@ class Server:
 
 
 def common_arguments(options: argparse.Namespace) -> list[str]:
-    """Both servers: small enough for a machine with a few GB of free memory, no compilation."""
+    """Returns the arguments of both servers: they fit in a few GB of free memory and compile nothing."""
     return [
         *("--served-model-name", NAME),
         *("--max-model-len", "512"),
@@ -194,7 +195,7 @@ def spac_server(options: argparse.Namespace) -> Server:
 
 
 def stock_server(options: argparse.Namespace) -> Server:
-    # An empty list of allowed plugins: not even loaded, as if it were not installed.
+    # An empty list of allowed plugins: none is loaded, as if not installed.
     env = environment() | {"VLLM_PLUGINS": ""}
     return Server("stock vLLM", [str(options.model), *common_arguments(options)], env, options.timeout)
 
@@ -203,7 +204,7 @@ def stock_server(options: argparse.Namespace) -> Server:
 
 
 def complete(server: Server, prompt: str, tokens: int, show: bool) -> Reply:
-    """One greedy completion, streamed to the terminal if ``show``."""
+    """Requests one greedy completion, streamed to the terminal if ``show``."""
     ids: list[int] = []
     text, reported = "", True
     direct = openai.DefaultHttpxClient(trust_env=False)
@@ -246,7 +247,7 @@ def complete_all(server: Server, tokens: int, show: bool) -> list[Reply]:
 
 
 def difference(ours: Reply, stock: Reply) -> str | None:
-    """Where two replies part, None if they do not; by token ids, or by text where a server reports no ids."""
+    """Returns where two replies diverge, or None; by token ids, or by text if a server reports no ids."""
     if ours.tokens is None or stock.tokens is None:
         return None if ours.text == stock.text else "texts differ"
     if ours.tokens == stock.tokens:
@@ -276,7 +277,7 @@ def comparison(ours: list[Reply], stock: list[Reply]) -> tuple[Table, bool]:
 
 
 def counters(server: Server) -> list[tuple[str, str]]:
-    """Rows from ``GET /spac/stats``; a key that is missing is named, not skipped."""
+    """Returns rows from ``GET /spac/stats``; a missing key is reported, not skipped."""
     try:
         workers = json.loads(server.get("/spac/stats"))["workers"]
     except (OSError, KeyError, json.JSONDecodeError) as error:
@@ -316,7 +317,7 @@ def size(count: float) -> str:
 
 
 def acceptance(server: Server, method: str) -> tuple[str, str]:
-    """Mean tokens a verify step yields: one, plus the accepted draft tokens."""
+    """Returns a row with the mean tokens per verify step: one, plus the accepted draft tokens."""
     totals: dict[str, float] = {}
     try:
         text = server.get("/metrics").decode()
@@ -334,7 +335,7 @@ def acceptance(server: Server, method: str) -> tuple[str, str]:
 
 
 def own_command(options: argparse.Namespace) -> str:
-    """What a user types in the checkout to have this server."""
+    """Returns the command that starts this server from the checkout."""
     arguments = [*spac_arguments(options), *common_arguments(options)]
     words = [str(part).replace(f"{ROOT}/", "") for part in (options.model, *arguments)]
     return f"VLLM_CPU_KVCACHE_SPACE=1 .venv/bin/vllm serve {shlex.join(words)}"
@@ -387,7 +388,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODELS / "target", help="the toy checkpoint")
     parser.add_argument("--draft", type=Path, default=MODELS / "eagle3", help="EAGLE-3 head; n-grams if missing")
     parser.add_argument("--slots", default="25%", help="experts in fast memory (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens a prompt (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per prompt (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="of both servers (default: %(default)s, see above)")
     parser.add_argument("--memory", type=float, default=0.3, help="--gpu-memory-utilization (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds a server may take to start")

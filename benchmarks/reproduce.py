@@ -1,7 +1,7 @@
-"""Which command makes each figure of benchmarks/README.md, from what, and whether the results still fit it.
+"""Lists the command and inputs of each figure of benchmarks/README.md, runs it, and checks the results against it.
 
-A figure is a table, a picture or a sentence with numbers. Its numbers lie in ``benchmarks/results`` with the command,
-the commit, the versions and the machine that they are from. Timed figures need a machine that nobody else uses.
+A figure is a table, a picture or a sentence with numbers. Its numbers are in ``benchmarks/results`` with the command,
+the commit, the versions and the machine they come from. Timed figures need an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure, or several of one run.
+    """One figure, or several from one run.
 
     Attributes:
         readme: where it is in the documents.
         files: its results, in ``benchmarks/results``.
-        commands: what makes it, in this order, from the checkout's root; none: see ``note``.
+        commands: commands that make it, in this order, from the checkout's root; none: see ``note``.
         inputs: files and folders of the checkout that it is made from.
-        minutes: about how long that takes on two cores that do nothing else.
+        minutes: approximate duration on two otherwise idle cores.
         timed: whether its numbers are times.
-        inflated: whether it is of the toy model with larger experts, which is written first where it is missing.
-        stale: why its results are not of the code, command or traces that are in the tree, until it is made again.
-        note: what else must be known.
+        inflated: whether it uses the toy model with larger experts, which is written first if missing.
+        stale: why its results are not from the code, command or traces in the tree, until it is made again.
+        note: further remarks.
     """
 
     readme: str
@@ -139,7 +139,7 @@ FIGURES = {
         inflated=True,
     ),
     "simulated": Figure(
-        "Results: simulated beside measured time a token",
+        "Results: simulated and measured time per token",
         ("simulated_toy.json",),
         (f"python benchmarks/serving/simulated.py {MID} {_HEAD} --slots 10%,25%,50% --policy reuse --repeats 1",),
         minutes=20,
@@ -187,7 +187,7 @@ FIGURES = {
 
 @app.command("list")
 def list_() -> None:
-    """Show every figure, its files, and what makes it."""
+    """Show every figure, its files, and its commands."""
     table = Table("name", "in the documents", "files", "from", "minutes", show_lines=True)
     for name, figure in FIGURES.items():
         marks = (" (timed)" * figure.timed) + (f" (stale: {figure.stale})" if figure.stale else "")
@@ -208,7 +208,7 @@ def run(name: Annotated[str, typer.Argument(help=f"Of {', '.join(FIGURES)}.")]) 
         raise typer.BadParameter(f"no command makes {name!r}; use one of {known}")
     figure, console = FIGURES[name], Console(stderr=True)
     if figure.timed:
-        console.print("its numbers are times: let nothing else run on this machine")
+        console.print("its numbers are times: run nothing else on this machine")
     prepare = [_INFLATE] if figure.inflated and not (ROOT / MID).exists() else []
     for command in (*prepare, *figure.commands):
         console.print(escape(command), highlight=False, soft_wrap=True)
@@ -218,9 +218,9 @@ def run(name: Annotated[str, typer.Argument(help=f"Of {', '.join(FIGURES)}.")]) 
             raise typer.Exit(code)
 
 
-@app.command()
-def check() -> None:
-    """Find results that nothing makes, that do not say where they come from, or that are of other traces or code."""
+@app.command("check")
+def check_results() -> None:
+    """Find results without a figure, without provenance, or from other traces or code than those in the tree."""
     why = unknown_history()
     found = [*unnamed(), *of_something_else(history=not why)]
     for problem in found:
@@ -232,7 +232,7 @@ def check() -> None:
 
 
 def unnamed() -> Iterator[str]:
-    """Files and figures without one another, and what the documents name beside them."""
+    """Yields files without a figure, figures without their files, and files in the documents that no figure has."""
     named = [file for figure in FIGURES.values() for file in figure.files]
     there = {path.name for path in RESULTS.iterdir()}
     yield from (f"{file}: no figure has it" for file in sorted(there - set(named)))
@@ -246,7 +246,7 @@ def unnamed() -> Iterator[str]:
 
 
 def of_something_else(*, history: bool) -> Iterator[str]:
-    """Results that are of another command, code or traces than those in the tree, but for figures that say so.
+    """Yields results from another command, code or traces than those in the tree, except for figures marked stale.
 
     Args:
         history: look commits up.
@@ -290,14 +290,14 @@ def lost(content: dict) -> Iterator[str]:
 
 
 def unknown_history() -> str:
-    """Why commits cannot be looked up; empty where they can."""
+    """Returns why commits cannot be looked up; empty if they can."""
     if not (ROOT / ".git").exists():
         return "this is no git checkout"
     return "this checkout is shallow" * (_git("rev-parse", "--is-shallow-repository").stdout.strip() == "true")
 
 
 def commits(content: object) -> Iterator[str]:
-    """Every ``git`` commit that a result names, wherever it does."""
+    """Yields every ``git`` commit in a result, at any depth."""
     if isinstance(content, dict):
         if isinstance(content.get("git"), dict):
             yield content["git"]["commit"]
@@ -318,7 +318,7 @@ def sha256(path: Path) -> str:
 
 
 def readme() -> str:
-    """The documents that show results."""
+    """Returns the text of the documents that show results."""
     paths = (ROOT / name for name in ("README.md", "benchmarks/README.md", "vllm_spac/USAGE.md"))
     return "".join(path.read_text() for path in paths if path.exists())
 

@@ -1,4 +1,4 @@
-"""For all tests: a slow machine is no failure, and what we log can be read whatever an engine did to vLLM's logger."""
+"""Fixtures for all tests: no deadlines on slow machines, readable log records whatever engines do to vLLM's logger."""
 
 import logging
 from collections.abc import Iterator

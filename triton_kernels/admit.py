@@ -1,21 +1,22 @@
-"""Which missed experts of a layer get a slot before it computes: decided on the device, with no word from the host.
+"""In-layer admission: decides on the device which missed experts of a layer get a slot before it computes.
 
 Keys number the experts of all layers; those of this layer are first ... first + N - 1. Between steps the host offers
-slots, those worth least first, each with its owner; a layer takes from where the layers before it stopped. One that
-misses nothing looks at no offer. Else, with c_e the pairs of expert e::
+slots, lowest worth first, each with its owner. A layer continues where the previous layers stopped; a layer without
+misses reads no offer. Else, with c_e the pairs of expert e::
 
     open        o_0 < o_1 < ...   of the next ``lanes(N)`` offers those whose slot is still its owner's, and whose
                                   owner is used neither in this layer nor in one before it in this step
     wants       m_0 < m_1 < ...   e with c_e > 0 and no slot, to which one is worth at least what o_0 is to its owner
     admitted    m_i takes o_i     if there is an o_i, and it is worth at most as much to its owner as to m_i
-    next offer                    behind the last o_i that some m_i looked at; behind all that were seen if they ran out
+    next offer                    after the last o_i that some m_i considered; after all that were seen if they ran out
 
-A slot's old owner is read in host memory from now on, the new one in its slot: its bytes must be there before the next
-launch that reads the table, which ``fetch`` sees to. Everything runs on one stream, so no launch reads a slot or a
-pointer while it changes. Who is not admitted is read where it lies, at no more bytes over the bus.
+From now on, a slot's old owner is read from host memory and the new one from the slot. The new owner's bytes must be in
+the slot before the next launch that reads the table; ``fetch`` copies them. Everything runs on one stream, so no launch
+reads a slot or a pointer while it changes. An expert that is not admitted is streamed from host memory, which moves no
+more bytes over the bus.
 
-One program, whose lanes are experts and offers: some microseconds, of which a layer that misses nothing takes few. The
-same input gives the same decisions.
+One program, whose lanes are experts and offers: it takes some microseconds, and few in a layer without misses. The same
+input gives the same decisions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor
 from .route import MAX_EXPERTS, chunk_for, count, counted_pairs
 from .types import ADMITTED, HIT, STREAMED, UNUSED, Experts, Offers, lanes
 
-_WARP = 256  # lanes that one warp has registers for; it needs no shared memory to sum them, nor to wait for itself
+_WARP = 256  # lanes that fit the registers of one warp, which needs neither shared memory nor barriers to sum them
 
 
 @triton.jit(do_not_specialize=["n_pairs", "first"], do_not_specialize_on_alignment=["ids", "weights"])
@@ -71,7 +72,7 @@ def _admit_kernel(
     turn = tl.cumsum(wants.to(tl.int32), 0) - 1
     wanted = tl.sum(wants.to(tl.int32), 0)
 
-    # which offer is the i-th open one: through memory, the lanes of experts and of offers are not the same
+    # find the i-th open offer through memory: lanes of experts and of offers differ
     tl.store(copies + 1 + number, offer, mask=opened & (number < n_experts))
     tl.debug_barrier()
     served = wants & (turn < opens)
@@ -112,7 +113,7 @@ def admit(
     copies: Tensor,
     live: Tensor | None = None,
 ) -> None:
-    """Decide for one layer. No host synchronisation: may be captured in a CUDA graph.
+    """Decides admission for one layer. No host synchronisation: may be captured in a CUDA graph.
 
     Args:
         topk_ids: [M, k] int32 or int64, contiguous; ids outside 0 ... N - 1 mark padding and are left out.
@@ -120,12 +121,12 @@ def admit(
         first: key of the layer's expert 0.
         experts: where all experts are, updated in place.
         offers: the slots that may be taken; ``state`` is updated in place.
-        counts: [keys] int32, those of this layer are overwritten with the pairs of each expert. Those of the layers
-            before it must be of this step.
+        counts: [keys] int32, those of this layer are overwritten with the pairs of each expert. The counts of
+            earlier layers must be from this step.
         sources: [keys] int32, those of this layer are overwritten: ``UNUSED``, ``HIT``, ``STREAMED`` (missed, to be
-            read where it lies) or ``ADMITTED`` (missed, has a slot now).
-        copies: [1 + 2 N] int32, is overwritten: how many n were admitted; in [1 : 1 + n] their keys, ascending; in
-            [1 + N : 1 + N + n] their slots. The rest means nothing.
+            read from host memory) or ``ADMITTED`` (missed, has a slot now).
+        copies: [1 + 2 N] int32, is overwritten: the number n of admitted experts; in [1 : 1 + n] their keys,
+            ascending; in [1 + N : 1 + N + n] their slots. The rest is undefined.
         live: [1] int32, pairs from this one on are padding and left out; default: none.
 
     Raises:
@@ -159,7 +160,7 @@ def _check(
     assert topk_ids.dtype in (torch.int32, torch.int64), "ids must be int32 or int64"
     assert topk_ids.is_contiguous() and topk_weights.is_contiguous(), "ids and weights must be contiguous"
     assert live is None or (live.shape == (1,) and live.dtype == torch.int32)
-    assert len(copies) == 1 + 2 * n_experts and 1 <= n_experts <= MAX_EXPERTS, f"1 ... {MAX_EXPERTS} experts a layer"
+    assert len(copies) == 1 + 2 * n_experts and 1 <= n_experts <= MAX_EXPERTS, f"1 ... {MAX_EXPERTS} experts per layer"
     assert 0 <= first <= keys - n_experts, f"a layer of {n_experts} from {first} on, of {keys} experts"
     assert experts.slot_of.shape == offers.used.shape == counts.shape == sources.shape == (keys,)
     assert experts.hosts.shape == (names, keys) and experts.places.shape == (names, slots)

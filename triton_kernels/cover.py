@@ -1,13 +1,14 @@
-"""What becomes of rows whose experts are outside a shortlist S: MoE-Spec's two coverages, in one launch.
+"""Restricts rows to a shortlist S of experts: MoE-Spec's two coverages, in one launch.
 
-``truncation``: pairs whose expert is in S stay as they are; the others get weight 0, and for an expert the row's best
-that stays (equals: the lowest id), in a row that keeps nothing the best of S.
+``truncation``: pairs whose expert is in S stay as they are. The others get weight 0, and as expert the best one that
+their row keeps (ties: the lowest id), or the best of S in a row that keeps none.
 
-``substitution``: the k best of p + bias within S, equals by the lowest id; weights are their p, divided by their sum
+``substitution``: the k best of p + bias within S, ties by the lowest id; weights are their p, divided by their sum
 where the checkpoint renormalises, times its scale. With groups, only experts in the row's best groups are chosen, as
-without a budget, unless fewer than k of S are there; a group is worth its best p, or with a bias its two best p + bias.
+without a budget, unless those groups hold fewer than k of S; a group's score is its best p, or with a bias the sum of
+its two best p + bias.
 
-A row that does not vote, and one whose experts are all in S, keeps what it has to the bit. One program a row.
+A row that does not vote, and one whose experts are all in S, is copied bit for bit. One program per row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _best_groups(
     probs, bias, size,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, SIZE_BINS: tl.constexpr,
 ):  # fmt: skip
-    """[GROUP_BINS] bool, whether each group is among the best of the row at ``probs``, equals by the lowest."""
+    """Returns [GROUP_BINS] bool: whether each group is among the best of the row at ``probs``, ties by the lowest."""
     group, place = tl.arange(0, GROUP_BINS), tl.arange(0, SIZE_BINS)
     expert = group[:, None] * size + place[None, :]
     there = (group < GROUPS)[:, None] & (place < size)[None, :]
@@ -109,21 +110,22 @@ def cover(
     groups: int | None = None,
     top_groups: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the rows of a forward run within a shortlist; one launch.
+    """Returns the weights and experts that the rows of a forward run within a shortlist; one launch.
 
     Args:
         probs: [M, N] float32, router scores of all N <= 1024 experts.
-        weights, ids: [M, k] float32 and int32 or int64, the natural choice. What rows that do not vote hold is copied
-            and not looked at.
-        votes: [M] bool, rows that are cut.
-        members: [N] bool, the shortlist; at least k of them to substitute.
-        best: [] int64, the first of it.
-        substitute: choose again within the shortlist; else leave out what is outside.
-        renormalize, bias, scale: how the checkpoint weighs what is chosen again; the bias is float32 [N].
-        groups, top_groups: choose in the best of so many equal groups of experts; with a bias, of two experts at least.
+        weights, ids: [M, k] float32 and int32 or int64, the router's choice. The values of rows that do not vote are
+            copied and not interpreted.
+        votes: [M] bool, rows that the shortlist applies to.
+        members: [N] bool, the shortlist; at least k members to substitute.
+        best: [] int64, the first expert of the shortlist.
+        substitute: choose again within the shortlist; else drop the experts outside.
+        renormalize, bias, scale: how the checkpoint weighs the new choice; the bias is float32 [N].
+        groups, top_groups: choose within the ``top_groups`` best of ``groups`` equal groups of experts; with a bias,
+            groups have at least two experts.
 
     Returns:
-        (weights, ids) as they came.
+        (weights, ids) in the shapes and dtypes of the arguments.
     """
     (rows, experts), k = probs.shape, ids.shape[1]
     assert probs.dtype == weights.dtype == torch.float32 and ids.dtype in (torch.int32, torch.int64)

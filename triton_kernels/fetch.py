@@ -1,13 +1,13 @@
-"""Bytes of experts from host memory into slots, as ``admit`` has decided, read by the device itself.
+"""Copies the experts that ``admit`` has admitted from host memory into their slots, read by the device itself.
 
 For i = 0 ... n - 1 and each tensor t::
 
     slot copies[1 + N + i] of t   <-   host copy of expert copies[1 + i] of t
 
-The host copy is pinned and in the device's address space; no copy engine and no call of the host is involved, so that
-the launch may be part of a CUDA graph. How much is copied is known on the device only: the grid is the same always, and
-with nothing to copy each program reads one number. Its programs share the experts' chunks evenly; a few dozen of them
-keep more bytes in flight than the bus has delay for.
+The host copy is pinned and in the device's address space. No copy engine and no host call is involved, so the launch
+may be part of a CUDA graph. Only the device knows how much is copied: the grid is always the same, and with nothing to
+copy each program reads one number. The programs share the experts' chunks evenly; a few dozen of them keep enough bytes
+in flight to cover the latency of the bus.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .types import Experts
 
-_PROGRAMS = 64  # a tensor; each has _WORDS * 8 bytes in flight: 512 KB, of which PCIe 5 needs about 100. Not measured.
+_PROGRAMS = 64  # per tensor, each with _WORDS * 8 bytes in flight: 512 KB; PCIe 5 needs about 100 KB. Not measured.
 _WORDS = 1024
 
 
@@ -38,7 +38,7 @@ def _fetch_kernel(
     """Program (p, t) copies chunks p, p + PROGRAMS, ... of tensor t, counted over all experts."""
     n = tl.load(copies)
     name = tl.program_id(1)
-    size = tl.multiple_of(tl.load(words + name), 2)  # or its mask would be one of single words
+    size = tl.multiple_of(tl.load(words + name), 2)  # else the mask would apply to single words
     chunks = tl.cdiv(size, WORDS)
     for chunk in range(tl.program_id(0), n * chunks, PROGRAMS):
         number = chunk // chunks
@@ -52,7 +52,7 @@ def _fetch_kernel(
 
 
 def fetch(copies: Tensor, experts: Experts, words: Tensor) -> None:
-    """Copy the experts that ``admit`` has admitted. No host synchronisation: may be captured in a CUDA graph.
+    """Copies the experts that ``admit`` has admitted. No host synchronisation: may be captured in a CUDA graph.
 
     Args:
         copies: [1 + 2 N] int32, as ``admit`` wrote it.

@@ -8,8 +8,8 @@ For row t with expert e = ids[t, j] and router weight g = weights[t, j], j = 0 .
     out[t]   = ((y[t, 0] + y[t, 1]) + ...)     in the order of top-k, so that the same input gives the same bits
 
 ``w13[e]`` and ``w2[e]`` are int64 addresses: of a slot in HBM, or of pinned host memory in the same address space.
-One launch serves both, each at its own speed; who moves an expert changes a number in the table and nothing else.
-Rows of gate and up: two halves, but for ``swigluoai``, which has them interleaved.
+One launch serves both, each at its own speed; moving an expert changes a number in the table and nothing else.
+Rows of gate and up: two halves, but for ``swigluoai``, which interleaves them.
 
 Sums are float32; gate, up, h, y and out are rounded to x's dtype exactly where stock vLLM's separate launches round
 (its GEMM, its activation kernels, its GEMM with the router weight, its sum), act(gate) too, but for ``swigluoai``.
@@ -20,7 +20,7 @@ the pairs first. Both put the same rows into the same places of a block: the sam
 
 Each launch reads an expert ceil(rows of the expert / block_m) times, and ``tile_for`` makes block_m >= M while
 M <= 64: there every needed expert is read exactly once, also if all rows choose the same. Beyond, the blocks of an
-expert run side by side, and its second reading meets the L2 cache. No atomics, no split of the K sum: deterministic.
+expert run concurrently, and its second read hits the L2 cache. No atomics, no split of the K sum: deterministic.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .types import block_bound, lanes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ALIGNMENT = 16  # bytes; the kernels promise it to the compiler, which then reads 16 bytes at once
+ALIGNMENT = 16  # bytes; a hint to the compiler, which then loads 16 bytes at once
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Block sizes of both GEMMs. Another tile may round otherwise: fix one where results of batches must agree.
+    """Block sizes of both GEMMs. Another tile may round differently: fix one where results of batches must agree.
 
     ``gate_up_n`` counts columns of h: gate and up make twice as many rows of W13. ``k_bytes`` is the depth of a tile
     in bytes, so that float32 gets half the columns. ``group_m`` row blocks share a strip of weights in L2.
@@ -70,19 +70,19 @@ _PREFILL = Tile(block_m=128, gate_up_n=64, down_n=128, k_bytes=128, num_warps=8,
 
 
 def tile_for(rows: int) -> Tile:
-    """The tile for M rows: a fixed table, because nothing may be timed while a graph is captured."""
+    """Returns the tile for M rows: a fixed table, because nothing may be timed while a graph is captured."""
     return next((tile for most, tile in _TILES if rows <= most), _PREFILL)
 
 
 def _unsorted(pairs: int, experts: int, tile: Tile) -> bool:
-    """Whether programs find their blocks themselves."""
+    """Returns whether programs find their blocks themselves, without ``route.align``."""
     return pairs <= min(experts, FEW) and tile.block_m <= 16
 
 
 def rows_to_compile(most: int, top_k: int, experts: int) -> list[int]:
-    """What forwards of 1 ... ``most`` rows are compiled for: the fewest rows of each variant, ascending.
+    """Returns the fewest rows of each kernel variant that forwards of 1 ... ``most`` rows need, ascending.
 
-    All that a launch of this module, of ``route`` or of ``admit`` is compiled for follows from these rows, or is the
+    The specialisation of each launch of this module, of ``route`` and of ``admit`` follows from these rows, or is the
     same for all rows of a model.
     """
     fewest: dict[tuple, int] = {}
@@ -116,7 +116,7 @@ def _activate(gate: tl.tensor, up: tl.tensor, ACT: tl.constexpr, T: tl.constexpr
 
 @triton.jit
 def _expert(table: tl.tensor, expert: tl.tensor, T: tl.constexpr):
-    """Pointer to an expert's tensor. Without the promise of 16 bytes the compiler would load element by element."""
+    """Returns the pointer to an expert's tensor. Without the 16-byte hint the compiler would load single elements."""
     return tl.multiple_of(tl.load(table + expert).to(tl.pointer_type(T), bitcast=True), 16)
 
 
@@ -144,7 +144,7 @@ def _block(
     BLOCK_M: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """A block's expert, -1 for none, and its pairs: from ``align``'s work list, or without it where there is none."""
+    """Returns a block's expert, -1 for none, and its pairs: from ``align``'s work list if given, else computed."""
     if pairs is None:
         n_live = counted_pairs(live, n_pairs)
         expert, pair = block_of(block, ids, router_weights, n_live, n_pairs, n_experts, BLOCK_M, FEW)
@@ -154,7 +154,7 @@ def _block(
     return expert, pair
 
 
-_VARYING = {  # from launch to launch, or from layer to layer
+_VARYING = {  # arguments that vary between launches or layers
     "do_not_specialize": ["n_pairs", "blocks"],
     "do_not_specialize_on_alignment": ["ids", "router_weights", "counts", "w13", "b13", "w2", "b2"],
 }
@@ -171,10 +171,10 @@ def _gate_up_kernel(
 ):  # fmt: skip
     """x [M, d] -> out [M * k, ff], row = pair; see the module. UPCAST: the interpreter cannot multiply bfloat16.
 
-    Where there are ``counts`` to be written, a program behind those of the blocks does that.
+    If ``counts`` is given, one more program after those of the blocks writes it.
     """
     T: tl.constexpr = x.dtype.element_ty
-    if counts is not None:  # noqa: SIM102 - known when it is compiled
+    if counts is not None:  # noqa: SIM102 - known at compile time
         if tl.program_id(0) == tl.num_programs(0) - 1:
             bins = tl.arange(0, BINS)
             found = count(ids, router_weights, counted_pairs(live, n_pairs), n_experts, BINS, FEW)
@@ -266,7 +266,7 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y [M, k, d] -> out [M, d], summed from slot 0 on. Pairs that are left out were never written: not read."""
+    """y [M, k, d] -> out [M, d], summed from slot 0 on. Pairs that are left out were never written and are not read."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n_live = counted_pairs(live, n_pairs)
@@ -296,7 +296,7 @@ def grouped_gemm(
     counts: Tensor | None = None,
     live: Tensor | None = None,
 ) -> Tensor:
-    """Routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
+    """Computes the routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
 
     Args:
         x: [M, d], bfloat16, float16 or float32, contiguous.
@@ -312,8 +312,8 @@ def grouped_gemm(
         counts: [experts] int32, is overwritten with the pairs of each expert.
         live: [1] int32, pairs from this one on are padding and left out; default: none.
 
-    All addresses are multiples of 16 and valid as long as the launches run: nothing here can check it. Only addresses
-    of experts that a pair names are followed.
+    All addresses must be multiples of 16 and valid as long as the launches run; this is not checked. Only addresses of
+    experts that a pair selects are dereferenced.
 
     Raises:
         AssertionError: a shape, dtype or layout is not as above.
@@ -356,7 +356,7 @@ def grouped_gemm(
 def combine(
     y: Tensor, topk_weights: Tensor, topk_ids: Tensor, experts: int, out: Tensor, live: Tensor | None = None
 ) -> None:
-    """y [M, k, d], already weighted, into out [M, d]; pairs that ``route.align`` leaves out count as zero."""
+    """Sums y [M, k, d], already weighted, into out [M, d]; pairs that ``route.align`` leaves out count as zero."""
     rows, top_k, d = y.shape
     block = min(1024, triton.next_power_of_2(d))
     _combine_kernel[(rows, triton.cdiv(d, block))](
@@ -378,11 +378,11 @@ def _check(
 ) -> None:
     assert activation in ACTIVATIONS, f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}"
     assert x.ndim == 2 and x.dtype in DTYPES and x.is_contiguous(), "x must be a contiguous [rows, d] of 16 or 32 bit"
-    assert x.data_ptr() % ALIGNMENT == 0, f"x must lie on a multiple of {ALIGNMENT} bytes"
+    assert x.data_ptr() % ALIGNMENT == 0, f"x must be aligned to a multiple of {ALIGNMENT} bytes"
     assert (b13 is None) == (b2 is None), "give both biases or none"
     for table in (w13, w2, b13, b2):
         assert table is None or (table.dtype == torch.int64 and table.shape == w13.shape and table.is_contiguous())
-    assert topk_ids.shape == topk_weights.shape and topk_ids.shape[0] == x.shape[0], "one row of top-k a row of x"
+    assert topk_ids.shape == topk_weights.shape and topk_ids.shape[0] == x.shape[0], "one row of top-k per row of x"
     assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous() and topk_ids.is_contiguous()
     assert len(w13) <= MAX_EXPERTS and topk_ids.numel() < 2**31 - 1024, "pairs are numbered in 32 bit"
     assert live is None or (live.shape == (1,) and live.dtype == torch.int32), "live must be one int32"

@@ -1,7 +1,7 @@
-"""From chosen experts to a grouped GEMM's work list: which rows an expert has.
+"""Builds a grouped GEMM's work list from the chosen experts: the rows of each expert.
 
 Pair p = row * k + slot. ``align``: pairs are sorted by expert, stable, each expert padded to whole blocks of block_m
-rows. A program an expert: it counts all pairs of all experts, hence knows where its own begin, and places them in
+rows. One program per expert: it counts the pairs of all experts, computes where its own begin, and places them in
 ascending order. Integers only, no atomics outside a program: the same input gives the same order.
 
 Where pairs are few, a program of the GEMM finds its block itself (``block_of``), and no launch comes before it.
@@ -17,17 +17,17 @@ from torch import Tensor
 from .types import Blocks, block_bound, lanes
 
 MAX_EXPERTS = 1024  # a layer's counts are kept in the registers of one program
-FEW = 128  # pairs that one program compares with one another
+FEW = 128  # pairs that one program compares pairwise
 
 
 def chunk_for(pairs: int) -> int:
-    """Pairs that a program reads at once: two sizes, because each is compiled."""
+    """Returns the pairs that a program reads at once: one of two sizes, because each size is compiled."""
     return FEW if pairs <= FEW else 1024
 
 
 @triton.jit
 def counted_pairs(live: tl.tensor, n_pairs: tl.tensor):
-    """How many of the pairs count, the first ones: those before the padding, where it is said where that begins."""
+    """Returns how many leading pairs are not padding: ``live`` if given, else ``n_pairs``."""
     if live is not None:
         n_pairs = tl.minimum(tl.load(live), n_pairs)
     return n_pairs
@@ -35,7 +35,7 @@ def counted_pairs(live: tl.tensor, n_pairs: tl.tensor):
 
 @triton.jit
 def routed(ids: tl.tensor, weights: tl.tensor, at: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor):
-    """The experts of pairs ``at``; ``n_experts`` where the pair is none, padding, or has weight 0."""
+    """Returns the experts of pairs ``at``; ``n_experts`` for a pair out of range, padding, or with weight 0."""
     inside = at < n_pairs
     expert = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
     weight = tl.load(weights + at, mask=inside, other=0.0)
@@ -51,7 +51,7 @@ def count(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """[BINS] int32, the pairs of each expert; those of none are in the bin behind the last."""
+    """Returns [BINS] int32: the pairs of each expert; pairs without one are counted in bin ``n_experts``."""
     found = tl.zeros((BINS,), tl.int32)
     for start in range(0, n_pairs, CHUNK):
         found += tl.histogram(routed(ids, weights, start + tl.arange(0, CHUNK), n_pairs, n_experts), BINS)
@@ -69,9 +69,9 @@ def block_of(
     BLOCK_M: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The block that begins with pair ``me``, of FEW pairs at most.
+    """Finds the block that begins with pair ``me``, among at most FEW pairs.
 
-    Returns its expert, -1 if pair ``me`` begins none, and [BLOCK_M] pairs as ``align`` has them in the block.
+    Returns its expert, -1 if no block begins with pair ``me``, and [BLOCK_M] pairs as ``align`` has them in the block.
     """
     lane = tl.arange(0, FEW)
     mine = routed(ids, weights, me, n_live, n_experts)
@@ -92,7 +92,7 @@ def _align_kernel(
     n_pairs: tl.tensor, n_experts: tl.tensor, n_blocks: tl.tensor,
     BLOCK_M: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program e places the pairs of expert e; program ``n_experts`` fills what is left over."""
+    """Builds the work list: program e places the pairs of expert e, program ``n_experts`` fills the unused rest."""
     me = tl.program_id(0)
     lane, bins = tl.arange(0, CHUNK), tl.arange(0, BINS)
     n_live = counted_pairs(live, n_pairs)
@@ -129,14 +129,14 @@ def align(
     counts: Tensor | None = None,
     live: Tensor | None = None,
 ) -> Blocks:
-    """Sort the pairs by expert.
+    """Sorts the pairs by expert.
 
     Args:
         topk_ids: [M, k] int32 or int64, contiguous; ids outside 0 ... experts - 1 mark padding and are left out.
         topk_weights: [M, k] float32; pairs with weight 0 are left out, so that their experts are not read.
         experts: N <= 1024.
-        block_m: rows of a block.
-        counts: [experts] int32, is overwritten with those of the work list; default: a new tensor.
+        block_m: rows per block.
+        counts: [experts] int32, is overwritten with the counts of the work list; default: a new tensor.
         live: [1] int32, pairs from this one on are padding and left out; default: none.
 
     Returns:

@@ -1,11 +1,11 @@
-"""The shortlist of a layer: its best experts by score, so many or as many as hold a share of a mass.
+"""Chooses the shortlist of a layer: its best experts by score, a given number or enough to hold a share of a mass.
 
     i comes before j   <=>   s_i > s_j, or s_i = s_j and i < j
     count              =     B,  or  max(least, 1 + #{i : mass of i and of all before it < share * mass of all})
     shortlist          =     the first ``count`` experts
 
 With a mass of the experts that rows selected, those that no row selected come last. One program, whose lanes are
-experts: expert i needs no sorting, it is in if fewer than ``count`` experts come before it. Sums are float64.
+experts, without sorting: expert i is a member if fewer than ``count`` experts come before it. Sums are float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .route import MAX_EXPERTS
 
-_PAIRS = 4096  # of experts that a program compares at once
+_PAIRS = 4096  # pairs of experts that a program compares at once
 
 
 @triton.jit(do_not_specialize_on_alignment=["scores", "bound"])
@@ -62,18 +62,18 @@ def shortlist(
     least: int = 1,
     empty_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of a layer; one launch.
+    """Chooses the experts of a layer; one launch.
 
     Args:
-        scores: [N] float64 or int64 below 2**53, what experts are ranked by; N <= 1024.
-        bound: [] int64, how many; None with ``held``.
-        held: [N] float64, the mass of each, to choose as many as hold a share of it; default: ``bound``.
-        share: [] float64 of the mass, above 0; from 1.0 on all experts are chosen.
-        least: of a share, how many at least.
-        empty_last: rank experts without mass behind those that have some.
+        scores: [N] float64 or int64 below 2**53, the scores that experts are ranked by; N <= 1024.
+        bound: [] int64, number of experts to choose; None with ``held``.
+        held: [N] float64, the mass of each expert, to choose as many as hold ``share``; default: choose ``bound``.
+        share: [] float64, share of the mass, above 0; from 1.0 on all experts are chosen.
+        least: minimum number of experts with ``held``.
+        empty_last: rank experts without mass after those with mass.
 
     Returns:
-        bool [N], the members, and int64 [], the best of them.
+        bool [N], the members, and int64 [], the best member.
     """
     experts = len(scores)
     assert scores.shape == (experts,) and scores.dtype in (torch.float64, torch.int64) and scores.is_contiguous()

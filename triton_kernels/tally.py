@@ -1,4 +1,4 @@
-"""What a budget did to the rows of a forward, added to counts that stay on the device: one program, one launch."""
+"""Adds the effect of a budget on the rows of a forward to counters on the device: one program, one launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .route import MAX_EXPERTS
 
-_PAIRS = 512  # that a program reads at once
+_PAIRS = 512  # pairs that the program reads at once
 
 
 @triton.jit(
@@ -52,11 +52,11 @@ def tally(
     members: Tensor,
     chosen: tuple[Tensor, Tensor],
 ) -> None:
-    """Add what became of the rows that vote.
+    """Adds the counts of the rows that vote.
 
     Args:
-        counted: [4] float64, is added to: the rows; the sum of the shares of their weights that fell outside the
-            shortlist; 1 if a row votes; the distinct experts that rows which vote use with a weight that is not 0.
+        counted: [4] float64, is incremented by: the voting rows; the sum of the shares of their weights outside
+            the shortlist; 1 if any row votes; the distinct experts that voting rows use with nonzero weight.
         votes: [M] bool.
         natural, chosen: (float32 [M, k], int32 or int64 [M, k]), weights and ids before and after the budget.
         members: [N] bool, the shortlist; N <= 1024.

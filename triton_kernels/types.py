@@ -1,4 +1,4 @@
-"""Tables, work lists and constants that kernels, their torch twins and the host share. Runs without Triton."""
+"""Tables, work lists and constants shared by kernels, their torch twins and the host. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Blocks(NamedTuple):
     """The work list of a grouped GEMM over pairs, pair = row * k + slot; all int32.
 
     Attributes:
-        pairs: [blocks * block_m], the pair of each GEMM row; ``topk_ids.numel()`` where there is none.
+        pairs: [blocks * block_m], the pair of each GEMM row; ``topk_ids.numel()`` for an empty row.
         experts: [blocks], the expert of each block; -1 after the last.
         counts: [experts], pairs of each expert.
     """
@@ -24,12 +24,12 @@ class Blocks(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Where experts are. Keys number those of all layers; names, an expert's tensors.
+    """The locations of experts. Keys number the experts of all layers; names, the tensors of an expert.
 
     Attributes:
-        slot_of: [keys] int32, the slot of each expert; -1: it has none.
+        slot_of: [keys] int32, the slot of each expert; -1: none.
         owner: [slots] int32, the expert of each slot.
-        table: [names, keys] int64, where each tensor is read: in the slot, or in host memory.
+        table: [names, keys] int64, the address that each tensor is read from: in the slot, or in host memory.
         hosts: [names, keys] int64, the addresses in host memory.
         places: [names, slots] int64, the addresses of the slots.
     """
@@ -42,11 +42,13 @@ class Experts(NamedTuple):
 
 
 class Offers(NamedTuple):
-    """Slots that the layers of a step may take, those worth least to their owners first.
+    """Slots that the layers of a step may take, lowest worth to their owners first.
 
     Attributes:
-        state: [2] int32, the next offer and the end of them.
-        slots: int32; owners: int32, the experts that have them; kept: float32, ascending, what they are worth to them.
+        state: [2] int32, the next offer and the end of the offers.
+        slots: int32, the slots offered.
+        owners: int32, the experts in them.
+        kept: float32, ascending, what each slot is worth to its owner.
         used: [keys] float32, what a slot is worth to each expert if the step uses it.
     """
 
@@ -58,11 +60,11 @@ class Offers(NamedTuple):
 
 
 def block_bound(pairs: int, experts: int, block_m: int) -> int:
-    """The most blocks that any routing needs, at least 1: sum of ceil(c / m) <= E + (pairs - E) / m, E experts busy."""
+    """Returns the most blocks any routing needs, >= 1: sum of ceil(c / m) <= E + (pairs - E) / m, E experts busy."""
     busy = min(pairs, experts)
     return max(1, busy + (pairs - busy) // block_m)
 
 
 def lanes(experts: int) -> int:
-    """Offers that a layer of so many experts looks at, at most: a power of 2, greater than its experts."""
+    """Returns the most offers that a layer of N experts considers: a power of 2 above N."""
     return max(32, 1 << experts.bit_length())

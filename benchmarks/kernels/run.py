@@ -1,16 +1,16 @@
-"""The grouped GEMM over pointers beside vLLM's Triton fused MoE, and over PCIe beside a plain copy.
+"""Compares the grouped GEMM over pointers with vLLM's Triton fused MoE, and over PCIe with a plain copy.
 
-Needs a CUDA device and has not been run on one yet: there are no results of it in this repository.
+Needs a CUDA device and has not been run on one yet: this repository has no results of it.
 
-1. All experts in HBM, M = 1 ... 256: both kernels' time, ours in bytes of experts a second and as a share of what a
-   device-to-device copy moves. vLLM takes the tuned configuration that it ships for this GPU, if it has one.
-2. All experts in pinned host memory, the same launch: bytes a second as a share of a plain pinned copy's.
+1. All experts in HBM, M = 1 ... 256: both kernels' time, ours also in bytes of experts per second and as a share of the
+   rate of a device-to-device copy. vLLM takes the tuned configuration that it ships for this GPU, if it has one.
+2. All experts in pinned host memory, the same launch: bytes per second as a share of a plain pinned copy's.
 3. A share of the experts in HBM, the rest in pinned memory: hits and misses in one launch.
-4. What admission in the layer adds: to decide where there is nothing to admit, and to copy what was, as a share of a
-   plain pinned copy. The simulator assumes 5 us for the first and the bus for the second.
+4. The cost of in-layer admission: deciding when nothing is admitted, and copying admitted experts, as a share of a
+   plain pinned copy. The simulator assumes 5 us for the first and the bus rate for the second.
 
-Each time is that of one replay of a CUDA graph, with L2 overwritten before; answers are compared before anything is
-timed. What is measured is written at once: a run that is stopped leaves what it has.
+Each time is that of one replay of a CUDA graph, with L2 overwritten before; results are compared before anything is
+timed. Measurements are written at once: a run that is stopped keeps what it has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLUSH_BYTES = 512 << 20  # more than any L2
 COPY_BYTES = 1 << 30
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHORT_ROWS = (1, 8, 64)
-# Of the greatest element: two kernels that round each value of bfloat16 (2**-8) six times, in another order.
+# As a share of the greatest element: both kernels round bfloat16 values (2**-8) six times, in different order.
 TOLERANCE = 2.0**-5
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -68,7 +68,7 @@ class Input:
 
 
 def make_input(rows: int, shape: Shape) -> Input:
-    """Each row takes ``top_k`` experts at random: more distinct ones than a trained router would ask for."""
+    """Makes rows with ``top_k`` random experts each: more distinct experts than a trained router would select."""
     rng = torch.Generator().manual_seed(rows)
     ids = torch.stack([torch.randperm(shape.experts, generator=rng)[: shape.top_k] for _ in range(rows)])
     weights = torch.softmax(torch.randn(rows, shape.top_k, generator=rng), -1)
@@ -88,13 +88,13 @@ def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def addresses(weight: Tensor) -> Tensor:
-    """[experts] int64 on the device; with unified addressing, pinned memory has one address for both sides."""
+    """Returns [experts] int64 on the device; with unified addressing, pinned memory has one address for both sides."""
     step = weight.stride(0) * weight.element_size()
     return torch.tensor([weight.data_ptr() + index * step for index in range(len(weight))], device="cuda")
 
 
 def seconds(work: Callable[[], object]) -> Spread:
-    """Time of one replay of ``work``, captured in a CUDA graph after three runs outside it."""
+    """Measures one replay of ``work``, captured in a CUDA graph after three runs outside it."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -117,7 +117,7 @@ def seconds(work: Callable[[], object]) -> Spread:
 
 
 def copy_rates() -> dict[str, float]:
-    """Bytes a second of plain copies: within HBM (each byte counts twice: read and written), and from pinned memory."""
+    """Measures bytes per second of plain copies: within HBM (counted twice: read and write) and from the host."""
     device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     other, host = torch.empty_like(device), torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     return {
@@ -127,7 +127,7 @@ def copy_rates() -> dict[str, float]:
 
 
 def compare(ours: Tensor, theirs: Tensor, what: str) -> float:
-    """Greatest difference as a share of the greatest element.
+    """Returns the greatest difference as a share of the greatest element.
 
     Raises:
         typer.Exit: they differ by more than ``TOLERANCE``, or are not finite.
@@ -150,14 +150,14 @@ def fail(message: str) -> NoReturn:
 
 
 def stock(given: Input, w13: Tensor, w2: Tensor) -> Callable[[], Tensor]:
-    """vLLM's fused MoE in Triton, as its layer calls it."""
+    """Returns a call of vLLM's fused MoE in Triton, as its layer calls it."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
     return lambda: fused_experts(given.x, w13, w2, given.weights, given.ids)
 
 
 def measure(shape: Shape, rows: int, w13: Tensor, w2: Tensor, pinned: tuple[Tensor, Tensor], resident: float) -> dict:
-    """One M: in HBM beside vLLM, all pinned, and mixed."""
+    """Measures one M: in HBM compared with vLLM, all pinned, and mixed."""
     from vllm_spac.kernels.grouped_gemm import grouped_gemm, tile_for
 
     given = make_input(rows, shape)
@@ -192,7 +192,7 @@ def measure(shape: Shape, rows: int, w13: Tensor, w2: Tensor, pinned: tuple[Tens
 
 
 def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], resident: float) -> dict:
-    """One M over ``resident`` of the experts in slots: nothing is offered, so each replay finds what the last did."""
+    """Measures admission at one M with a share ``resident`` in slots; without offers, all replays see one state."""
     from vllm_spac.kernels.admit import admit
     from vllm_spac.kernels.fetch import fetch
     from vllm_spac.kernels.types import Experts, Offers
@@ -252,7 +252,7 @@ def main(
     top_k: int = Shape.top_k,
     resident: Annotated[float, typer.Option(help="Share of the experts in HBM in the mixed run.", min=0, max=1)] = 0.25,
     short: Annotated[bool, typer.Option("--short", help=f"M = {', '.join(map(str, SHORT_ROWS))} alone.")] = False,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS / "kernels.json",
+    output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "kernels.json",
 ) -> None:
     """Compare grouped_gemm with vLLM's fused MoE and with plain copies, on this machine's GPU."""
     if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""Admission of experts into slots on the device, as ``flashlib.kernels.slot_cache`` 0.4.0 has it: a model, no kernel.
+"""A model of admission of experts into slots on the device, as in ``flashlib.kernels.slot_cache`` 0.4.0.
 
-``lru_ensure`` runs once a layer: it says where each routed expert lies and which must be copied in before the layer
+``lru_ensure`` runs once per layer: it returns where each routed expert is and which must be copied in before the layer
 computes; exact LRU, no host, fixed shapes, hence legal in CUDA graphs. ``tests/kernels/test_admission.py`` compares the
 model with the kernel where flashlib is installed.
 """
@@ -17,18 +17,18 @@ from vllm_spac.simulation.parts import Part
 from vllm_spac.simulation.replay import Outcome, Replay
 from vllm_spac.traces.format import Trace
 
-# Microseconds on an H100 in a graph, from flashlib's own cost model (measured by its authors): of K ids beyond 8; and
-# of the search for victims among so many slots, (once, for each missing id). Without a miss a call takes _NO_MISS.
+# Microseconds on an H100 in a graph, from flashlib's own cost model (measured by its authors): for K ids beyond 8;
+# and for the search for victims by number of slots, (once, per missing id). Without a miss a call takes _NO_MISS.
 _IDS = {8: 0.0, 16: 0.05, 32: 0.02, 64: 1.25, 128: 4.17, 256: 55.3, 512: 195.7}
 _SEARCH = {512: (1.6, 0.56), 1024: (1.8, 0.63), 2048: (2.0, 0.70), 4096: (2.9, 0.89), 8192: (3.0, 1.26)}
 _NO_MISS = 1.33
 
 
 class DeviceLRU:
-    """Which id is in which slot.
+    """Exact LRU assignment of ids to slots.
 
     Args:
-        ids, slots: how many there are.
+        ids, slots: their numbers.
     """
 
     def __init__(self, ids: int, slots: int) -> None:
@@ -38,10 +38,10 @@ class DeviceLRU:
         self.clock = 0
 
     def ensure(self, query: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give each id of ``query`` (int, duplicates allowed) a slot; returns those that were missing and their slots.
+        """Gives each id of ``query`` (int, duplicates allowed) a slot; returns the missing ids and their slots.
 
-        The missing ids, ascending, take the slots that were used longest ago, among equals the lowest, of those that
-        this call does not use. Raises ``LookupError`` and changes nothing where there are more ids than slots.
+        The missing ids, ascending, take the least recently used slots (ties: the lowest) among those that this call
+        does not use. Raises ``LookupError`` and changes nothing if there are more ids than slots.
         """
         ids = np.unique(query)
         if len(ids) > len(self.id_of):
@@ -58,19 +58,18 @@ class DeviceLRU:
 
 
 def seconds(ids: int, slots: int, missing: int) -> float:
-    """What a call takes on an H100 with ``ids`` in its query, duplicates counted; inf beyond what was measured."""
+    """Returns the seconds of a call on an H100 with ``ids`` ids, duplicates counted; inf beyond the measurements."""
     beyond = next((cost for limit, cost in _IDS.items() if ids <= limit), np.inf)
     once, each = next((cost for limit, cost in _SEARCH.items() if slots <= limit), (np.inf, np.inf))
     return 1e-6 * (beyond + (once + each * missing if missing else _NO_MISS))
 
 
 class AdmissionReplay(Replay):
-    """Layers that admit what they need, copy it, and compute. Copies run beside the computing of hits.
+    """Simulates layers that admit the experts they need, copy and compute them. Copies overlap with hits.
 
     A layer that needs more experts than there are slots cannot be admitted: it reads all of them over the bus and
-    leaves the slots as they are; ``impossible`` counts these. The length of a query is fixed in a graph: it is what the
-    rows select, duplicates counted, or the experts of a layer (their distinct ids, filled up with one of them) where
-    those are fewer.
+    leaves the slots as they are; ``impossible`` counts these. The length of a query is fixed in a graph: the number of
+    selected ids, duplicates counted, or the experts of a layer (distinct ids, padded with one of them) if fewer.
     """
 
     def __init__(self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> None:

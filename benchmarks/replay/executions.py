@@ -1,9 +1,9 @@
-"""What ways to reach experts would take on recorded routing: slots, pointers, and flashlib's LRU on the device.
+"""Simulates ways to reach experts on recorded routing: slots, pointers, and flashlib's LRU on the device.
 
-On a virtual clock with calculated profiles; nothing is measured. Traces of a model of few layers are stacked to as many
-as a model has whose experts are that large: the recorded layers over and over, each time from another place of the
-recording on. Steps with prompts are left out, and so are steps of other than the most frequent number of rows. Slots
-and flashlib's load beside the computing of hits; slots' waiting for the host is not counted, which favours them.
+On a virtual clock with calculated profiles; nothing is measured. Traces of a model with few layers are stacked to the
+layers of a model with experts of that size: the recorded layers are repeated, each time from another position of the
+recording. Steps with prompts are left out, and so are steps with other than the most frequent number of rows. Loads of
+slots and flashlib overlap with the computation of hits; slots' waiting for the host is not counted, in their favour.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def main(
     policy: Annotated[str, typer.Option(help="Policies of pointers.")] = "reuse,lru",
     slots_policy: Annotated[str, typer.Option(help="Policies of slots.")] = "reuse,lru",
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,25,50",
-    moves: Annotated[str, typer.Option(help="Pointers: experts that are on their way at once.")] = "0,4,14,28",
+    moves: Annotated[str, typer.Option(help="Pointers: experts in flight at once.")] = "0,4,14,28",
     expert_bytes: Annotated[int, typer.Option(min=1, help="Of Qwen3-30B-A3B in bf16.")] = 9437184,
     layers: Annotated[int, typer.Option(min=1, help="Layers that traces are stacked to.")] = 48,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a trace, at most.")] = 250,
-    output: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] = RESULTS / "toy_executions.json",
+    steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps per trace.")] = 250,
+    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
+    / "toy_executions.json",
 ) -> None:
     origin = provenance()
     traces = traces or [TRACES / name for name in SHOWN]
@@ -105,7 +106,7 @@ def main(
 
 
 def stack(trace: Trace, layers: int, steps: int) -> Trace:
-    """The first ``steps`` without prompts that have the most frequent number of rows, as those of ``layers`` layers."""
+    """Stacks up to ``steps`` steps without prompts and with the most frequent number of rows to ``layers`` layers."""
     known = trace.facts
     starts = trace.row_start[:-1]
     prompts = np.array(
@@ -132,7 +133,7 @@ def stack(trace: Trace, layers: int, steps: int) -> Trace:
 
 
 def case(trace: Trace, costs: Costs, share: float, way: dict, nbytes: int) -> dict:
-    """One way on one trace."""
+    """Simulates one way to reach experts on one trace."""
     slots = math.ceil(share / 100 * trace.facts.total)
     found = {"share_percent": share, "slots": slots, "execution": way["execution"]}
     if way["execution"] == "flashlib":
@@ -156,16 +157,16 @@ def case(trace: Trace, costs: Costs, share: float, way: dict, nbytes: int) -> di
 
 
 def _milliseconds(seconds: float | None) -> float:
-    assert seconds is not None, "these traces say how many tokens a step emitted"
+    assert seconds is not None, "these traces have the tokens of each step"
     return 1e3 * seconds
 
 
 def ratios(rows: list[dict], moves: int) -> dict:
-    """Way -> [least, most] time a token over that of pointers that admit in the layer, of sizes and machines.
+    """Returns way -> [least, most] time per token over that of in-layer admission, over sizes and machines.
 
     Args:
-        rows: of one trace; those of the first policy of pointers count.
-        moves: experts that are on their way at once with admission between steps.
+        rows: of one trace; only those with the first policy of pointers are used.
+        moves: experts in flight at once with admission between steps.
     """
     times: dict[tuple, dict[str, float]] = {}
     admitting = [row["policy"] for row in rows if row.get("admission") == "layer"]
@@ -213,7 +214,7 @@ def draw(result: dict, path: Path) -> None:
             spot.set_xscale("symlog", base=2, linthresh=1)
             spot.set_xticks(ticks := sorted({row["moves"] for row in ahead}), map(str, ticks))
             spot.set_xlim(-0.3, 1.2 * max(ticks))
-            spot.set(title=f"{trace}, {share:g} %", xlabel="experts on their way at once", ylabel="TPOT, ms")
+            spot.set(title=f"{trace}, {share:g} %", xlabel="experts in flight at once", ylabel="TPOT, ms")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center")
     kind = "toy model's routing" if result["toy_model"] else "recorded routing"
     figure.suptitle(f"Simulated on {rows[0]['profile']} (calculated): {kind}, grey line: admission=step as it serves")
@@ -223,7 +224,9 @@ def draw(result: dict, path: Path) -> None:
 
 def show(result: dict) -> None:
     console = Console(width=150)
-    console.print("time a token over that of pointers in the layer:", result["time_over_admission_in_the_layer"])
+    console.print(
+        "time per token relative to pointers with in-layer admission:", result["time_over_admission_in_the_layer"]
+    )
     names = ("way", "hits", "moved MB/token", "streamed MB/token", "TPOT ms", "bound ms", "impossible")
     groups = dict.fromkeys((row["trace"], row["profile"], row["share_percent"]) for row in result["rows"])
     for group in groups:

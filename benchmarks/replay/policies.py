@@ -1,8 +1,8 @@
-"""Every eviction policy on recorded routing beside Belady's ceiling, and how well predictors know the next step.
+"""Compares eviction policies on recorded routing with Belady's ceiling, and measures predictors of the next step.
 
-Counts hits and moves no bytes; an expert is counted once a layer and step, prompts included. Predictions are about
-decode and verify only. Where a layer needs more experts than there are slots it runs in parts; Belady's rule is then
-best in loads, not in hits.
+Counts hits and moves no bytes; an expert is counted once per layer and step, prompts included. Predictions are for
+decode and verify only. A layer that needs more experts than there are slots runs in parts; Belady's rule is then
+optimal in loads, not in hits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EXAMPLES = """[bold]Examples[/]
 
 policies.py                                           [dim]# those in benchmarks/traces[/]
 
-policies.py decode.trace eagle.trace --timed          [dim]# also what a call takes: on a quiet machine[/]
+policies.py decode.trace eagle.trace --timed          [dim]# also time calls: on an idle machine[/]
 
 policies.py decode.trace --policy "lru reuse reuse@half_lives=(8,)" --shares "10 25" --output /tmp/half_lives.json
 """
@@ -66,10 +66,11 @@ def main(
         list[Path] | None,
         typer.Argument(help="Files of --spac-trace.", exists=True, dir_okay=False, show_default="benchmarks/traces"),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Policies, with knobs if need be: name@knob=value.")] = " ".join(POLICIES),
+    policy: Annotated[str, typer.Option(help="Policies, optionally with knobs: name@knob=value.")] = " ".join(POLICIES),
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "5 10 17 25 35 50",
-    timed: Annotated[bool, typer.Option("--timed", help="Also measure what calls of policies take.")] = False,
-    output: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] = RESULTS / "toy_policies.json",
+    timed: Annotated[bool, typer.Option("--timed", help="Also time the calls of policies.")] = False,
+    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
+    / "toy_policies.json",
 ) -> None:
     traces = traces or sorted(TRACES.glob("*.trace"))
     recorded = {path.stem: Trace.load(path) for path in traces}
@@ -115,10 +116,10 @@ def facts(path: Path, trace: Trace) -> dict:
 
 
 def accuracies(trace: Trace) -> dict:
-    """Predictor -> share of experts and steps predicted rightly, layer by layer.
+    """Returns predictor -> share of experts and steps predicted correctly, layer by layer.
 
-    Scores count as hot from tau = 1, probabilities from 1/2. ``last step`` says that nothing changes, ``none`` that
-    no expert is selected: base rates, which a predictor must beat.
+    Scores count as hot from tau = 1, probabilities from 1/2. ``last step`` predicts that nothing changes, ``none``
+    that no expert is selected: base rates that a predictor must beat.
     """
     found = {variant: accuracy(trace, variant=variant) for variant in ("paper", "literal", "released")}
     found["K=1"] = accuracy(trace, upper=1)
@@ -136,7 +137,7 @@ def accuracies(trace: Trace) -> dict:
 
 
 def microseconds(name: str) -> dict:
-    """Medians of what the calls of a policy take."""
+    """Measures the median microseconds of the calls of a policy."""
     rng = np.random.default_rng(0)
     policy = components.build("policies", name)
     popularity = 1 / np.arange(1, EXPERTS + 1)
@@ -190,13 +191,13 @@ def draw(result: dict, path: Path) -> None:
             )
         distinct = result["traces"][name]["distinct_experts_a_step"]
         spot.set(
-            title=f"{name}: {distinct:.0f} experts a step", xlabel="experts in fast memory, %", ylabel="hit rate, %"
+            title=f"{name}: {distinct:.0f} experts per step", xlabel="experts in fast memory, %", ylabel="hit rate, %"
         )
         spot.set_ylim(0, 100)
     for spot in axes.flat[len(rates) :]:
         spot.set_axis_off()
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center")
-    kind = "toy model, says nothing about a real one" if result["toy_model"] else "recorded routing"
+    kind = "toy model, not representative of a real one" if result["toy_model"] else "recorded routing"
     figure.suptitle(f"Hit rate of eviction policies ({kind})")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

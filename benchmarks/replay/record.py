@@ -1,8 +1,8 @@
-"""Routing traces of a model for the other files of this folder: one engine each, with and without drafts, greedy.
+"""Records routing traces of a model for the other scripts here: one engine each, with and without drafts, greedy.
 
 Prompts are text that the toy model never saw. ``none1`` decodes at batch 1; ``eagle4_8`` verifies 4 drafts of EAGLE-3
 at batch 8. Each trace begins with a few tokens of warm-up. Routers' weights are left out: nothing here reads them, and
-with them a trace is three times as large. ``traces.json`` beside the traces says how they were recorded.
+with them a trace is three times as large. ``traces.json`` next to the traces describes how they were recorded.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 
 @app.command(help=__doc__, epilog=EXAMPLES)
 def main(
-    model: Annotated[Path, typer.Argument(help="Folder of the model; eagle3 and draft lie beside it.")] = TOY
+    model: Annotated[Path, typer.Argument(help="Folder of the model; eagle3 and draft are next to it.")] = TOY
     / "models"
     / "target",
     case: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}.")] = ",".join(CASES),
-    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each engine.")] = 16,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 96,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for a prompt.")] = 64,
-    folder: Annotated[Path, typer.Option(help="Where the traces go: CASE.trace.")] = TRACES,
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts per engine.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 96,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
+    folder: Annotated[Path, typer.Option(help="Folder to write CASE.trace to.")] = TRACES,
 ) -> None:
     exit_on_sigterm()
     origin = provenance()
@@ -62,7 +62,7 @@ def main(
     if unknown := set(names) - set(CASES):
         raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}; use {', '.join(CASES)}")
     folder.mkdir(parents=True, exist_ok=True)
-    said = os.path.relpath(model, ROOT)  # the same on every machine
+    name_of_model = os.path.relpath(model, ROOT)  # the same on every machine
     asked, recorded = prompts.load(model, count, prompt_tokens), {}
     for name in track(names, "recording", console=Console(stderr=True)):
         speculation, tokens, batch = CASES[name]
@@ -75,7 +75,7 @@ def main(
         if error:
             raise typer.BadParameter(f"{name}: {error}")
         trace = Trace.load(path)
-        replace(trace, facts=replace(trace.facts, model=said), weights=None).save(path)
+        replace(trace, facts=replace(trace.facts, model=name_of_model), weights=None).save(path)
         recorded[path.name] = {
             "speculation": speculation,
             "draft_tokens": tokens,

@@ -1,8 +1,8 @@
-"""Real bytes for recorded routing: what policies and slots take where experts are of any size and hold nothing.
+"""Replays recorded routing with real loads of random experts of any size, under several policies and slots.
 
-Random experts are written once, to a folder that is removed at the end. Then the pool that serves (residency, policy,
+Random experts are written once, to a folder that is removed at the end. Then the pool of serving (residency, policy,
 transfers, store) follows the trace; nothing is computed, so a step lasts as long as its loads and their bookkeeping.
-The bound is that of the specification, §8, without computing: bytes over the best rate measured here.
+The bound counts transfers only: bytes moved divided by the best rate measured here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vllm_spac.traces.format import DRAFT, PADDING, PREFILL, ROW_KINDS, Trace
 
 class _Host(HostStore):
     def close(self) -> None:
-        """It is lent to one pool after the other."""
+        """Does nothing: the store is used by one pool after the other."""
 
 
 STORES: dict[str, type[ExpertStore]] = {"disk": DiskStore, "host": _Host}
@@ -64,14 +64,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, ric
 
 @dataclass(frozen=True)
 class Case:
-    """What one policy and number of slots took.
+    """The result of one policy and number of slots.
 
     Attributes:
-        steps: forwards that were replayed; ``complete``: all that were asked for. Cases of different steps cannot be
-            compared: the steps of prompts come first and need more experts.
-        seconds: of those; ``stall_seconds``: of them, in which a layer waited for experts.
-        bytes: moved, fillings of the slots at the start apart; ``gb_per_second``: over ``seconds``.
-        bound_seconds: the least that moving them can take; ``ratio``: seconds / bound, None when nothing moved.
+        steps: forwards replayed; ``complete``: whether these are all that were requested. Cases with different steps
+            cannot be compared: the steps of prompts come first and need more experts.
+        seconds: of those steps; ``stall_seconds``: the part in which a layer waited for experts.
+        bytes: bytes moved, without the initial filling of the slots; ``gb_per_second``: bytes over ``seconds``.
+        bound_seconds: lower bound for moving these bytes; ``ratio``: seconds / bound, None if nothing moved.
     """
 
     policy: str
@@ -92,17 +92,17 @@ class Case:
 
 @app.command(epilog=EXAMPLES)
 def main(
-    trace: Annotated[Path, typer.Argument(help="What --spac-trace has written.")],
+    trace: Annotated[Path, typer.Argument(help="File written by --spac-trace.")],
     expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=8)] = None,
-    policy: Annotated[str, typer.Option(help="Policies, each with knobs if need be: name@knob=value.")] = "lru,reuse",
+    policy: Annotated[str, typer.Option(help="Policies, each optionally with knobs: name@knob=value.")] = "lru,reuse",
     slots: Annotated[str, typer.Option(help="Sizes of fast memory, as --spac-slots.")] = "10%,25%,50%",
     store: Annotated[str | None, typer.Option(help="disk or host; default: host with a GPU, else disk.")] = None,
-    disk_dir: Annotated[Path, typer.Option(help="Where experts are written and removed again.")] = Path("/tmp"),
+    disk_dir: Annotated[Path, typer.Option(help="Scratch folder for experts.")] = Path("/tmp"),
     io_threads: Annotated[int, typer.Option(help="As --spac-io-threads.", min=1, max=64)] = 4,
-    prefetch: Annotated[str, typer.Option(help="What is read ahead of need: off or utility.")] = "off",
-    seconds: Annotated[float, typer.Option(help="No step of a policy and size starts after so many.", min=0)] = 10,
-    steps: Annotated[int | None, typer.Option(help="Replay the first so many only.", min=1)] = None,
-    output: Annotated[Path, typer.Option("--json", help="Where the numbers go.")] = RESULTS / "replay.json",
+    prefetch: Annotated[str, typer.Option(help="Prefetcher: off or utility.")] = "off",
+    seconds: Annotated[float, typer.Option(help="No step of a policy and size starts after this many.", min=0)] = 10,
+    steps: Annotated[int | None, typer.Option(help="Replay only this many steps.", min=1)] = None,
+    output: Annotated[Path, typer.Option("--json", help="JSON to write.")] = RESULTS / "replay.json",
     picture: Annotated[Path | None, typer.Option(help="Draw times and hit rates, e.g. replay.png.")] = None,
 ) -> None:
     """Move the experts that a recorded run needed, and compare the time with the bound."""
@@ -161,7 +161,7 @@ def shape_of(trace: Trace, nbytes: int) -> MoEShape:
 
 @contextmanager
 def packed(trace: Trace, nbytes: int, store: str, folder: Path) -> Iterator[ExpertStore]:
-    """A store of random experts, each of which begins with its key; its files are gone afterwards.
+    """Provides a store of random experts, each of which begins with its key; removes its files afterwards.
 
     Raises:
         StoreError: there is no room for them.
@@ -184,7 +184,7 @@ def packed(trace: Trace, nbytes: int, store: str, folder: Path) -> Iterator[Expe
 
 
 def best_rate(store: str, nbytes: int, folder: Path, readers: int) -> Rate:
-    """Of plain reads by so many readers at once, or of plain copies from host memory."""
+    """Measures plain reads by ``readers`` concurrent readers, or plain copies from host memory."""
     if store == "disk":
         return disk_read_rates(folder, nbytes, threads=readers)["parallel"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -212,10 +212,12 @@ def replay(
     rate: float,
     steps: int | None = None,
 ) -> Case:
-    """Follow ``trace`` with ``slots`` experts in fast memory, which hold an equal share of each layer at the start.
+    """Follows ``trace`` with ``slots`` experts in fast memory, initially an equal share of each layer.
 
     Args:
-        seconds: no step starts later; steps: the first so many only; rate: bytes a second, of the bound.
+        seconds: no step starts later.
+        rate: bytes per second of the bound.
+        steps: maximum number of steps.
 
     Raises:
         ConfigError: slots that no token can run with, or that there is no memory for; an unknown policy.
@@ -261,7 +263,7 @@ def replay(
 
 
 def step_of(kinds: np.ndarray) -> Step:
-    """The requests of a step's rows; padding belongs to none."""
+    """Returns the step with the requests of its rows; padding belongs to none."""
     starts = [0] if len(kinds) else []
     for row in range(1, len(kinds)):
         if kinds[row] != DRAFT and not kinds[row] == kinds[row - 1] in (PREFILL, PADDING):
@@ -275,7 +277,7 @@ def step_of(kinds: np.ndarray) -> Step:
 
 
 def _follow(trace: Trace, pool: SlotExecution, steps: int, seconds: float) -> tuple[int, float]:
-    """(steps replayed, seconds that they took)."""
+    """Replays the trace; returns (steps replayed, their seconds)."""
     bounds = np.searchsorted(trace.record_step, np.arange(trace.steps + 1)).tolist()
     work = [step_of(trace.row_kind[a:b]) for a, b in zip(trace.row_start[:-1], trace.row_start[1:], strict=True)]
     ids = torch.from_numpy(trace.ids.astype(np.int32))
@@ -288,7 +290,7 @@ def _follow(trace: Trace, pool: SlotExecution, steps: int, seconds: float) -> tu
             rows = ids[trace.record_start[record] : trace.record_start[record + 1]]
             layer = int(trace.record_layer[record])
             pool.observe(layer, rows)
-            for _ in () if pool.holds_all else pool.waves(layer, rows):  # as the layers do that serve
+            for _ in () if pool.holds_all else pool.waves(layer, rows):  # as layers do in serving
                 pass
         pool.end_forward()
     return steps, time.perf_counter() - start
@@ -304,7 +306,7 @@ def _stamp(key: int) -> np.ndarray:
 
 
 def _check(pool: SlotExecution, slots: Tensor) -> None:
-    """Every slot holds the expert that it is said to hold."""
+    """Raises ``ConfigError`` unless every slot holds the expert that the residency lists."""
     heads = slots[:, :8].cpu().numpy()
     for slot, key in enumerate(pool.residency.owner.tolist()):
         if key >= 0 and (heads[slot] != _stamp(key)).any():
@@ -355,7 +357,7 @@ def _draw(cases: list[Case], path: Path, title: str) -> None:
             axes.plot(shares, [value(case) for case in mine], marker="o", label=policy)
         bounds = [1e3 * case.bound_seconds / max(1, case.steps) for case in mine]
         times.plot(shares, bounds, linestyle=":", color=times.lines[-1].get_color(), label=f"{policy}: bound")
-    times.set(xlabel="experts in fast memory, %", ylabel="ms a step", ylim=(0, None))
+    times.set(xlabel="experts in fast memory, %", ylabel="ms per step", ylim=(0, None))
     hits.set(xlabel="experts in fast memory, %", ylabel="hit rate, %", ylim=(0, 100))
     times.legend()
     figure.suptitle(title)

@@ -1,10 +1,11 @@
-"""Whether stock vLLM's greedy tokens depend on the batch that a request is in, on this machine.
+"""Measures whether stock vLLM's greedy tokens depend on the batch that a request is in, on this machine.
 
-A kernel that cuts its work by the number of rows rounds a row by the rows beside it; a near-tie between the two best
-tokens then falls as the batch happens to form. Nothing that is compared with stock under concurrency can be more equal
-than stock is to itself: this measures how equal that is. In one engine of each dtype, without the plugin, every prompt
-is asked alone, all at once, and in random groups; what is compared with the first are the tokens, and, as they move
-long before a token does, the two greatest logits up to the first other token.
+If a kernel splits its work by the number of rows, the rounding of a row depends on the other rows of the batch; a
+near-tie between the two best tokens is then decided by how the batch is formed. A comparison with stock under
+concurrency cannot be stricter than stock compared with itself, which is measured here. In one engine of each dtype,
+without the plugin, every prompt is requested alone, all at once, and in random groups. The groups are compared with
+the first by their tokens and, as these change long before a token does, by the two greatest logits up to the first
+different token.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
 def groups(count: int, largest: int, rounds: int, seed: int) -> dict[str, list[list[int]]]:
-    """Name -> the numbers of the requests that are asked at once, one group after the other."""
+    """Returns name -> groups of request numbers that are sent at once, one group after the other."""
     draw, found = random.Random(seed), {"all at once": [list(range(count))]}
     for number in range(rounds):
         left, parts = draw.sample(range(count), count), []
@@ -48,7 +49,7 @@ def groups(count: int, largest: int, rounds: int, seed: int) -> dict[str, list[l
 
 
 def difference(alone: list[dict], other: list[dict]) -> dict:
-    """Of the same requests: ``{"tokens": ids, "logits": the two greatest of each token}`` each."""
+    """Compares answers to the same requests, each ``{"tokens": ids, "logits": the two greatest of each token}``."""
     texts, seen, moved, farthest, gaps = 0, 0, 0, 0.0, []
     for a, b in zip(alone, other, strict=True):
         pairs = enumerate(zip(a["tokens"], b["tokens"], strict=True))
@@ -75,7 +76,7 @@ def gap(logits: list[float]) -> float:
 
 
 def ask(job: dict) -> dict:
-    """In this process: name of the grouping -> what ``difference`` says, and the gaps between the best two tokens."""
+    """Runs the job in this process; returns ``difference`` by grouping, and the gaps between the best two tokens."""
     from vllm import LLM, SamplingParams
 
     options = {"skip_tokenizer_init": True, "enforce_eager": job["eager"], "enable_prefix_caching": False}
@@ -108,10 +109,10 @@ def in_fresh_process(job: dict) -> dict:
     env = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     with tempfile.TemporaryDirectory() as scratch:
-        asked, told = Path(scratch, "job.json"), Path(scratch, "result.json")
+        asked, answer = Path(scratch, "job.json"), Path(scratch, "result.json")
         asked.write_text(json.dumps(job))
-        subprocess.run([sys.executable, __file__, "one", asked, told], env=env, check=True)
-        return json.loads(told.read_text())
+        subprocess.run([sys.executable, __file__, "one", asked, answer], env=env, check=True)
+        return json.loads(answer.read_text())
 
 
 @app.command(hidden=True)
@@ -125,8 +126,8 @@ def measure(
     model: Annotated[Path, typer.Argument(help="Folder.", exists=True, file_okay=False)] = TOY_MODEL,
     dtype: Annotated[str, typer.Option(help="Of the engines.")] = "bfloat16,float32",
     count: Annotated[int, typer.Option("--prompts", min=2, help="Prompts.")] = 16,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for a prompt.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 64,
     rounds: Annotated[int, typer.Option(min=0, help="Random groupings.")] = 4,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager.")] = True,
     seed: Annotated[int, typer.Option(help="Of prompts and groups.")] = 0,

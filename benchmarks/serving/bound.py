@@ -1,4 +1,4 @@
-"""The fastest that a step can be on this machine: the limit that measured times are put beside. Pure.
+"""Lower bounds on the time of a step and of a run on this machine, for comparison with measured times. Pure.
 
 A step reads every distinct expert that its tokens chose once: the resident ones from fast memory, the others
 over the slow path. The two paths work at the same time, so a layer takes as long as the slower one.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counts:
-    """What a run did, all layers and steps together.
+    """Counts of a run, over all layers and steps.
 
     Attributes:
         hits: distinct experts of a layer and step that were resident.
@@ -41,7 +41,7 @@ def step_bound(
     cpu_rate: float,
     other_seconds: float,
 ) -> float:
-    """Seconds that one step takes at least.
+    """Returns a lower bound on the seconds of one step.
 
     T >= sum over layers of max(resident·W/fast, (distinct - resident - on_cpu)·W/slow, on_cpu·W/cpu) + T_other
 
@@ -50,10 +50,10 @@ def step_bound(
         resident: those of them in fast memory.
         on_cpu: those of them that the CPU computes from host memory.
         expert_bytes: bytes of one expert (W).
-        fast_rate: bytes a second of fast memory.
-        slow_rate: bytes a second of the path over which missing experts come.
-        cpu_rate: bytes a second at which the CPU reads host memory; ``math.inf`` where it computes none.
-        other_seconds: everything that is not reading experts.
+        fast_rate: bytes per second of fast memory.
+        slow_rate: bytes per second of the path over which missing experts come.
+        cpu_rate: bytes per second at which the CPU reads host memory; ``math.inf`` if it computes none.
+        other_seconds: time of everything except reading experts.
     """
     total = other_seconds
     for needed, held, computed in zip(distinct, resident, on_cpu, strict=True):
@@ -68,10 +68,10 @@ def step_bound(
 
 
 def run_bound(counts: Counts, expert_bytes: int, fast_rate: float, slow_rate: float, other_per_step: float) -> float:
-    """Seconds that a whole run takes at least, from its sums alone.
+    """Returns a lower bound on the seconds of a run, from its sums alone.
 
     The sum of the layers' maxima is at least the maximum of the sums, so this never exceeds the sum of
-    ``step_bound`` over the run, and it needs no counts by layer.
+    ``step_bound`` over the run, and it needs no counts per layer.
     """
     return step_bound(
         [counts.distinct],
@@ -86,13 +86,13 @@ def run_bound(counts: Counts, expert_bytes: int, fast_rate: float, slow_rate: fl
 
 
 def other_per_step(seconds: float, resident: Counts, expert_bytes: int, fast_rate: float) -> float:
-    """T_other of one step, from a run with all experts resident.
+    """Returns T_other per step, from a run with all experts resident.
 
     Args:
-        seconds: what that run took.
-        resident: what it did; it has no misses.
+        seconds: duration of that run.
+        resident: its counts, without misses.
 
-    The time to read the experts from fast memory is taken off, because the bound adds it again.
+    The time to read the experts from fast memory is subtracted, because the bound adds it again.
     """
-    assert resident.misses == 0, "a run with misses says nothing about the rest"
+    assert resident.misses == 0, "T_other needs a run without misses"
     return max(0.0, seconds - resident.hits * expert_bytes / fast_rate) / resident.steps

@@ -1,4 +1,4 @@
-"""The OpenAI requests of ``online.py``: some one after the other, then all of them, so many at a time."""
+"""The OpenAI requests of ``online.py``: some sequentially, then all of them with limited concurrency."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from openai import AsyncOpenAI
 from vllm_spac.system.server_stats import fetch
 
 SERVED_NAME = "benchmark"
-ALONE = 4  # prompts that are asked one after the other
+ALONE = 4  # prompts that are sent one after the other
 _COUNTERS = ("hits", "misses", "stall_seconds")
 
 
 @dataclass(frozen=True)
 class Load:
-    """What every server is asked."""
+    """The requests sent to every server."""
 
     prompts: list[list[int]]
     output_tokens: int
@@ -62,7 +62,7 @@ async def ask(client: AsyncOpenAI, prompt: list[int], load: Load) -> Answer:
 
 
 async def question(url: str, load: Load, with_plugin: bool) -> tuple[list[Answer], list[Answer], float, dict]:
-    """(answers one by one, answers at once, seconds of the latter, what the plugin's counters moved in them)."""
+    """Returns (answers one by one, answers at once, seconds of the latter, increments of the plugin's counters)."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=load.timeout) as client:
         alone = [await ask(client, prompt, load) for prompt in load.prompts[:ALONE]]
         gate = asyncio.Semaphore(load.concurrency)
@@ -80,7 +80,7 @@ async def question(url: str, load: Load, with_plugin: bool) -> tuple[list[Answer
 
 
 def counters(url: str) -> dict[str, float]:
-    """What the workers of a server with the plugin have counted so far."""
+    """Returns the counters of a server with the plugin, summed over workers."""
     workers = fetch(url)
     moved = sum(count for worker in workers for count in worker["bytes"].values())
     return {name: sum(worker[name] for worker in workers) for name in _COUNTERS} | {"bytes": moved}

@@ -1,8 +1,8 @@
-"""One engine in a process of its own, told what to do by a JSON file; started by ``processes.py``.
+"""One engine in its own process, controlled by a JSON file; started by ``processes.py``.
 
 ``python engine.py JOB RESULT`` runs all prompts at each batch size and writes what it measured. ``python engine.py
 JOB`` stays and answers each line of its input, ``{"prompt": [ids], "tokens": n, "without": []}``, with a line about it;
-``without`` names what pauses in this turn, ``speculation`` or ``trace``. Counters are those of the measured part alone.
+``without`` lists what is paused in this turn, ``speculation`` or ``trace``. Counters cover the measured part alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 _AHEAD = ("prefetches", "prefetch_hits", "prefetch_wasted")
 _COUNTERS = ("hits", "misses", "loads", "cpu_experts", *_AHEAD, "bytes", "stall_seconds", "waves", "steps")
 _WARM_TOKENS = 4
-# In the guard's place it drafts nothing, and learns nothing of such turns.
+# Replaces the guard: no drafts, and nothing learned from such turns.
 _NO_DRAFTS = SimpleNamespace(choose=lambda requests=None: 0, observe=lambda *step: None)
 
 
@@ -54,7 +54,7 @@ def start_engine(job: dict):
 
 @contextlib.contextmanager
 def paused(llm, parts: list[str]):
-    """An engine in this process runs without its ``speculation`` or its ``trace``."""
+    """Runs the block with the ``speculation`` or ``trace`` of an engine in this process paused."""
     if not parts:
         yield
         return
@@ -71,7 +71,7 @@ def paused(llm, parts: list[str]):
 
 
 def measure(llm, job: dict, batch: int) -> dict:
-    """All prompts, ``batch`` at a time: seconds, tokens, latencies of each request, and what the counters moved."""
+    """Runs all prompts, ``batch`` at a time: seconds, tokens, latencies per request, and increments of the counters."""
     before = counters(llm, job)
     start = time.perf_counter()
     outputs = generate(llm, job["prompts"], batch, job["output_tokens"], job["seed"])
@@ -98,19 +98,19 @@ def generate(llm, prompts: list[list[int]], batch: int, tokens: int, seed: int) 
 
 
 def per_token(metrics, tokens: int) -> float | None:
-    """Seconds for each token after the first; None when there is only one."""
+    """Returns the seconds per token after the first; None if there is only one."""
     return (metrics.last_token_ts - metrics.first_token_ts) / (tokens - 1) if tokens > 1 else None
 
 
 def choices(llm, job: dict) -> dict:
-    """What the plugin decided, without its counters; empty for stock."""
+    """Returns the plugin's decisions without its counters; empty for stock."""
     if job["spac"] is None:
         return {}
     return {name: value for name, value in _worker(llm).items() if name not in (*_COUNTERS, "budget")}
 
 
 def counters(llm, job: dict) -> dict:
-    """The plugin's counters, and vLLM's own of speculation."""
+    """Returns the plugin's counters, and vLLM's own of speculation."""
     found = {}
     if job["spac"] is not None:
         worker = _worker(llm)
@@ -128,7 +128,7 @@ def counters(llm, job: dict) -> dict:
 
 
 def difference(after, before):
-    """Numbers subtracted, dictionaries of numbers key by key."""
+    """Subtracts numbers, or dictionaries of numbers key by key."""
     if isinstance(after, dict):
         return {name: value - before.get(name, 0) for name, value in after.items()}
     return after - before

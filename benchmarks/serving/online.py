@@ -1,8 +1,8 @@
-"""The plugin beside stock vLLM behind ``vllm serve``: many OpenAI requests at once, in one run.
+"""Compares the plugin with stock vLLM under ``vllm serve``: many concurrent OpenAI requests, in one run.
 
 Each server first answers some prompts one after the other; that text must be stock's before any speed is
-reported. Then all prompts are sent, so many at a time. Which of them share a forward then depends on when
-they arrive, which moves near-ties in stock too: how often the text agrees there is reported, not judged.
+reported. Then all prompts are sent with limited concurrency. Which of them share a forward then depends on
+when they arrive, which changes near-ties in stock too: the share of equal texts is reported, not required.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 
 @dataclass(frozen=True)
 class Served:
-    """What one server did: its answers one by one, its answers at once, and how long the latter took."""
+    """Results of one server: its answers one by one, its answers at once, and the seconds of the latter."""
 
     name: str
     repeat: int
@@ -59,7 +59,7 @@ class Served:
 
 
 def server_flags(load: client.Load, eager: bool, policy: str, disk_dir: Path) -> dict[str, list[str]]:
-    """Flags of all servers, and those that the plugin's servers have beside them."""
+    """Returns the flags of all servers, and the additional ones of the plugin's servers."""
     length = len(load.prompts[0]) + load.output_tokens + 8
     common = ["--served-model-name", client.SERVED_NAME, "--max-model-len", str(length)]
     common += [
@@ -77,7 +77,7 @@ def server_flags(load: client.Load, eager: bool, policy: str, disk_dir: Path) ->
 def execute(
     model: Path, slots: list[str], load: client.Load, repeats: int, flags: dict[str, list[str]]
 ) -> list[Served]:
-    """Every server once a repeat, in rotated order."""
+    """Runs every server once per repeat, in rotated order."""
     names, served = ["stock", *slots], []
     with (
         Progress(console=Console(stderr=True)) as progress,
@@ -96,13 +96,13 @@ def execute(
 
 
 def agreement(first: list[client.Answer], second: list[client.Answer]) -> str:
-    """How many of the answers to the same prompts have the same text."""
+    """Returns how many answers to the same prompts have the same text."""
     pairs = list(zip(first, second, strict=False))
     return f"{sum(a.text == b.text for a, b in pairs)}/{len(pairs)}"
 
 
 def summarise(served: list[Served], name: str) -> dict:
-    """One row; without speeds where the text of prompts that were asked alone is not stock's."""
+    """Returns one row; without speeds if the text of prompts that were sent alone differs from stock's."""
     mine, stock = ([run for run in served if run.name == wanted] for wanted in (name, "stock"))
     same = all(a.text == b.text for run in mine for a, b in zip(run.alone, stock[0].alone, strict=True))
     row = {
@@ -149,8 +149,8 @@ def main(
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
     requests: Annotated[int | None, typer.Option(min=1, help="Requests in all. Default: twice as many.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Servers of each kind.")] = 1,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for a prompt.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     disk_dir: PackedFolder = PACKED,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="--enforce-eager of all servers.")] = True,
     seed: Annotated[int, typer.Option(help="Of prompts and requests.")] = 0,

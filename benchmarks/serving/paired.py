@@ -1,17 +1,17 @@
-"""Two engines, turn by turn: both stay alive and each prompt goes to one and at once to the other.
+"""Compares two engines in turns: both stay alive, and each prompt goes to one and right after it to the other.
 
-A machine whose disk and clock drift by a fifth within minutes says nothing of a few percent when one engine runs after
-the other. Here the two of a turn are seconds apart, each as often first, and what is reported is the ratio of their
-tokens a second: its median over the turns, with a bootstrapped interval of 95 %, and beside it that of the totals, all
-tokens over all seconds, in which slow turns weigh more. It counts only where the tokens are equal; where kernels round
-by the number of rows (batches.py measures it), sides that draft otherwise, also by the guard, are equal in float32 only
-(--dtype).
+If a machine's disk and clock drift by a fifth within minutes, running one engine after the other cannot resolve a few
+percent. Here the two runs of a turn are seconds apart, each equally often first. Reported is the ratio of their tokens
+per second: its median over the turns, with a bootstrapped 95 % interval, and next to it the ratio of the totals, all
+tokens over all seconds, in which slow turns weigh more. It is valid only if the tokens are equal; where rounding
+depends on the number of rows (batches.py measures it), sides that draft differently, also because of the guard, are
+equal in float32 only (--dtype).
 
-What is particular to a process, e.g. where its memory lies, lasts as long as the engine and is in no interval: hence
---starts, and the median of each start beside. spac against spac shows how much that is. What can pause, speculation
-and the trace, is better measured with --one-engine: the same process runs with it and without, turn by turn. What it
-costs only by being there, e.g. the memory of a drafter that is held at no drafts, shows in neither then: --own-base
-starts BASE in an engine of its own, which takes its turns with the others, and compares with that one as well.
+Effects of a particular process, e.g. of its memory placement, last as long as the engine and are in no interval: hence
+--starts, and the median of each start in the table. spac against spac shows their size. What can be paused, speculation
+and the trace, is better measured with --one-engine: the same process runs with it and without, in turns. Costs of its
+mere presence, e.g. the memory of a drafter that is held at no drafts, do not show then: --own-base starts BASE in an
+engine of its own, which takes turns with the others, and compares with that one as well.
 
 Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, and by speculation=ngram, eagle3 or
 draft if it speculates.
@@ -80,7 +80,7 @@ class Side:
 
     @classmethod
     def parse(cls, text: str, slots: str) -> Side:
-        """Read ``spac policy=lru speculation=ngram``; ``slots`` where it names none.
+        """Parses ``spac policy=lru speculation=ngram``; ``slots`` is the default for that knob.
 
         Raises:
             PlanError: it is not understood.
@@ -89,23 +89,23 @@ class Side:
         kind, *words = text.split()
         if kind not in ("stock", "spac") or not all("=" in word for word in words):
             raise plan.PlanError(f"{text!r}: use stock or spac, then knob=value, e.g. spac policy=lru")
-        said = dict(word.split("=", 1) for word in words)
-        speculation = said.pop("speculation", "none")
+        given = dict(word.split("=", 1) for word in words)
+        speculation = given.pop("speculation", "none")
         if speculation not in plan.SPECULATIONS:
             raise plan.PlanError(f"no speculation is called {speculation}; use {', '.join(plan.SPECULATIONS)}")
         if kind == "stock":
-            if said:
-                raise plan.PlanError(f"{text!r}: stock vLLM has no knob {next(iter(said))}")
+            if given:
+                raise plan.PlanError(f"{text!r}: stock vLLM has no knob {next(iter(given))}")
             return cls(text, None, speculation)
-        knobs = {"slots": slots} | said
+        knobs = {"slots": slots} | given
         SpacConfig.parse(knobs)
         return cls(text, knobs, speculation)
 
     def beyond(self, base: Side) -> list[str]:
-        """What an engine of this side must pause to be one of ``base``.
+        """Returns what an engine of this side must pause to equal one of ``base``.
 
         Raises:
-            PlanError: no engine of this side becomes one of ``base`` by it.
+            PlanError: pausing cannot make an engine of this side equal ``base``.
         """
         parts = ["speculation"] if base.speculation == "none" != self.speculation else []
         if self.knobs is not None and "trace" in self.knobs and "trace" not in (base.knobs or {}):
@@ -121,7 +121,7 @@ class Side:
         return parts
 
     def job(self, settings: Settings) -> dict:
-        """What ``engine.py`` is told."""
+        """Returns the job for ``engine.py``."""
         job = settings.job(plan.Configuration(None, None, self.speculation), [])
         if self.knobs is not None:
             where = {} if self.knobs.get("store") == "host" else {"disk_dir": str(settings.disk_dir)}
@@ -132,19 +132,17 @@ class Side:
 @app.command(help=__doc__, epilog=_EPILOG)
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
-    base: Annotated[str, typer.Argument(help="What the other is compared with.")],
-    other: Annotated[str, typer.Argument(help="The other one.")],
+    base: Annotated[str, typer.Argument(help="Side that OTHER is compared with.")],
+    other: Annotated[str, typer.Argument(help="Side to compare with BASE.")],
     slots: Annotated[str, typer.Option(help="Values of --spac-slots, one pair of engines each.")] = "25%",
     turns: Annotated[int, typer.Option(min=2, help="Turns that count, each with a prompt of its own.")] = 20,
-    starts: Annotated[
-        int, typer.Option(min=1, help="Times that both are started, each for its share of the turns.")
-    ] = 3,
+    starts: Annotated[int, typer.Option(min=1, help="Number of starts of both, each for its share of the turns.")] = 3,
     warm: Annotated[int, typer.Option(min=0, help="Turns after a start that do not count.")] = 3,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated in a turn.")] = 128,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a speculative step.")] = 4,
-    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per turn.")] = 128,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per speculative step.")] = 4,
+    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 next to the model.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft next to the model.")] = None,
     disk_dir: PackedFolder = PACKED,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of both engines.")] = True,
     dtype: Annotated[str, typer.Option(help="Of both engines.")] = "auto",
@@ -196,7 +194,7 @@ def main(
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(pairs) * (turns + starts * warm))
         for size, pair in pairs.items():
-            said: list[list[list[dict]]] = []
+            answered: list[list[list[dict]]] = []
             try:
                 for start in range(starts):
                     progress.update(task, description=f"{size}: start {start + 1}")
@@ -204,11 +202,11 @@ def main(
                     for answers in _turns(_arms(pair, pauses[size], own_base), asked, settings):
                         mine.append(answers)
                         progress.advance(task)
-                    said.append(mine)
+                    answered.append(mine)
             except EngineError as error:
                 console.print(f"[bold red]error:[/] {size}: {escape(str(error))}", highlight=False)
                 raise typer.Exit(1) from error
-            result["rows"].append(_row(size, said, warm, seed))
+            result["rows"].append(_row(size, answered, warm, seed))
             write_result(output, result)
     _show(console, result)
     console.print(f"wrote {output}", soft_wrap=True)
@@ -221,20 +219,20 @@ def main(
 
 @dataclass(frozen=True)
 class Arm:
-    """What takes a turn: an engine of ``side``, in which ``pauses`` pause."""
+    """One participant of a turn: an engine of ``side`` with ``pauses`` paused."""
 
     side: Side
     pauses: tuple[str, ...] = ()
 
 
 def _arms(pair: tuple[Side, Side], pauses: list[str], own_base: bool) -> list[Arm]:
-    """Base, other and, if asked for, the base in an engine of its own; with ``pauses`` other's engine is the base."""
+    """Returns base, other and, if requested, the base in its own engine; ``pauses``: other's engine is the base."""
     base, other = pair
     return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)] + ([Arm(base)] if own_base else [])
 
 
 def _turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Iterator[list[dict]]:
-    """What the arms said in each turn. A first arm that pauses something is the engine of the second."""
+    """Yields the arms' answers in each turn. A first arm that pauses something uses the engine of the second."""
     with ExitStack() as stack:
         engines: list[LiveEngine] = []
         for number, arm in enumerate(arms):
@@ -252,8 +250,10 @@ def _turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Iterato
 
 
 def orders(seed: int, arms: int = 2) -> Iterator[tuple[int, ...]]:
-    """Who is first, turn by turn: a later one may find experts that an earlier one has loaded, so each order is
-    followed by its reverse."""
+    """Yields the order of the arms in each turn; each order is followed by its reverse.
+
+    A later arm may find experts that an earlier one has loaded.
+    """
     draw = random.Random(seed)
     while True:
         order = tuple(draw.sample(range(arms), arms))
@@ -261,9 +261,9 @@ def orders(seed: int, arms: int = 2) -> Iterator[tuple[int, ...]]:
         yield order[::-1]
 
 
-def _row(slots: str, said: list[list[list[dict]]], warm: int, seed: int) -> dict:
-    """Of what the arms said: [starts][turns][arms]."""
-    counted = [start[warm:] for start in said]
+def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> dict:
+    """Returns the row for the arms' answers: [starts][turns][arms]."""
+    counted = [start[warm:] for start in answered]
     turns = [turn for start in counted for turn in start]
     sides = []
     for which in range(len(turns[0])):
@@ -276,13 +276,13 @@ def _row(slots: str, said: list[list[list[dict]]], warm: int, seed: int) -> dict
                 "ttft": statistics.median(answer["ttft"][0] for answer in mine),
                 "hits": sum(answer["counters"].get("hits", 0) for answer in mine),
                 "misses": sum(answer["counters"].get("misses", 0) for answer in mine),
-                "guard": [start[-1][which]["choices"].get("guard") for start in said],
+                "guard": [start[-1][which]["choices"].get("guard") for start in answered],
             }
         )
     row = {
         "slots": slots,
         "tokens_equal": all(
-            answer["tokens"] == turn[0]["tokens"] for start in said for turn in start for answer in turn
+            answer["tokens"] == turn[0]["tokens"] for start in answered for turn in start for answer in turn
         ),
         **_compared(counted, 0, seed),
         "base": sides[0],
@@ -294,7 +294,7 @@ def _row(slots: str, said: list[list[list[dict]]], warm: int, seed: int) -> dict
 
 
 def _compared(counted: list[list[list[dict]]], base: int, seed: int) -> dict:
-    """The second arm over another one, of [starts][turns][arms]."""
+    """Compares the second arm with another one, from [starts][turns][arms]."""
     of_starts = [[_rate(turn[1]) / _rate(turn[base]) for turn in start] for start in counted]
     ratios = [ratio for start in of_starts for ratio in start]
     turns = [turn for start in counted for turn in start]
@@ -308,17 +308,17 @@ def _compared(counted: list[list[list[dict]]], base: int, seed: int) -> dict:
 
 
 def _total_rate(answers: list[dict]) -> float:
-    """All tokens over all seconds."""
+    """Returns all tokens over all seconds."""
     return sum(len(answer["tokens"][0]) for answer in answers) / sum(answer["seconds"] for answer in answers)
 
 
 def _rate(answer: dict) -> float:
-    """Tokens a second of a turn."""
+    """Returns the tokens per second of a turn."""
     return len(answer["tokens"][0]) / answer["seconds"]
 
 
 def interval(values: list[float], seed: int) -> tuple[float, float]:
-    """Between which the median lies with 95 %, by the bootstrap's percentiles."""
+    """Returns the 95 % bootstrap percentile interval of the median."""
     draws = np.random.default_rng(seed).choice(values, (_RESAMPLES, len(values)))
     low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
     return float(low), float(high)
@@ -334,7 +334,7 @@ def _picture(result: dict, path: Path) -> None:
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.legend(fontsize="small")
     axes.set(
-        xlabel="slots", ylabel="tokens a second, ratio of a turn", title=f"{result['other']}\nover {result['base']}"
+        xlabel="slots", ylabel="tokens per second, ratio per turn", title=f"{result['other']}\nover {result['base']}"
     )
     if result["label"]:
         figure.supxlabel(result["label"], fontsize="small")
@@ -343,7 +343,7 @@ def _picture(result: dict, path: Path) -> None:
 
 
 def _comparisons(result: dict) -> Iterator[tuple[str, dict, dict, dict]]:
-    """(name, row, base, its comparison with the other) for each size, and for the base in an engine of its own."""
+    """Yields (name, row, base, its comparison with the other) for each size, and for the base in its own engine."""
     for row in result["rows"]:
         yield "", row, row["base"], row
         if "own_base" in row:
@@ -351,7 +351,7 @@ def _comparisons(result: dict) -> Iterator[tuple[str, dict, dict, dict]]:
 
 
 def _show(console: Console, result: dict) -> None:
-    table = Table(title=f"{result['other']} over {result['base']}, tokens a second", title_justify="left")
+    table = Table(title=f"{result['other']} over {result['base']}, tokens per second", title_justify="left")
     for name in ("slots", "base", "other", "ratio", "95 %", "of totals", "of starts", "hits", "hits", "tokens equal"):
         table.add_column(name, justify="right")
     for name, row, base, found in _comparisons(result):

@@ -1,4 +1,4 @@
-"""Which engines a run starts, in which order, and what each is told. Pure, but for looking whether folders exist."""
+"""Plans the engines of a run, their order and their settings. Pure, except that it checks whether folders exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_spac.checkpoint.headers import Checkpoint
 from vllm_spac.config import Slots
 
 FULL = "100%"
-# What may follow a policy's name, and the knobs that it stands for. MoE-SpAc is utility+prefetch+cpu+threshold.
+# Suffixes of a policy's name, and the knobs that they set. MoE-SpAc is utility+prefetch+cpu+threshold.
 EXTRAS = {
     "prefetch": {"prefetch": "utility"},
     "cpu": {"cpu_experts": "auto"},
@@ -18,7 +18,7 @@ EXTRAS = {
     "pointers": {"execution": "pointers"},
 }
 OFFLOADS = ("uva", "prefetch")  # of stock vLLM, on a GPU
-ROUNDING = {"cpu", "pointers"}  # sums of another order than stock's
+ROUNDING = {"cpu", "pointers"}  # these sum in another order than stock
 SPECULATIONS = ("none", "ngram", "eagle3", "draft")
 
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class PlanError(ValueError):
-    """The run cannot be made as asked; says which option helps."""
+    """The run cannot be made as requested; the message names the option to change."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Configuration:
 
     @property
     def rounds(self) -> bool:
-        """Whether its tokens are stock's up to rounding only."""
+        """Whether its tokens equal stock's only up to rounding."""
         return not ROUNDING.isdisjoint(self.extras)
 
     def knobs(self) -> dict:
-        """The plugin's knobs that this configuration is about."""
+        """Returns the plugin's knobs of this configuration."""
         assert self.policy is not None, "stock has no knobs"
         found: dict[str, Any] = {"slots": self.slots, "policy": self.policy.split("+")[0]}
         for name in self.extras:
@@ -75,7 +75,7 @@ class Configuration:
         return found | ({"budget": self.budget} if self.budget else {})
 
     def stock_options(self, checkpoint: Checkpoint) -> dict:
-        """Engine arguments of stock's offloading: as many bytes of experts on the GPU as the slots would take.
+        """Returns the engine arguments of stock's offloading: as many bytes of experts on the GPU as in slots.
 
         ``prefetch`` moves whole layers and keeps two buffers of one besides.
         """
@@ -96,20 +96,20 @@ class Configuration:
         }
 
     def series(self) -> tuple[str | None, str]:
-        """What it shares with the configurations that differ from it in their slots alone."""
+        """Returns the key that configurations share which differ in their slots alone."""
         return f"{self.policy} budget {self.budget}" if self.budget else self.policy, self.speculation
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Where speculation takes its draft tokens from."""
+    """The source of draft tokens for speculation."""
 
     tokens: int
     eagle3: Path
     draft: Path
 
     def settings(self, speculation: str) -> dict | None:
-        """vLLM's ``speculative_config``.
+        """Returns vLLM's ``speculative_config``.
 
         Raises:
             PlanError: the draft's folder is missing.
@@ -150,7 +150,7 @@ def configurations(
     budgets: tuple[int, ...] = (),
     offloads: tuple[str, ...] = (),
 ) -> list[Configuration]:
-    """For each speculation: stock, all experts resident, and each number of slots under each policy.
+    """Returns, for each speculation: stock, all experts resident, and each number of slots under each policy.
 
     Where there are drafts, each of these also under each budget. Each size also for stock with each of ``offloads``.
 
@@ -195,6 +195,6 @@ def configurations(
 
 
 def rotated(plan: list[T], repeat: int, repeats: int) -> list[T]:
-    """The order of one repeat: each starts elsewhere, so that a drift of the machine hits all alike."""
+    """Returns the order of one repeat, rotated so that drift of the machine affects all alike."""
     start = repeat * len(plan) // max(1, repeats)
     return plan[start:] + plan[:start]

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: one that runs and ends, or one that stays and takes turns with others."""
+"""Runs engines in their own processes: one that runs a job and ends, or one that stays and takes turns."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def run_engine(job: dict, is_stock: bool, timeout: float) -> tuple[dict | None, 
 
 
 class LiveEngine:
-    """An engine that generates for one prompt when it is asked to and waits in between.
+    """An engine that generates for one prompt per call and waits in between.
 
     Args:
-        timeout: seconds that its start and each of its turns may take.
+        timeout: time limit in seconds for its start and for each turn.
 
     Raises:
         EngineError: it did not start.
@@ -62,15 +62,15 @@ class LiveEngine:
             raise
 
     def turn(self, prompt: list[int], tokens: int, without: Sequence[str] = ()) -> dict:
-        """What ``engine.measure`` says of one prompt, and the plugin's ``choices``.
+        """Runs one prompt; returns the result of ``engine.measure`` and the plugin's ``choices``.
 
         Args:
-            without: what pauses meanwhile, see ``engine.paused``.
+            without: what is paused meanwhile, see ``engine.paused``.
 
         Raises:
             EngineError: the engine ended, or did not answer in time.
         """
-        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer that does not come says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended; ``_answer`` raises with its log
             turn = {"prompt": prompt, "tokens": tokens, "without": list(without)}
             self._asked.write(json.dumps(turn) + "\n")
             self._asked.flush()
@@ -94,7 +94,7 @@ class LiveEngine:
 
 
 def _start(job: dict, is_stock: bool, folder: Path, *arguments: str, **pipes: int) -> subprocess.Popen[str]:
-    """``engine.py`` with these further arguments; what it prints, and no pipe takes, goes to ``folder / "log"``."""
+    """Starts ``engine.py`` with further arguments; output without a pipe goes to ``folder / "log"``."""
     env = os.environ | {
         "VLLM_PLUGINS": "" if is_stock else "spac",  # stock means that no line of the plugin is loaded
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -114,7 +114,7 @@ def _ending(code: int, folder: Path) -> str:
 
 
 def _end(child: subprocess.Popen) -> None:
-    """Also the processes that an engine leaves behind when it is stopped half-way; they share its group."""
+    """Kills the child's process group, with any processes that a stopped engine has left."""
     with contextlib.suppress(ProcessLookupError):  # all of them have gone, as they should
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

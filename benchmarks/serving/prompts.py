@@ -23,13 +23,13 @@ class Prompts:
     source: str
 
     def describe(self) -> dict:
-        """For the result: enough to see whether two runs asked the same."""
+        """Returns facts for the result that show whether two runs used the same prompts."""
         digest = xxhash.xxh3_64_hexdigest(json.dumps(self.ids).encode())
         return {"count": len(self.ids), "tokens": len(self.ids[0]), "source": self.source, "xxh3_64": digest}
 
 
 def load(model: Path, count: int, tokens: int, seed: int = 0) -> Prompts:
-    """``count`` different prompts of ``tokens`` tokens each for the model in the folder ``model``."""
+    """Returns ``count`` different prompts of ``tokens`` tokens each for the model in the folder ``model``."""
     if not (model / "tokenizer.json").is_file():
         config = json.loads((model / "config.json").read_text())
         vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
@@ -41,7 +41,7 @@ def load(model: Path, count: int, tokens: int, seed: int = 0) -> Prompts:
 
 
 def _windows(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[list[int]]:
-    """One window of each of ``count`` held-out files; of some files two where there are too few."""
+    """Returns one window of each of ``count`` held-out files, or more per file if there are too few."""
     paths = [path for path in corpus.files() if corpus.is_held_out(path)]
     draw = random.Random(seed)
     draw.shuffle(paths)

@@ -1,4 +1,4 @@
-"""The rows as a table on the terminal and as a picture."""
+"""Shows rows as a table on the terminal and as a picture."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _COLUMNS = (
 
 
 def table(rows: list[Row], batch: int, title: str) -> Table:
-    """One batch size; a configuration whose tokens differ from stock's though it is exact is red and has no speeds.
+    """Returns the table of one batch size.
 
-    Where they may differ, the requests that are equal stand beside the verdict.
+    An exact configuration whose tokens differ from stock's is red and has no speeds. Where tokens may differ, the
+    number of equal requests is next to the verdict.
     """
     view = Table(title=f"{title}, batch {batch}", title_justify="left", box=box.SIMPLE_HEAD)
     for name in _COLUMNS:
@@ -51,7 +52,7 @@ def table(rows: list[Row], batch: int, title: str) -> Table:
 
 
 def reasons(rows: list[Row]) -> list[str]:
-    """Why each red row has no speeds."""
+    """Returns why each red row has no speeds."""
     return [f"{row.configuration.label}, batch {row.batch}: {row.why}" for row in rows if not row.is_measured]
 
 
@@ -82,7 +83,7 @@ def _milliseconds(spread: Spread | None) -> str:
 
 
 def picture(rows: list[Row], batches: list[int], title: str, path: Path) -> None:
-    """Speed above, hit rate below, over the share of experts in fast memory; a column a batch size."""
+    """Draws speed and, below it, hit rate over the share of experts in fast memory; one column per batch size."""
     figure, axes = plt.subplots(2, len(batches), figsize=(5.5 * len(batches), 7), sharex=True, squeeze=False)
     for column, batch in enumerate(batches):
         here = [row for row in rows if row.batch == batch and row.is_measured]
@@ -101,7 +102,7 @@ def picture(rows: list[Row], batches: list[int], title: str, path: Path) -> None
 
 
 def _series(rows: list[Row]) -> dict[tuple[str | None, str], list[Row]]:
-    """(policy, speculation) -> rows by cache ratio; all experts resident is the end of every policy's line."""
+    """Returns (policy, speculation) -> rows by cache ratio; all experts resident is the end of every policy's line."""
     served = [row for row in rows if not row.configuration.is_stock]
     full = {row.configuration.speculation: row for row in served if row.cache_ratio == 1}
     found: dict[tuple[str | None, str], list[Row]] = {}

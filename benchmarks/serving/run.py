@@ -1,6 +1,6 @@
-"""The plugin beside stock vLLM: the same model, prompts and seeds, in one run.
+"""Compares the plugin with stock vLLM: the same model, prompts and seeds, in one run.
 
-Every engine has a process of its own. A speed is reported only where the tokens are stock's.
+Every engine has its own process. A speed is reported only where the tokens are stock's.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TOY_MODEL = TOY / "models" / "target"
 PACKED = ROOT / ".cache" / "serving"
 _MODEL = str(TOY_MODEL.relative_to(ROOT))
 _SHAPES = (
-    "The guard's steps have other numbers of rows than stock's. Where kernels round by that (batches.py measures it), "
-    "a near-tie may fall otherwise without a fault: with --guard off or --dtype float32 tokens must be equal."
+    "The guard's steps have other numbers of rows than stock's. Where rounding depends on that (batches.py measures "
+    "it), a near-tie may resolve differently without a fault: with --guard off or --dtype float32 tokens must be equal."
 )
 _HEADER = 4096  # of a packed expert's file
 _ENVIRONMENT = ("VLLM_", "OMP_", "KMP_")  # what decides which cores compute
@@ -80,7 +80,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 
 @dataclass(frozen=True)
 class Settings:
-    """What all engines of a run have in common."""
+    """The settings that all engines of a run share."""
 
     model: Path
     batches: tuple[int, ...]
@@ -96,7 +96,7 @@ class Settings:
     dtype: str = "auto"
 
     def job(self, configuration: plan.Configuration, ids: list[list[int]]) -> dict:
-        """What ``engine.py`` is told."""
+        """Returns the job for ``engine.py``."""
         spac = None
         if not configuration.is_stock:
             spac = configuration.knobs()
@@ -128,7 +128,7 @@ class Settings:
 
 
 class Rates:
-    """Measured beside the engines, once a repeat, so that a disturbed moment does not set the bound."""
+    """Rates of memory and disk, measured once per repeat, so that one disturbed moment does not set the bound."""
 
     def __init__(self, folder: Path, has_gpu: bool) -> None:
         self._folder = folder
@@ -145,7 +145,7 @@ class Rates:
             self.disk += disk_read_rates(self._folder, _HEADER + choices["expert_bytes"]).values()
 
     def of_bound(self) -> summary.Rates | None:
-        """The best of what was measured: a copy reads and writes each byte, so memory moves twice its rate."""
+        """Returns the best measured rates: a copy reads and writes each byte, so memory moves twice its rate."""
         if not self.memory:
             return None
         fast = 2 * max(rate.best for rate in self.memory)
@@ -160,8 +160,8 @@ class Rates:
 def execute(
     settings: Settings, configurations: list[plan.Configuration], asked: prompts.Prompts, repeats: int, output: Path
 ) -> list[summary.Row]:
-    """Run everything; after each engine the result so far is on the disk."""
-    origin = provenance()  # before the first engine: a run that cannot say where it comes from should not start
+    """Runs everything; writes the result so far after each engine."""
+    origin = provenance()  # before the first engine: a run without provenance should not start
     rates, runs, rows = Rates(settings.disk_dir, bool(origin["machine"]["gpu"])), [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
@@ -210,7 +210,7 @@ def _write(output, settings, asked, rates, rows, runs, origin) -> None:
 @app.command(epilog=_EPILOG)
 def main(
     model: ModelFolder = TOY_MODEL,
-    slots: Annotated[str, typer.Option(help="Values of --spac-slots beside 100%.")] = "10%,25%,50%",
+    slots: Annotated[str, typer.Option(help="Values of --spac-slots in addition to 100%.")] = "10%,25%,50%",
     policy: Annotated[
         str, typer.Option(help="Eviction policies; with +prefetch, +cpu (experts), +threshold, +pointers.")
     ] = "reuse,lru",
@@ -220,16 +220,16 @@ def main(
         str, typer.Option(help=f"On a GPU: stock vLLM's own offloading at equal memory, {' and '.join(plan.OFFLOADS)}.")
     ] = "",
     batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,8",
-    repeats: Annotated[int, typer.Option(min=1, help="Engines of each configuration.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Engines per configuration.")] = 3,
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts; each batch size runs all of them.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for a prompt.")] = 64,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a speculative step.")] = 4,
-    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per speculative step.")] = 4,
+    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 next to the model.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft next to the model.")] = None,
     guard: Annotated[str, typer.Option(help="--spac-guard; off: as many drafts in every run.")] = "on",
     dtype: Annotated[str, typer.Option(help="Of all engines; see the note on tokens below.")] = "auto",
-    store: Annotated[str | None, typer.Option(help="Where the other experts live: host or disk.")] = None,
+    store: Annotated[str | None, typer.Option(help="Where the other experts are stored: host or disk.")] = None,
     disk_dir: PackedFolder = PACKED,
     eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of all engines.")] = True,
     seed: Annotated[int, typer.Option(help="Of prompts and engines.")] = 0,
@@ -242,7 +242,7 @@ def main(
     if quick:
         slots, policy, repeats, count, prompt_tokens, output_tokens = "25%", "lru", 1, 2, 32, 8
     console = Console(width=max(140, Console().width))  # narrower, the tables cannot be read
-    beside = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
+    drafts = plan.Drafts(draft_tokens, eagle3 or model.parent / "eagle3", draft or model.parent / "draft")
     try:
         budgets = plan.sizes(budget, "--budget") if budget else ()
         offloads = tuple(plan.split(offload))
@@ -251,13 +251,13 @@ def main(
         sizes, policies, drafting = (plan.split(text) for text in (slots, policy, speculation))
         configurations = plan.configurations(sizes, policies, drafting, budgets, offloads)
         for configuration in configurations:
-            beside.settings(configuration.speculation)
+            drafts.settings(configuration.speculation)
         batches = plan.sizes(batch)
     except ValueError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
     settings = Settings(
-        model, batches, prompt_tokens, output_tokens, seed, eager, store, disk_dir, beside, timeout, guard, dtype
+        model, batches, prompt_tokens, output_tokens, seed, eager, store, disk_dir, drafts, timeout, guard, dtype
     )
     output = output or RESULTS / f"serving_{model.resolve().name}.json"
     rows = execute(settings, configurations, prompts.load(model, count, prompt_tokens, seed), repeats, output)
@@ -267,7 +267,7 @@ def main(
 
 
 def show(console: Console, rows: list[summary.Row], settings: Settings, output: Path) -> None:
-    """The tables on the terminal, the picture beside the result."""
+    """Prints the tables and writes the picture next to the result."""
     title = f"{'toy model ' if is_toy(settings.model) else ''}{settings.model.resolve().name}"
     for batch in settings.batches:
         console.print(report.table(rows, batch, title))
@@ -277,7 +277,7 @@ def show(console: Console, rows: list[summary.Row], settings: Settings, output: 
     if guarded and settings.guard == "on" and settings.dtype != "float32":
         console.print(_SHAPES)
     picture = output.with_suffix(".png")
-    report.picture(rows, list(settings.batches), f"{title}: spac beside stock vLLM", picture)
+    report.picture(rows, list(settings.batches), f"{title}: spac and stock vLLM", picture)
     console.print(escape(f"wrote {output} and {picture.name}"), soft_wrap=True)
 
 

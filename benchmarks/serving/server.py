@@ -1,4 +1,4 @@
-"""``vllm serve`` for the length of a ``with`` block."""
+"""Runs ``vllm serve`` for the duration of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _STOP_SECONDS = 30
 
 
 class ServerError(RuntimeError):
-    """The server did not start; says why."""
+    """The server did not start; the message is the reason."""
 
 
 @contextlib.contextmanager
 def serve(model: Path, arguments: list[str], log: Path, timeout: float) -> Iterator[str]:
-    """URL of a server of ``model`` that is gone when the block ends.
+    """Serves ``model`` during the block; yields the URL.
 
     Args:
         arguments: flags for ``vllm serve``; without ``--plugin`` no line of the plugin is loaded.
-        log: file for what the server says.
-        timeout: seconds that it may take to answer.
+        log: file for the server's output.
+        timeout: seconds that its start may take.
 
     Raises:
         ServerError: it ended, or does not answer in time.
@@ -61,11 +61,11 @@ def _wait(process: subprocess.Popen, address: str, log: Path, timeout: float) ->
             if urllib.request.urlopen(address, timeout=5).status == 200:
                 return
         time.sleep(0.5)
-    raise ServerError(f"vllm serve does not answer after {timeout:.0f} s; it says:\n{log.read_text()[-2000:]}")
+    raise ServerError(f"vllm serve does not answer after {timeout:.0f} s; its log:\n{log.read_text()[-2000:]}")
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Ask first; then end whatever is left of the server's own process group."""
+    """Sends SIGINT first, then kills what is left of the server's process group."""
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_SECONDS)

@@ -1,10 +1,10 @@
-"""Simulated beside measured time a token.
+"""Compares simulated with measured time per token.
 
-An engine with all experts but one in fast memory gives the routing and what a step takes besides its experts; profiles
-of this machine, before and after each engine, because disks of virtual machines drift, give what loading and computing
-an expert takes. From these the simulator says what fewer slots will take, and engines with so many slots say what they
-do take. Nothing is fitted to the latter, but for a second figure: simulated with the seconds that the engine itself
-waited for a load, so that what the disk did otherwise than in the profile is told from what the simulator gets wrong.
+An engine with all experts but one in fast memory records the routing and the time of a step outside its experts;
+profiles of this machine, before and after each engine because disks of virtual machines drift, give the costs of
+loading and computing an expert. From these the simulator predicts times for fewer slots, which engines with as many
+slots measure. Nothing is fitted to the latter, except for a second figure: simulated with the seconds per load that
+the engine itself waited, which separates differences of the disk from errors of the simulator.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def main(
     slots: Annotated[str, typer.Option(help="Values of --spac-slots.")] = "5%,10%,25%,50%",
     policy: Annotated[str, typer.Option(help="Eviction policies.")] = "reuse,lru",
     speculation: Annotated[str, typer.Option(help=f"Of {', '.join(plan.SPECULATIONS)}.")] = "none,eagle3",
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a speculative step.")] = 4,
-    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 beside the model.")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft beside the model.")] = None,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per speculative step.")] = 4,
+    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 next to the model.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft next to the model.")] = None,
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts, one after the other.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for a prompt.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     disk_dir: Annotated[Path, typer.Option(help="Folder of the packed experts.")] = ROOT / ".cache" / "serving",
-    repeats: Annotated[int, typer.Option(min=1, help="Engines of each configuration; the median counts.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Engines per configuration; means are reported.")] = 2,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "simulated_toy.json",
 ) -> None:
     exit_on_sigterm()
@@ -78,7 +78,9 @@ def main(
     outside: dict[str, float] = {}
     with Progress(console=Console(stderr=True)) as progress, tempfile.TemporaryDirectory() as scratch:
         task = progress.add_task("", total=len(speculations) * (1 + repeats * (1 + len(sizes) * len(policies))))
-        for drafting in sorted(speculations, key=lambda name: name != "none"):  # what no drafts take comes first
+        for drafting in sorted(
+            speculations, key=lambda name: name != "none"
+        ):  # without drafts first: its step time is needed below
             progress.update(task, description=f"{drafting}: all experts but one")
             path, most = Path(scratch, f"{drafting}.trace"), f"{100 * (total - 1) / total:.4f}%"
             whole = plan.Configuration(most, policies[0], drafting)
@@ -91,19 +93,19 @@ def main(
             trace = Trace.load(path)
             known = _between(before, after).model_copy(update={"other": outside.get("none", 0.0)})
             outside[drafting] = _outside(trace, total - 1, policies[0], known, resident, drafting != "none")
-            told = {"other": outside["none"]} | ({"draft": outside[drafting]} if drafting != "none" else {})
+            update = {"other": outside["none"]} | ({"draft": outside[drafting]} if drafting != "none" else {})
             for size in sizes:
                 for name in policies:
                     progress.update(task, description=f"{drafting}: {size} {name}")
                     measured = _engines(settings, plan.Configuration(size, name, drafting), ids, repeats)
                     progress.advance(task, repeats)
                     before, after = after, profile()
-                    known = _between(before, after).model_copy(update=told)
+                    known = _between(before, after).model_copy(update=update)
                     count_of = math.ceil(_share(size) * total)
-                    said = simulate(trace, count_of, known, policy=name)
+                    outcome = simulate(trace, count_of, known, policy=name)
                     seen = Rate(bytes_per_second=nbytes / measured["load_seconds"])
                     own = simulate(trace, count_of, known.model_copy(update={"load": seen}), policy=name)
-                    row = _row(drafting, size, name, measured, said) | {"profiled_load": known.load.model_dump()}
+                    row = _row(drafting, size, name, measured, outcome) | {"profiled_load": known.load.model_dump()}
                     own_load = {"seconds_a_load": measured["load_seconds"], "simulated_tpot_with_it": own.tpot}
                     rows.append(row | own_load | {"error_with_it": own.tpot / measured["tpot"] - 1})
     result = {
@@ -130,7 +132,7 @@ def _share(size: str) -> Fraction:
 
 
 def _engines(settings: Settings, configuration, ids, repeats: int, trace: Path | None = None) -> dict:
-    """Medians over engines of the time a token and of the hit rate; the last one records its routing."""
+    """Returns means over engines of the time per token and of the hit rate; the last one records its routing."""
     times, rates, loads = [], [], []
     for repeat in range(repeats):
         job = settings.job(configuration, ids)
@@ -149,7 +151,7 @@ def _engines(settings: Settings, configuration, ids, repeats: int, trace: Path |
 
 
 def _between(first: Costs, second: Costs) -> Costs:
-    """Each cost halfway between two profiles."""
+    """Returns the mean of two profiles, cost by cost."""
 
     def rate(a: Rate, b: Rate) -> Rate:
         pairs = ((a.bytes_per_second, b.bytes_per_second), (a.flops_per_second, b.flops_per_second))
@@ -162,16 +164,16 @@ def _between(first: Costs, second: Costs) -> Costs:
 
 
 def _outside(trace: Trace, slots: int, policy: str, known: Costs, whole: dict, drafts: bool) -> float:
-    """Seconds of a step, or of a draft token, that the experts do not explain when hardly any is missing."""
-    said = simulate(trace, slots, known, policy=policy)
+    """Returns the seconds per step, or per draft token, outside of experts, from a run with hardly any misses."""
+    outcome = simulate(trace, slots, known, policy=policy)
     generating = trace.step_kind != 0
     tokens = int(trace.step_tokens[generating].sum())
-    left = (whole["tpot"] - said.tpot) * tokens
+    left = (whole["tpot"] - outcome.tpot) * tokens
     units = int((trace.row_kind == 3).sum()) if drafts else int(generating.sum())
     return max(0.0, left / units)
 
 
-def _row(drafting: str, size: str, policy: str, measured: dict, said) -> dict:
+def _row(drafting: str, size: str, policy: str, measured: dict, outcome) -> dict:
     return {
         "speculation": drafting,
         "slots": size,
@@ -179,16 +181,16 @@ def _row(drafting: str, size: str, policy: str, measured: dict, said) -> dict:
         "measured_tpot": measured["tpot"],
         "measured_low": measured["low"],
         "measured_high": measured["high"],
-        "simulated_tpot": said.tpot,
-        "error": said.tpot / measured["tpot"] - 1,
+        "simulated_tpot": outcome.tpot,
+        "error": outcome.tpot / measured["tpot"] - 1,
         "measured_hit_rate": measured["hit_rate"],
-        "simulated_hit_rate": said.hit_rate,
-        "bound_tpot": said.bound_tpot,
+        "simulated_hit_rate": outcome.hit_rate,
+        "bound_tpot": outcome.bound_tpot,
     }
 
 
 def _show(rows: list[dict], output: Path) -> None:
-    table = Table(title="time a token, ms", title_justify="left")
+    table = Table(title="time per token, ms", title_justify="left")
     columns = ("speculation", "slots", "policy", "measured", "simulated", "error", "own loads", "hits", "simulated")
     for name in columns:
         table.add_column(name, justify="left" if name in ("speculation", "policy") else "right")

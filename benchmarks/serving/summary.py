@@ -1,4 +1,4 @@
-"""From raw runs to rows: first whether the tokens are stock's, then how fast. Pure."""
+"""Turns raw runs into rows: checks the tokens against stock's, then computes speeds. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plan import FULL, Configuration
 
 @dataclass(frozen=True)
 class Run:
-    """One engine of one repeat: its result, or why there is none."""
+    """One engine of one repeat: its result, or its error."""
 
     configuration: Configuration
     repeat: int
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second of fast memory and of the path over which missing experts come."""
+    """Bytes per second of fast memory and of the path over which missing experts come."""
 
     fast: float
     slow: float
@@ -44,7 +44,7 @@ class Row:
             it sums in another order than stock), ``differs``, ``failed`` or ``pending`` (stock has not answered yet).
         requests: of all its engines; ``equal_requests``: those with exactly stock's tokens. Of a row that rounds, most
             should be equal: a near-tie of two logits may turn, and then the rest of that request differs.
-        dropped_share: routing weight that a budget dropped, of its rows' whole.
+        dropped_share: share of its rows' routing weight that a budget dropped.
         ratio_to_bound: measured seconds over the bound's; 1 is as fast as this machine can be.
     """
 
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def rate(self) -> Spread:
-        """Tokens a second of a row that is measured."""
+        """Tokens per second of a row that is measured."""
         assert self.tokens_per_second is not None, self.verdict
         return self.tokens_per_second
 
@@ -86,7 +86,7 @@ class Row:
 
 
 def rows(plan: list[Configuration], runs: list[Run], batches: list[int], rates: Rates | None) -> list[Row]:
-    """A row for each configuration that has run, batch size by batch size."""
+    """Returns a row for each configuration that has run, batch size by batch size."""
     found: list[Row] = []
     for batch in batches:
         table = {c: _row(c, batch, _of(c, runs), _reference(c, batch, runs)) for c in plan if _of(c, runs)}
@@ -101,7 +101,7 @@ def rows(plan: list[Configuration], runs: list[Run], batches: list[int], rates: 
 
 
 def reported(run: Run, rows_: list[Row]) -> dict:
-    """A run for the result; its times only where its tokens are stock's."""
+    """Returns a run for the result; with times only if its tokens are stock's."""
     plain = {"configuration": run.configuration.label, "repeat": run.repeat, "error": run.error}
     if run.result is None:
         return plain
@@ -119,7 +119,7 @@ def _of(configuration: Configuration, runs: list[Run]) -> list[Run]:
 
 
 def _reference(configuration: Configuration, batch: int, runs: list[Run]) -> list[list[int]] | None:
-    """Stock's tokens at this speculation and batch size, of the first repeat that has them."""
+    """Returns stock's tokens at this speculation and batch size, of the first repeat that has them."""
     stock = _of(Configuration(None, None, configuration.speculation), runs)
     return next((run.result["batches"][str(batch)]["tokens"] for run in stock if run.result), None)
 
@@ -138,7 +138,7 @@ def _row(configuration: Configuration, batch: int, runs: list[Run], reference: l
     row = Row(configuration, batch, verdict, why, len(pairs), sum(said == stocks for said, stocks in pairs))
     if not row.is_measured:
         return row
-    count = sum(map(len, reference))  # a budget changes which tokens are said, not how many
+    count = sum(map(len, reference))  # a budget changes which tokens are emitted, not how many
     row.tokens_per_second = Spread.of([count / m["seconds"] for m in measured])
     row.ttft = Spread.of([value for m in measured for value in m["ttft"]])
     row.tpot = _spread_of([value for m in measured for value in m["tpot"] if value is not None])
@@ -161,7 +161,7 @@ def _differences(measured: list[dict], reference: list[list[int]]) -> Iterator[s
 
 
 def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
-    """Medians over the repeats; the counters of speculation and steps are those of the last one."""
+    """Adds medians over the repeats; the counters of speculation and steps are those of the last one."""
     last = measured[-1]["counters"]
     names = ["hits", "misses", "loads", "cpu_experts", "stall_seconds", "waves"]
     names += ["prefetches", "prefetch_hits", "prefetch_wasted"]
@@ -180,12 +180,12 @@ def _add_counters(row: Row, runs: list[Run], measured: list[dict]) -> None:
 
 
 def _add_bounds(table: list[Row], runs: list[Run], batch: int, rates: Rates) -> None:
-    """Bounds of the rows, from the fastest run of the same speculation that had all experts resident."""
+    """Adds the bounds of the rows, from the fastest run of the same speculation that had all experts resident."""
     rows_ = [row for row in table if row.is_measured and not row.configuration.is_stock]
     resident = {row.configuration.speculation: row for row in rows_ if row.configuration.slots == FULL}
     for row in rows_:
         full = resident.get(row.configuration.speculation)
-        if full is None or row.configuration.rounds:  # what the CPU or the bus can compute with was not measured
+        if full is None or row.configuration.rounds:  # rates of the CPU or the bus were not measured
             continue
         expert_bytes = _of(row.configuration, runs)[-1].answer["choices"]["expert_bytes"]
         rest = other_per_step(min(_seconds(full, runs, batch)), _counts(full), expert_bytes, rates.fast)

@@ -1,10 +1,10 @@
-"""Acceptance length of the toy model's drafts on stock vLLM, one fresh process for each method.
+"""Measures the acceptance length of the toy model's drafts on stock vLLM, one fresh process per method.
 
     python benchmarks/toy/accept.py all
     python benchmarks/toy/accept.py all --only eagle3-5 --only draft-3 --dtype float32
 
 Prompts are held-out library files, decoding is greedy. Acceptance length is 1 + accepted / drafts: the tokens
-that one pass of the target yields. Everything is about the toy model and says nothing about a real one.
+per forward of the target. All numbers are of the toy model and not representative of a real one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 
 def methods(models: Path, int8: Path) -> dict[str, dict | None]:
-    """Name -> vLLM's ``speculative_config``, for the folder of the models and that of the INT8 copy."""
+    """Returns name -> vLLM's ``speculative_config``, for the folder of the models and that of the INT8 copy."""
     ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     table: dict[str, dict | None] = {"none": None, "ngram-5": ngram}
     for k in (3, 5, 8):
@@ -48,7 +48,7 @@ def methods(models: Path, int8: Path) -> dict[str, dict | None]:
 
 
 def prompts(tokenizer: Tokenizer, count: int, length: int) -> list[dict]:
-    """``count`` held-out files, each the ``length`` tokens before its middle: {"file", "ids"}."""
+    """Returns ``count`` held-out files, each the ``length`` tokens before its middle: {"file", "ids"}."""
     root = Path(sysconfig.get_paths()["stdlib"])
     chosen = []
     for path in filter(corpus.is_held_out, corpus.files()):
@@ -62,7 +62,7 @@ def prompts(tokenizer: Tokenizer, count: int, length: int) -> list[dict]:
 
 
 def summary(counters: dict, outputs: list[list[int]], reference: list[list[int]]) -> dict:
-    """Counters of one run with what follows from them; ``reference`` are the tokens without speculation."""
+    """Returns the counters of one run and the figures derived from them; ``reference``: tokens without speculation."""
     equal = sum(a == b for a, b in zip(outputs, reference, strict=True))
     result: dict = {**counters, "requests": len(outputs), "requests_equal_to_no_speculation": equal}
     if counters:
@@ -73,7 +73,7 @@ def summary(counters: dict, outputs: list[list[int]], reference: list[list[int]]
 
 
 def generate(job: dict) -> dict:
-    """Run vLLM in this process: {"outputs": token ids of each request, "counters": its speculation counters}."""
+    """Runs vLLM in this process; returns {"outputs": token ids per request, "counters": its speculation counters}."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -124,7 +124,7 @@ def in_fresh_process(method: str, job: dict) -> dict:
 
 
 def portable(config: dict | None) -> dict | None:
-    """``config`` without the path of this checkout."""
+    """Returns ``config`` without the path of this checkout."""
     if config is None or "model" not in config:
         return config
     return {**config, "model": Path(config["model"]).name}
@@ -133,10 +133,10 @@ def portable(config: dict | None) -> dict | None:
 @app.command("all")
 def run_all(
     count: Annotated[int, typer.Option(help="Prompts.")] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 192,
-    max_tokens: Annotated[int, typer.Option(help="New tokens of a request.")] = 128,
+    length: Annotated[int, typer.Option(help="Tokens per prompt.")] = 192,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per request.")] = 128,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    only: Annotated[list[str] | None, typer.Option(help="Methods to run besides none; default all.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Methods to run in addition to none; default: all.")] = None,
     models: Annotated[Path, typer.Option(help="Folder with target, draft and eagle3.")] = MODELS,
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULT,
 ) -> None:

@@ -1,11 +1,11 @@
-"""What choosing shortlists costs: microseconds a layer, and its share of a verify step of the toy model.
+"""Measures the cost of choosing shortlists: microseconds per layer, and its share of the toy model's verify step.
 
     python benchmarks/toy/budget_cost.py            # a second: layers alone, one thread
     python benchmarks/toy/budget_cost.py --engine   # minutes: a real engine, all experts resident, EAGLE-3 drafts
 
 In the engine every prompt runs under each setting in turn, ``never binds`` among them: a mass that ranks all experts
-and cuts none. ``share`` is what the layers spent in the budget over the seconds of the same steps, so that neither
-another acceptance length nor a slower minute is in it. Everything is about the toy model and this machine.
+and cuts none. ``share`` is the time that layers spent in the budget over the seconds of the same steps, so that
+neither acceptance length nor drift of the machine affects it. All numbers are of the toy model and this machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ENGINE_SETTINGS = {
 
 
 def layers_alone(rows: int, settings: dict, times: int = 300) -> dict:
-    """Microseconds of CPU a layer: tenth percentile and median over forwards of all layers."""
+    """Measures CPU microseconds per layer: tenth percentile and median over forwards of all layers."""
     layers = [BudgetedLayer(f"layer.{i}", EXPERTS, TOP_K, RoutingRule()) for i in range(LAYERS)]
     control = BudgetControl(layers)
     control.change(BudgetSettings(**settings))
@@ -75,7 +75,7 @@ def layers_alone(rows: int, settings: dict, times: int = 300) -> dict:
 
 @contextmanager
 def timed(runtime):
-    """Seconds of verify steps and of the budget in them, added up in what it gives."""
+    """Yields a dict that accumulates the seconds of verify steps and of the budget in them."""
     found = {"steps": 0, "seconds": 0.0, "budget_seconds": 0.0}
     apply, begin, end = runtime.budget.apply, runtime.begin_step, runtime.end_step
     running = {"began": None, "budget": 0.0}
@@ -107,7 +107,7 @@ def timed(runtime):
 
 
 def in_an_engine(prompts: int, new_tokens: int) -> list[dict]:
-    """Milliseconds of a verify step from its inputs to its tokens, and the budget's share of it."""
+    """Measures the milliseconds of a verify step from its inputs to its tokens, and the budget's share of them."""
     from vllm_spac.integration.evaluation import engine as offline
 
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -158,7 +158,7 @@ def main(
             for rows in (2, 5, 9):
                 found = layers_alone(rows, settings)
                 print(
-                    f"{name:20} {rows} rows: {found['p10']:6.1f} us a layer (p10), {found['median']:6.1f} us (median)"
+                    f"{name:20} {rows} rows: {found['p10']:6.1f} us per layer (p10), {found['median']:6.1f} us (median)"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Text and tokenizer of the toy model: what every Python installation has on its disk.
+"""Text and tokenizer of the toy model, from files of every Python installation.
 
 The corpus is the standard library's source and its documentation (``pydoc_data/topics.py`` and the
 docstrings). One file in twenty, chosen by the checksum of its path, is held out for validation.
@@ -17,11 +17,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 VOCAB_SIZE = 2048
 END_OF_TEXT = "<|endoftext|>"
 _SKIP = {"site-packages", "encodings", "lib2to3", "idlelib", "turtledemo", "distutils"}
-_LIBRARY_REPEATS = 2  # the library proper is read twice for each time its tests are
+_LIBRARY_REPEATS = 2  # the library itself is read twice, its tests once
 
 
 def files() -> list[Path]:
-    """Python files of the running interpreter's standard library, in a stable order."""
+    """Returns the Python files of the running interpreter's standard library, in a stable order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return sorted(
         path
@@ -31,7 +31,7 @@ def files() -> list[Path]:
 
 
 def is_held_out(path: Path) -> bool:
-    """One library file in twenty is for validation; tests of the library never are."""
+    """Returns whether a file is for validation: one library file in twenty, never the library's tests."""
     relative = path.relative_to(sysconfig.get_paths()["stdlib"])
     return "test" not in relative.parts and zlib.crc32(str(relative).encode()) % 20 == 0
 
@@ -41,7 +41,7 @@ def read(path: Path) -> str:
 
 
 def train_tokenizer(paths: list[Path]) -> Tokenizer:
-    """Byte-level BPE over ``paths``; every byte string round-trips."""
+    """Trains byte-level BPE on ``paths``; every byte string round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -56,7 +56,7 @@ def train_tokenizer(paths: list[Path]) -> Tokenizer:
 
 
 def tokenize(tokenizer: Tokenizer, paths: list[Path], seed: int = 0) -> np.ndarray:
-    """All ``paths`` shuffled and joined by the end-of-text token: int64 of shape [tokens]."""
+    """Returns all ``paths`` shuffled and joined by the end-of-text token: int64 of shape [tokens]."""
     paths = list(paths)
     random.Random(seed).shuffle(paths)
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -69,7 +69,7 @@ def tokenize(tokenizer: Tokenizer, paths: list[Path], seed: int = 0) -> np.ndarr
 
 
 def splits(tokenizer: Tokenizer, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(training tokens, validation tokens), each int64 of shape [tokens]."""
+    """Returns (training tokens, validation tokens), each int64 of shape [tokens]."""
     everything = files()
     train = [path for path in everything if not is_held_out(path)]
     library = [path for path in train if "test" not in path.parts]

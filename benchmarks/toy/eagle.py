@@ -1,9 +1,9 @@
 """An EAGLE-3 head for the toy model, in the form that stock vLLM runs (``LlamaForCausalLMEagle3``).
 
 At base position t the head reads the target's hidden states of t (three depths) and the embedding of
-token t+1, and predicts token t+2; its own residual stream then stands in for the target's at t+1, and so
-on. Training unrolls that chain ("training-time test" of the EAGLE-3 paper): the keys of step 0, which come
-from the target's states, are causal, and step j sees beside them only the keys of its own steps 1..j.
+token t+1, and predicts token t+2; its own residual stream then replaces the target's at t+1, and so on.
+Training unrolls that chain ("training-time test" of the EAGLE-3 paper): the keys of step 0, which come
+from the target's states, are causal, and step j attends in addition only to the keys of its own steps 1..j.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class MidLayer(nn.Module):
 
 
 def attend_chain(q: Tensor, base: tuple[Tensor, Tensor], chain: list[tuple[Tensor, Tensor]], future: Tensor) -> Tensor:
-    """Attention of one later step: keys of step 0 up to the base, and the chain's own keys.
+    """Computes the attention of one later step: keys of step 0 up to the base, and the chain's own keys.
 
-    q and every (k, v) of ``chain`` [batch, heads, bases, head_dim]: row i of the chain is seen by row i only.
+    q and every (k, v) of ``chain`` [batch, heads, bases, head_dim]: row i of the chain is visible to row i only.
     base: (k, v) of step 0 [batch, heads, length, head_dim]; future [bases, length] masks those after the base.
     """
     base_k, base_v = base
@@ -68,7 +68,7 @@ def attend_chain(q: Tensor, base: tuple[Tensor, Tensor], chain: list[tuple[Tenso
 
 
 class Head(nn.Module):
-    """Parameters carry the names of published EAGLE-3 heads; the embeddings are the target's."""
+    """The EAGLE-3 head. Parameters have the names of published heads; the embeddings are the target's."""
 
     def __init__(self, shape: Shape, aux_layers: tuple[int, ...] = AUX_LAYERS) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def start_from(self, target: CausalLM) -> None:
-        """Begin in the target's own output space: its last hidden state, final norm and language-model head."""
+        """Starts in the target's own output space: its last hidden state, final norm and language-model head."""
         self.fc.weight.mul_(0.1)
         self.fc.weight[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
         self.norm.load_state_dict(target.norm.state_dict())
@@ -94,7 +94,7 @@ class Head(nn.Module):
 
         embeds [batch, length + steps - 1, hidden]: embedding of the token after each position.
         features [batch, length, 3 * hidden]: the target's hidden states.
-        bases [n]: which positions the chain starts from after step 0, which always runs at all of them.
+        bases [n]: positions that the chain starts from after step 0, which always runs at all of them.
         """
         length = features.shape[1]
         cos, sin = rotary_table(length + steps, self.shape.head_dim)
@@ -139,7 +139,7 @@ def unrolled_loss(head: Head, target: CausalLM, ids: Tensor, steps: int, bases_p
 
 @torch.no_grad()
 def evaluate(head: Head, target: CausalLM, ids: Tensor, steps: int = 8) -> dict:
-    """Greedy agreement with the target on text (ids [windows, length + steps]), by step and as a chain."""
+    """Measures greedy agreement with the target on text (ids [windows, length + steps]), by step and as a chain."""
     length = ids.shape[1] - steps
     agree, losses = torch.zeros(steps), []
     chained = torch.zeros(steps)
@@ -164,7 +164,7 @@ def evaluate(head: Head, target: CausalLM, ids: Tensor, steps: int = 8) -> dict:
 
 @torch.no_grad()
 def simulate(head: Head, target: CausalLM, ids: Tensor, prompt_length: int, drafts: int) -> tuple[int, int]:
-    """What an engine would count on a greedy output: (drafts made, draft tokens accepted).
+    """Returns what an engine would count on a greedy output: (drafts made, draft tokens accepted).
 
     ids [n]: prompt and greedy continuation. The chain is fed the true tokens, which is exact: it only
     matters up to the first draft token that differs. The last tokens, whose chain would run past the end

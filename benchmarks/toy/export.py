@@ -1,4 +1,4 @@
-"""Write toy networks as Hugging Face checkpoints that stock vLLM loads."""
+"""Writes toy networks as Hugging Face checkpoints that stock vLLM loads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def moe_config(shape: Shape) -> dict:
 
 
 def write_checkpoint(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
-    """``config.json`` and ``model.safetensors`` (floating point as bf16)."""
+    """Writes ``config.json`` and ``model.safetensors`` (floating point as bf16)."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: (v.to(torch.bfloat16) if v.is_floating_point() else v).contiguous() for k, v in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -61,7 +61,7 @@ def write_checkpoint(folder: Path, config: dict, tensors: dict[str, Tensor]) -> 
 
 
 def named(model: CausalLM) -> dict[str, Tensor]:
-    """State dict under Hugging Face's names; stacked experts are split one by one."""
+    """Returns the state dict under Hugging Face's names; stacked experts are split one by one."""
     tensors = {}
     for name, value in model.state_dict().items():
         key = name if name.startswith("lm_head") else f"model.{name}"
@@ -82,7 +82,7 @@ def write_moe(model: CausalLM, folder: Path) -> None:
 
 
 def load_moe(folder: Path) -> CausalLM:
-    """The network of a folder that ``write_moe`` wrote, in float32."""
+    """Loads the network of a folder that ``write_moe`` wrote, in float32."""
     config = json.loads((folder / "config.json").read_text())
     shape = Shape(
         vocab=config["vocab_size"],
@@ -122,7 +122,7 @@ def write_dense(model: CausalLM, folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path, end_of_text: str, source: Path | None = None) -> None:
-    """``tokenizer_config.json``, and ``tokenizer.json`` copied from ``source`` if given."""
+    """Writes ``tokenizer_config.json``, and ``tokenizer.json`` copied from ``source`` if given."""
     if source is not None:
         shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
     config = {

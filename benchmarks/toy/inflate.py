@@ -1,4 +1,4 @@
-"""Give the toy model experts of any size: a checkpoint with the same function and the same routing.
+"""Gives the toy model experts of any size: writes a checkpoint with the same function and the same routing.
 
 How the tensors grow, and why nothing changes, is in ``widen.py``; here they are streamed from disk to disk.
 """
@@ -28,7 +28,7 @@ class TooLittleRoom(RuntimeError):
 
 
 def _files_of(source: Path) -> dict[str, Path]:
-    """Tensor name -> file."""
+    """Returns tensor name -> file."""
     where = {}
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, "pt") as shard:
@@ -37,7 +37,7 @@ def _files_of(source: Path) -> dict[str, Path]:
 
 
 def _groups(names: list[str]) -> Iterator[list[str]]:
-    """One group of names for each layer, then the rest."""
+    """Yields one group of names for each layer, then the rest."""
     layers: dict[int, list[str]] = {}
     rest: list[str] = []
     for name in names:
@@ -49,7 +49,7 @@ def _groups(names: list[str]) -> Iterator[list[str]]:
 
 
 def total_bytes(source: Path, plan: Plan) -> int:
-    """Bytes of the inflated tensors, from the shapes alone."""
+    """Returns the bytes of the inflated tensors, from the shapes alone."""
     element = {"BF16": 2, "F16": 2, "F32": 4}
     total = 0
     for name, file in _files_of(source).items():
@@ -67,7 +67,7 @@ def inflate(
     expert_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Write the inflated copy of checkpoint folder ``source``, one shard for each layer; returns the sizes.
+    """Writes the inflated copy of checkpoint folder ``source``, one shard per layer; returns the sizes.
 
     ``progress`` is called with (layers written, layers in all). Holds one layer in memory at a time.
     """
@@ -96,7 +96,7 @@ def inflate(
 
 
 def _write_side_files(source: Path, target: Path, plan: Plan, index: dict[str, str], size: int) -> None:
-    """Index, config and the other small files of the folder."""
+    """Writes index, config and the other small files of the folder."""
     content = {"metadata": {"total_size": size}, "weight_map": index}
     (target / "model.safetensors.index.json").write_text(json.dumps(content, indent=1) + "\n")
     config = json.loads((source / "config.json").read_text())
@@ -113,7 +113,7 @@ def _write_side_files(source: Path, target: Path, plan: Plan, index: dict[str, s
 
 
 def inflate_head(head: Path, source: Path, target: Path, plan: Plan) -> None:
-    """An EAGLE-3 head for the inflated model: its own size stays, ``fc`` reads the wider states.
+    """Writes an EAGLE-3 head for the inflated model: its own size is unchanged, ``fc`` reads the wider states.
 
     The head shares the embeddings of a target of its own width; here it gets its own copy of them.
     """
@@ -161,9 +161,9 @@ def parse_bytes(text: str) -> int:
 def main(
     source: Annotated[Path, typer.Argument(help="Folder of the toy model.", exists=True, file_okay=False)],
     target: Annotated[Path, typer.Argument(help="Folder to write; must be empty or absent.")],
-    intermediate: Annotated[int | None, typer.Option(help="Neurons of an expert.")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="Neurons per expert.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Size of the hidden state.")] = None,
-    expert_bytes: Annotated[str | None, typer.Option(help="Bytes of an expert in bf16, such as 9.4MB.")] = None,
+    expert_bytes: Annotated[str | None, typer.Option(help="Bytes per expert in bf16, such as 9.4MB.")] = None,
     like: Annotated[str | None, typer.Option(help=f"Sizes of a published model: {', '.join(PRESETS)}.")] = None,
     eagle3: Annotated[Path | None, typer.Option(help="Also adapt this EAGLE-3 head, into TARGET-eagle3.")] = None,
 ) -> None:
@@ -185,7 +185,7 @@ def main(
     if eagle3 is not None:
         inflate_head(eagle3, source, target.with_name(target.name + "-eagle3"), plan)
     total = total_bytes(source, plan)
-    typer.echo(f"{plan.expert_bytes() / 1e6:.2f} MB an expert in bf16, {total / 1e9:.2f} GB in all, in {target}")
+    typer.echo(f"{plan.expert_bytes() / 1e6:.2f} MB per expert in bf16, {total / 1e9:.2f} GB in all, in {target}")
 
 
 if __name__ == "__main__":

@@ -44,14 +44,14 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of shape [length, head_dim], the half-split ("NeoX") layout."""
+    """Returns cos and sin of shape [length, head_dim], the half-split ("NeoX") layout."""
     frequency = ROPE_THETA ** (-torch.arange(0, head_dim, 2).float() / head_dim)
     angle = torch.arange(length).float()[:, None] * frequency
     return torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of x [..., length, head_dim]."""
+    """Applies the rotary embedding to x [..., length, head_dim]."""
     cos, sin = table
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
@@ -198,7 +198,7 @@ class CausalLM(nn.Module):
             nn.init.normal_(block.self_attn.o_proj.weight, std=0.02 / math.sqrt(shape.layers))
 
     def blocks(self) -> Iterator[Block]:
-        """The layers, as what they are."""
+        """Returns the layers with their type."""
         return (cast(Block, layer) for layer in self.layers)
 
     def forward(self, ids: Tensor, hidden_states: bool = False):

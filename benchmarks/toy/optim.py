@@ -54,7 +54,7 @@ def optimizers(model: nn.Module, matrix_lr: float = 0.02, lr: float = 3e-3) -> l
 
 
 def schedule(optimizers: list[torch.optim.Optimizer], progress: float) -> float:
-    """Set every learning rate for ``progress`` in [0, 1]: short warm-up, flat, linear decay to zero."""
+    """Sets every learning rate for ``progress`` in [0, 1]: short warm-up, flat, linear decay to zero."""
     factor = min(1.0, progress / 0.02, max(0.0, (1 - progress) / 0.6))
     for optimizer in optimizers:
         for group in optimizer.param_groups:

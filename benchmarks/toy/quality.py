@@ -1,8 +1,8 @@
-"""What budgets cost the toy model: calibrate it, sweep budgets with EAGLE-3 drafts, and keep the results.
+"""Measures the cost of budgets on the toy model: calibrates, sweeps budgets with EAGLE-3 drafts, keeps the results.
 
     python benchmarks/toy/quality.py
 
-Everything is about the toy model and says nothing about a real one. An interrupted run goes on where it stopped.
+All numbers are of the toy model and not representative of a real one. An interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TITLE = f"toy model (6 layers of 64 experts, top-8), {DRAFTS} EAGLE-3 draft toke
 
 
 def vllm_spac(*arguments: str | Path) -> None:
-    """Run one command from the checkout's root, so that the paths in its provenance mean something."""
+    """Runs one command from the checkout's root, so that the paths in its provenance are relative to it."""
     subprocess.run([Path(sys.executable).parent / "vllm-spac", *arguments], cwd=ROOT, check=True)
 
 

@@ -1,12 +1,12 @@
-"""An INT8 copy of the toy model, to serve as a *draft* of the model itself.
+"""Writes an INT8 copy of the toy model, to serve as a *draft* of the model itself.
 
     python benchmarks/toy/quantize.py models/target ../../.cache/toy/int8
 
 Every attention and expert matrix is rounded to 8 bits, symmetric, one scale per output channel: the
-recipe of published W8 checkpoints, which leave embeddings, router, norms and the language-model head alone.
+recipe of published W8 checkpoints, which do not quantise embeddings, router, norms and the language-model head.
 Stock vLLM has no INT8 expert kernel on a CPU without AVX-512 or AMX, so the rounded values are stored
-**as bf16** under the same architecture: the copy has the quality of INT8 and loads everywhere, but it takes
-the bytes of bf16. Storing code times scale in bf16 rounds once more, by at most 1/256 of a value.
+**as bf16** under the same architecture: the copy has the quality of INT8 and loads everywhere, but it has
+the size of bf16. Storing code times scale in bf16 rounds once more, by at most 1/256 of a value.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _round_all(file: Path) -> tuple[dict[str, Tensor], int, int]:
 
 
 def int8_copy(source: Path, target: Path) -> dict:
-    """Write the rounded copy of the checkpoint folder ``source``; returns what ``training.json`` says.
+    """Writes the rounded copy of the checkpoint folder ``source``; returns the content of ``training.json``.
 
     The same source gives the same bytes.
     """

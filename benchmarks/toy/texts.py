@@ -1,9 +1,9 @@
-"""Write texts for ``vllm-spac calibrate`` and ``quality`` of the toy model, as JSON lines of token ids.
+"""Writes texts for ``vllm-spac calibrate`` and ``quality`` of the toy model, as JSON lines of token ids.
 
     python benchmarks/toy/texts.py calibration.jsonl --training --count 80
     python benchmarks/toy/texts.py held-out.jsonl --count 20
 
-Each is the middle of a library file, at most one of a file. Held-out files are those that training never saw.
+Each is the middle of a library file, at most one per file. Held-out files are those that training never saw.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TARGET = Path(__file__).parent / "models" / "target"
 
 
 def chosen(training: bool, count: int, length: int) -> list[dict]:
-    """``count`` files, spread evenly over those that are long enough: {"file", "prompt_token_ids"}."""
+    """Returns ``count`` files, spread evenly over those that are long enough: {"file", "prompt_token_ids"}."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     paths = [p for p in corpus.files() if corpus.is_held_out(p) != training and "test" not in p.parts]
@@ -39,8 +39,8 @@ def chosen(training: bool, count: int, length: int) -> list[dict]:
 def main(
     output: Annotated[Path, typer.Argument(help="JSON lines to write.")],
     count: Annotated[int, typer.Option(help="Texts.")] = 20,
-    length: Annotated[int, typer.Option(help="Tokens of a text.")] = 192,
-    training: Annotated[bool, typer.Option("--training", help="Of the files that training saw.")] = False,
+    length: Annotated[int, typer.Option(help="Tokens per text.")] = 192,
+    training: Annotated[bool, typer.Option("--training", help="Use files that training saw.")] = False,
 ) -> None:
     """Write the texts."""
     output.write_text("".join(json.dumps(text) + "\n" for text in chosen(training, count, length)))

@@ -1,10 +1,10 @@
-"""Train the toy model and its drafts from the standard library's text.
+"""Trains the toy model and its drafts from the standard library's text.
 
     python benchmarks/toy/train.py target  --minutes 60
     python benchmarks/toy/train.py draft   --minutes 15
     python benchmarks/toy/train.py eagle3  --minutes 25
 
-Each command writes a checkpoint that stock vLLM loads, and a ``training.json`` beside it. The learning
+Each command writes a checkpoint that stock vLLM loads, and a ``training.json`` next to it. The learning
 rate follows the fraction of the minutes spent, so a slower machine sees fewer tokens, not another schedule.
 """
 
@@ -32,7 +32,7 @@ MODELS = HERE / "models"
 CACHE = HERE.parents[1] / ".cache" / "toy"
 DRAFT = Shape(hidden=128, layers=2, heads=2, kv_heads=1, experts=0, top_k=0, intermediate=384)
 BALANCE = 1e-2  # so that no expert dies early ...
-BALANCED_UNTIL = 0.75  # ... and no longer than that: the skew of the text is what caching lives on
+BALANCED_UNTIL = 0.75  # ... and no longer: caching needs the skew of the text
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Minutes = Annotated[float, typer.Option(help="Wall-clock minutes to train.")]
@@ -56,7 +56,7 @@ def load_tokens() -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(tokens: np.ndarray, batch: int, length: int, seed: int):
-    """Random windows for ever: int64 of shape [batch, length + 1]."""
+    """Yields random windows forever: int64 of shape [batch, length + 1]."""
     generator = np.random.default_rng(seed)
     while True:
         starts = generator.integers(0, len(tokens) - length - 1, batch)
@@ -64,14 +64,14 @@ def batches(tokens: np.ndarray, batch: int, length: int, seed: int):
 
 
 def windows(tokens: np.ndarray, length: int, count: int) -> torch.Tensor:
-    """The same ``count`` windows at every call: int64 of shape [count, length + 1]."""
+    """Returns the same ``count`` windows at every call: int64 of shape [count, length + 1]."""
     starts = np.linspace(0, len(tokens) - length - 1, count).astype(int)
     return torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in starts]))
 
 
 @torch.no_grad()
 def validate(model: CausalLM, held_out: np.ndarray, length: int = 512, count: int = 32) -> dict:
-    """Loss in nats a token, and for a sparse model the share of routes taken by the busier half of the experts."""
+    """Returns the loss in nats per token and, if sparse, the share of routes to the busier half of the experts."""
     losses, counts = [], None
     for chunk in windows(held_out, length, count).split(8):
         logits, _, _ = model(chunk[:, :-1])
@@ -91,7 +91,7 @@ def validate(model: CausalLM, held_out: np.ndarray, length: int = 512, count: in
 
 
 def run(name: str, model: torch.nn.Module, minutes: float, groups, loss_of, report) -> dict:
-    """Train until ``minutes`` are over; checkpoints every five minutes so that a run can go on after a stop."""
+    """Trains for ``minutes``; saves a checkpoint every five minutes so that a stopped run can be resumed."""
     state_file = CACHE / f"{name}.pt"
     state = {"seconds": 0.0, "steps": 0, "tokens": 0}
     if state_file.exists():
@@ -189,7 +189,7 @@ def eagle3(
     length: int = 512,
     threads: Threads = 2,
     steps: Annotated[int, typer.Option(help="Draft steps unrolled in training.")] = 5,
-    bases: Annotated[int, typer.Option(help="Positions of a window at which the chain goes on after step 0.")] = 192,
+    bases: Annotated[int, typer.Option(help="Positions per window at which the chain continues after step 0.")] = 192,
     source: Annotated[Path, typer.Option(help="The trained target's folder.")] = MODELS / "target",
     output: Annotated[Path, typer.Option(help="Folder to write.")] = MODELS / "eagle3",
 ) -> None:

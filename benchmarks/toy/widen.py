@@ -1,8 +1,8 @@
-"""How each tensor of a Qwen3-MoE checkpoint grows while the network computes the same function.
+"""Enlarges each tensor of a Qwen3-MoE checkpoint while the network computes the same function.
 
 Extra expert neurons have random gate and up rows, so their bytes are real and do not compress, and
 down-projection columns of zero, so they add nothing. A wider hidden state is [x repeated `copies` times,
-zeros]: whatever writes it gets repeated and zero rows, whatever reads it reads W / copies from each copy.
+zeros]: weights that write it get repeated and zero rows, weights that read it use W / copies for each copy.
 
 An RMS norm takes its mean over more elements then. With old size H, new size N and copies m, let
 c = sqrt(m H / N). The mean square shrinks by c^2, and
@@ -59,7 +59,7 @@ class Plan:
 
 
 def plan_for(source: Path, intermediate: int | None, hidden: int | None, expert_bytes: int | None) -> Plan:
-    """Sizes for the checkpoint folder ``source``; ``expert_bytes`` (in bf16) picks the nearest intermediate size."""
+    """Returns the sizes for checkpoint ``source``; ``expert_bytes`` (in bf16) picks the nearest intermediate size."""
     config = json.loads((source / "config.json").read_text())
     new_hidden = hidden or config["hidden_size"]
     if expert_bytes is not None:
@@ -101,7 +101,7 @@ def _norm(plan: Plan, weight: Tensor) -> Tensor:
 
 
 def inflate_tensor(plan: Plan, name: str, weight: Tensor) -> Tensor:
-    """One tensor of a Qwen3-MoE checkpoint in its new size."""
+    """Returns one tensor of a Qwen3-MoE checkpoint in its new size."""
     rules: dict[str, Callable[[], Tensor]] = {
         "embed_tokens.weight": lambda: _write_rows(plan, weight.t()).t(),
         "o_proj.weight": lambda: _write_rows(plan, weight),
@@ -126,7 +126,7 @@ def inflate_tensor(plan: Plan, name: str, weight: Tensor) -> Tensor:
 
 
 def new_shape(plan: Plan, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape that ``inflate_tensor`` gives the tensor ``name`` of ``shape``."""
+    """Returns the shape that ``inflate_tensor`` gives the tensor ``name`` of ``shape``."""
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return shape
     if len(shape) == 1:

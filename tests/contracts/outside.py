@@ -1,4 +1,4 @@
-"""A component of each family as a package of a user's has it: written against the base alone, and named by a knob.
+"""One component per family as in a user's package: written against the base alone, and selected by a knob.
 
 ``CALLS`` counts what an engine called.
 """

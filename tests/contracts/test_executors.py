@@ -1,4 +1,4 @@
-"""What the engine relies on in whatever computes experts on the CPU, against float64.
+"""Contract of the executors that compute experts on the CPU, checked against float64.
 
 A new file in ``cpu_experts/`` is tested without a change here.
 """

@@ -1,4 +1,4 @@
-"""Every knob that names a component takes a class from outside the package, and says what is wrong with others."""
+"""Every knob that names a component accepts a class from outside the package, and refuses unfit ones with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pool relies on in any eviction policy, and what those that come with it promise beyond.
+"""Contract of eviction policies, and further guarantees of the packaged ones.
 
 A new file in ``policies/`` is tested without a change here.
 """

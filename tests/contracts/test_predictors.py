@@ -1,4 +1,4 @@
-"""What every predictor must do; runs over the folder, so that a new one is tested at once."""
+"""Contract of predictors; runs over the folder, so that a new one is tested at once."""
 
 from __future__ import annotations
 

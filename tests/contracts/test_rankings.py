@@ -1,4 +1,4 @@
-"""What a verify step relies on in any ranking, and what those that come with it promise beyond.
+"""Contract of rankings in a verify step, and further guarantees of the packaged ones.
 
 A new file in ``budgets/`` is tested without a change here.
 """

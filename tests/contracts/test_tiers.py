@@ -1,4 +1,4 @@
-"""What the pool relies on in any store of experts: every bit comes back, or an error does.
+"""Contract of expert stores: a read returns every bit, or raises an error.
 
 A new file in ``tiers/`` is tested without a change here.
 """

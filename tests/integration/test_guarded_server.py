@@ -1,4 +1,4 @@
-"""`vllm serve --api-key` with the plugin: who may look and change, and what is left of attacks in its log."""
+"""`vllm serve --api-key` with the plugin: which requests may read and change, and what attacks leave in its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own layers, managed, above all quantised: their conversion runs on a CPU, their (Triton) kernels do not."""
+"""vLLM's own layers under management, mainly quantised: conversion runs on a CPU, their (Triton) kernels do not."""
 
 from __future__ import annotations
 
@@ -342,9 +342,9 @@ def test_what_quantised_experts_cannot_do(knobs, named):
         (GPTQ | {"desc_act": True}, "activation ordering (desc_act) (gptq): not supported; use one in FP8"),
         (GPTQ | {"sym": False}, "zero points (sym=false), which vLLM does not load (gptq)"),
         (GPTQ | {"bits": 3}, "3 bits (gptq)"),
-        (GPTQ | {"group_size": -1}, "one scale a channel (group_size=-1) (gptq)"),
+        (GPTQ | {"group_size": -1}, "one scale per channel (group_size=-1) (gptq)"),
         (AWQ | {"bits": 8}, "8 bits (awq)"),
-        (AWQ | {"group_size": -1}, "one scale a channel (group_size=-1) (awq)"),
+        (AWQ | {"group_size": -1}, "one scale per channel (group_size=-1) (awq)"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""What cannot work is refused before a worker starts, naming the knob or flag and what would be right."""
+"""Unsupported settings are refused before a worker starts, with the knob or flag and the remedy."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_a_dense_model(tmp_path):
         (
             {"quant_method": "fp8", "activation_scheme": "dynamic"},
             {},
-            r"one scale a tensor.*\(fp8\).*by block or channel",
+            r"one scale per tensor.*\(fp8\).*by block or channel",
         ),
         ({"quant_method": "mxfp4"}, {}, r"quantised experts \(mxfp4\): not supported; use one in FP8"),
         (GPTQ, {}, "--quantization auto_gptq runs .*; add --quantization moe_wna16 --moe-backend triton"),

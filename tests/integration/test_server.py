@@ -1,4 +1,4 @@
-"""`vllm serve --plugin spac` as a user has it: OpenAI client, many requests at once, metrics, a dying worker.
+"""`vllm serve --plugin spac` as a user runs it: OpenAI client, many requests at once, metrics, a dying worker.
 
 Which requests share a step depends on when they arrive, and on the guard: hence float32, see ``parity/exactness.py``.
 """

@@ -1,6 +1,6 @@
-"""What a pool over pointers would launch on a GPU, seen on a machine without one.
+"""Records what a pool over pointers would launch on a GPU, on a machine without one.
 
-The launchers run on CPU tensors, each kernel replaced by a recorder; Triton's own binder says what it would compile.
+The launchers run on CPU tensors, each kernel replaced by a recorder; Triton's own binder returns what it would compile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MoE layers whose experts lie here and there, and how far a kernel may be from the truth."""
+"""MoE layers with experts at scattered addresses, and error bounds for kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flashlib's admission kernel beside the model of it that ``benchmarks/replay/executions.py`` compares with.
+"""flashlib's admission kernel against the model of it in ``benchmarks/replay/executions.py``.
 
 flashlib is no dependency; ``pip install --no-deps flashlib==0.4.0`` lets this run. Triton reads TRITON_INTERPRET when
 it is imported, so it runs in a process of its own: ``TRITON_INTERPRET=1 python tests/kernels/test_admission.py``.

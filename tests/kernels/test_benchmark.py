@@ -1,4 +1,4 @@
-"""``benchmarks/kernels`` as far as a machine without a GPU can tell."""
+"""``benchmarks/kernels``, as far as it can be tested without a GPU."""
 
 import importlib.util
 import json

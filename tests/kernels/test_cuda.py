@@ -1,4 +1,4 @@
-"""What only a GPU can show: pinned memory, graphs, and that nothing waits for the host; for ``make test-gpu``."""
+"""Properties that need a GPU: pinned memory, graphs, no waits for the host; for ``make test-gpu``."""
 
 import importlib.util
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the layers of a pool over pointers launch: how much, and nothing in a capture or a request that compiles."""
+"""Launches of the layers of a pool over pointers: their number, and no compilation in a capture or a request."""
 
 from __future__ import annotations
 

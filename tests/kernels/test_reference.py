@@ -1,4 +1,4 @@
-"""What exactness rests on: vLLM's CPU kernel computes the layer that the twin defines, its result depends neither on
+"""Assumptions of exactness: vLLM's CPU kernel computes the layer that the twin defines, its result depends neither on
 the slot of an expert nor on the rows that run together, and packing an expert does not depend on its neighbours.
 """
 

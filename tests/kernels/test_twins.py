@@ -1,4 +1,4 @@
-"""A twin can stand in for its kernel only if it is called the same way."""
+"""A twin has the same signature as its kernel."""
 
 import importlib
 import inspect

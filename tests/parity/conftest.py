@@ -1,4 +1,4 @@
-"""Checkpoints and stock answers, made once a session."""
+"""Checkpoints and stock answers, made once per session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run real vLLM engines one after another in this process, and compare what they say."""
+"""Runs real vLLM engines one after another in this process, and compares their outputs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """When two runs must give the same greedy tokens, and the one place where tests compare them.
 
-Stock vLLM's tokens may depend on the batch: a kernel that cuts its work by the number of rows rounds a row by the rows
-beside it, and a near-tie between the two best tokens then falls as the steps happen to be formed. On a CPU with AMX
-this is what bfloat16 does; ``benchmarks/serving/batches.py`` measures it. So there are two ways to compare:
+Stock vLLM's tokens may depend on the batch: if a kernel splits its work by the number of rows, the rounding of a row
+depends on its neighbours, and a near-tie between the two best tokens is then decided by how steps are formed. On a CPU
+with AMX this is what bfloat16 does; ``benchmarks/serving/batches.py`` measures it. So there are two ways to compare:
 
-- Both runs have the same steps: all requests are there before the first one, and nothing that looks at the clock has a
-  say in how many rows a step has. That excludes servers, and speculation with ``guard=on``. Any dtype will do.
+- Both runs have the same steps: all requests are queued before the first one, and nothing time-dependent affects how
+  many rows a step has. That excludes servers, and speculation with ``guard=on``. Any dtype will do.
 - Otherwise in ``FLOAT32``: rounding there is 2**-16 of bfloat16's, so that a logit moves by some 1e-6, and the two best
   logits of the models here are farther apart (``gaps`` in the result of that script).
 """

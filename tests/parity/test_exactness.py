@@ -1,4 +1,4 @@
-"""The comparison itself: it names where tokens part, and refuses runs whose tokens may part without a fault."""
+"""The comparison itself: it reports where tokens diverge, and refuses runs whose tokens may diverge without a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real engines on a GPU: stock's tokens on both runners with CUDA graphs, and no wait that stock has not.
+"""Real engines on a GPU: stock's tokens on both runners with CUDA graphs, and no additional waits.
 
 ``make test-gpu`` starts three engines, one after the other, ``make test-gpu-full`` all of them (most of an hour).
 Written where there was no GPU: until a result is committed, these have never run.

@@ -1,4 +1,4 @@
-"""Exact in the other ways vLLM runs: compiled, host store, batch of one, auto slots, fp32."""
+"""Exactness in vLLM's other modes: compiled, host store, batch of one, auto slots, fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of a running engine: whatever would change them is refused, and nothing is changed."""
+"""Weights of a running engine: every request to change them is refused, and nothing is changed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a CUDA graph is, on a CPU: device operations kept with the memory that they were given, and run on it again.
+"""Emulates a CUDA graph on a CPU: device operations are recorded with their memory and run on it again.
 
-No line of what was captured runs in a replay, and numbers stay what they were: a decision of the host that slips into a
-capture is repeated for ever, as on a GPU.
+No Python of the captured code runs in a replay, and scalars stay constant: a host decision inside a capture is repeated
+in every replay, as on a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pool over pointers: a layer's result has the same bits wherever its experts lie and whatever moves meanwhile."""
+"""The pool over pointers: a layer's result is bit-identical wherever its experts are and whatever moves meanwhile."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The loader's books under any order of events: residency, queue and prefetcher are the real ones, and reads ahead
-begin, end, fail and are dropped when the test says so. A million transitions in `make test-full`.
+"""The loader's bookkeeping under any order of events: residency, queue and prefetcher are the real ones, and reads
+ahead
+begin, end, fail and are dropped under control of the test. A million transitions in `make test-full`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Pointers that move under running kernels: a slot that is read while it is written is a wrong token that no later
 check would find.
 
-The code that serves, ``Mover`` over ``Pointers``, runs against streams of a model: what it submits becomes micro-steps
+The serving code, ``Mover`` over ``Pointers``, runs against streams of a model: what it submits becomes micro-steps
 (a kernel's block reads its pointer, then each byte of what it points at; a copy writes byte after byte), which an
 explorer takes in every order that streams and events allow, and in random orders where there are too many. The host
 runs ahead of both streams as far as it likes. Then the same with real threads and real bytes.
 
-A step that is one replay of a CUDA graph is one submission: all its blocks may run at once, in the order in which the
-stream has it behind the pointers' writes.
+A step that is one replay of a CUDA graph is one submission: all its blocks may run at once, in stream order after
+the pointers' writes.
 """
 
 from __future__ import annotations

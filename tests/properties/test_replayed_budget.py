@@ -1,4 +1,4 @@
-"""A budget as the launches of a CUDA graph beside one that the host applies: the same experts, weights and counts."""
+"""A budget as launches of a CUDA graph compared with one applied by the host: the same experts, weights and counts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The slot state machine against a naive model, whatever the order of calls: a slot that is handed out while
-somebody still reads it is a wrong token that no later check would find.
+a reader still uses it is a wrong token that no later check would find.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The simulator beside the pool that serves: the same hits, misses and moves for the same routing."""
+"""The simulator compared with the serving pool: the same hits, misses and moves for the same routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: they load, or there is one error of one line; never more memory than a multiple."""
+"""Untrusted files: they load, or raise one error of one line, with memory bounded by a multiple of their size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waves of rows: each as long as the slots allow, whatever is looked at in one go."""
+"""Waves of rows: each as long as the slots allow, whatever the chunk size."""
 
 from __future__ import annotations
 

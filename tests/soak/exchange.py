@@ -1,4 +1,4 @@
-"""Requests, and what of their answers has to be the same from two servers."""
+"""Requests, and the parts of their answers that must be equal from two servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The servers that are compared and attacked, and what can be seen of them from outside."""
+"""The servers that are compared and attacked, and their externally observable state."""
 
 from __future__ import annotations
 

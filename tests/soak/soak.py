@@ -3,14 +3,14 @@
     python tests/soak/soak.py --steps 100000 --minutes 60
 
 A quarter of the experts of the toy model (float32) is in slots, the others on disk; ngram drafts under ``guard=on``.
-Clients ask for what stock vLLM answered before, in a mix of kinds; some leave in the middle. In turns, budgets are
-switched on and off through ``POST /spac/budget`` while they ask: answers are compared if no budget was in force at any
+Clients send requests that stock vLLM answered before, in a mix of kinds; some leave in the middle. In turns, budgets
+are switched on and off through ``POST /spac/budget`` meanwhile: answers are compared if no budget was in force at any
 time of the request.
 
 Every second, resident bytes, file descriptors and threads of all processes of the server are sampled. The run fails if
 one of them has a trend (see ``trend``). Bounds: over 10^5 steps, 32 MiB, 3 descriptors and 3 threads, and in proportion
-for fewer steps, but not below 8 MiB and 2, which a short run cannot tell from what is made once. 32 MiB are 336 bytes a
-step: less than one small tensor or a row of routing that is kept for each step.
+for fewer steps, but not below 8 MiB and 2, which a short run cannot tell from one-time allocations. 32 MiB are 336
+bytes per step: less than one small tensor or a row of routing that is kept for each step.
 """
 
 from __future__ import annotations

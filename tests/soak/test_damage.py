@@ -1,4 +1,4 @@
-"""Packed experts that are damaged while a server runs and while none does: right tokens, or an error with the file."""
+"""Packed experts damaged while a server runs or is stopped: correct tokens, or an error that names the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that are killed while they pack and while they serve, alone and two on one folder.
+"""Servers killed while they pack or serve, alone and with two on one folder.
 
 The next one serves stock's tokens; it is not kept from starting, and nothing half-written stays.
 """

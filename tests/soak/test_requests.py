@@ -1,6 +1,6 @@
 """Each kind of request to stock vLLM and to a server with a quarter of its experts in slots: the same answers.
 
-Both are asked the same in the same order, one by one, so that batches, and what the prefix caches hold, are the same;
+Both get the same requests in the same order, one by one, so that batches and the contents of prefix caches are equal;
 then a round of all at once.
 """
 

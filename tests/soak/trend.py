@@ -1,4 +1,4 @@
-"""Does a quantity that is sampled over steps go on growing?"""
+"""Tests whether a quantity sampled over steps keeps growing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The balancers against trying everything, and what the runtime relies on in each of them."""
+"""The balancers against exhaustive search, and the contract that the runtime relies on."""
 
 from __future__ import annotations
 

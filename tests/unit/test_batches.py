@@ -1,4 +1,4 @@
-"""How the answers of two batches are compared: tokens, logits before they part, and the gap where they do."""
+"""Comparison of the answers of two batches: tokens, logits before they diverge, and the gap where they do."""
 
 from __future__ import annotations
 

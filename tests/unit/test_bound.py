@@ -1,4 +1,4 @@
-"""The lower bound of a step and of a run, and the rows of the serving benchmark that are put beside it."""
+"""The lower bound of a step and of a run, and the rows of the serving benchmark compared with it."""
 
 from __future__ import annotations
 

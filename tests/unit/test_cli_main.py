@@ -1,4 +1,4 @@
-"""The command ``vllm-spac``: what it says, what it refuses, and what it leaves alone."""
+"""The command ``vllm-spac``: what it prints, what it refuses, and what it does not touch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new policy or store is one new file: what is found by name, and what is refused, with the way out."""
+"""A new policy or store is one new file: what is found by name, and what is refused, with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A knob that is mistyped must never be ignored: the user would believe in a setting that is not there."""
+"""A mistyped knob must never be ignored: the user would rely on a setting that is not in force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is read once and trusted while nothing was written; whatever differs from it has other facts."""
+"""A checkpoint is read once and trusted until it is written; a different checkpoint has different facts."""
 
 from __future__ import annotations
 

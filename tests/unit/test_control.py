@@ -1,4 +1,4 @@
-"""Who votes, who is cut, and what is counted."""
+"""Which rows vote, which are cut, and what is counted."""
 
 from __future__ import annotations
 

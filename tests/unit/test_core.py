@@ -1,4 +1,4 @@
-"""The nouns that everything shares, and an import that stays cheap in every vLLM process."""
+"""The types that all modules share, and an import that stays cheap in every vLLM process."""
 
 from __future__ import annotations
 

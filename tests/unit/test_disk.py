@@ -1,5 +1,5 @@
 """A packed expert outlives the process that wrote it: whatever happened to its file since, a read returns exactly
-what was packed, or fails with the way out, and the next start packs the expert again.
+what was packed, or fails with the remedy, and the next start packs the expert again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The guard behind V2's scheduler: what it is told of steps that overlap, and what it answers."""
+"""The guard in V2's scheduler: its inputs for overlapping steps, and its decisions."""
 
 from __future__ import annotations
 

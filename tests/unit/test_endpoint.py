@@ -1,4 +1,4 @@
-"""The routes, without a server: what they refuse, and when they ask the workers."""
+"""The routes, without a server: what they refuse, and when they call the workers."""
 
 from __future__ import annotations
 

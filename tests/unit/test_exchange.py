@@ -1,4 +1,4 @@
-"""Copies between host and device through buffers that are used again, with copies that come as late as they may."""
+"""Copies between host and device through reused buffers, with copies that finish as late as allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM will need after the slots are taken: for a draft, for logits, activations and graphs."""
+"""Memory that vLLM needs after the slots are allocated: for a draft, for logits, activations and graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CUDA graphs vLLM is asked for, and where they are split."""
+"""Which CUDA graphs are requested of vLLM, and where they are split."""
 
 from __future__ import annotations
 

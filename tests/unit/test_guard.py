@@ -1,4 +1,4 @@
-"""The speculation guard beside machines that are simulated: what it loses, what it gains, what it ignores."""
+"""The speculation guard on simulated machines: what it loses, gains and ignores."""
 
 from __future__ import annotations
 

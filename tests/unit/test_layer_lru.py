@@ -1,4 +1,4 @@
-"""``layer_lru`` is one LRU cache a layer, and lends slots to a layer that needs more than its share at once."""
+"""``layer_lru`` is one LRU cache per layer, and lends slots to a layer that needs more than its share at once."""
 
 from __future__ import annotations
 

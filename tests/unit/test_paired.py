@@ -1,4 +1,4 @@
-"""Two engines turn by turn: what the sides say, engines that die or hang, and how sure a ratio is."""
+"""Two engines in turns: parsing of the sides, engines that die or hang, and the interval of a ratio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of what is replaced in vLLM: true of the vLLM that is installed, and of the sources that replace."""
+"""The table of what is replaced in vLLM: it matches the installed vLLM and the sources of the replacements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``pointers.Planner`` makes of steps, by hand: four experts, two slots that hold 0 and 1, least recently used."""
+"""Decisions of ``pointers.Planner``, worked out by hand: four experts, two slots that hold 0 and 1, LRU."""
 
 from __future__ import annotations
 

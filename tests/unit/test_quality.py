@@ -173,7 +173,7 @@ def test_report(results: dict) -> None:
         assert part in text, part
     assert "router, truncation, B=12 keeps a top-1 agreement of 99% and perplexity within 1%" in text
     assert "agreement 99.50 +- 0.30%, perplexity +0.10 +- 0.20%" in text
-    assert "saves 12.0% of the bytes (1.5 MiB of 12.5 MiB a step)" in text
+    assert "saves 12.0% of the bytes (1.5 MiB of 12.5 MiB per step)" in text
     assert "oracle <= router at every budget" in text and "static <= router does not hold at B=8" in text
 
 

@@ -1,4 +1,4 @@
-"""``benchmarks/replay/run.py`` on tiny experts: it loads what the simulator says, and checks what it loaded."""
+"""``benchmarks/replay/run.py`` on tiny experts: it loads what the simulator predicts, and checks what it loaded."""
 
 from __future__ import annotations
 

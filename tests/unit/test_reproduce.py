@@ -1,4 +1,4 @@
-"""Every figure of the README has a command, and its results are of code and traces that are in the tree."""
+"""Every figure of the README has a command, and its results come from code and traces in the tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why ``reuse`` keeps what others lose: scans, moods, layers; and its order beside a naive model of it."""
+"""Why ``reuse`` keeps what other policies evict: scans, phases, layers; and its order against a naive model."""
 
 from __future__ import annotations
 

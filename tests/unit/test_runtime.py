@@ -1,4 +1,4 @@
-"""A step from its rows to its tokens: who is told what, and in which order."""
+"""A step from its rows to its tokens: which parts are called with what, and in which order."""
 
 from __future__ import annotations
 

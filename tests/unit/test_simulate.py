@@ -352,7 +352,7 @@ def test_the_bus_loses_no_work(calls):
         ({"policy": "layer_lru"}, "layer_lru evicts from the layer that asks.*use lru"),
         ({"policy": "mru"}, "no 'mru'"),
         ({"balancer": "waterfill"}, "balancer waterfill is of execution=slots"),
-        ({"admission": "step", "step_bytes": -1}, "-1 bytes a step"),
+        ({"admission": "step", "step_bytes": -1}, "-1 bytes per step"),
         ({"admission": "late"}, "no admission is called 'late'; use layer or step"),
         ({"slots": 3}, "3 slots: use from 4"),
     ],

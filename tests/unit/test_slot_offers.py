@@ -1,4 +1,4 @@
-"""What the host offers to layers that give slots away themselves, and what it makes of what they say, by hand."""
+"""Host side of in-layer admission: its offers, and what it learns from the layers' reports, worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The test of `make soak` for growth: what it must see, and what it must not take for growth."""
+"""The growth test of `make soak`: what it must detect, and what it must not mistake for growth."""
 
 from __future__ import annotations
 

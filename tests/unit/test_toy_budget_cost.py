@@ -1,4 +1,4 @@
-"""The benchmark of what budgets cost: whose seconds it adds up."""
+"""The benchmark of the cost of budgets: which seconds it sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads run beside each other and are over when ``load`` returns: a kernel reads the slots right after it."""
+"""Loads run concurrently and have finished when ``load`` returns: a kernel reads the slots right after it."""
 
 from __future__ import annotations
 

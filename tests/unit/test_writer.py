@@ -1,4 +1,4 @@
-"""Routing traces: what is written is read back, what is damaged is refused, and a kill leaves the old file."""
+"""Routing traces: written traces are read back, damaged ones are refused, and a kill leaves the old file."""
 
 from __future__ import annotations
 

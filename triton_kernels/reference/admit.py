@@ -1,4 +1,4 @@
-"""Twin of ``admit``, step by step as its module has it."""
+"""Torch twin of ``admit``, with the same steps as the module's docstring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Twin of ``cover``: operations of fixed shape, which a CUDA graph may hold too."""
+"""Torch twin of ``cover``: operations of fixed shape, which a CUDA graph can capture too."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ Chosen = tuple[Tensor, Tensor]  # weights and ids, [rows, k]
 
 
 def truncated(probs: Tensor, weights: Tensor, ids: Tensor, inside: Tensor, best: Tensor) -> Chosen:
-    """The natural choice without what is outside.
+    """Returns the natural choice without the experts outside the shortlist.
 
     Args:
         probs: float [rows, N].
-        inside: bool [rows, k], which of ``ids`` the shortlist has.
-        best: int64 [], the first of the shortlist.
+        inside: bool [rows, k], which of ``ids`` are in the shortlist.
+        best: int64 [], the first expert of the shortlist.
 
     Returns:
-        Weights and ids as they came. What is outside has weight 0 and the best id that its row keeps, equals the
-        lowest; in a row that keeps nothing, ``best``.
+        Weights and ids in the shapes and dtypes of the arguments. A pair outside the shortlist has weight 0 and the
+        best id that its row keeps (ties: the lowest), or ``best`` in a row that keeps none.
     """
     wide, outside, experts = ids.long(), ~inside, probs.shape[1]
     scores = probs.gather(1, wide).masked_fill_(outside, -torch.inf)
@@ -31,10 +31,10 @@ def truncated(probs: Tensor, weights: Tensor, ids: Tensor, inside: Tensor, best:
 def substituted(
     probs: Tensor, chosen_by: Tensor, open_to: Tensor, top_k: int, renormalize: bool, scale: float
 ) -> Chosen:
-    """The ``top_k`` best of ``chosen_by`` (float [rows, N]) among ``open_to`` (bool [N] or [rows, N]).
+    """Chooses the ``top_k`` best of ``chosen_by`` (float [rows, N]) among ``open_to`` (bool [N] or [rows, N]).
 
     Returns:
-        float32 and int64 [rows, top_k]: weights by ``probs``, and ids; the best first, equals by the lowest id.
+        float32 and int64 [rows, top_k]: weights by ``probs``, and ids; the best first, ties by the lowest id.
     """
     scores = chosen_by.masked_fill(~open_to, -torch.inf)
     ids = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
@@ -48,14 +48,17 @@ def substituted(
 
 
 def within_groups(inside: Tensor, scores: Tensor, top_k: int, groups: int, top_groups: int, summed: int) -> Tensor:
-    """bool [rows, N]: the members ``inside`` (bool [N]) in the best groups of each row, or all in a row that has fewer
-    than ``top_k`` there. A group is worth the sum of its ``summed`` best ``scores`` (float [rows, N])."""
+    """Returns bool [rows, N]: the members ``inside`` (bool [N]) that are in the best groups of each row.
+
+    A row with fewer than ``top_k`` of these gets all members. A group's score is the sum of its ``summed`` best
+    ``scores`` (float [rows, N]).
+    """
     best = inside & _in_top_groups(scores, groups, top_groups, summed)
     return best | (inside & (best.sum(1, keepdim=True) < top_k))
 
 
 def _in_top_groups(scores: Tensor, groups: int, top_groups: int, summed: int) -> Tensor:
-    """bool [rows, N]: whether an expert's group is among the best of its row."""
+    """Returns bool [rows, N]: whether an expert's group is among the best of its row."""
     rows, experts = scores.shape
     worth = scores.view(rows, groups, -1).topk(summed, dim=2).values.sum(2)
     best = worth.sort(dim=1, descending=True, stable=True).indices[:, :top_groups]
@@ -64,7 +67,7 @@ def _in_top_groups(scores: Tensor, groups: int, top_groups: int, summed: int) ->
 
 
 def where(rows: Tensor, first: Chosen, second: Chosen) -> Chosen:
-    """``first`` where ``rows`` (bool [rows]), else ``second``; ids have the dtype of ``first``'s."""
+    """Returns ``first`` where ``rows`` (bool [rows]), else ``second``; ids have the dtype of ``first``'s."""
     here = rows[:, None]
     return torch.where(here, first[0], second[0]), torch.where(here, first[1], second[1].to(first[1].dtype))
 

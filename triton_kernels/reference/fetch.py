@@ -1,4 +1,4 @@
-"""Twin of ``fetch``."""
+"""CPU twin of ``fetch``."""
 
 from __future__ import annotations
 

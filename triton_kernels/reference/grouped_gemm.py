@@ -1,4 +1,4 @@
-"""Twin of ``grouped_gemm``, and ``moe``, the truth behind both: naive loops in float64."""
+"""Torch twin of ``grouped_gemm``, and ``moe``, the ground truth for both: naive loops in float64."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def moe(
     b2: Tensor | None = None,
     activation: Activation = "silu",
 ) -> Tensor:
-    """Routed experts of one MoE layer, one token and one expert at a time, summed in the order of top-k.
+    """Computes the routed experts of one MoE layer, one token and one expert at a time, summed in the order of top-k.
 
     Args:
         x: [tokens, hidden].
-        w13: [experts, 2 * intermediate, hidden]; the rows are as ``gate_up`` says.
+        w13: [experts, 2 * intermediate, hidden]; rows in the order that ``gate_up`` splits.
         w2: [experts, hidden, intermediate].
         topk_weights: [tokens, top_k].
         topk_ids: [tokens, top_k], each an index into the experts; one may occur twice in a row.
@@ -56,7 +56,7 @@ def moe(
 
 
 def gate_up(hidden: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Split [..., 2 * intermediate] into gate and up: two halves, but interleaved for ``swigluoai``."""
+    """Splits [..., 2 * intermediate] into gate and up: two halves, but interleaved for ``swigluoai``."""
     if activation in ("silu", "gelu", "gelu_tanh"):
         half = hidden.shape[-1] // 2
         return hidden[..., :half], hidden[..., half:]
@@ -120,7 +120,7 @@ def grouped_gemm(
 
 
 def _at(table: Tensor, expert: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor at ``table[expert]``, as float32."""
+    """Returns the tensor at address ``table[expert]``, as float32."""
     size = math.prod(shape) * dtype.itemsize
     memory = (ctypes.c_byte * size).from_address(int(table[expert]))
     return torch.frombuffer(memory, dtype=dtype).view(shape).float()

@@ -1,4 +1,4 @@
-"""Twin of ``route``."""
+"""Torch twin of ``route``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..types import Blocks, block_bound
 
 
 def routed(topk_ids: Tensor, topk_weights: Tensor, experts: int, live: Tensor | None) -> Tensor:
-    """[pairs] int64, the expert of each pair; -1 where it is padding or has weight 0."""
+    """Returns [pairs] int64: the expert of each pair; -1 where it is padding or has weight 0."""
     ids, weights = topk_ids.flatten().long(), topk_weights.flatten()
     before = torch.arange(len(ids)) < (len(ids) if live is None else int(live))
     return torch.where(before & (ids >= 0) & (ids < experts) & (weights != 0), ids, -1)

@@ -1,4 +1,4 @@
-"""Twin of ``shortlist``: operations of fixed shape, which a CUDA graph may hold too."""
+"""Torch twin of ``shortlist``: operations of fixed shape, which a CUDA graph can capture too."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 
 def first_members(order: Tensor, count: Tensor) -> Tensor:
-    """bool [N]: whether each expert is among the first ``count`` (int64 []) of a full ranking ``order`` (int64 [N])."""
+    """Returns bool [N]: whether each expert is among the first ``count`` (int64 []) of ``order`` (int64 [N])."""
     places = torch.arange(len(order), device=order.device)
     return torch.empty_like(order, dtype=torch.bool).scatter_(0, order, places < count)
 
 
 def behind_empty(order: Tensor, held: Tensor) -> Tensor:
-    """``order`` with the experts without mass behind those that have some; both keep their order."""
+    """Returns ``order`` with experts without mass moved after those with mass; both keep their order."""
     return order[(held[order] == 0).sort(stable=True).indices]
 
 
 def mass_count(order: Tensor, held: Tensor, share: Tensor, least: int) -> Tensor:
-    """int64 []: the smallest count, ``least`` at least, whose first experts hold ``share`` (float64 []) of the mass.
+    """Returns int64 []: the smallest count >= ``least`` whose first experts hold ``share`` (float64 []) of the mass.
 
-    From a share of 1.0 on, it is all experts.
+    For a share of 1.0 or more, it is the number of all experts.
     """
     mass = held[order].to(torch.float64).cumsum(0)
     count = (1 + (mass < share * mass[-1]).sum()).clamp_(min=least)

@@ -1,4 +1,4 @@
-"""Twin of ``tally``: operations of fixed shape, which a CUDA graph may hold too."""
+"""Torch twin of ``tally``: operations of fixed shape, which a CUDA graph can capture too."""
 
 from __future__ import annotations
 

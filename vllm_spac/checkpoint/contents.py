@@ -1,8 +1,8 @@
-"""What is in the weight files of a checkpoint: every byte is read once, and trusted while nothing was written since.
+"""Checksums of a checkpoint's weight files: each file is read once and trusted until it is written again.
 
-What was read is kept in a small record beside the packed experts: the checksum of each file with its inode, size, mtime
-and ctime. A file is read again when one of them differs. The ctime is set by the kernel at every change and cannot be
-set by a program, so a copy that keeps names, sizes and mtimes (rsync, an image) is noticed.
+The results are kept in a small record next to the packed experts: the checksum of each file with its inode, size,
+mtime and ctime. A file is read again when one of them differs. The kernel sets the ctime at every change and
+programs cannot set it, so a copy that keeps names, sizes and mtimes (rsync, an image) is noticed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ logger = logging.getLogger("vllm.spac")
 
 _BLOCK = 8 << 20
 _THREADS = 4
-_BAR = 1 << 30  # bytes from which on reading is shown
-# Time in which two changes of a file may get the same ctime, generously: a file that was written so shortly before it
-# was read is not trusted at the next start.
+_BAR = 1 << 30  # bytes from which on reading shows a progress bar
+# A generous bound on the time within which two changes of a file may get the same ctime. A file written less than this
+# before it was read is not trusted at the next start.
 _SETTLED_NS = 2_000_000_000
-_SAFETENSORS = {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"}  # formats that prefer them
+_SAFETENSORS = {
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "runai_streamer",
+}  # load formats that prefer *.safetensors
 
 
 class Stamp(BaseModel):
-    """What changes when a file is replaced or written."""
+    """The file attributes that change when a file is replaced or written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     inode: int
@@ -65,10 +71,10 @@ class _Record(BaseModel):
 
 
 class Checkpoint:
-    """The content of a checkpoint.
+    """The content of a checkpoint's weight files.
 
     Attributes:
-        facts: JSON that differs between checkpoints that differ.
+        facts: JSON value that differs between different checkpoints.
     """
 
     def __init__(self, facts: Sequence, stamps: Mapping[Path, Stamp] | None = None) -> None:
@@ -76,7 +82,7 @@ class Checkpoint:
         self._stamps = dict(stamps or {})
 
     def check_unchanged(self) -> None:
-        """``StoreError`` if a file was written or replaced since it was read."""
+        """Raises ``StoreError`` if a file was written or replaced since it was read."""
         for path, stamp in self._stamps.items():
             try:
                 same = Stamp.of(path) == stamp
@@ -89,21 +95,21 @@ class Checkpoint:
 
 
 def weight_files(folder: Path, load_format: str) -> list[Path]:
-    """The files of ``folder`` that vLLM may take weights from, by name; indices too, since they select shards."""
+    """Returns the files of ``folder`` that vLLM may load weights from, by name; with indices, which select shards."""
     weights = sorted(folder.glob("*.safetensors"))
     if load_format not in _SAFETENSORS or not weights:
         weights += sorted(path for kind in ("bin", "pt") for path in folder.glob(f"*.{kind}"))
-    if load_format == "npcache":  # what vLLM made of the others, and takes instead
+    if load_format == "npcache":  # what vLLM converted the others to, and loads instead
         weights += sorted(path for path in folder.glob("np/*") if path.is_file())
     return weights + sorted(folder.glob("*.index.json")) if weights else []
 
 
 def read(files: Sequence[Path], folders: Iterable[Path]) -> Checkpoint:
-    """Read the ``files`` of a checkpoint, or trust what was read of them at an earlier start.
+    """Reads the ``files`` of a checkpoint, or trusts the checksums of an earlier start.
 
     Args:
-        files: weight files, maybe symbolic links; all in one folder.
-        folders: where the record is looked for; it is written to the first that can be written to.
+        files: weight files, possibly symbolic links; all in one folder.
+        folders: searched for the record; it is written to the first writable one.
 
     Raises:
         StoreError: a file cannot be read, or changes meanwhile.
@@ -160,7 +166,7 @@ def _known(records: Sequence[Path]) -> dict[str, _Read]:
 
 
 def _write(records: Sequence[Path], content: _Record) -> Path | None:
-    """Replace the first record that can be written; returns it."""
+    """Replaces the first record that can be written; returns its path, or None."""
     for record in records:
         with contextlib.suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)

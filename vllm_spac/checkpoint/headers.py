@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its config.json and the headers of its safetensors files; no weight is read."""
+"""Reads a checkpoint's config.json and the headers of its safetensors files, but no weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.system.printable import brief
 from vllm_spac.system.untrusted import parse_json, read_header, read_text
 
-# The families call the same facts by other names; the first one that a config has counts.
+# Model families use different names for the same fact; the first name that a config has counts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
@@ -28,15 +28,15 @@ _MOST = 1 << 20  # experts or layers that a config may claim
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the files say.
+    """The experts of a checkpoint, according to its files.
 
     Attributes:
         name: name of the model type.
-        experts: routed experts in a layer.
-        top_k: experts that one token uses.
+        experts: routed experts per layer.
+        top_k: experts per token.
         layer_bytes: bytes of all experts of each MoE layer, in the order of the layers.
         other_bytes: bytes of everything else.
-        draft_bytes: bytes of layers after the last, which only a draft of the same checkpoint uses.
+        draft_bytes: bytes of the layers after the target's last one, which only a draft of the same checkpoint uses.
         dtypes: element types of the experts.
         quantisation: the ``quantization_config`` of a quantised checkpoint.
     """
@@ -52,7 +52,7 @@ class Checkpoint:
 
     @property
     def expert_bytes(self) -> list[int]:
-        """Bytes of one expert, each size that occurs once."""
+        """The distinct sizes of one expert in bytes, ascending."""
         return sorted({count // self.experts for count in self.layer_bytes.values()})
 
     @property
@@ -60,17 +60,17 @@ class Checkpoint:
         return self.experts * len(self.layer_bytes)
 
     def slots(self, percent: int) -> list[tuple[int, int]]:
-        """(slots, bytes of an expert) of each shape at ``--spac-slots percent%``, computed as the plugin does."""
+        """Returns (slots, bytes of an expert) per shape at ``--spac-slots percent%``, computed as the plugin does."""
         layers_of = Counter(count // self.experts for count in self.layer_bytes.values())
         return [(math.ceil(percent / 100 * (layers * self.experts)), size) for size, layers in layers_of.items()]
 
     def smallest_percent(self) -> int:
-        """The smallest whole percentage that leaves each shape enough slots for one token."""
+        """Returns the smallest whole percentage that leaves each shape enough slots for one token."""
         return next(p for p in range(1, 101) if all(count >= self.top_k for count, _ in self.slots(p)))
 
 
 def find_folder(model: str) -> Path:
-    """The folder of ``model``: itself, or its snapshot in the Hugging Face cache.
+    """Returns the folder of ``model``: itself, or its snapshot in the Hugging Face cache.
 
     Raises:
         UnsupportedError: it is neither.
@@ -91,7 +91,7 @@ def find_folder(model: str) -> Path:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read ``folder``.
+    """Reads the checkpoint in ``folder``.
 
     Raises:
         UnsupportedError: there is no such checkpoint, or it has no experts.
@@ -157,7 +157,7 @@ def _first(config: dict, names: tuple[str, ...]) -> int:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, dict]]:
-    """(name, header entry) of each tensor that the checkpoint's index names, or of all files when it has none."""
+    """Yields (name, header entry) of each tensor of the files in the index, or of all files if there is no index."""
     index = folder / "model.safetensors.index.json"
     if os.path.lexists(index):
         try:

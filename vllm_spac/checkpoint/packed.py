@@ -1,4 +1,4 @@
-"""Folders of packed experts: found, checked and removed. Nothing is deleted from one that holds anything else."""
+"""Finds, checks and removes folders of packed experts. Nothing is deleted from a folder that holds other files."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Packed:
     Attributes:
         folder: where they are; its name is the fingerprint.
         layers: name of each layer's experts, in the order of the layers.
-        experts: the files that serve.
-        leftovers: files that were set aside as damaged, or that a killed process left half-written.
+        experts: the files that serving reads.
+        leftovers: files set aside as damaged, or left half-written by a killed process.
         bytes: size of all of them.
         newest: when the last one was written, in seconds since the epoch.
     """
@@ -48,7 +48,7 @@ class Packed:
 
 
 def scan(root: Path) -> Iterator[Packed]:
-    """Every folder of packed experts directly in ``root``, by name."""
+    """Yields every folder of packed experts directly in ``root``, by name."""
     if not root.is_dir():
         return
     with os.scandir(root) as entries:
@@ -58,7 +58,7 @@ def scan(root: Path) -> Iterator[Packed]:
 
 
 def look(folder: Path) -> Packed:
-    """What lies in one folder; anything that packing does not write is left out."""
+    """Returns the content of one folder; ignores anything that packing does not write."""
     experts, leftovers, layers, size, newest = [], [], [], 0, folder.lstat().st_mtime
     for layer in _entries(folder):
         if not (_LAYER.fullmatch(layer.name) and layer.is_dir(follow_symlinks=False)):
@@ -81,7 +81,7 @@ def look(folder: Path) -> Packed:
 
 
 def check_file(path: Path, fingerprint: str, step: Callable[[int], object] = lambda count: None) -> str | None:
-    """What is wrong with one file, or None; ``step`` is told of the bytes read."""
+    """Returns what is wrong with one file, or None; calls ``step`` with the number of bytes read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with open(descriptor, "rb") as file:
@@ -106,7 +106,7 @@ def check_file(path: Path, fingerprint: str, step: Callable[[int], object] = lam
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder of packed experts.
+    """Deletes a folder of packed experts.
 
     Raises:
         StoreError: it is in use, or it is not such a folder; nothing was deleted.
@@ -124,7 +124,7 @@ def remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[Path]:
-    """While inside, no server uses ``folder``; gives the lock file."""
+    """Locks ``folder`` against servers and packing processes; yields the path of the lock file."""
     path = folder.with_name(f"{folder.name}.lock")
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w") as lock:
         try:
@@ -135,7 +135,7 @@ def alone(folder: Path) -> Iterator[Path]:
 
 
 def everything(folder: Path) -> tuple[list[Path], list[Path]]:
-    """(files, sub-folders) of a folder that holds nothing but what packing writes; else ``StoreError``."""
+    """Returns (files, sub-folders) of a folder with only what packing writes; raises ``StoreError`` otherwise."""
     files, folders = [], []
     for entry in _entries(folder):
         path = Path(entry.path)
@@ -162,7 +162,7 @@ def _entries(folder: Path) -> list[os.DirEntry]:
 
 
 def _metadata(header: bytes) -> dict:
-    """The metadata of an expert's header; empty when it is none."""
+    """Returns the metadata of an expert's header; empty if it cannot be parsed."""
     try:
         metadata = parse_json(header[8:].decode())["__metadata__"]
     except (ValueError, KeyError, TypeError):  # the caller reports a header without a format

@@ -1,4 +1,4 @@
-"""What ``config.json`` says of a checkpoint's quantised experts: whether slots can hold them, and in how many bytes."""
+"""Decides from ``config.json`` whether slots can hold a checkpoint's quantised experts, and in how many bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _REMEDY = (
     "desc_act), or an unquantised one"
 )
 _PER_TENSOR = (
-    "FP8 experts with one scale a tensor, whose activations share a scale with other rows or experts: their result "
-    "depends on what is computed beside them"
+    "FP8 experts with one scale per tensor, whose activations share a scale with other rows or experts: their result "
+    "depends on what is computed with them"
 )
 _METADATA = {"weight_shape", "g_idx"}  # in checkpoints only
-_WNA16 = ("gptq", "awq")  # what vLLM's moe_wna16 reads; its own methods for them give the experts to Marlin
+_WNA16 = ("gptq", "awq")  # read by vLLM's moe_wna16; vLLM's own methods for them use Marlin
 
 
 def parts(config: Mapping) -> Iterator[Mapping]:
-    """The config itself, then those of its parts."""
+    """Yields the config itself, then its nested model configs."""
     yield config
     for name in INNER_CONFIGS:
         if isinstance(config.get(name), Mapping):
@@ -30,18 +30,18 @@ def parts(config: Mapping) -> Iterator[Mapping]:
 
 
 def of(config: Mapping) -> Mapping | None:
-    """The quantisation that a checkpoint's ``config.json`` names, or None."""
+    """Returns the quantisation that a checkpoint's ``config.json`` names, or None."""
     entry = next((part[name] for part in parts(config) for name in QUANTISED if part.get(name)), None)
     return entry if entry is None or isinstance(entry, Mapping) else {"quant_method": entry}
 
 
 def method(quantisation: Mapping) -> str:
-    """The name of its method."""
+    """Returns the name of the quantisation method."""
     return str(quantisation.get("quant_method", "unnamed method"))
 
 
 def refusal(quantisation: Mapping) -> str | None:
-    """Which experts cannot be kept in slots, and what can; None where these can.
+    """Returns why these experts cannot be kept in slots and which can; None if these can.
 
     The scheme may differ from layer to layer: if one of its groups can be kept, the layers themselves decide.
     """
@@ -50,18 +50,18 @@ def refusal(quantisation: Mapping) -> str | None:
 
 
 def flags(quantisation: Mapping) -> tuple[str, ...]:
-    """vLLM's options with which its Triton kernels run these experts, which are the ones that slots are for."""
+    """Returns vLLM's options that select its Triton kernels for these experts; slots work with those kernels."""
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()
     return (*loaded_by, "--moe-backend triton")
 
 
 def loader(quantisation: Mapping) -> str | None:
-    """vLLM's ``--quantization`` that keeps these experts as slots need them; None if that is the checkpoint's own."""
+    """Returns the ``--quantization`` that keeps experts as slots need them; None if it is the checkpoint's own."""
     return "moe_wna16" if method(quantisation) in _WNA16 else None
 
 
 def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: int) -> int:
-    """Bytes in a slot of the checkpoint's tensor ``name``, which has ``nbytes`` there.
+    """Returns the bytes in a slot of tensor ``name``, which has ``nbytes`` in the checkpoint.
 
     Scales of FP8 become float32 and those of GPTQ and AWQ the model's 16 bits; GPTQ has zero points and biases that no
     kernel reads.
@@ -90,7 +90,7 @@ def _gptq(quantisation: Mapping) -> str | None:
     if bits not in (4, 8):
         return f"experts of {bits} bits"
     if group == -1:
-        return "experts with one scale a channel (group_size=-1)"
+        return "experts with one scale per channel (group_size=-1)"
     if quantisation.get("desc_act"):
         return "experts with activation ordering (desc_act)"
     return "experts with zero points (sym=false), which vLLM does not load" if not quantisation.get("sym") else None
@@ -100,7 +100,7 @@ def _awq(quantisation: Mapping) -> str | None:
     bits, group = quantisation.get("bits"), quantisation.get("group_size")
     if bits != 4:
         return f"experts of {bits} bits"
-    return "experts with one scale a channel (group_size=-1)" if group == -1 else None
+    return "experts with one scale per channel (group_size=-1)" if group == -1 else None
 
 
 def _has_zero_points(quantisation: Mapping) -> bool:
@@ -128,7 +128,7 @@ def _group(group: Mapping) -> str | None:
 
 
 def _mapping(value: object) -> Mapping:
-    """``value``, or an empty mapping for anything else that a config may hold there."""
+    """Returns ``value`` if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a quality sweep: quality against bytes and speed, and MoE-Spec's figures redrawn for the model."""
+"""Draws a quality sweep: quality against bytes and speed, and MoE-Spec's figures redrawn for the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALL = ("axes.labelsize", "xtick.labelsize", "ytick.labelsize")
 
 
 def pareto(results: dict, path: Path) -> None:
-    """Agreement and perplexity over the bytes of a verify step and, if there is generation, over tokens a second."""
+    """Draws agreement and perplexity over the bytes per verify step and, if tokens were generated, over tokens/s."""
     speeds = {_name(item): item for item in results["generation"] if item.get("ranking")}
     figure, axes = _figure(1, 3 if speeds else 2, results["title"])
     natural, unit = results["natural"]["distinct"], results["step_bytes_per_expert"] / 2**20
@@ -35,25 +35,25 @@ def pareto(results: dict, path: Path) -> None:
     axes[1].set_yscale("symlog", linthresh=1)
     for axis in axes[:2]:
         axis.axvline(unit * natural, color="0.7", linestyle=":", zorder=0)
-        axis.set_xlabel("MiB of experts a verify step (dotted: no budget)")
+        axis.set_xlabel("MiB of experts per verify step (dotted: no budget)")
     axes[0].set_ylabel("top-1 agreement, %")
     axes[1].set_ylabel("change of perplexity, %")
     if speeds:
         exact = next(item for item in results["generation"] if not item.get("ranking"))
         axes[2].plot([exact["tokens_per_second"]], [100], "k*", markersize=10)
-        axes[2].set(xlabel="tokens a second (star: no budget)", ylabel="top-1 agreement, %")
+        axes[2].set(xlabel="tokens per second (star: no budget)", ylabel="top-1 agreement, %")
     axes[0].legend(fontsize=7)
     _save(figure, path)
 
 
 def figures(results: dict, path: Path) -> None:
-    """MoE-Spec's figures 2b, 2c, 4a, 5a, 5b and 6."""
+    """Draws MoE-Spec's figures 2b, 2c, 4a, 5a, 5b and 6."""
     figure, axes = _figure(2, 3, results["title"])
     routing, budgets = results["routing"]["sizes"], results["routing"]["budgets"]
     sizes = [item["size"] for item in routing]
     natural = [item["natural"] for item in routing]
     axes[0].plot(sizes, natural, marker="o", color="k")
-    axes[0].set(title="2b: experts of a step", xlabel="rows of the step", ylabel="distinct experts a layer")
+    axes[0].set(title="2b: experts of a step", xlabel="rows of the step", ylabel="distinct experts per layer")
     axes[0].set_ylim(0, results["facts"]["experts"])
     for item in routing:
         if item["size"] in (results["window"], sizes[-1]):
@@ -63,7 +63,7 @@ def figures(results: dict, path: Path) -> None:
     axes[2].plot(sizes, natural, marker="o", color="k", label="no budget")
     for column, budget in enumerate(budgets):
         axes[2].plot(sizes, [item["distinct"][column] for item in routing], marker=".", label=f"B={budget}")
-    axes[2].set(title="4a: experts under a budget", xlabel="rows of the step", ylabel="distinct experts a layer")
+    axes[2].set(title="4a: experts under a budget", xlabel="rows of the step", ylabel="distinct experts per layer")
     for axis in (axes[0], axes[2]):
         axis.set_xscale("log")
         axis.set_xticks(sizes, map(str, sizes))
@@ -81,7 +81,7 @@ def figures(results: dict, path: Path) -> None:
 
 
 def _ablations(results: dict, rankings: Any, coverages: Any) -> None:
-    """Figures 5a and 5b: perplexity in the place of the paper's tasks; the oracle does not serve."""
+    """Draws figures 5a and 5b, with perplexity instead of the paper's tasks; the oracle is offline only."""
     best = results["reference"]["perplexity"]
     shown = "substitution" if any(p["coverage"] == "substitution" for p in results["points"]) else "truncation"
     for (ranking, coverage), items in _groups([p for p in results["points"] if p["budget"] is not None]):
@@ -96,7 +96,7 @@ def _ablations(results: dict, rankings: Any, coverages: Any) -> None:
 
 
 def _groups(points: Sequence[dict]) -> Iterator[tuple[tuple[str, str], list[dict]]]:
-    """Points by ranking and coverage, by the experts that they use."""
+    """Groups points by ranking and coverage, each group sorted by distinct experts."""
     for pair in dict.fromkeys((point["ranking"], point["coverage"]) for point in points):
         mine = [point for point in points if (point["ranking"], point["coverage"]) == pair]
         yield pair, sorted(mine, key=lambda point: point.get("distinct") or point["budget"])

@@ -1,4 +1,4 @@
-"""What a budget costs in quality and saves in bytes: the points of a sweep, and what follows from their results."""
+"""The points of a quality sweep over budgets, and the verdict drawn from their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AGREEMENT, PERPLEXITY = 0.99, 0.01
 
 @dataclass(frozen=True)
 class Point:
-    """One setting of the budget: ``budget`` experts a layer, or ``mass``, the share of the mass ``mass_of``."""
+    """One setting of the budget: ``budget`` experts per layer, or ``mass``, the share of the mass ``mass_of``."""
 
     ranking: str
     coverage: str
@@ -30,13 +30,13 @@ class Point:
         return f"{self.mass:g} of {self.mass_of}" if self.budget is None else f"B={self.budget}"
 
     def settings(self, when: str, window: int | None = None) -> dict:
-        """For ``spac_budget``."""
+        """Returns the arguments for ``spac_budget``."""
         bound = {name: value for name, value in asdict(self).items() if value is not None}
         return bound | {"when": when, "window": window}
 
 
 def rankings(text: str | None, calibrated: bool) -> list[str]:
-    """Names from the command line; by default all that can be had.
+    """Parses rankings from the command line; by default, all that can run.
 
     Raises:
         ConfigError: a name is unknown or twice, or needs a calibration and there is none.
@@ -55,7 +55,7 @@ def rankings(text: str | None, calibrated: bool) -> list[str]:
 
 
 def coverages(text: str) -> list[str]:
-    """Names from the command line."""
+    """Parses coverages from the command line."""
     asked = _listed(text, "--coverages")
     if unknown := [name for name in asked if name not in COVERAGES]:
         raise ConfigError(f"--coverages: there is no {unknown[0]!r}; use {' or '.join(COVERAGES)}")
@@ -63,7 +63,7 @@ def coverages(text: str) -> list[str]:
 
 
 def bounds(text: str, name: str, number: type) -> list:
-    """Numbers from the command line, rising."""
+    """Parses numbers from the command line, in ascending order."""
     try:
         return sorted({number(item) for item in _listed(text, name)}) if text.strip() else []
     except ValueError as error:
@@ -78,7 +78,7 @@ def points(
     facts: dict,
     mass_of: str = "selected",
 ) -> tuple[list[Point], list[str]]:
-    """What a sweep runs, and in words what it leaves out because the model cannot be run so.
+    """Returns the points that a sweep runs, and sentences on those skipped because the model cannot run them.
 
     Args:
         rankings: those that need every expert's output are left to the reconstruction study.
@@ -108,9 +108,9 @@ def points(
 
 
 def verdict(results: Sequence[dict]) -> dict | None:
-    """The point with the fewest distinct experts among those that keep the quality; None when none does.
+    """Returns the point with the fewest distinct experts among those that keep the quality, or None.
 
-    Kept is a top-1 agreement of 99 % or more and a perplexity within 1 %.
+    Quality is kept at a top-1 agreement of at least 99 % and a perplexity within 1 %.
     """
     good = [r for r in results if r["agreement"] >= AGREEMENT and abs(r["perplexity_change"]) <= PERPLEXITY]
     return min(good, key=lambda r: (r["distinct"], -r["agreement"])) if good else None

@@ -1,4 +1,4 @@
-"""Texts for calibration and evaluation: a file of them, their tokens, and a name for exactly these."""
+"""Reads prompt files, tokenises them, and fingerprints the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HELP = (
 
 
 def read(path: str | Path) -> list[str | list[int]]:
-    """The texts of a file, each a string or, where the file has them, token ids.
+    """Reads the texts of a file, each a string or, where the file has them, token ids.
 
     A file that begins with ``{`` is JSON lines; blank lines are skipped. In any other, NUL characters separate the
     texts; where there is none, blank lines do. Empty texts are left out.
@@ -48,12 +48,12 @@ def tokens(
     length: int,
     limit: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of each text.
+    """Tokenises texts into pieces of token ids.
 
     Args:
         encode: str -> ids; None where no text is a string.
-        length: longer texts are cut into pieces of so many tokens; a piece of a single token is left out.
-        limit: all pieces together have at most so many tokens.
+        length: longer texts are cut into pieces of ``length`` tokens; a piece of a single token is left out.
+        limit: maximum number of tokens in all pieces together.
 
     Raises:
         ConfigError: nothing is left.
@@ -79,12 +79,12 @@ def tokens(
 
 
 def checksum(pieces: Sequence[Sequence[int]]) -> str:
-    """16 hexadecimal digits that change with any token."""
+    """Returns 16 hexadecimal digits that change with any token."""
     return xxhash.xxh3_64_hexdigest(json.dumps([list(ids) for ids in pieces]).encode())
 
 
 def _paragraphs(content: str) -> list[str]:
-    """Texts that blank lines separate."""
+    """Splits a file into texts at blank lines."""
     texts: list[list[str]] = [[]]
     for line in content.splitlines():
         if line.strip():

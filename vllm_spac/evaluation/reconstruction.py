@@ -1,4 +1,4 @@
-"""How well some experts' outputs rebuild what a layer gives with all of them (MoE-Spec §4.4, figure 6)."""
+"""Measures how well a shortlist of experts reconstructs a layer's full output (MoE-Spec, figure 6)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from vllm_spac.budget.control import BudgetControl, BudgetedLayer
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 
-ORDER = ("oracle", "coactivation", "router", "static")  # by their errors, as one hopes
+ORDER = ("oracle", "coactivation", "router", "static")  # by expected error, lowest first
 
 
 def whole_step(rows: int) -> Step:
-    """A step whose rows all vote and are cut under ``when="all"``."""
+    """Returns a step whose rows all vote and are cut under ``when="all"``."""
     return Step((RequestRows(0, rows, RowKind.PREFILL),))
 
 
 def combined(outputs: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """float64 [rows, d]: sum_j weights[t, j] outputs[t, ids[t, j]] for float [rows, N, d] and [rows, k] twice."""
+    """Returns float64 [rows, d]: sum_j weights[t, j] outputs[t, ids[t, j]].
+
+    Args:
+        outputs: float [rows, N, d].
+        weights, ids: [rows, k].
+    """
     picked = outputs.gather(1, ids.long()[:, :, None].expand(-1, -1, outputs.shape[2]))
     return (picked.double() * weights.double()[:, :, None]).sum(1)
 
 
 def recent(ids: Tensor, count: int, experts: int) -> Tensor:
-    """bool [N]: the ``count`` experts that int [rows, k] used last, what an LRU cache of that size holds."""
+    """Returns bool [N]: the ``count`` experts that int [rows, k] used last, as an LRU cache of that size would hold."""
     last = torch.full((experts,), -1, dtype=torch.long)
     for row, chosen in enumerate(ids.tolist()):
         last[chosen] = row
@@ -39,7 +44,7 @@ def recent(ids: Tensor, count: int, experts: int) -> Tensor:
 
 
 class Reconstruction:
-    """Errors of rankings and coverages for windows of rows of one model.
+    """Computes the errors of rankings and coverages for windows of rows of one model.
 
     Args:
         layers: all layers of the model.
@@ -61,7 +66,7 @@ class Reconstruction:
         ids: Tensor,
         resident: Tensor,
     ) -> list[float]:
-        """||O* - O_S||^2 / ||O*||^2 of one window for each of (ranking, coverage, budget).
+        """Returns ||O* - O_S||^2 / ||O*||^2 of one window for each of (ranking, coverage, budget).
 
         Args:
             outputs: float [rows, N, d], every expert's output of every row.
@@ -80,12 +85,12 @@ class Reconstruction:
         return found
 
     def _held(self) -> Tensor:
-        assert self._resident is not None, "asked for by ``errors`` alone"
+        assert self._resident is not None, "called by ``errors`` alone"
         return self._resident
 
 
 def together(studies: Sequence[dict], rankings: Sequence[str], coverages: Sequence[str]) -> dict:
-    """What several layers say.
+    """Combines the studies of several layers.
 
     Args:
         studies: ``points`` (ranking, coverage, budget), ``errors`` [windows][points] and ``gap`` of each layer.
@@ -104,7 +109,7 @@ def together(studies: Sequence[dict], rankings: Sequence[str], coverages: Sequen
 
 
 def summarised(studies: Sequence[dict]) -> list[dict]:
-    """Mean relative reconstruction errors of layers together: the mean over layers of the mean over windows.
+    """Returns relative reconstruction errors over all layers: the mean over layers of the mean over windows.
 
     Args:
         studies: ``points`` and ``errors`` [windows][points] of each layer.
@@ -121,7 +126,7 @@ def summarised(studies: Sequence[dict]) -> list[dict]:
 
 
 def ordered(studies: Sequence[dict], better: str, worse: str, coverage: str) -> list[dict]:
-    """For each budget, how much less ``better`` errs than ``worse`` in the same windows.
+    """Returns, for each budget, how much smaller the error of ``better`` is than that of ``worse`` in the same windows.
 
     Returns:
         ``difference``: worse - better in the mean, ``standard_error`` of it over windows of all layers (they are not

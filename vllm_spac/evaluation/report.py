@@ -1,4 +1,4 @@
-"""The results of a quality sweep for people: a table, and what it says in words."""
+"""Formats the results of a quality sweep: a table and a summary in sentences."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vllm_spac.system.printable import printable
 
 
 def point_of(item: dict) -> Point:
-    """The point of one result. Before it was named, a mass was one of the routers' scores."""
+    """Returns the point of one result; older results, without ``mass_of``, use a mass of the routers' scores."""
     mass_of = item.get("mass_of", None if item["mass"] is None else "scores")
     return Point(item["ranking"], item["coverage"], item["budget"], item["mass"], mass_of)
 
 
 def table(results: dict) -> Table:
-    """All points, with generation where it was run."""
+    """Returns a table of all points, with generation where it was run."""
     reference, natural = results["reference"], results["natural"]
     caption = (
         f"no budget: perplexity {reference['perplexity']:.3f} over {reference['tokens']:,} tokens, "
-        f"{natural['distinct']:.1f} distinct experts a layer and step of {results['window']} rows"
+        f"{natural['distinct']:.1f} distinct experts per layer and step of {results['window']} rows"
     )
     found = Table(
         title=escape(printable(results["title"])),
@@ -49,13 +49,13 @@ def table(results: dict) -> Table:
 
 
 def sentences(results: dict) -> list[str]:
-    """What the sweep shows: the cheapest point that keeps the quality, and whether the rankings are in order."""
+    """Returns the findings: the cheapest point that keeps the quality, and whether the rankings are in order."""
     found = [_verdict(results)]
     exact = next((item for item in results["generation"] if not item.get("ranking")), None)
     if exact:
         found.append(
             f"generation without a budget: {exact['tokens_per_second']:.1f} tokens/s, acceptance length "
-            f"{exact['acceptance_length']:.3f}, {exact['distinct'] or 0:.1f} distinct experts a layer and verify step"
+            f"{exact['acceptance_length']:.3f}, {exact['distinct'] or 0:.1f} distinct experts per layer and verify step"
         )
     found += [_order(pair) for pair in _pairs((results["reconstruction"] or {}).get("order", ()))]
     return found + _same(results["points"])
@@ -80,7 +80,7 @@ def _speed(item: dict | None) -> tuple[str, ...]:
 
 
 def saved(item: dict, natural: dict) -> float:
-    """Share of a verify step's expert bytes that a point does without."""
+    """Returns the share of a verify step's expert bytes that a point saves."""
     return 1 - item["distinct"] / natural["distinct"]
 
 
@@ -96,8 +96,9 @@ def _verdict(results: dict) -> str:
     step = results["step_bytes_per_expert"]
     return (
         f"{_named(chosen)} keeps a {asked} with the fewest experts: {_quality(chosen)}; {chosen['distinct']:.1f} of "
-        f"{natural['distinct']:.1f} distinct experts a layer, which saves {100 * saved(chosen, natural):.1f}% of the "
-        f"bytes ({gib(step * (natural['distinct'] - chosen['distinct']))} of {gib(step * natural['distinct'])} a step)"
+        f"{natural['distinct']:.1f} distinct experts per layer, which saves {100 * saved(chosen, natural):.1f}% of the "
+        f"bytes ({gib(step * (natural['distinct'] - chosen['distinct']))} of {gib(step * natural['distinct'])} "
+        "per step)"
     )
 
 
@@ -131,7 +132,7 @@ def _order(items: Sequence[dict]) -> str:
 
 
 def _same(points: Sequence[dict]) -> list[str]:
-    """Reading a prompt uses most experts of a layer at once, so that none is more resident than another."""
+    """Reports that ``resident`` ranked like ``router``: in prefill, all or none of a layer's experts are resident."""
     resident, router = (
         {point_of(p | {"ranking": ""}): p["perplexity"] for p in points if p["ranking"] == name}
         for name in ("resident", "router")

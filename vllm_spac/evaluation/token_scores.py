@@ -1,4 +1,4 @@
-"""How a model's predictions compare with those of a reference, over many rows."""
+"""Compares a model's predictions with those of a reference, over many rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Scores:
-    """Sums over rows that each predict a known next token.
+    """Accumulates scores over rows that each predict a known next token.
 
     Args:
-        reference: these are the reference's own scores.
+        reference: whether these are the reference's own scores.
 
     Attributes:
-        texts: how many were scored; counted by the caller.
+        texts: number of texts scored; counted by the caller.
     """
 
     def __init__(self, reference: bool = False) -> None:
@@ -26,7 +26,7 @@ class Scores:
         self._agreed = 0
 
     def add(self, logits: Tensor, reference: Tensor, following: Tensor) -> None:
-        """Some rows.
+        """Adds some rows.
 
         Args:
             logits, reference: float [rows, V].
@@ -44,7 +44,7 @@ class Scores:
         self._agreed += int((logits.argmax(-1) == reference.argmax(-1)).sum())
 
     def snapshot(self) -> dict:
-        """As plain data.
+        """Returns the scores as plain data.
 
         Returns:
             ``tokens`` predicted, ``perplexity`` exp(mean loss), ``perplexity_change`` exp(mean difference of the

@@ -1,4 +1,4 @@
-"""What things take on a machine, in seconds: from a profile file with its provenance, never literals."""
+"""The costs of expert operations on a machine, in seconds, read from a profile file with its provenance."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _Frozen(BaseModel):
 
 
 class Rate(_Frozen):
-    """One expert: ``fixed`` + max(bytes / ``bytes_per_second``, rows * bytes / ``flops_per_second``) seconds.
+    """Cost of an expert: ``fixed`` + max(bytes / ``bytes_per_second``, rows * bytes / ``flops_per_second``) seconds.
 
-    The last term is arithmetic: a row takes two operations a parameter, hence as many as a 16-bit expert has bytes.
-    None: memory is always the limit.
+    The last term is arithmetic: a row takes two operations per parameter, which equals the bytes of a 16-bit expert.
+    ``flops_per_second`` None: memory bandwidth is always the limit.
     """
 
     fixed: float = Field(0.0, ge=0)
@@ -34,11 +34,11 @@ class Rate(_Frozen):
     flops_per_second: float | None = Field(None, gt=0)
 
     def seconds(self, nbytes: int, rows: np.ndarray | int = 1) -> np.ndarray | float:
-        """Seconds of an expert of ``nbytes`` for ``rows`` rows; the shape of ``rows``."""
+        """Returns the seconds that an expert of ``nbytes`` takes for ``rows`` rows, in the shape of ``rows``."""
         return self.fixed + self.ideal(nbytes, rows)
 
     def ideal(self, nbytes: int, rows: np.ndarray | int = 1) -> np.ndarray | float:
-        """The same without ``fixed``: what no implementation can beat."""
+        """Returns the same without ``fixed``: a lower bound for any implementation."""
         memory = nbytes / self.bytes_per_second
         if self.flops_per_second is None:
             return memory + 0.0 * rows
@@ -46,9 +46,9 @@ class Rate(_Frozen):
 
 
 class Provenance(_Frozen):
-    """Where the numbers come from: ``measured`` by ``source`` (a command), or ``calculated`` from it (data sheets).
+    """Origin of a profile's numbers: ``measured`` by ``source`` (a command) or ``calculated`` from it (data sheets).
 
-    ``points``: what was measured, seconds (medians) by a quantity that its name tells; the rates are fitted to them.
+    ``points``: the measurements, median seconds keyed by the quantity in their name; the rates are fitted to them.
     ``expert_bytes``: size of the experts that were measured. ``store``: what loads read.
     """
 
@@ -64,15 +64,16 @@ class Provenance(_Frozen):
 
 
 class Costs(_Frozen):
-    """A profile.
+    """A machine's profile of costs.
 
     Attributes:
-        fast: an expert computed in fast memory.
-        load: an expert brought into fast memory (copied, or read from disk); several share ``bytes_per_second``.
+        fast: cost of computing an expert in fast memory.
+        load: cost of bringing an expert into fast memory (copied, or read from disk); concurrent loads share
+            ``bytes_per_second``.
         load_at_once: loads in flight whose ``fixed`` parts overlap.
-        cpu: an expert computed on the CPU from host memory.
-        other: seconds of a step outside of the experts.
-        draft: seconds of a draft token.
+        cpu: cost of computing an expert on the CPU from host memory.
+        other: seconds per step outside of the experts.
+        draft: seconds per draft token.
     """
 
     format: Literal["spac-profile-1"]
@@ -87,14 +88,14 @@ class Costs(_Frozen):
 
     @classmethod
     def read(cls, profile: str | Path, *, here: bool = False, disk_dir: Path | None = None) -> Costs:
-        """A profile from a file, or one that comes along by its name.
+        """Reads a profile from a file, or a packaged profile by its name.
 
         Args:
-            here: only if it was measured on this machine, with the disk of ``disk_dir`` (default: where experts are
-                packed by default).
+            here: refuse a profile that was not measured on this machine, with the disk of ``disk_dir`` (default: where
+                experts are packed by default).
 
         Raises:
-            ConfigError: there is none, it is not a profile, or it is one of another machine.
+            ConfigError: there is none, it is not a profile, or it was measured on another machine.
         """
         try:
             text = read_text(profile)
@@ -136,7 +137,7 @@ class Costs(_Frozen):
             )
 
     def rates(self, nbytes: int) -> Rates:
-        """What a balancer weighs, for experts of ``nbytes``."""
+        """Returns the rates that a balancer weighs, for experts of ``nbytes``."""
         return Rates(
             fast=float(self.fast.seconds(nbytes)),
             stream=float(self.load.seconds(nbytes)),
@@ -146,17 +147,17 @@ class Costs(_Frozen):
         )
 
     def loading(self, count: int, nbytes: int) -> float:
-        """Seconds until ``count`` loads that start together are done."""
+        """Returns the seconds until ``count`` loads that start together have finished."""
         return -(-count // self.load_at_once) * self.load.fixed + count * nbytes / self.load.bytes_per_second
 
     def bound(self, nbytes: int, hit: int, stream: int, cpu: int) -> float:
-        """The least a layer can take: three processors, each reading its experts once."""
+        """Returns the least seconds of a layer: three processors work concurrently, each reads its experts once."""
         ideal = hit * self.fast.ideal(nbytes), stream * self.load.ideal(nbytes), cpu * self.cpu.ideal(nbytes)
         return float(max(ideal))
 
 
 def names() -> list[str]:
-    """Profiles that come along."""
+    """Returns the names of the packaged profiles."""
     return sorted(item.name.removesuffix(".json") for item in files("vllm_spac.profiling").joinpath(_FOLDER).iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The shape of an expert of so many bytes, for measurements."""
+"""Chooses the shape of an expert of a given number of bytes, for measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ class ExpertSize:
 
     @classmethod
     def of(cls, nbytes: int) -> ExpertSize:
-        """The nearest of multiples of 32, hidden one to four times intermediate; ``ConfigError`` below 6144 bytes."""
+        """Returns the size nearest to ``nbytes``: multiples of 32, hidden one to four times intermediate.
+
+        Raises:
+            ConfigError: ``nbytes`` is below 6144.
+        """
         smallest = 6 * WIDTH**2
         if nbytes < smallest:
             raise ConfigError(f"an expert of {nbytes} bytes is too small to be measured; use at least {smallest}")
@@ -36,7 +40,7 @@ class ExpertSize:
         return 6 * self.hidden * self.intermediate
 
     def shape(self, experts: int) -> MoEShape:
-        """One layer of them."""
+        """Returns the shape of one layer of ``experts`` such experts."""
         tensors = {
             "w13": TensorSpec((2 * self.intermediate, self.hidden), torch.bfloat16),
             "w2": TensorSpec((self.hidden, self.intermediate), torch.bfloat16),

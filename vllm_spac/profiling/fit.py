@@ -1,4 +1,4 @@
-"""From measured seconds to a rate: a fixed part and a part that grows with bytes or rows."""
+"""Fits rates to measured seconds: a fixed part and a part that grows with bytes or rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from vllm_spac.profiling.costs import Rate
 
 
 def fit_load(points: Mapping[int, float], nbytes: int) -> Rate:
-    """``fixed`` + loads at once * bytes / ``bytes_per_second``, by least squares; neither is negative."""
+    """Fits ``fixed`` + loads at once * bytes / ``bytes_per_second`` by least squares; neither is negative."""
     counts, seconds = np.array(list(points), dtype=float), np.array(list(points.values()))
     slope, fixed = np.polyfit(counts, seconds, 1) if len(points) > 1 else (0.0, -1.0)
-    if slope <= 0:  # more at once take no longer: only their sum is a rate
+    if slope <= 0:  # more loads at once take no longer: only the total throughput can be fitted
         slope, fixed = float((seconds / counts).min()), 0.0
     elif fixed < 0:
         slope, fixed = float((counts * seconds).sum() / (counts**2).sum()), 0.0
@@ -21,7 +21,11 @@ def fit_load(points: Mapping[int, float], nbytes: int) -> Rate:
 
 
 def fit_compute(points: Mapping[int, float], nbytes: int, fixed: float) -> Rate:
-    """Exact at the fewest and the most rows; ``fixed``: seconds of an expert without bytes, at most half of one row."""
+    """Fits a rate that is exact at the fewest and the most rows.
+
+    Args:
+        fixed: seconds of an expert without bytes; capped at half the seconds at the fewest rows.
+    """
     fewest, most = min(points), max(points)
     fixed = min(fixed, points[fewest] / 2)
     memory = points[fewest] - fixed

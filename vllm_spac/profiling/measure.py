@@ -1,6 +1,6 @@
-"""Measures what experts take on this machine, with the code that serves: where every ``Costs`` comes from that counts.
+"""Measures the costs of experts on this machine with the serving code.
 
-Random experts of the size in question are written to a folder of their own, read, copied and computed, and removed.
+Random experts of the size in question are written to a temporary folder, read, copied, computed, and removed.
 A measurement is the median of its repeats.
 """
 
@@ -34,7 +34,7 @@ from vllm_spac.tiers.base import ExpertStore, allocate
 from vllm_spac.tiers.disk import DiskStore
 from vllm_spac.tiers.host import HostStore
 
-_POOL_BYTES = 256 << 20  # of experts that take turns: more than caches hold
+_POOL_BYTES = 256 << 20  # of experts used in rotation: more than caches hold
 _MOST_EXPERTS = 128
 _TINY = WIDTH  # hidden and intermediate size of an expert whose bytes take no time
 
@@ -43,12 +43,12 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Kernel:
-    """What computes on the CPU.
+    """A kernel that computes experts on the CPU or GPU.
 
     Attributes:
         name: for the provenance.
-        prepare: w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate] -> what runs rows:
-            x [rows, hidden], weights [rows, 1] float32, ids [rows, 1] int32.
+        prepare: w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate] -> a function that runs
+            rows: x [rows, hidden], weights [rows, 1] float32, ids [rows, 1] int32.
     """
 
     name: str
@@ -68,14 +68,15 @@ def measure(
     source: str = "vllm_spac.profiling.measure.measure",
     tell: Tell = lambda text: None,
 ) -> Costs:
-    """This machine with experts of about ``nbytes``.
+    """Measures this machine with experts of about ``nbytes``.
 
     Args:
-        folder: on the disk that packed experts will lie on; what is written there is removed.
-        store: what ``Costs.load`` reads; default as in serving: host where there is a GPU, else disk.
-        io_threads: reads in flight at once, beside the caller's own.
-        seconds: of each of the ``measurements(io_threads)`` measurements, about.
-        draft, other: seconds of a draft token, and of a step outside of experts: the model's, hence not measured here.
+        folder: on the disk where packed experts will be stored; files written there are removed.
+        store: the store that ``Costs.load`` describes; default as in serving: host where there is a GPU, else disk.
+        io_threads: reads in flight at once, in addition to the caller's own.
+        seconds: approximate duration of each of the ``measurements(io_threads)`` measurements.
+        draft, other: seconds per draft token, and per step outside of experts; they depend on the model and are not
+            measured here.
         kernel: computes on the CPU; the torch reference unless given.
         tell: called with the name of each measurement before it starts.
 
@@ -134,13 +135,13 @@ def _provenance(
 
 
 def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) -> int:
-    """How often ``measure`` calls ``tell``."""
+    """Returns how often ``measure`` calls ``tell``."""
     processors = 1 + torch.cuda.is_available()
     return len(_kinds(store)) * (1 + len(_in_flight(io_threads))) + 1 + processors * (1 + len(ROWS))
 
 
 def _kinds(store: str | None) -> dict[str, type[ExpertStore]]:
-    """What is read from: the disk always, host memory where it is not fast memory itself or was asked for."""
+    """Returns the stores to measure: the disk always, host memory if it is not fast memory itself or was requested."""
     kinds: dict[str, type[ExpertStore]] = {"disk": DiskStore}
     if store == "host" or torch.cuda.is_available():
         kinds["host"] = HostStore
@@ -160,7 +161,7 @@ def _loads(
     seconds: float,
     tell: Tell,
 ) -> dict[int, float]:
-    """Seconds until so many loads that start together are done."""
+    """Returns, by the number of loads that start together, the seconds until all have finished."""
     name = "disk" if kind is DiskStore else "host"
     tell(f"{name}: writing experts")
     with _packed(kind, size, folder, threads + 1) as store:
@@ -176,7 +177,7 @@ def _loads(
                 raise error
 
         try:
-            for key in range(store.shape.total):  # also opens what is opened once
+            for key in range(store.shape.total):  # warm-up; also opens files that stay open
                 for error in transfers.load([(key, 0)], None).values():
                     raise error
             for count in _in_flight(threads):
@@ -221,7 +222,7 @@ def _copy(nbytes: int, seconds: float) -> float:
 def _computes(
     size: ExpertSize, device: torch.device, kernel: Kernel, seconds: float, tell: Tell
 ) -> tuple[dict[int, float], float]:
-    """Seconds of an expert by rows, its weights not in any cache; and of one that has hardly any."""
+    """Returns the seconds of an expert by rows, with its weights in no cache, and those of an almost empty expert."""
     tell(f"{device.type}: an empty expert")
     fixed = _compute(ExpertSize(_TINY, _TINY), device, kernel, 1, 1, seconds)
     found = {}
@@ -249,7 +250,7 @@ def _compute(size: ExpertSize, device: torch.device, kernel: Kernel, rows: int, 
 
 
 def _by_address(module: str) -> Callable[[Tensor, Tensor], Callable[[Tensor, Tensor, Tensor], object]]:
-    """Our grouped GEMM of ``module`` over tables of addresses."""
+    """Returns a ``Kernel.prepare`` for the grouped GEMM of ``module`` over tables of addresses."""
 
     def prepare(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], object]:
         grouped_gemm = importlib.import_module(f"vllm_spac.kernels.{module}").grouped_gemm
@@ -257,7 +258,9 @@ def _by_address(module: str) -> Callable[[Tensor, Tensor], Callable[[Tensor, Ten
             torch.tensor([expert.data_ptr() for expert in experts], device=experts.device) for experts in (w13, w2)
         ]
 
-        def run(x: Tensor, weights: Tensor, ids: Tensor, keep: tuple = (w13, w2)) -> Tensor:  # addresses do not keep
+        def run(
+            x: Tensor, weights: Tensor, ids: Tensor, keep: tuple = (w13, w2)
+        ) -> Tensor:  # keep: the tables own nothing
             return grouped_gemm(x, *tables, weights, ids, w2.shape[2])
 
         return run
@@ -270,7 +273,7 @@ _TRITON = Kernel("Triton", _by_address("grouped_gemm"))
 
 
 def _turns(nbytes: int) -> int:
-    """How many experts take turns; ``ConfigError`` when there is no memory for them twice."""
+    """Returns how many experts are used in rotation; raises ``ConfigError`` if two copies do not fit in memory."""
     count = max(2, min(_MOST_EXPERTS, _POOL_BYTES // nbytes))
     needed, free = 2 * count * nbytes, available_host_bytes()
     if needed > free:

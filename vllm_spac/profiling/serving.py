@@ -1,4 +1,4 @@
-"""What a balancer weighs, measured at the start of an engine with its own experts, kernels and threads."""
+"""Measures the rates that a balancer weighs at engine start, with the engine's own experts, kernels and threads."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def serving_rates(
     io_threads: int,
     seconds: float = 0.1,
 ) -> Rates:
-    """What a balancer weighs, measured in the engine that will serve: its experts, kernels and threads.
+    """Measures the rates that a balancer weighs, in the engine that will serve.
 
     Args:
         store: holds every expert, in memory.
-        group: computes on the CPU; what it takes is measured while nothing else runs.
+        group: computes on the CPU; measured while nothing else runs.
         fast: runs one row through ``shape.top_k`` experts in fast memory.
         hidden: size of a row.
-        device: of fast memory; room for ``shape.top_k`` experts is needed there meanwhile.
+        device: of fast memory; ``shape.top_k`` more experts must fit there during the measurement.
         io_threads: as in serving.
-        seconds: of each of the four measurements, about.
+        seconds: approximate duration of each of the four measurements.
     """
     shape, turn = store.shape, iter(range(1 << 62))
     spec = shape.tensors["w13_weight"]
@@ -66,7 +66,7 @@ def serving_rates(
 def _load_seconds(
     store: ExpertStore, turn: Iterator[int], device: torch.device, io_threads: int, seconds: float
 ) -> float:
-    """Seconds of one of ``top_k`` loads that start together."""
+    """Returns the seconds per load when ``top_k`` loads start together."""
     shape, count = store.shape, store.shape.top_k
     transfers = Transfers(store, allocate(shape.tensors, count, device), io_threads, "profile")
 

@@ -1,4 +1,4 @@
-"""How long a job takes: the median of its repeats."""
+"""Times a job: the median of its repeats."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import statistics
 import time
 from collections.abc import Callable
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # of an expert, for which computing it is measured
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows at which computing an expert is measured
 _REPEATS = 5  # at least
 
 
 def median(job: Callable[[], object], seconds: float) -> float:
-    """Median duration of ``job`` in seconds, over as many runs as fit in ``seconds`` and at least five."""
+    """Returns the median duration of ``job`` in seconds, over as many runs as fit in ``seconds`` and at least five."""
     found: list[float] = []
     begin = time.perf_counter()
     while len(found) < _REPEATS or time.perf_counter() - begin < seconds:

@@ -1,4 +1,4 @@
-"""The parts in which the layers of a trace run their rows, and the experts that have slots before the first step."""
+"""Splits the layers of a trace into parts of rows that fit the slots, and lists the experts resident at the start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_spac.traces.format import Trace
 class Part:
     """Rows of one layer in one step that run together.
 
-    ``keys`` are ascending; ``rows`` says how many rows selected each.
+    ``keys`` are ascending; ``rows`` is the number of rows that selected each key.
     """
 
     keys: list[int]
@@ -24,7 +24,7 @@ class Part:
 
 
 def parts(trace: Trace, slots: int) -> list[list[Part]]:
-    """The parts of each record, in the order in which they run; see ``row_waves``."""
+    """Returns the parts of each record, in execution order; see ``row_waves``."""
     experts = trace.facts.experts
     record = np.repeat(np.arange(trace.records), np.diff(trace.record_start))
     flat, counts = np.unique(trace.ids + (record * experts)[:, None], return_counts=True)
@@ -39,7 +39,7 @@ def parts(trace: Trace, slots: int) -> list[list[Part]]:
 
 
 def filling(trace: Trace, slots: int) -> list[int]:
-    """The keys that are loaded at the start."""
+    """Returns the keys that are loaded before the first step."""
     return list(chain.from_iterable(filled_experts(trace.facts.layers, trace.facts.experts, slots)))
 
 

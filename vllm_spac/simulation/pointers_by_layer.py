@@ -1,9 +1,9 @@
-"""``execution=pointers`` with ``admission=layer`` on a virtual clock: the offers and the twin of the kernel that serve.
+"""Simulates ``execution=pointers`` with ``admission=layer``, using the serving code's offers and the kernel's twin.
 
-What is assumed beyond ``pointers_by_step``, each where nothing was measured:
+Assumptions in addition to those of ``pointers_by_step``, each where nothing was measured:
 
-- A layer first copies what it admits, each expert once over the bus, and then is one launch, as there.
-- What decides and what copies are launched in every layer, and take ``LAUNCHES`` seconds beside the bytes.
+- A layer first copies the experts it admits, each once over the bus, and then runs as one launch, as in that module.
+- The kernels that decide and copy are launched in every layer and take ``LAUNCHES`` seconds in addition to the bytes.
 - Nothing else uses the bus.
 """
 
@@ -23,15 +23,15 @@ from vllm_spac.simulation.parts import Part
 from vllm_spac.simulation.replay import Outcome, Replay
 from vllm_spac.traces.format import Trace
 
-LAUNCHES = 5e-6  # seconds of a layer: one program that decides, and a grid that finds nothing to copy
+LAUNCHES = 5e-6  # seconds per layer: one program that decides, and a grid that finds nothing to copy
 
 
 class AdmittedReplay(Replay):
-    """A trace over a table of pointers whose layers admit what they miss.
+    """Replays a trace over a table of pointers whose layers admit the experts that they miss.
 
     Args:
         outcome: with ``slots``.
-        policy: says what a slot is worth; owned.
+        policy: estimates what a slot is worth; owned.
     """
 
     def __init__(self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy) -> None:
@@ -84,8 +84,8 @@ class AdmittedReplay(Replay):
         outcome.bound_seconds += self.costs.bound(self.nbytes, len(part.keys) - missed, missed, 0)
 
     def end_step(self) -> None:
-        told = (tensor.numpy().copy() for tensor in (self._counts, self._sources, self.experts.owner))
-        streamed, _ = self.offering.learn(*told, prompts=self._prompts)
+        reported = (tensor.numpy().copy() for tensor in (self._counts, self._sources, self.experts.owner))
+        streamed, _ = self.offering.learn(*reported, prompts=self._prompts)
         outcome, counters = self.outcome, self.counters
         outcome.hits, outcome.misses, outcome.loads = counters.hits, counters.misses, counters.loads
         outcome.bytes = outcome.loads * self.nbytes

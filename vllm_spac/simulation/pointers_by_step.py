@@ -1,15 +1,15 @@
-"""``execution=pointers`` on a virtual clock: the planner and the pointers that serve, over a bus that all share.
+"""Simulates ``execution=pointers``: the serving code's planner and pointers, over one shared bus.
 
-What is assumed, each where nothing was measured:
+Assumptions, each where nothing was measured:
 
-- A layer is one launch. Its blocks overlap, so that it takes the longer of its hits, read from fast memory one after
-  the other, and its misses, each of which crosses the bus once. Misses' arithmetic hides behind the bus.
+- A layer is one launch. Its blocks overlap, so it takes as long as the slower of two: its hits, read from fast memory
+  one after the other, or its misses, each of which crosses the bus once. The bus hides the arithmetic of misses.
 - Moves are copied in order. While a layer streams misses, moves in flight and the layer get half of the bus each;
-  otherwise moves have the bus to themselves. What a step takes besides its experts lies before its layers, in equal
-  parts.
+  otherwise moves have the bus to themselves. The time that a step spends outside its experts is divided equally and
+  placed before its layers.
 - The counts of a step are known when the next one begins, as without async scheduling; with it they are a step later.
-- Long prompts are no exception: an expert crosses the bus once, as it does when they are staged. Steps of prompts alone
-  are no part of the time a token, steps that mix prompts and others are.
+- Long prompts are no exception: an expert crosses the bus once, as with staging. Steps with only prompts do not count
+  towards the time per token; steps that mix prompts with other rows do.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from vllm_spac.traces.format import Trace
 
 
 class Bus:
-    """What the copy stream has left to do, in seconds of the whole bus."""
+    """The pending work of the copy stream, in seconds at full bus bandwidth."""
 
     def __init__(self) -> None:
         self._copying: deque[tuple[list[Move], float]] = deque()  # the oldest first, with the seconds that are left
 
     def begin(self, moves: list[Move], seconds: float) -> None:
-        """Copy these behind the others; arrive together."""
+        """Queues ``moves`` after those in flight; they arrive together."""
         if moves:
             self._copying.append((moves, seconds))
 
     def copy(self, seconds: float) -> None:
-        """Moves have the bus to themselves for so long."""
+        """Advances the moves by ``seconds`` in which they have the bus to themselves."""
         for number, (moves, left) in enumerate(self._copying):
             spent = min(seconds, left)
             seconds -= spent
             self._copying[number] = moves, left - spent
 
     def stream(self, seconds: float) -> float:
-        """A layer streams what takes so long alone; returns how long it takes beside the moves."""
+        """Streams misses that take ``seconds`` on an idle bus; returns how long they take while moves share it."""
         shared = min(seconds, sum(left for _, left in self._copying))
         self.copy(shared)
         return seconds + shared
 
     def arrived(self) -> list[Move]:
-        """The moves that are over."""
+        """Removes and returns the moves that have finished."""
         found: list[Move] = []
         while self._copying and self._copying[0][1] <= 0:
             found += self._copying.popleft()[0]
@@ -63,11 +63,11 @@ class Bus:
 
 
 class PointersReplay(Replay):
-    """A trace over a table of pointers.
+    """Replays a trace over a table of pointers.
 
     Args:
         outcome: with ``slots`` and ``step_bytes``, as ``PointerExecution`` has them.
-        policy: says who makes room; owned.
+        policy: decides which expert is evicted; owned.
     """
 
     def __init__(self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy) -> None:
@@ -80,7 +80,7 @@ class PointersReplay(Replay):
         self._counts = np.zeros(trace.facts.total, dtype=np.int64)
         self._resident = self.pointers.at != NOWHERE
         self._prompts = False
-        self._between = 0.0  # seconds before each layer that are not its experts'
+        self._between = 0.0  # seconds before each layer that are not spent on its experts
 
     def fill(self, keys: Sequence[int]) -> None:
         self.pointers.arrived([self.pointers.placed(key) for key in keys])

@@ -1,4 +1,4 @@
-"""Recorded routing step by step on a virtual clock, and what came of it; how layers reach experts is for subclasses."""
+"""Replays a routing trace on a virtual clock. Subclasses model how a layer reaches its experts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _VERIFY = ROW_KINDS.index("verify")
 
 @dataclass
 class Outcome:
-    """What happened; experts are counted once a layer and step, as in ``metrics.Counters``.
+    """The result of a replay; experts are counted once per layer and step, as in ``metrics.Counters``.
 
     Attributes:
         execution: ``slots`` or ``pointers``.
-        admission: of the latter, how missed experts get slots; ``step_bytes``: with ``step``, what may be on its way
-            into slots at once.
-        hits, misses, cpu: experts that were in fast memory, were not, were computed on the CPU.
-        loads, bytes: what was copied into slots: on demand (slots; more than misses when parts of a step evict one
-            another), or ahead of need (pointers; with admission ``layer`` in the layer that missed it).
-        streamed_bytes: what layers read over the bus where it lay (pointers).
-        parts: parts in which layers ran.
+        admission: with ``pointers``, how missed experts get slots; ``step_bytes``: with ``step``, the most bytes in
+            flight into slots at once.
+        hits, misses, cpu: experts that were resident in fast memory, were missing, or were computed on the CPU.
+        loads, bytes: experts copied into slots and their bytes: on demand (slots; more than misses when parts of a
+            step evict each other's experts), or ahead of need (pointers; with ``layer``, in the layer that missed).
+        streamed_bytes: bytes that layers read from host memory over the bus, without a slot (pointers).
+        parts: number of parts that layers ran in.
         seconds: virtual time of all steps; ``bound_seconds``: the least they can take.
-        stall_seconds: of it, time in which fast memory computed no expert although a layer's experts were due.
-        tpot, bound_tpot: seconds a token over the steps that emit tokens; None when the trace does not say how many.
+        stall_seconds: the part of ``seconds`` in which fast memory computed no expert although a layer waited for some.
+        tpot, bound_tpot: seconds per token over the steps that emit tokens; None if the trace lacks their number.
     """
 
     policy: str
@@ -59,10 +59,10 @@ class Outcome:
 
 
 class Replay(ABC):
-    """A trace beside what serves it.
+    """Base class: replays a trace against one way to execute its layers.
 
     Args:
-        outcome: what is filled in.
+        outcome: filled in by ``run``.
         nbytes: bytes of an expert.
     """
 
@@ -73,22 +73,22 @@ class Replay(ABC):
 
     @abstractmethod
     def fill(self, keys: Sequence[int]) -> None:
-        """Before the first step: these experts have slots."""
+        """Puts these experts into slots; called before the first step."""
 
     @abstractmethod
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
-        """A step starts that runs so many layers; ``drafting`` seconds went by since the last one."""
+        """Starts a step of ``layers`` layers; ``drafting`` seconds have passed since the last one."""
 
     @abstractmethod
     def layer(self, layer: int, parts: list[Part]) -> None:
-        """A layer of the step: adds what it takes to ``outcome``."""
+        """Runs one layer of the step and adds its time and counts to ``outcome``."""
 
     @abstractmethod
     def end_step(self) -> None:
-        """The layers of the step are over."""
+        """Ends the step; its layers have finished."""
 
     def run(self, work: list[list[Part]]) -> Outcome:
-        """``work``: the parts of each record of the trace."""
+        """Replays the whole trace; ``work``: the parts of each record."""
         trace, outcome = self.trace, self.outcome
         outcome.steps = trace.steps
         bounds = np.searchsorted(trace.record_step, np.arange(trace.steps + 1)).tolist()
@@ -116,12 +116,12 @@ class Replay(ABC):
         return outcome
 
     def has_prompts(self, step: int) -> bool:
-        """Whether some of a step's rows are those of prompts."""
+        """Returns whether any row of a step belongs to a prompt."""
         rows = slice(self.trace.row_start[step], self.trace.row_start[step + 1])
         return bool((self.trace.row_kind[rows] == PREFILL).any())
 
     def _drafting(self, step: int) -> float:
-        """Seconds that a step's draft tokens took."""
+        """Returns the seconds that drafting a step's tokens took."""
         kinds = self.trace.row_kind[self.trace.row_start[step] : self.trace.row_start[step + 1]]
         verifying, drafts = int(np.count_nonzero(kinds == _VERIFY)), int(np.count_nonzero(kinds == DRAFT))
-        return -(-drafts // max(1, verifying)) * self.costs.draft  # requests draft side by side
+        return -(-drafts // max(1, verifying)) * self.costs.draft  # requests draft concurrently

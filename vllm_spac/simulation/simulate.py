@@ -1,4 +1,4 @@
-"""What a policy and a balancer would have done with recorded routing: the code that serves, on a virtual clock."""
+"""Simulates a policy and a balancer on recorded routing: the serving code, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def simulate(
     fill: bool = True,
     expert_bytes: int | None = None,
 ) -> Outcome:
-    """Replay ``trace`` with ``slots`` experts in fast memory.
+    """Replays ``trace`` with ``slots`` experts in fast memory.
 
     Args:
-        execution: one of ``EXECUTIONS``; what the latter assumes is in ``pointers_by_step``.
-        policy, balancer: names of components, with knobs if need be: ``utility@upper=1@variant=literal``.
-        overlap: of slots: loads run beside the computing of hits; else a layer waits for its loads, as on-demand
-            serving does. With pointers they always run beside one another.
-        admission: of pointers: how missed experts get slots, a name of ``admissions``; what ``layer`` assumes is in
-            ``pointers_by_layer``.
-        step_bytes: of admission ``step``: bytes that are on their way into slots at once, at most, but one expert; 0:
+        execution: one of ``EXECUTIONS``; the assumptions for pointers are in ``pointers_by_step``.
+        policy, balancer: names of components, optionally with knobs: ``utility@upper=1@variant=literal``.
+        overlap: with slots, loads run concurrently with the computation of hits; else a layer waits for its loads, as
+            on-demand serving does. With pointers they always overlap.
+        admission: with pointers, how missed experts get slots, a name of ``admissions``; the assumptions for ``layer``
+            are in ``pointers_by_layer``.
+        step_bytes: with admission ``step``, the most bytes in flight into slots at once, but at least one expert; 0:
             none moves.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
-        expert_bytes: instead of what the trace says.
+        expert_bytes: overrides the size in the trace.
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or knobs, experts of unknown size,
-            an offline policy beside a balancer or with pointers (it would have to foresee what they decide), a
-            balancer with pointers or costs of loads from a disk, which pointers cannot read.
+            an offline policy with a balancer or with pointers (it would have to foresee their decisions), a
+            balancer with pointers, or pointers with costs of loads from a disk, which they cannot read.
     """
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
@@ -87,7 +87,7 @@ def _check(trace: Trace, slots: int, nbytes: int) -> None:
 
 
 def build_policy(spec: str, balancer: str, future: Callable[[], Iterable[int]]) -> Policy:
-    """The policy ``name@knob=value``; ``future`` gives the keys in the order of their use, for one that must know."""
+    """Builds the policy ``name@knob=value``; ``future`` returns the keys in order of use, for an offline policy."""
     name, knobs = _parse(spec)
     if not components.find("policies", name).offline:
         return _build("policies", name, knobs)
@@ -120,7 +120,7 @@ def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Repl
         raise ConfigError(f"no admission is called {outcome.admission!r}; use {known}")
     assert outcome.step_bytes is not None, "given to admission step"
     if outcome.step_bytes < 0:
-        raise ConfigError(f"{outcome.step_bytes} bytes a step: use 0 (nothing moves) or more")
+        raise ConfigError(f"{outcome.step_bytes} bytes per step: use 0 (nothing moves) or more")
     return PointersReplay(trace, costs, nbytes, outcome, chosen)
 
 
@@ -135,7 +135,7 @@ def _balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | 
 
 
 def _parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """``name@knob=value@...`` -> name and knobs; values are Python literals, or text."""
+    """Splits ``name@knob=value@...`` into name and knobs; values are Python literals, or text."""
     name, *settings = spec.split("@")
     knobs: dict[str, Any] = {}
     for setting in settings:

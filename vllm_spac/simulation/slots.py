@@ -1,4 +1,4 @@
-"""``execution=slots`` on a virtual clock: the residency, the policy and the balancer that serve."""
+"""Simulates ``execution=slots``: the serving code's residency, policy and balancer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vllm_spac.traces.format import Trace
 
 
 class SlotsReplay(Replay):
-    """A trace over slots that experts are loaded into before they run.
+    """Replays a trace over slots that experts are loaded into before they run.
 
     Args:
         outcome: with ``slots``.
-        policy: decides which expert loses its slot; owned.
+        policy: decides which expert is evicted; owned.
         balancer: gives missing experts to the CPU, if given; owned.
-        overlap: loads run beside the computing of hits.
+        overlap: loads run concurrently with the computation of hits.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SlotsReplay(Replay):
                 self.estimator.observe_step(counts)
 
     def make_resident(self, keys: Sequence[int]) -> list[int]:
-        """Returns the keys that were loaded."""
+        """Loads the missing ``keys`` into slots; returns those that were loaded."""
         placement = self.residency.prepare(keys)
         for key, _ in placement.loads:
             self.residency.loaded(key)
@@ -89,7 +89,7 @@ class SlotsReplay(Replay):
         outcome.bound_seconds += self.costs.bound(self.nbytes, hits, len(missed), len(elsewhere))
 
     def _plan(self, balancer: Balancer, layer: int, part: Part) -> tuple[list[int], set[int]]:
-        """(keys that run in fast memory, keys that run on the CPU)."""
+        """Returns (keys that run in fast memory, keys that run on the CPU)."""
         experts = self.trace.facts.experts
         first = layer * experts
         rows = np.zeros(experts, dtype=np.int64)
@@ -103,16 +103,16 @@ class SlotsReplay(Replay):
 
     def _pass_time(self, part: Part, loaded: list[int], cpu: set[int]) -> None:
         late = set(loaded)
-        computed = waiting = beside = 0.0
+        computed = waiting = on_cpu = 0.0
         for key, rows in zip(part.keys, part.rows, strict=True):
             if key in cpu:
-                beside += self.cpu[rows]
+                on_cpu += self.cpu[rows]
             elif key in late:
                 waiting += self.fast[rows]
             else:
                 computed += self.fast[rows]
         load = self.costs.loading(len(loaded), self.nbytes)
         fast = (max(load, computed) if self.overlap else load + computed) + waiting
-        took = max(fast, beside)
+        took = max(fast, on_cpu)
         self.outcome.seconds += took
         self.outcome.stall_seconds += took - computed - waiting

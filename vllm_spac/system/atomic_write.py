@@ -1,7 +1,7 @@
-"""Atomic replacement of a file: whoever opens it finds the old content or all of the new, also after a kill.
+"""Atomic replacement of a file: a reader finds the old content or all of the new one, also after a kill.
 
 The new content is written to a *partial* file in the same folder, ``NAME.PID.partial``, and then renamed. A process
-that is killed meanwhile leaves its partial file behind; the process id tells whether somebody still writes it.
+that is killed meanwhile leaves its partial file behind; the process id shows whether it is still being written.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ PARTIAL = r"\.\d{1,9}\.partial"  # regular expression: what is appended to a fil
 
 
 def partial_of(path: Path, pid: int | None = None) -> Path:
-    """The partial file of ``path`` that the process ``pid``, by default this one, writes."""
+    """Returns the partial file of ``path`` that the process ``pid``, by default this one, writes."""
     return path.with_name(f"{path.name}.{os.getpid() if pid is None else pid}.partial")
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """A context whose block writes the new content of ``path`` into the file it is given; at its end that file takes
-    the place of ``path``. If the block raises, or the disk fails, ``path`` stays as it was and nothing else is left.
+    """Context manager that replaces ``path`` with the file that its block writes.
+
+    Yields the partial file to write, which is renamed to ``path`` at the end of the block. If the block raises, or the
+    disk fails, ``path`` stays as it was and no partial file is left.
 
     Args:
-        path: what is replaced; its folder exists.
-        durable: the content reaches the disk before the name does, so that not even a power cut leaves a torn file.
+        path: the file to replace; its folder exists.
+        durable: sync the content before the rename, so that not even a power cut leaves a torn file.
 
     Raises:
         OSError: the file cannot be written or replaced.
@@ -42,20 +44,20 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
                 os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the error that brought us here says more
+        with contextlib.suppress(OSError):  # the original error is more useful
             partial.unlink(missing_ok=True)
         raise
 
 
 def check_replaceable(path: Path) -> None:
-    """``OSError`` if ``replacing(path)`` could not write; ``path`` stays as it is."""
+    """Raises ``OSError`` if ``replacing(path)`` could not write; does not change ``path``."""
     partial = partial_of(path)
     partial.touch()
     partial.unlink()
 
 
 def leftovers(path: Path) -> list[Path]:
-    """Partial files of ``path`` whose processes have ended, by name."""
+    """Returns the partial files of ``path`` whose processes have ended, by name."""
     found = []
     for name in sorted(os.listdir(path.parent)):
         match = re.fullmatch(re.escape(path.name) + r"\.(\d{1,9})\.partial", name)
@@ -65,6 +67,6 @@ def leftovers(path: Path) -> list[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete the partial files of ``path`` whose processes have ended."""
+    """Deletes the partial files of ``path`` whose processes have ended."""
     for partial in leftovers(path):
         partial.unlink(missing_ok=True)

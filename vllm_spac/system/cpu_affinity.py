@@ -1,8 +1,8 @@
-"""Which CPUs the threads that read experts may use.
+"""CPU affinity of the threads that read experts.
 
-On a CPU machine vLLM binds its worker's threads to cores, and what the bound main thread starts inherits its core: all
-reads would run on the one that computes. So the first process of an engine, which nobody has bound, notes its CPUs, in
-the environment for those that it starts, and threads that read go back to them.
+On a CPU machine vLLM binds its worker's threads to cores, and threads that the bound main thread starts inherit its
+core: all reads would run on a core that computes. So the first process of an engine, which is not bound, records its
+CPUs in an environment variable that its children inherit, and reading threads set their affinity to those CPUs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ VARIABLE = "SPAC_CPUS"
 
 
 def note() -> None:
-    """The CPUs of this process are those of the engine, unless an earlier process has noted its own."""
+    """Records the CPUs of this process as the engine's, unless an earlier process has recorded its own."""
     os.environ.setdefault(VARIABLE, ",".join(map(str, sorted(os.sched_getaffinity(0)))))
 
 
 def cpus() -> set[int]:
-    """What was noted; else the CPUs of the calling thread."""
+    """Returns the recorded CPUs; else those of the calling thread."""
     noted = os.environ.get(VARIABLE)
     return {int(cpu) for cpu in noted.split(",")} if noted else os.sched_getaffinity(0)
 
 
 def unbind() -> None:
-    """Let the calling thread run on all of ``cpus``."""
+    """Lets the calling thread run on all of ``cpus()``."""
     try:
         os.sched_setaffinity(0, cpus())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Futures whose jobs may fail or be cancelled."""
+"""Helpers for futures whose jobs may fail or be cancelled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from vllm_spac.errors import StoreError
 
 
 def finish(jobs: Iterable[Future]) -> None:
-    """Wait until all are over. ``concurrent.futures.wait`` would wait for a cancelled one for ever."""
+    """Waits until all have finished. ``concurrent.futures.wait`` would wait for a cancelled one forever."""
     for job in jobs:
         with contextlib.suppress(CancelledError):
             job.exception()
 
 
 def outcome(job: Future) -> int | BaseException:
-    """Bytes moved, or why none were."""
+    """Returns the bytes moved by ``job``, or the error if it failed or was cancelled."""
     if job.cancelled():
         return StoreError("spac: no expert is read any more, the engine is shutting down; start it again")
     return job.exception() or job.result()

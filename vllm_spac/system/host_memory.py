@@ -1,4 +1,4 @@
-"""How much host memory this process may still take."""
+"""Measures and releases host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MADV_PAGEOUT = 21
 
 
 def available_host_bytes() -> int:
-    """Bytes that can be allocated without swapping: of the machine, and of the container it runs in."""
+    """Returns the bytes that can be allocated without swapping, within the limits of machine and container."""
     available = psutil.virtual_memory().available
     limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
     if limit is None or used is None:
@@ -21,16 +21,16 @@ def available_host_bytes() -> int:
 
 
 def _reclaimable() -> int:
-    """Page cache that counts as used by the container but goes when memory is needed."""
+    """Returns the bytes of page cache that count as used by the container but are reclaimed under memory pressure."""
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
-    except OSError:  # no such account on this system
+    except OSError:  # no such file on this system
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def gib(count: int | float) -> str:
-    """Bytes for people: KiB, MiB or GiB."""
+    """Formats a number of bytes as KiB, MiB or GiB."""
     for limit, unit in ((2**20, "KiB"), (2**30, "MiB")):
         if count < limit:
             return f"{count / (limit >> 10):.1f} {unit}"
@@ -38,10 +38,10 @@ def gib(count: int | float) -> str:
 
 
 def release_file_pages(suffix: str = ".safetensors") -> None:
-    """Let go of the pages of mapped checkpoint files that were read; they count as this process's memory.
+    """Releases pages of mapped checkpoint files that were read; they count towards this process's memory.
 
-    Clean pages are dropped (they can be read again), changed ones stay. On a kernel without
-    ``MADV_PAGEOUT`` (before 5.4) the pages go when memory is short, as always.
+    Clean pages are dropped (they can be read again), dirty ones stay. On a kernel without ``MADV_PAGEOUT`` (before 5.4)
+    the pages are reclaimed only when memory is short.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -52,7 +52,7 @@ def release_file_pages(suffix: str = ".safetensors") -> None:
 
 
 def release_freed_memory() -> None:
-    """Give freed heap back to the system. glibc keeps the room of staged and converted weights otherwise.
+    """Returns freed heap memory to the system; glibc would keep that of staged and converted weights.
 
     Does nothing on a C library without ``malloc_trim``.
     """

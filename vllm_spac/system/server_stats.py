@@ -1,4 +1,4 @@
-"""The counters of a running server, over HTTP."""
+"""Fetches the counters of a running server over HTTP."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MOST_BYTES = 16 << 20  # of an answer
 
 
 def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
-    """The counters of each worker of the server at ``url``.
+    """Returns the counters of each worker of the server at ``url``.
 
     Raises:
-        SpacError: no server answers, it is not vLLM's, it wants another key, or it runs without the plugin.
+        SpacError: no server answers, it is not vLLM's, it refuses the key, or it runs without the plugin.
     """
     address = f"{url}/spac/stats"
     if api_key and not (api_key.isascii() and api_key.isprintable()):

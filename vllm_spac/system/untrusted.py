@@ -1,4 +1,4 @@
-"""Files and paths that somebody else may have written: checked before anything is allocated or done with them."""
+"""Reads untrusted files and paths: everything is validated before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, of Linux
 
 
 def path_of(value: Any) -> Path:
-    """A path with ``~`` expanded; ``ValueError`` for what no file system can have."""
+    """Returns a path with ``~`` expanded; raises ``ValueError`` for one that no file system can have."""
     if not isinstance(value, str | Path):
         raise ValueError("use a path")
     if value == "":
@@ -38,7 +38,7 @@ def path_of(value: Any) -> Path:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open for reading; ``OSError`` also for a pipe, a device, a folder or an impossible name."""
+    """Opens a file for reading; raises ``OSError`` also for a pipe, a device, a folder or an impossible name."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer does not block then
     except ValueError as error:
@@ -50,17 +50,25 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read_text(path: str | Path, most: int = _MOST_TEXT) -> str:
-    """The UTF-8 text of a file; ``OSError`` or ``ValueError``, the latter also for one of more than ``most`` bytes."""
+    """Returns the UTF-8 text of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8, or has more than ``most`` bytes.
+    """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"it has {size} bytes, more than {most}")
-        return file.read(size).decode()  # not of what is added meanwhile
+        return file.read(size).decode()  # without what is appended meanwhile
 
 
 def parse_json(text: str, *, strict: bool = True) -> Any:
-    """``ValueError`` also for what is nested too deeply and, if ``strict``, for NaN and infinities: they are not JSON,
-    but Python writes them."""
+    """Parses JSON; raises ``ValueError`` also for nesting that is too deep.
+
+    Args:
+        strict: refuse NaN and infinities too, which are not JSON although Python writes them.
+    """
     try:
         return json.loads(text, parse_constant=_refuse if strict else None)
     except RecursionError:
@@ -68,7 +76,7 @@ def parse_json(text: str, *, strict: bool = True) -> Any:
 
 
 def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, dict]]:
-    """The header of a safetensors file: its metadata, and of each tensor ``dtype``, ``shape`` and ``data_offsets``.
+    """Returns the header of a safetensors file: its metadata, and per tensor ``dtype``, ``shape`` and ``data_offsets``.
 
     Raises:
         OSError: the file cannot be read.

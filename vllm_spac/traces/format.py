@@ -1,19 +1,19 @@
-"""A recording of what the routers chose: one safetensors file of columns.
+"""Routing traces: the experts that routers chose, as columns in one safetensors file.
 
 Format ``spac-trace-1``. Metadata: ``format``, ``model``, ``layers``, ``experts``, ``top_k``, ``expert_bytes`` (text).
 S steps (forwards of the target model), R records (a MoE layer in a step), rows in the order of the forward:
 
     step_kind    uint8   [S]                 index into STEP_KINDS
-    step_rows    uint32  [S]                 rows of the forward, without padding behind them
-    step_tokens  uint32  [S]                 tokens that the step emitted; 0 is unknown, or a prompt's part
+    step_rows    uint32  [S]                 rows of the forward, without trailing padding
+    step_tokens  uint32  [S]                 tokens that the step emitted; 0: unknown, or part of a prompt
     row_kind     uint8   [sum step_rows]     index into ROW_KINDS
     record_step  uint32  [R]                 ascending
     record_layer uint16  [R]                 in the order of execution
     ids          uint8   [sum rows, top_k]   experts; uint16 when there are more than 256; the rows of a record are
                                              those of its step
-    weights      float16 [sum rows, top_k]   what the router gave them; absent when they were not recorded
+    weights      float16 [sum rows, top_k]   the router's weights; absent if not recorded
 
-A row and layer takes ``top_k`` bytes, three times as much with weights: 10^5 tokens of 6 layers, top-8, 4.8 MB.
+``top_k`` bytes per row and layer, three times as much with weights: 10^5 tokens of 6 layers, top-8, take 4.8 MB.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ STEP_KINDS = ("prefill", "decode", "verify", "mixed")
 ROW_KINDS = ("prefill", "decode", "verify", "draft", "padding")  # draft: a row of verify that holds a draft token
 PREFILL, DRAFT, PADDING = 0, 3, 4
 DTYPES = {"U32": np.uint32, "U16": np.uint16, "F16": np.float16, "U8": np.uint8}
-_MOST_LAYERS, _MOST_TOTAL, _MOST_BYTES = 1024, 1 << 20, 1 << 40  # no file of any size makes a reader allocate more
+_MOST_LAYERS, _MOST_TOTAL, _MOST_BYTES = 1024, 1 << 20, 1 << 40  # limits on what a reader allocates, whatever the file
 
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """The model that was recorded: MoE layers, experts in each, experts a token uses, bytes of one (0: unknown).
+    """The recorded model: MoE layers, experts per layer, experts per token, bytes per expert (0: unknown).
 
-    At most 1024 layers, 2^20 experts in all of them, and 2^40 bytes of one.
+    At most 1024 layers, 2^20 experts in all of them, and 2^40 bytes per expert.
     """
 
     layers: int
@@ -62,21 +62,21 @@ class TraceFacts:
 
     @classmethod
     def of(cls, metadata: dict[str, str]) -> TraceFacts:
-        """From the metadata of a file; ``KeyError`` or ``ValueError`` when no model is like that."""
+        """Parses the metadata of a file; raises ``KeyError`` or ``ValueError`` if no model can have such values."""
         numbers = {field.name: int(metadata[field.name]) for field in fields(cls) if field.name != "model"}
         found = cls(**numbers, model=metadata["model"])
         found.validate()
         return found
 
     def validate(self) -> None:
-        """``ValueError`` when no model is like that."""
+        """Raises ``ValueError`` if no model can have such values."""
         _check(0 < self.layers <= _MOST_LAYERS and 0 < self.top_k <= self.experts, "impossible model")
         _check(self.total <= _MOST_TOTAL and 0 <= self.expert_bytes <= _MOST_BYTES, "impossible model")
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A recording in memory; the columns of the file and two derived ones.
+    """A routing trace in memory; the columns of the file and two derived ones.
 
     Attributes:
         row_start: int64 [S + 1], where the rows of each step begin in ``row_kind``.
@@ -97,7 +97,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read a file.
+        """Reads a trace file.
 
         Raises:
             ConfigError: it cannot be read, is no trace of this format, is damaged or contradicts itself.
@@ -124,7 +124,7 @@ class Trace:
 
     @classmethod
     def of(cls, facts: TraceFacts, *, weights: np.ndarray | None = None, **columns: np.ndarray) -> Trace:
-        """A trace from its columns; ``ValueError`` when they are not as documented above."""
+        """Builds a trace from its columns; raises ``ValueError`` if they are not as documented above."""
         rows, steps = columns["step_rows"].astype(np.int64), columns["record_step"].astype(np.int64)
         _check(len(steps) == 0 or steps.max() < len(rows), "a record belongs to no step")
         row_start = np.concatenate(([0], np.cumsum(rows)))
@@ -142,20 +142,23 @@ class Trace:
         return len(self.record_step)
 
     def save(self, path: str | Path) -> None:
-        """Write the file, all or nothing; ``ConfigError`` when it cannot be written."""
+        """Writes the file atomically; raises ``ConfigError`` if it cannot be written."""
         columns = {name: getattr(self, name) for name in columns_of(self.facts, self.weights is not None)}
         write_file(Path(path), self.facts, {name: (value.shape, value.tobytes()) for name, value in columns.items()})
 
     def counted(self) -> np.ndarray:
-        """bool [sum rows]: whether a row of ``ids`` is of decode or verify (drafts included)."""
+        """Returns bool [sum rows]: whether a row of ``ids`` belongs to decode or verify (drafts included)."""
         rows = np.diff(self.record_start)
         offset = self.row_start[self.record_step] - self.record_start[:-1]
         kind = self.row_kind[np.repeat(offset, rows) + np.arange(len(self.ids))]
         return (kind != PREFILL) & (kind != PADDING)
 
     def step_counts(self) -> Iterator[np.ndarray | None]:
-        """Of each step: int64 [layers * experts], its decode and verify rows that selected each expert; -1 for layers
-        that have no record, and None for a step without such rows. What ``Policy.observe`` takes."""
+        """Yields the input of ``Policy.observe`` for each step.
+
+        int64 [layers * experts]: the decode and verify rows that selected each expert, -1 for layers without a record;
+        None for a step without such rows.
+        """
         counted, total = self.counted(), self.facts.total
         bounds = np.searchsorted(self.record_step, np.arange(self.steps + 1))
         for step in range(self.steps):
@@ -196,7 +199,7 @@ class Trace:
 
 
 def columns_of(facts: TraceFacts, weights: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, shape of a row) of each column; wide types first, so that all are aligned in the file."""
+    """Returns (dtype, shape of a row) of each column; wide types first, so that all are aligned in the file."""
     columns = {
         "step_rows": ("U32", ()),
         "step_tokens": ("U32", ()),
@@ -213,7 +216,7 @@ def columns_of(facts: TraceFacts, weights: bool) -> dict[str, tuple[str, tuple[i
 
 
 def write_file(path: Path, facts: TraceFacts, columns: dict) -> None:
-    """Columns (shape and bytes, or shape and a file of them) -> one safetensors file."""
+    """Writes columns (shape and bytes, or shape and an open file with the bytes) to one safetensors file."""
     header: dict = {"__metadata__": {"format": FORMAT} | {f.name: str(getattr(facts, f.name)) for f in fields(facts)}}
     types, offset = columns_of(facts, "weights" in columns), 0
     for name, (shape, _) in columns.items():

@@ -1,4 +1,4 @@
-"""What a routing trace says about its model: who is popular, how soon experts come back, what a cache would hold."""
+"""Statistics of a routing trace: skew of expert use, reuse distances, LRU hit rates, accuracy of predictors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm_spac.traces.format import Trace
 
 
 def uses(trace: Trace) -> np.ndarray:
-    """int64 [layers, experts]: rows that selected each expert."""
+    """Returns int64 [layers, experts]: rows that selected each expert."""
     record = np.repeat(trace.record_layer.astype(np.int64), np.diff(trace.record_start))
     flat = (trace.ids + (record * trace.facts.experts)[:, None]).ravel()
     return np.bincount(flat, minlength=trace.facts.total).reshape(trace.facts.layers, -1)
 
 
 def skew(trace: Trace, share: float = 0.1) -> np.ndarray:
-    """float64 [layers]: part of the uses that go to the most used ``share`` of the experts; nan for an unused layer."""
+    """Returns float64 [layers]: fraction of uses by the most used ``share`` of the experts; nan for an unused layer."""
     top = max(1, round(share * trace.facts.experts))
     counts = -np.sort(-uses(trace), axis=1)
     with np.errstate(invalid="ignore"):
@@ -27,7 +27,7 @@ def skew(trace: Trace, share: float = 0.1) -> np.ndarray:
 
 
 def forwards(trace: Trace) -> list[np.ndarray]:
-    """Of each record its distinct experts as ascending keys (layer * experts + expert)."""
+    """Returns, for each record, its distinct experts as ascending keys (layer * experts + expert)."""
     experts = trace.facts.experts
     record = np.repeat(np.arange(trace.records), np.diff(trace.record_start))
     flat = np.unique(trace.ids + (record * experts)[:, None])
@@ -37,13 +37,14 @@ def forwards(trace: Trace) -> list[np.ndarray]:
 
 
 def distances(trace: Trace, *, by_layer: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Of each use of an expert in a layer and step, in order of execution, since its last use:
+    """Returns the reuse distances of experts: one for each use in a layer and step, in execution order.
 
     Args:
         by_layer: count distinct experts of its own layer only, as a cache of that layer sees them.
 
     Returns:
-        (distinct experts of all layers used meanwhile, steps gone by): int64 [uses] each, -1 for a first use.
+        (distinct experts of all layers used since its last use, steps since then): int64 [uses] each, -1 for a first
+        use.
     """
     experts = trace.facts.experts
     last = np.full(trace.facts.total, -1, dtype=np.int64)
@@ -63,19 +64,19 @@ def distances(trace: Trace, *, by_layer: bool = False) -> tuple[np.ndarray, np.n
 
 
 def lru_curve(stack: np.ndarray, total: int) -> np.ndarray:
-    """float64 [total + 1]: hit rate of LRU with 0..total slots that start empty, from stack distances (Mattson).
+    """Returns float64 [total + 1]: hit rates of LRU with 0..total initially empty slots, from stack distances.
 
-    With distances ``by_layer`` and ``total`` experts of a layer: of one LRU in each layer, with so many slots each.
-    Exact but for ties within one layer and step, as long as one does not need more experts than there are slots.
+    Mattson's algorithm. With distances ``by_layer`` and ``total`` experts per layer: one LRU per layer, with 0..total
+    slots each. Exact except for ties within one layer and step, as long as no layer needs more experts than slots.
     """
     histogram = np.bincount(stack[stack >= 0], minlength=total)
     return np.concatenate(([0], np.cumsum(histogram)[:total])) / max(1, len(stack))
 
 
 def accuracy(trace: Trace, *, threshold: int = 1, **knobs: Any) -> np.ndarray:
-    """How often "score >= ``threshold``" before a step agrees with "selected in that step"; see ``agreement``.
+    """Returns how often "score >= ``threshold``" before a step agrees with "selected in that step"; see ``agreement``.
 
-    It means nothing without its base rates: with few experts a step, who predicts none at all is right about most.
+    Compare it with its base rates: with few experts per step, predicting that none is selected is mostly right.
 
     Args:
         knobs: of ``UtilityEstimator``.
@@ -90,12 +91,12 @@ def accuracy(trace: Trace, *, threshold: int = 1, **knobs: Any) -> np.ndarray:
 
 
 def nothing_is_hot(trace: Trace) -> np.ndarray:
-    """A base rate of ``accuracy``: how often "no expert is selected" is right."""
+    """Returns a base rate for ``accuracy``: how often "no expert is selected" is right."""
     return agreement(trace, lambda counts: np.zeros(len(counts), dtype=bool))
 
 
 def as_last_step(trace: Trace) -> np.ndarray:
-    """A base rate of ``accuracy``: how often "the experts that the layer's last step selected" is right."""
+    """Returns a base rate for ``accuracy``: how often "the experts that the layer's last step selected" is right."""
     last = np.zeros(trace.facts.total, dtype=np.int64)
 
     def repeat(counts: np.ndarray) -> np.ndarray:
@@ -106,7 +107,9 @@ def as_last_step(trace: Trace) -> np.ndarray:
 
 
 def agreement(trace: Trace, predictor: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """How often a predictor is right about who is selected in the next step; before the first one, nobody.
+    """Returns how often a predictor is right about each expert's selection in the next step.
+
+    Before the first step, the prediction is that no expert is selected.
 
     Args:
         predictor: takes in the counts of a step (``Trace.step_counts``, int64 [keys]); returns bool [keys].

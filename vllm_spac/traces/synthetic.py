@@ -1,4 +1,4 @@
-"""Routing traces from a formula: popularity after Zipf, and tokens that resemble the ones before them."""
+"""Generates synthetic routing traces: Zipf popularity, and tokens correlated with their predecessors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def synthetic_trace(
     expert_bytes: int = 1 << 20,
     seed: int = 0,
 ) -> Trace:
-    """One request that decodes; deterministic.
+    """Generates the trace of one request that decodes; deterministic.
 
     An expert's logit is -skew * log(rank) plus Gumbel-like noise that follows from token to token with correlation
-    ``reuse``; ranks are drawn anew for each layer. Tokens are routed alike whether they are drafts or not: a rejected
-    draft is routed as the token that comes in its place.
+    ``reuse``; ranks are drawn anew for each layer. Drafts are routed like other tokens: a rejected draft is
+    routed as the token that replaces it.
 
     Args:
         steps: forwards; each verifies 1 + ``drafts`` tokens.
@@ -58,7 +58,7 @@ def synthetic_trace(
 def _tokens(
     rng: np.random.Generator, count: int, layers: int, experts: int, top_k: int, skew: float, reuse: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, weights) of shape [count, layers, top_k], the heaviest first."""
+    """Returns (ids, weights) of shape [count, layers, top_k], highest weight first."""
     ranks = np.argsort(rng.random((layers, experts)), axis=1) + 1
     popularity = (-skew * np.log(ranks)).astype(np.float32)
     state = rng.standard_normal((layers, experts), dtype=np.float32)

@@ -30,12 +30,12 @@ from vllm_spac.traces.format import (
 if TYPE_CHECKING:
     from vllm_spac.core import Step
 
-_FLUSH_BYTES = 1 << 20  # of ids and weights, as they came
+_FLUSH_BYTES = 1 << 20  # of recorded ids and weights, before conversion
 
 
 @dataclass(slots=True)
 class _Recorded:
-    """A step as it came: columns are made of many steps at once.
+    """A recorded step; columns are made from many steps at once.
 
     ``ids`` and ``weights`` hold the bytes of layers' rows, int32 and float32.
     """
@@ -49,20 +49,22 @@ class _Recorded:
 
 
 class TraceWriter:
-    """Records a run in bounded memory: columns grow in files without a name, on the disk of ``path``, and become one
-    file at ``save``. They go with the process, however it ends.
+    """Records a run in bounded memory.
 
-    ``begin_step``, then ``observe`` for all MoE layers, together or one by one, then ``end_step``. What comes outside
-    of a step, or in a step without requests (a dummy run), is not recorded; a step that is begun again was never ended
-    and is dropped.
+    Columns grow in unnamed files on the disk of ``path`` and become one file at ``save``. The unnamed files disappear
+    with the process, however it ends.
+
+    Call ``begin_step``, then ``observe`` for all MoE layers, together or one by one, then ``end_step``. Calls outside
+    of a step, or in a step without requests (a dummy run), are not recorded. A step that was not ended before the next
+    ``begin_step`` is dropped.
 
     Args:
-        path: the file; what is there is replaced at ``save``. Where it is a link, what it leads to.
+        path: the file; an existing one is replaced at ``save``. A symbolic link is followed.
         facts: the model.
-        weights: record the weights too, three times the size.
+        weights: also record the routers' weights, which makes the file three times as large.
 
     Raises:
-        ConfigError: ``path`` cannot be written; from ``end_step`` and ``save`` too; then ``discard`` it.
+        ConfigError: ``path`` cannot be written. Also raised by ``end_step`` and ``save``; call ``discard`` then.
     """
 
     def __init__(self, path: str | Path, facts: TraceFacts, *, weights: bool = True) -> None:
@@ -79,16 +81,16 @@ class TraceWriter:
             self._spools = {name: tempfile.TemporaryFile(dir=folder) for name in self._columns}  # noqa: SIM115
 
     def begin_step(self, step: Step) -> None:
-        """A forward of the target model begins."""
+        """Starts recording a forward of the target model."""
         self._pending = _Recorded(step, step.rows) if step.requests else None
 
     def observe(self, layers: Sequence[int], ids: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """The routers of these layers have chosen.
+        """Records the routers' choices in some layers.
 
         Args:
-            layers: their numbers.
+            layers: indices of the layers.
             ids: int [layers, rows, top_k]; rows beyond those of the step's requests are padding and left out.
-            weights: float of the same shape; not needed without ``weights``.
+            weights: float of the same shape; not needed if the writer records none.
         """
         pending = self._pending
         if pending is None:
@@ -104,7 +106,7 @@ class TraceWriter:
             pending.weights.append(weights[:, :rows].astype(np.float32, copy=False).tobytes())
 
     def end_step(self, tokens: int | None = None) -> None:
-        """The forward is over; ``tokens`` were emitted. Without it: one for each request if none of them verifies."""
+        """Ends the step, which emitted ``tokens``; default: one per request if none of them verifies."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -115,7 +117,7 @@ class TraceWriter:
             self._flush()
 
     def save(self) -> Path:
-        """Write everything up to the last ended step, all or nothing; recording may go on.
+        """Writes everything up to the last ended step, atomically; recording may continue.
 
         An existing file stays as it is until there is a step to write.
         """
@@ -130,14 +132,14 @@ class TraceWriter:
         return self.path
 
     def finish(self) -> Path:
-        """``save``; nothing can be recorded any more."""
+        """Saves the trace and stops recording."""
         try:
             return self.save()
         finally:
             self.discard()
 
     def discard(self) -> None:
-        """Write nothing any more; also when called twice."""
+        """Stops recording without saving; may be called twice."""
         self._pending = None
         for file in self._spools.values():
             file.close()
@@ -152,7 +154,7 @@ class TraceWriter:
         self._held = 0
 
     def _columns_of(self, recorded: list[_Recorded]) -> dict[str, np.ndarray]:
-        """What these steps add to each column."""
+        """Returns the values that these steps append to each column."""
         steps = [item.step for item in recorded]
         kinds = [_kinds(step) for step in steps]
         records = [len(item.layers) for item in recorded]
@@ -172,16 +174,16 @@ class TraceWriter:
 
 
 def check_target(path: str | Path, overwrite: bool = False) -> TraceFacts | None:
-    """Before a run: can a trace be written to ``path``?
+    """Checks, before a run, that a trace can be written to ``path``.
 
     Args:
-        overwrite: a file of something else may be replaced as well.
+        overwrite: a file that is not a trace may be replaced as well.
 
     Returns:
         The model of the trace that would be replaced, if there is one.
 
     Raises:
-        ConfigError: it cannot be written, or it is something else.
+        ConfigError: it cannot be written, or it is not a trace.
     """
     path = Path(os.path.realpath(path))
     with writing(path):
@@ -195,7 +197,7 @@ def check_target(path: str | Path, overwrite: bool = False) -> TraceFacts | None
         metadata, _ = read_header(path)
         if metadata.get("format") == FORMAT:
             return TraceFacts.of(metadata)
-    except (OSError, KeyError, ValueError):  # something else
+    except (OSError, KeyError, ValueError):  # not a trace
         pass
     if overwrite:
         return None
@@ -205,7 +207,7 @@ def check_target(path: str | Path, overwrite: bool = False) -> TraceFacts | None
 
 
 def _kinds(step: Step) -> np.ndarray:
-    """int [rows], what each row of a step is."""
+    """Returns int [rows]: the index into ``ROW_KINDS`` of each row of a step."""
     kinds = np.full(step.rows, PADDING)
     for request in step.requests:
         kinds[request.start : request.stop] = ROW_KINDS.index(str(request.kind))
@@ -214,6 +216,6 @@ def _kinds(step: Step) -> np.ndarray:
 
 
 def _emitted(step: Step) -> int:
-    """Tokens of a step of which nobody said: one for each request if none of them verifies; 0: not known."""
+    """Returns the tokens of a step ended without a number: one per request if none of them verifies; 0: unknown."""
     emits = [str(request.kind) == "decode" for request in step.requests if str(request.kind) != "prefill"]
     return len(emits) if all(emits) else 0

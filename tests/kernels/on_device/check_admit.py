@@ -1,4 +1,4 @@
-"""``admit`` against its twin and against plain loops, all state equal after each layer."""
+"""Checks ``admit`` against its twin and plain loops: all state equal after each layer."""
 
 import pytest
 import torch

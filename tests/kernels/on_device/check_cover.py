@@ -1,4 +1,4 @@
-"""``cover`` against its twin: the same experts; weights to the bit, but where a sum is divided by."""
+"""Checks ``cover`` against its twin: equal experts; bit-equal weights, except where they are divided by a sum."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""``fetch`` against what it is to copy: every byte of the experts that were admitted, and no other."""
+"""Checks that ``fetch`` copies every byte of the admitted experts, and no other."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``grouped_gemm`` against float64, within a bound that follows from its roundings; and bits where bits must agree."""
+"""Checks ``grouped_gemm`` against float64, within a bound derived from its roundings, and for equal bits."""
 
 from dataclasses import replace
 

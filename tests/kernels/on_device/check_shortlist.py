@@ -1,4 +1,4 @@
-"""``shortlist`` against its twin: the same members and the same best, whatever is equal."""
+"""Checks ``shortlist`` against its twin: the same members and the same best, for any ties."""
 
 import pytest
 import torch

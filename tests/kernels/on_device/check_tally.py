@@ -1,4 +1,4 @@
-"""``tally`` against its twin: whole numbers equal, shares up to the order of their sum."""
+"""Checks ``tally`` against its twin: equal integers; shares equal up to summation order."""
 
 import math
 
