@@ -42,7 +42,7 @@ POLICIES = (
     "utility@upper=1",
     "utility@recycle=True",
     "reuse",
-    "reuse@half_lives=(6,)",
+    "reuse@half_lives=(1,4,16)",
     "belady",
 )
 TIMED = ("lru", "layer_lru", "lfu", "utility", "reuse")
