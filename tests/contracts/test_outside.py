@@ -41,7 +41,7 @@ def test_a_class_from_outside_is_found(knob: str) -> None:
 def test_each_component_that_can_serve_has_a_name(knob: str) -> None:
     name = component_knobs()[knob]
     for value in components.serving(name.family):
-        assert name.check(value) == value
+        assert name.check_name(value) == value
     assert name.values()[-1] == "package.module:Class"
 
 

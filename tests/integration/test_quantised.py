@@ -22,6 +22,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.integration.loading import managed_load
 from vllm_spac.integration.loading.fingerprint import fingerprint
+from vllm_spac.integration.loading.model_experts import ModelExperts
 from vllm_spac.system.host_memory import release_freed_memory
 from vllm_spac.tiers.memory import MemoryStore
 
@@ -358,7 +359,7 @@ def test_a_kernel_that_was_never_seen_is_refused(monkeypatch):
     from vllm.model_executor.layers.quantization import fp8
 
     monkeypatch.setattr(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.MARLIN, MarlinExperts))
-    with pytest.raises(UnsupportedError, match="MarlinExperts was never seen .* TritonExperts was; on a GPU add --moe"):
+    with pytest.raises(UnsupportedError, match="MarlinExperts was never tested .* TritonExperts was; on a GPU add --moe"):
         build(METHODS["fp8, blocks"])
 
 
@@ -422,7 +423,7 @@ def test_a_gpu_is_given_many_experts_at_once(on_cpu, chunks):
     """Each chunk costs it a kernel object and copies; on a CPU a chunk is memory beside the layer."""
     shape = MoEShape(("layer",), EXPERTS, TOP_K, {"w": TensorSpec((3, 1 << 20), torch.float32)})
     store, asked, forgotten = MemoryStore(shape, ""), [], []
-    experts = object.__new__(managed_load.ModelExperts)
+    experts = object.__new__(ModelExperts)
     experts.on_cpu, experts._bar = on_cpu, SimpleNamespace(update=lambda: None)
     experts._stores, experts._put = {"layer": store}, []
 
@@ -440,17 +441,17 @@ def test_a_gpu_is_given_many_experts_at_once(on_cpu, chunks):
 
 def test_a_load_that_failed_gives_back_its_stores_once_each():
     """What is pinned stays pinned otherwise, in a process that goes on."""
-    experts, closed = object.__new__(managed_load.ModelExperts), []
-    experts.runtime, experts._open_files = None, SimpleNamespace(close=lambda: closed.append("files"))
+    experts, closed = object.__new__(ModelExperts), []
+    experts.runtime, experts._locks = None, [SimpleNamespace(close=lambda: closed.append("lock"))]
     shared, other = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("shared", "other"))
     experts._stores, experts._filled = {"first": shared, "second": shared, "third": other}, {}
     experts.close()
-    assert closed == ["files", "shared", "other"]
+    assert closed == ["lock", "shared", "other"]
     closed.clear()
     pool = SimpleNamespace(store=other, close=lambda: (closed.append("pool"), other.close()))
     experts._filled = {"shape": pool}
     experts.close()
-    assert closed == ["files", "pool", "other", "shared"]
+    assert closed == ["lock", "pool", "other", "shared"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from vllm_spac.integration.evaluation.routing_study import Study
 from vllm_spac.integration.evaluation.scoring import Scoring
 
 if TYPE_CHECKING:
-    from vllm_spac.integration.loading.managed_load import ModelExperts
+    from vllm_spac.integration.loading.model_experts import ModelExperts
 
 
 class Calibrating:

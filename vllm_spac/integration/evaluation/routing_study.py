@@ -15,7 +15,7 @@ from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
 
 if TYPE_CHECKING:
-    from vllm_spac.integration.loading.managed_load import ModelExperts
+    from vllm_spac.integration.loading.model_experts import ModelExperts
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,286 @@
+"""The experts of the target model, from the first layer that is built to the executions that serve them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+from vllm.platforms import current_platform
+
+from vllm_spac import components
+from vllm_spac.budget.control import BudgetControl
+from vllm_spac.checkpoint.contents import Checkpoint
+from vllm_spac.config import Slots, SpacConfig
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import StoreError, UnsupportedError
+from vllm_spac.execution._exchange import Exchange
+from vllm_spac.execution.base import Execution, ExecutionContext, Room
+from vllm_spac.integration import graphs
+from vllm_spac.integration.layers import routers, triton_tiles
+from vllm_spac.integration.layers.managed_experts import ManagedExperts
+from vllm_spac.integration.loading import assembly, fast_memory
+from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
+from vllm_spac.integration.loading.store_lock import StoreLock
+from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
+from vllm_spac.runtime import Runtime
+from vllm_spac.speculation.guard import Guard
+from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
+from vllm_spac.tiers.base import ExpertStore, allocate
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
+
+# Bytes of experts converted at a time: on a CPU they take memory in addition to the layer; on a GPU each chunk costs a
+# kernel object and two copies.
+_CHUNK_BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
+_FILE_BYTES = 32 << 20  # read from a mapped checkpoint before its pages are released
+
+
+class ModelExperts:
+    """All managed layers of one model: packs them, then serves them with one execution per shape."""
+
+    def __init__(self, config: SpacConfig, vllm_config: VllmConfig) -> None:
+        self.config = config
+        self.vllm_config = vllm_config
+        self.device = torch.device(vllm_config.device_config.device)
+        self.on_cpu = current_platform.is_cpu()
+        self.execution = config.execution_class
+        self.store_name = config.store_on("cpu" if self.on_cpu else "cuda")
+        self._exchange = None if self.on_cpu else Exchange(self.device)
+        self.runtime: Runtime | None = None
+        self.guard: Guard | None = None
+        self._layers: list = []
+        self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
+        self._shapes: list[MoEShape] = []
+        self._plan: list[Room] = []  # per shape
+        self._filled: dict[MoEShape, Execution] = {}  # for shapes that an earlier start packed completely
+        self._bar: tqdm  # from ``prepare`` on
+        self._budget: BudgetControl
+        self._file_bytes = 0
+        self._locks: list[StoreLock] = []
+        self._put: list[tuple[ExpertStore, int]] = []  # (store, key) of the experts that this start packed
+
+    @functools.cached_property
+    def checkpoint(self) -> Checkpoint:
+        """Content of the weight files; reading them may take long."""
+        return content_of(self.vllm_config, self.config.folder)
+
+    def model_name(self) -> str:
+        """Fingerprint of the weights; for calibrations and budgets."""
+        return model_fingerprint(self.checkpoint)
+
+    # -- called by the layers ------------------------------------------------------------------------------
+
+    def add(self, layer: ManagedExperts) -> None:
+        layer.spac_number = len(self._layers)
+        self._layers.append(layer)
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Plans the slots and opens the stores; called when all layers are built, before any weight is loaded.
+
+        Raises:
+            SpacError: this model cannot be served with this configuration.
+        """
+        if not self._layers:
+            raise UnsupportedError("spac: this model builds no MoE layer that the plugin can manage")
+        groups: dict[tuple, list] = {}
+        for layer in self._layers:
+            groups.setdefault(tuple(sorted((n, s.shape, s.dtype) for n, s in layer.probe().items())), []).append(layer)
+        for layers in groups.values():
+            self._shapes.append(self._shape_of(layers))
+            self.execution.check_shape(self._shapes[-1])
+        routers.install(model, self._layers)
+        self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device, self.model_name)
+        others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
+        working = fast_memory.Working.of(self.vllm_config, self.device, {layer.spac_widths for layer in self._layers})
+        if self.config.parsed_slots == Slots():
+            kv = gib(fast_memory.kv_bytes(self.vllm_config))
+            logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())
+        free = fast_memory.budget(self.vllm_config, self.device, others, working.total)
+        for shape in self._shapes:
+            room = self.execution.divide(self.config.parsed_slots, self.config.staging, shape, free)
+            if room.staged:
+                graphs.check_staging(self.vllm_config, shape)
+            if self.execution.layout == "kernel" and room.slots < shape.total and not self.on_cpu:
+                triton_tiles.install()
+            self._plan.append(room)
+            free -= room.nbytes
+            self._open_store(shape, room)
+        missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
+        self._bar = tqdm(total=missing, desc="Packing experts", unit="expert", file=sys.stderr, disable=missing == 0)
+
+    def arrived(self, count: int) -> None:
+        """Counts ``count`` bytes copied from the checkpoint, whose mapped pages now count as this process's memory."""
+        self._file_bytes += count
+        if self._file_bytes >= _FILE_BYTES:
+            self._file_bytes = 0
+            release_file_pages()
+
+    def is_stored(self, layer: ManagedExperts) -> bool:
+        """Whether all experts of the layer were packed, now or in an earlier run."""
+        return all(map(self._store(layer).holds, self._keys(layer)))
+
+    def pack(self, layer: ManagedExperts) -> None:
+        """Moves a layer whose weights have all arrived to the store; does nothing for a stored one."""
+        store = self._store(layer)
+        keys = self._keys(layer)
+        if not self.is_stored(layer):
+            chunk = max(1, _CHUNK_BYTES["cpu" if self.on_cpu else "gpu"] // store.shape.expert_bytes)
+            for start in range(0, len(keys), chunk):
+                part = {name: t.cpu() for name, t in layer.convert(start, min(start + chunk, len(keys))).items()}
+                for offset, key in enumerate(keys[start : start + chunk]):
+                    if not store.holds(key):
+                        store.put(key, {name: tensor[offset] for name, tensor in part.items()})
+                        self._put.append((store, key))
+                        self._bar.update()
+        layer.forget()
+        release_freed_memory()
+
+    # -- called by the loader and the runner ---------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Fills the slots and attaches the layers to them; called once the weights are loaded."""
+        self._bar.close()
+        if "checkpoint" in vars(self):
+            self._check_unchanged()
+        for lock in self._locks:
+            lock.share()
+        executions = []
+        for shape, room in zip(self._shapes, self._plan, strict=True):
+            execution = self._filled.pop(shape, None) or self._fill(shape, room)
+            executions.append(execution)
+            for layer in self._layers:
+                if self._store(layer) is execution.store:
+                    layer.attach(execution)
+        trace = assembly.trace(self.config, self.vllm_config, executions)
+        self.guard = assembly.guard(self.config, self.vllm_config)
+        plans = drafts.plans_drafts(self.vllm_config)
+        self.runtime = Runtime(executions, self._budget, trace, None if plans else self.guard)
+        if plans and self.guard is not None:
+            draft_planning.offer(self.vllm_config, self.guard)
+        for execution in executions:
+            if self.config.uses_cpu_experts:
+                first = next(layer for layer in self._layers if layer.spac_execution is execution)
+                assembly.balance(self.config, self.vllm_config, execution, first)
+            mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, executions)
+            choices = assembly.choices(self.config, execution)
+            logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(execution), choices)
+        for caveat in dict.fromkeys(execution.caveat() for execution in executions):
+            if caveat is not None:
+                logger.warning("spac: %s", caveat)
+        (runner_v2 if plans else runner_v1).install()
+        worker_hooks.install()
+
+    def stats(self) -> dict:
+        """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
+        assert self.runtime is not None
+        return assembly.stats(self.runtime, self.config, self.store_name, self.guard)
+
+    def close(self) -> None:
+        """Stops threads and closes stores."""
+        for lock in self._locks:
+            lock.close()
+        if self.runtime is not None:
+            self.runtime.close()
+            return
+        filled = {id(execution.store) for execution in self._filled.values()}  # loading failed
+        for execution in self._filled.values():
+            execution.close()
+        for store in {id(store): store for store in self._stores.values()}.values():
+            if id(store) not in filled:
+                store.close()
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
+    def _shape_of(self, layers: list) -> MoEShape:
+        for index, layer in enumerate(layers):
+            layer.spac_index = index
+        first = layers[0]
+        return MoEShape(
+            tuple(layer.layer_name for layer in layers), first.moe_config.num_experts, first.top_k, first.probe()
+        )
+
+    def _open_store(self, shape: MoEShape, room: Room) -> None:
+        kind, lock = components.find("tiers", self.store_name), None
+        if room.slots == shape.total:
+            store = components.build("tiers", "resident", shape=shape, fingerprint="", device=self.device)
+        elif kind.persistent:
+            first = next(layer for layer in self._layers if layer.layer_name == shape.layers[0])
+            name = fingerprint(self.vllm_config, shape, first, self.checkpoint)
+            lock = StoreLock(self.config.folder, name)
+            self._locks.append(lock)
+            store = kind(shape=shape, fingerprint=name, folder=self.config.folder)
+        else:
+            store = kind(shape=shape, fingerprint="", folder=None)
+        self._stores.update(dict.fromkeys(shape.layers, store))
+        if store.suspect:
+            self._verify(store)
+        if all(map(store.holds, range(shape.total))):
+            try:  # now, so that this start packs what turns out to be damaged
+                self._filled[shape] = self._fill(shape, room)
+            except StoreError as error:
+                logger.warning("%s", error)
+                self._verify(store)
+        missing = sum(not store.holds(key) for key in range(shape.total))
+        if lock is not None and lock.claim(missing):
+            store.sweep()
+        store.reserve(missing)
+
+    def _verify(self, store: ExpertStore) -> None:
+        held = sum(map(store.holds, range(store.shape.total)))
+        logger.info("spac: checking all %d packed experts, since some are missing or damaged", held)
+        with tqdm(total=held, desc="Checking packed experts", unit="expert", file=sys.stderr) as bar:
+            damaged = 0
+            for problem in store.verify(self.config.io_threads):
+                damaged += problem is not None
+                bar.update()
+        if damaged:
+            logger.warning("spac: %d of %d packed experts are damaged and are packed again", damaged, held)
+
+    def _check_unchanged(self) -> None:
+        """Raises ``StoreError`` if the checkpoint changed since it was read, and drops what was packed from it."""
+        try:
+            self.checkpoint.check_unchanged()
+        except StoreError:
+            for store, key in self._put:
+                store.drop(key)
+            raise
+
+    def _fill(self, shape: MoEShape, room: Room) -> Execution:
+        store = self._stores[shape.layers[0]]
+        execution = self.execution.of(
+            ExecutionContext(
+                shape=shape,
+                room=room,
+                policy=components.build("policies", self.config.policy),
+                store=store,
+                tensors=store.tensors or allocate(shape.tensors, room.slots, self.device),
+                path=self.store_name,
+                rows=graphs.most_rows(self.vllm_config),
+                config=self.config,
+                exchange=self._exchange,
+            )
+        )
+        hidden = execution.holds_all
+        try:
+            with tqdm(total=room.slots, desc="Filling slots", unit="expert", file=sys.stderr, disable=hidden) as bar:
+                for loaded in execution.fill():
+                    bar.update(loaded)
+        except BaseException:
+            execution.close()
+            raise
+        execution.counters.reset()
+        return execution
+
+    def _store(self, layer: ManagedExperts) -> ExpertStore:
+        return self._stores[layer.layer_name]
+
+    def _keys(self, layer: ManagedExperts) -> range:
+        experts = self._store(layer).shape.experts
+        return range(layer.spac_index * experts, (layer.spac_index + 1) * experts)
