@@ -151,7 +151,7 @@ FIGURES = {
         ("toy_policies.json", "toy_policies.png"),
         ("python benchmarks/replay/policies.py",),
         inputs=("benchmarks/traces",),
-        stale="of the committed traces, on a branch whose commits were rebased",
+        minutes=15,
     ),
     "executions": Figure(
         "Pointers: what ways to reach experts take, calculated",
