@@ -359,7 +359,9 @@ def test_a_kernel_that_was_never_seen_is_refused(monkeypatch):
     from vllm.model_executor.layers.quantization import fp8
 
     monkeypatch.setattr(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.MARLIN, MarlinExperts))
-    with pytest.raises(UnsupportedError, match="MarlinExperts was never tested .* TritonExperts was; on a GPU add --moe"):
+    with pytest.raises(
+        UnsupportedError, match="MarlinExperts was never tested .* TritonExperts was; on a GPU add --moe"
+    ):
         build(METHODS["fp8, blocks"])
 
 
