@@ -419,4 +419,4 @@ def plain(*sizes: tuple[int, int]) -> dict[str, TensorSpec]:
 )
 def test_what_the_kernels_cannot_read_is_refused(layout, named):
     with pytest.raises(UnsupportedError, match=f"{named}.*--spac-execution slots"):
-        execution.check_shape(layout)
+        execution.PointerExecution.check_shape(layout)

@@ -52,29 +52,6 @@ _ALL = 2**31 - 1  # pairs: none is padding
 logger = logging.getLogger("vllm.spac")
 
 
-def check_shape(shape: MoEShape) -> None:
-    """Refuses experts that the kernels cannot read; can run before anything is loaded.
-
-    Raises:
-        UnsupportedError: the message names what is not supported and the execution that supports it.
-    """
-    d, ff = shape.tensors["w2_weight"].shape
-    odd = [name for name, spec in shape.tensors.items() if spec.nbytes % ALIGNMENT]
-    reason = None
-    if set(shape.tensors) not in ({*_TENSORS[:2]}, {*_TENSORS}):
-        reason = f"experts of {', '.join(sorted(shape.tensors))}"
-    elif shape.tensors["w13_weight"].shape != (2 * ff, d):
-        reason = f"experts whose activation has no gate (w13 is {list(shape.tensors['w13_weight'].shape)})"
-    elif odd:
-        reason = f"experts whose {odd[0]} is no multiple of {ALIGNMENT} bytes"
-    elif shape.experts > MAX_EXPERTS:
-        reason = f"layers of more than {MAX_EXPERTS} experts"
-    elif 2 * ff * d >= 2**31:
-        reason = "experts of 2**31 weights and more"
-    if reason is not None:
-        raise refusal("pointers", reason)
-
-
 class PointerExecution(Execution):
     """Runs layers by kernels that read a table of pointers; the slots are shared by all layers of one shape.
 
@@ -116,7 +93,7 @@ class PointerExecution(Execution):
         poison: bool = False,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
-        check_shape(shape)
+        self.check_shape(shape)
         self.shape = shape
         self.counters = Counters()
         self.tensors = tensors
@@ -177,7 +154,21 @@ class PointerExecution(Execution):
 
     @classmethod
     def check_shape(cls, shape: MoEShape) -> None:
-        check_shape(shape)
+        d, ff = shape.tensors["w2_weight"].shape
+        odd = [name for name, spec in shape.tensors.items() if spec.nbytes % ALIGNMENT]
+        reason = None
+        if set(shape.tensors) not in ({*_TENSORS[:2]}, {*_TENSORS}):
+            reason = f"experts of {', '.join(sorted(shape.tensors))}"
+        elif shape.tensors["w13_weight"].shape != (2 * ff, d):
+            reason = f"experts whose activation has no gate (w13 is {list(shape.tensors['w13_weight'].shape)})"
+        elif odd:
+            reason = f"experts whose {odd[0]} is no multiple of {ALIGNMENT} bytes"
+        elif shape.experts > MAX_EXPERTS:
+            reason = f"layers of more than {MAX_EXPERTS} experts"
+        elif 2 * ff * d >= 2**31:
+            reason = "experts of 2**31 weights and more"
+        if reason is not None:
+            raise refusal("pointers", reason)
 
     @classmethod
     def divide(cls, slots: Slots, staging: str, shape: MoEShape, free_bytes: int) -> Room:

@@ -9,6 +9,7 @@ one op, and so is ours, ``spac_moe_layer``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,17 +33,21 @@ def _run(
 
 
 def _fake(*arguments: Any) -> None:
-    """Fake implementation of both ops for the compiler: does nothing, since outputs are allocated by the caller."""
+    """Fake implementation of all ops for the compiler: does nothing, since outputs are allocated by the caller."""
 
 
-if not hasattr(torch.ops.vllm, "spac_experts"):
+def _register(name: str, function: Callable[..., None], mutates: list[str], optional: tuple[str, ...] = ()) -> None:
+    """Registers ``function``, whose arguments are tensors and ``layer_name``, as the op ``vllm::name``, once."""
+    if hasattr(torch.ops.vllm, name):
+        return
     # Resolved here, because annotations are strings in this module and the op's schema is made from them.
-    _run.__annotations__ = {
-        **{name: torch.Tensor for name in ("hidden_states", "topk_weights", "topk_ids", "out")},
-        "layer_name": LAYER_NAME,
-        "return": None,
-    }
-    direct_register_custom_op(op_name="spac_experts", op_func=_run, mutates_args=["out"], fake_impl=_fake)
+    function.__annotations__ = {
+        argument: torch.Tensor | None if argument in optional else torch.Tensor for argument in function.__annotations__
+    } | {"layer_name": LAYER_NAME, "return": None}
+    direct_register_custom_op(op_name=name, op_func=function, mutates_args=mutates, fake_impl=_fake)
+
+
+_register("spac_experts", _run, ["out"])
 
 
 def run_experts(
@@ -74,17 +79,30 @@ def _run_layer(
     out.copy_(result)
 
 
-if not hasattr(torch.ops.vllm, MOE_LAYER.removeprefix("vllm::")):
-    optional = ("shared_experts_input", "input_ids", "shared_out")
-    _run_layer.__annotations__ = {  # resolved here, as above
-        name: torch.Tensor | None if name in optional else torch.Tensor for name in _run_layer.__annotations__
-    } | {"layer_name": LAYER_NAME, "return": None}
-    direct_register_custom_op(
-        op_name=MOE_LAYER.removeprefix("vllm::"),
-        op_func=_run_layer,
-        mutates_args=["hidden_states", "out", "shared_out"],
-        fake_impl=_fake,
-    )
+_register(
+    MOE_LAYER.removeprefix("vllm::"),
+    _run_layer,
+    ["hidden_states", "out", "shared_out"],
+    optional=("shared_experts_input", "input_ids", "shared_out"),
+)
+
+
+def _route(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out_weights: torch.Tensor,
+    out_ids: torch.Tensor,
+    layer_name: Any,  # LAYER_NAME, which depends on vLLM's version
+) -> None:
+    layer = moe_runner.get_layer_from_name(moe_runner._resolve_layer_name(layer_name)).routed_experts
+    weights, ids = layer.spac_route(hidden_states, router_logits, topk_weights, topk_ids)
+    out_weights.copy_(weights)
+    out_ids.copy_(ids)
+
+
+_register("spac_route", _route, ["out_weights", "out_ids"])
 
 
 def moe_layer(shared: bool):

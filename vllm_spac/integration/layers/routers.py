@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
-from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.integration.layers.custom_ops import LAYER_NAME, layer_argument, moe_layer
+from vllm_spac.integration.layers.custom_ops import layer_argument, moe_layer
 
 if TYPE_CHECKING:
     from vllm_spac.integration.layers.managed_experts import ManagedExperts
@@ -69,39 +67,3 @@ def rule_of(router: Any) -> RoutingRule:
         top_groups=router.topk_group if grouped else None,
         custom=custom or not known,
     )
-
-
-def _route(
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    out_weights: Tensor,
-    out_ids: Tensor,
-    layer_name: Any,  # LAYER_NAME, which depends on vLLM's version
-) -> None:
-    layer = moe_runner.get_layer_from_name(moe_runner._resolve_layer_name(layer_name)).routed_experts
-    weights, ids = layer.spac_route(hidden_states, router_logits, topk_weights, topk_ids)
-    out_weights.copy_(weights)
-    out_ids.copy_(ids)
-
-
-def _fake(
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    out_weights: Tensor,
-    out_ids: Tensor,
-    layer_name: Any,  # LAYER_NAME, which depends on vLLM's version
-) -> None:
-    return None
-
-
-if not hasattr(torch.ops.vllm, "spac_route"):
-    for function in (_route, _fake):  # resolved here: annotations are strings, and the op's schema is made from them
-        function.__annotations__ = {name: Tensor for name in function.__annotations__} | {
-            "layer_name": LAYER_NAME,
-            "return": None,
-        }
-    direct_register_custom_op("spac_route", _route, mutates_args=["out_weights", "out_ids"], fake_impl=_fake)
