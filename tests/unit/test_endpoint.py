@@ -81,6 +81,28 @@ def test_a_change_of_budget_empties_the_prefix_cache(app: FastAPI) -> None:
     assert len(engine.resets) == 1
 
 
+class Stuck(Engine):
+    """Changes the budget and cannot empty its prefix cache."""
+
+    def __init__(self, answer: bool | Exception) -> None:
+        self.answer = answer
+
+    async def reset_prefix_cache(self, **options: bool) -> bool:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [False, RuntimeError("remote keys"), ValueError("remote keys")])
+def test_a_prefix_cache_that_cannot_be_emptied_is_a_failure_of_the_server(app: FastAPI, answer) -> None:
+    """Not of the request: the budget is in force by then."""
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Stuck(answer), True, {"router"}
+    response = TestClient(app).post("/spac/budget", json={"budget": 4})
+    said = response.json()["detail"]
+    assert response.status_code == 500 and "the budget is changed" in said
+    assert ("remote keys" in said) is isinstance(answer, Exception)
+
+
 # --- who may ask ------------------------------------------------------------------------------------------------------
 
 ROUTES = [("GET", "/spac/stats"), ("POST", "/spac/budget")]

@@ -159,7 +159,7 @@ class SpacEndpoint:
             answers = await client.collective_rpc("spac_try_budget", args=(settings.model_dump(),))
             if refusals := [answer["refused"] for answer in answers if "refused" in answer]:
                 raise HTTPException(400, refusals[0])
-            await client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            await _forget_prefixes(client)
             return {"workers": [answer["settings"] for answer in answers]}
 
         app.include_router(router)
@@ -186,6 +186,24 @@ def _authenticated(request: Request) -> None:
             if not guard.verify_token(request.headers):
                 challenge = {"WWW-Authenticate": "Bearer"}
                 raise HTTPException(401, "this server needs its API key: Authorization: Bearer KEY", challenge)
+
+
+async def _forget_prefixes(client: EngineClient) -> None:
+    """Empties the prefix cache after a change of budget; 500 if that fails, since the budget is already changed."""
+    try:
+        emptied = await client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        reason = "vLLM could not reset it"
+    except Exception as error:  # of the engine, in any of its ways; vLLM would report some as an invalid request
+        logger.exception("spac: the prefix cache could not be emptied")
+        emptied, reason = False, str(error)
+    if not emptied:
+        raise HTTPException(
+            500,
+            printable(
+                "spac: the budget is changed, but the prefix cache still has keys and values of the earlier one "
+                f"({reason}); send the budget again, and restart the server if that fails"
+            ),
+        )
 
 
 async def _asked(request: Request) -> BudgetSettings:
