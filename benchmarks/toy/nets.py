@@ -136,7 +136,8 @@ class SparseMLP(nn.Module):
         self.gate = nn.Linear(shape.hidden, shape.experts, bias=False)
         self.w13 = nn.Parameter(torch.randn(shape.experts, 2 * shape.intermediate, shape.hidden) * shape.hidden**-0.5)
         self.w2 = nn.Parameter(torch.randn(shape.experts, shape.hidden, shape.intermediate) * 0.02)
-        self.chosen: Tensor | None = None
+        self.chosen: Tensor | None = None  # [tokens, top_k], of the last forward
+        self.probabilities: Tensor | None = None  # [tokens, experts], of the last forward, with its graph
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden] -> (output [tokens, hidden], load-balancing loss)."""
@@ -144,7 +145,7 @@ class SparseMLP(nn.Module):
         probs = self.gate(x).softmax(-1)
         weights, ids = probs.topk(s.top_k)
         weights = weights / weights.sum(-1, keepdim=True)
-        self.chosen = ids.detach()
+        self.chosen, self.probabilities = ids.detach(), probs
         order = ids.flatten().argsort()
         counts = torch.bincount(ids.flatten(), minlength=s.experts)
         rows = order // s.top_k

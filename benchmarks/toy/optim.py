@@ -39,14 +39,22 @@ class Muon(torch.optim.Optimizer):
                 p.add_(update, alpha=-group["lr"] * scale)
 
 
-def optimizers(model: nn.Module, matrix_lr: float = 0.02, lr: float = 3e-3) -> list[torch.optim.Optimizer]:
-    """Muon for hidden matrices and experts; AdamW for embeddings, router, head and norms."""
+def optimizers(
+    model: nn.Module, matrix_lr: float = 0.02, lr: float = 3e-3, router_lr: float | None = None
+) -> list[torch.optim.Optimizer]:
+    """Muon for hidden matrices and experts; AdamW for embeddings, head, norms and routers (``router_lr`` or ``lr``)."""
     matrices: list[nn.Parameter] = []
+    routers: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, p in model.named_parameters():
-        is_table = any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate.weight"))
-        (rest if is_table or p.ndim < 2 else matrices).append(p)
-    groups = [Muon(matrices, lr=matrix_lr), torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+        if "mlp.gate.weight" in name:
+            routers.append(p)
+        elif p.ndim < 2 or any(part in name for part in ("embed_tokens", "lm_head")):
+            rest.append(p)
+        else:
+            matrices.append(p)
+    adam: list[dict[str, Any]] = [{"params": rest}, *([{"params": routers, "lr": router_lr or lr}] if routers else [])]
+    groups = [Muon(matrices, lr=matrix_lr), torch.optim.AdamW(adam, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
     for optimizer in groups:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

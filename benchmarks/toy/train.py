@@ -1,8 +1,9 @@
-"""Trains the toy model and its drafts from the standard library's text.
+"""Trains the toy models and their drafts.
 
-    python benchmarks/toy/train.py target  --minutes 60
-    python benchmarks/toy/train.py draft   --minutes 15
-    python benchmarks/toy/train.py eagle3  --minutes 25
+    python benchmarks/toy/train.py target  --minutes 60   # flat routing
+    python benchmarks/toy/train.py local   --minutes 45   # continues it: local routing, more kinds of text
+    python benchmarks/toy/train.py draft   --minutes 15 --model local
+    python benchmarks/toy/train.py eagle3  --minutes 25 --model local --answers answers.safetensors
 
 Each command writes a checkpoint that stock vLLM loads, and a ``training.json`` next to it. The learning
 rate follows the fraction of the minutes spent, so a slower machine sees fewer tokens, not another schedule.
@@ -10,13 +11,19 @@ rate follows the fraction of the minutes spent, so a slower machine sees fewer t
 
 from __future__ import annotations
 
+import itertools
 import json
+import platform
 import time
+from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import corpus
+import locality
 import numpy as np
+import streams
 import torch
 import torch.nn.functional as F
 import typer
@@ -25,69 +32,36 @@ from export import load_moe, write_dense, write_moe, write_tokenizer
 from nets import CausalLM, Shape, SparseMLP
 from optim import optimizers, schedule
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import Tokenizer
+from safetensors.torch import load_file
+from streams import CACHE, MODELS
+from torch import Tensor
+from validation import validate
 
-HERE = Path(__file__).parent
-MODELS = HERE / "models"
-CACHE = HERE.parents[1] / ".cache" / "toy"
 DRAFT = Shape(hidden=128, layers=2, heads=2, kv_heads=1, experts=0, top_k=0, intermediate=384)
 BALANCE = 1e-2  # so that no expert dies early ...
 BALANCED_UNTIL = 0.75  # ... and no longer: caching needs the skew of the text
+SHARE_EVERY, SHARE_UNTIL = 50, 0.7  # steps; of the run: how often and how long unused experts are replaced
+LOCAL_FROM = 0.25  # of the run: until then the losses of locality grow from 0
+
+
+class Model(StrEnum):
+    """A toy model; its drafts are in the folder next to it, and trained on the text that it is trained on."""
+
+    FLAT = "flat"
+    LOCAL = "local"
+
+    @property
+    def folder(self) -> Path:
+        return MODELS if self is Model.FLAT else MODELS / "local"
+
+    def text(self) -> streams.Split:
+        return streams.library() if self is Model.FLAT else streams.kinds()
+
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Minutes = Annotated[float, typer.Option(help="Wall-clock minutes to train.")]
 Threads = Annotated[int, typer.Option(help="Torch threads.")]
-
-
-def load_tokens() -> tuple[np.ndarray, np.ndarray]:
-    """(training, validation) token ids; the tokenizer is trained at the first call, then kept."""
-    path = MODELS / "target" / "tokenizer.json"
-    if not path.exists():
-        tokenizer = corpus.train_tokenizer([p for p in corpus.files() if not corpus.is_held_out(p)])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(path))
-    cache = CACHE / "tokens.npz"
-    if not cache.exists():
-        train, held_out = corpus.splits(Tokenizer.from_file(str(path)))
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(cache, train=train, held_out=held_out)
-    arrays = np.load(cache)
-    return arrays["train"], arrays["held_out"]
-
-
-def batches(tokens: np.ndarray, batch: int, length: int, seed: int):
-    """Yields random windows forever: int64 of shape [batch, length + 1]."""
-    generator = np.random.default_rng(seed)
-    while True:
-        starts = generator.integers(0, len(tokens) - length - 1, batch)
-        yield torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in starts]))
-
-
-def windows(tokens: np.ndarray, length: int, count: int) -> torch.Tensor:
-    """Returns the same ``count`` windows at every call: int64 of shape [count, length + 1]."""
-    starts = np.linspace(0, len(tokens) - length - 1, count).astype(int)
-    return torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in starts]))
-
-
-@torch.no_grad()
-def validate(model: CausalLM, held_out: np.ndarray, length: int = 512, count: int = 32) -> dict:
-    """Returns the loss in nats per token and, if sparse, the share of routes to the busier half of the experts."""
-    losses, counts = [], None
-    for chunk in windows(held_out, length, count).split(8):
-        logits, _, _ = model(chunk[:, :-1])
-        losses.append(F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten()).item())
-        if model.shape.experts:
-            chosen = [cast(SparseMLP, block.mlp).chosen for block in model.blocks()]
-            now = torch.stack(
-                [torch.bincount(ids.flatten(), minlength=model.shape.experts) for ids in chosen if ids is not None]
-            )
-            counts = now if counts is None else counts + now
-    result: dict[str, Any] = {"validation_loss": round(sum(losses) / len(losses), 4)}
-    if counts is not None:
-        share = counts.sort(-1, descending=True).values.float()
-        share = share[:, : model.shape.experts // 2].sum(-1) / share.sum(-1)
-        result["mass_of_top_half"] = [round(v, 3) for v in share.tolist()]
-    return result
+Of = Annotated[Model, typer.Option("--model", help="The model that it drafts for.")]
 
 
 def run(name: str, model: torch.nn.Module, minutes: float, groups, loss_of, report) -> dict:
@@ -127,19 +101,21 @@ def run(name: str, model: torch.nn.Module, minutes: float, groups, loss_of, repo
                 torch.save(save, state_file.with_suffix(".tmp"))
                 state_file.with_suffix(".tmp").replace(state_file)
                 saved_at = now
-    return {"minutes": minutes, "steps": state["steps"], "tokens": state["tokens"], **report()}
+    facts = {"minutes": minutes, "steps": state["steps"], "tokens": state["tokens"], **report()}
+    state_file.unlink(missing_ok=True)
+    return facts
 
 
 def train_language_model(
-    name: str, shape: Shape, tied: bool, minutes: float, batch: int, length: int
+    name: str, shape: Shape, tied: bool, minutes: float, batch: int, length: int, text: streams.Split
 ) -> tuple[CausalLM, dict]:
-    train, held_out = load_tokens()
+    train, held_out = text
     model = CausalLM(shape, tied)
     stream = None
 
     def loss_of(step: int, progress: float):
         nonlocal stream
-        stream = stream or batches(train, batch, length, seed=1 + step)  # a resumed run reads other windows
+        stream = stream or streams.mixed(train, batch, length, seed=1 + step)  # a resumed run reads other windows
         chunk = next(stream)
         logits, balance, _ = model(chunk[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten())
@@ -147,12 +123,10 @@ def train_language_model(
 
     groups = optimizers(model)
     facts = run(name, model, minutes, groups, loss_of, lambda: validate(model, held_out))
-    return model, {**facts, "training_tokens_available": len(train)}
+    return model, {**facts, "training_tokens_available": sum(map(len, train.values()))}
 
 
 def write_facts(folder: Path, facts: dict) -> None:
-    import platform
-
     machine = f"{platform.machine()}, CPU"
     facts = {**facts, "torch": torch.__version__, "python": platform.python_version(), "machine": machine}
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -161,25 +135,64 @@ def write_facts(folder: Path, facts: dict) -> None:
 
 @app.command()
 def target(minutes: Minutes = 60, batch: int = 8, length: int = 512, threads: Threads = 2) -> None:
-    """The MoE itself: 6 layers of 64 experts, top-8 (Qwen3-MoE architecture)."""
+    """The flat MoE: 6 layers of 64 experts, top-8 (Qwen3-MoE architecture)."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    model, facts = train_language_model("target", Shape(), False, minutes, batch, length)
-    torch.save(model.state_dict(), CACHE / "target-final.pt")
-    write_moe(model, MODELS / "target")
-    write_tokenizer(MODELS / "target", corpus.END_OF_TEXT)
-    write_facts(MODELS / "target", facts)
+    folder = Model.FLAT.folder / "target"
+    model, facts = train_language_model("target", Shape(), False, minutes, batch, length, streams.library())
+    write_moe(model, folder)
+    write_tokenizer(folder, corpus.END_OF_TEXT)
+    write_facts(folder, facts)
 
 
 @app.command()
-def draft(minutes: Minutes = 15, batch: int = 8, length: int = 512, threads: Threads = 2) -> None:
+def local(
+    minutes: Minutes = 45,
+    batch: int = 8,
+    length: int = 256,
+    threads: Threads = 1,
+    seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder to write.")] = Model.LOCAL.folder / "target",
+) -> None:
+    """The flat MoE trained on, so that its routing is as local as published models' (see locality.py)."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    train, held_out = streams.kinds()
+    model = load_moe(Model.FLAT.folder / "target")
+    balance = locality.Balance()
+    stream = None
+
+    def loss_of(step: int, progress: float):
+        nonlocal stream
+        stream = stream or streams.mixed(train, batch, length, seed=1_000_000 * seed + 1 + step)
+        chunk = next(stream)
+        layers = [cast(SparseMLP, block.mlp) for block in model.blocks()]
+        if balance.use is not None and step % SHARE_EVERY == 0 and progress < SHARE_UNTIL:
+            shared = locality.share_busy_experts(layers, balance.use)
+            typer.echo(f"step {step}: {shared} unused experts took over tokens of busy ones")
+        logits, _, _ = model(chunk[:, :-1])
+        p = [mlp.probabilities for mlp in layers if mlp.probabilities is not None]
+        chosen = [mlp.chosen for mlp in layers if mlp.chosen is not None]
+        shape = sum(locality.shape_loss(each, batch) for each in p) / len(p)
+        loss = F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten()) + balance.loss(p, chosen)
+        return loss + min(1.0, progress / LOCAL_FROM) * shape, batch * length
+
+    groups = optimizers(model, matrix_lr=7e-3, lr=1e-3, router_lr=3e-3)
+    facts = run(f"local-{seed}", model, minutes, groups, loss_of, lambda: validate(model, held_out))
+    write_moe(model, output)
+    write_tokenizer(output, corpus.END_OF_TEXT, source=MODELS / "target")
+    write_facts(output, {**facts, "seed": seed, "started_from": "the flat model"})
+
+
+@app.command()
+def draft(minutes: Minutes = 15, batch: int = 8, length: int = 512, threads: Threads = 2, of: Of = Model.FLAT) -> None:
     """A dense draft with the same tokenizer: 2 layers of width 128 (Qwen3 architecture)."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    model, facts = train_language_model("draft", DRAFT, True, minutes, batch, length)
-    write_dense(model, MODELS / "draft")
-    write_tokenizer(MODELS / "draft", corpus.END_OF_TEXT, source=MODELS / "target")
-    write_facts(MODELS / "draft", facts)
+    model, facts = train_language_model(f"{of}-draft", DRAFT, True, minutes, batch, length, of.text())
+    write_dense(model, of.folder / "draft")
+    write_tokenizer(of.folder / "draft", corpus.END_OF_TEXT, source=MODELS / "target")
+    write_facts(of.folder / "draft", facts)
 
 
 @app.command()
@@ -190,26 +203,45 @@ def eagle3(
     threads: Threads = 2,
     steps: Annotated[int, typer.Option(help="Draft steps unrolled in training.")] = 5,
     bases: Annotated[int, typer.Option(help="Positions per window at which the chain continues after step 0.")] = 192,
-    source: Annotated[Path, typer.Option(help="The trained target's folder.")] = MODELS / "target",
-    output: Annotated[Path, typer.Option(help="Folder to write.")] = MODELS / "eagle3",
+    of: Of = Model.FLAT,
+    answers: Annotated[
+        Path | None, typer.Option(help="The model's own answers (see answers.py): half of the windows.")
+    ] = None,
 ) -> None:
     """An EAGLE-3 head for the target: one layer that drafts from the target's hidden states."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    train, held_out = load_tokens()
-    trunk = load_moe(source).requires_grad_(False)
+    train, held_out = of.text()
+    trunk = load_moe(of.folder / "target").requires_grad_(False)
     head = Head(head_shape(trunk.shape))
     head.start_from(trunk)
-    stream = batches(train, batch, length + steps - 1, seed=1)
-    validation = windows(held_out, 512 + 8 - 1, 16)
+    stream = streams.mixed(train, batch, length + steps - 1, seed=1)
+    if answers is not None:
+        stream = _alternately(stream, _answers(answers, batch, length + steps, seed=1))
+    everything = np.concatenate(list(held_out.values()))
+    validation = streams.windows(everything, 512 + 8 - 1, 16)
 
     def loss_of(step: int, progress: float):
-        return unrolled_loss(head, trunk, next(stream), steps, bases), batch * length
+        chunk = next(stream)
+        return unrolled_loss(head, trunk, chunk, steps, bases), chunk.numel()
 
     groups = optimizers(head, lr=1e-3)
-    facts = run("eagle3", head, minutes, groups, loss_of, lambda: evaluate(head, trunk, validation))
-    write_head(head, output)
-    write_facts(output, {**facts, "unrolled_steps": steps, "aux_hidden_states_after_layers": list(head.aux_layers)})
+    facts = run(f"{of}-eagle3", head, minutes, groups, loss_of, lambda: evaluate(head, trunk, validation))
+    write_head(head, of.folder / "eagle3")
+    more = {"unrolled_steps": steps, "aux_hidden_states_after_layers": list(head.aux_layers)}
+    write_facts(of.folder / "eagle3", {**facts, **more, "trained_on_answers": answers is not None})
+
+
+def _alternately(first: Iterator[Tensor], second: Iterator[Tensor]) -> Iterator[Tensor]:
+    return itertools.chain.from_iterable(zip(first, second, strict=True))
+
+
+def _answers(file: Path, batch: int, length: int, seed: int) -> Iterator[Tensor]:
+    """Yields random ones of the prompts with their answers, forever: int64 of shape [batch, at most ``length``]."""
+    tokens = load_file(file)["tokens"][:, :length]
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield tokens[torch.randint(len(tokens), (batch,), generator=generator)]
 
 
 if __name__ == "__main__":
