@@ -77,8 +77,12 @@ class Locality:
 
     def means(self) -> dict[str, float]:
         """Returns the mean over layers of each figure; of ``rare`` the sum, of ``least`` and ``most`` the extreme."""
-        reduce = {"rare": np.sum, "least": np.min, "most": np.max}
-        return {name: float(reduce.get(name, np.mean)(values)) for name, values in self.layers().items()}
+        found = {name: float(values.mean()) for name, values in self.layers().items()}
+        return found | {
+            "least": float(self.least.min()),
+            "most": float(self.most.max()),
+            "rare": float(self.rare.sum()),
+        }
 
 
 def slots_of(share: float, text: Text) -> int:
@@ -88,11 +92,11 @@ def slots_of(share: float, text: Text) -> int:
 
 def overlap(text: Text) -> np.ndarray:
     """Returns float64 [layers], the share of a token's experts that the token before it in its sequence selected."""
-    same = pairs = 0
+    same, pairs = np.zeros(text.layers), 0
     for first in range(0, len(text) - 1, _CHUNK):
         ids, follows = text.ids[first : first + _CHUNK + 1], text.follows[first + 1 : first + _CHUNK + 1]
         now, before = ids[1:][follows], ids[:-1][follows]
-        same = same + (now[:, :, :, None] == before[:, :, None, :]).any(axis=3).sum(axis=(0, 2))
+        same += (now[:, :, :, None] == before[:, :, None, :]).any(axis=3).sum(axis=(0, 2))
         pairs += len(now)
     return same / (pairs * text.top_k) if pairs else np.full(text.layers, np.nan)
 

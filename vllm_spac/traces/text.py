@@ -98,7 +98,7 @@ class _Sequences:
 
     def read(self) -> list[list[int]]:
         trace = self._trace
-        whole = (_first_rows(trace) >= 0).all(axis=1).tolist()
+        whole: list[bool] = np.all(_first_rows(trace) >= 0, axis=1).tolist()
         for step, emitted in enumerate(trace.step_tokens.tolist()):
             first, last = int(trace.row_start[step]), int(trace.row_start[step + 1])
             kinds = trace.row_kind[first:last]
