@@ -7,7 +7,6 @@ an otherwise idle machine.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
@@ -15,12 +14,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import rendered
 import typer
-from common import RESULTS, ROOT, TRACES
+from common import RESULTS, ROOT, TRACES, sha256
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -349,10 +347,6 @@ def results(figure: Figure) -> Iterator[tuple[str, dict]]:
     for file in figure.files:
         if file.endswith(".json") and (RESULTS / file).is_file():
             yield file, json.loads((RESULTS / file).read_text())
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def readme() -> str:

@@ -9,7 +9,6 @@ optimal in loads, not in hits.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 import time
@@ -25,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, ROOT, TRACES, is_toy, provenance, write_result
+from common import RESULTS, ROOT, TRACES, is_toy, provenance, sha256, write_result
 
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
@@ -118,7 +117,7 @@ def held_out(spec: str, others: Sequence[Path]) -> str:
 def facts(path: Path, trace: Trace) -> dict:
     distinct = [int((counts > 0).sum()) for counts in trace.step_counts() if counts is not None]
     return {
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "sha256": sha256(path),
         "model": trace.facts.model,
         "layers": trace.facts.layers,
         "experts": trace.facts.experts,
