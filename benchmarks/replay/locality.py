@@ -38,10 +38,10 @@ def main(
 
 
 def rounded(value: Any) -> Any:
-    """Returns numbers with four decimals, None for nan, which JSON lacks."""
+    """Returns numbers with six decimals, None for nan, which JSON lacks."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
-    return None if value != value else round(value, 4)
+    return None if value != value else round(value, 6)
 
 
 if __name__ == "__main__":
