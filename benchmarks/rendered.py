@@ -14,6 +14,8 @@ from typing import Any
 
 from common import RESULTS, ROOT
 
+from vllm_spac.traces.published import PUBLISHED
+
 DOCUMENTS = ("README.md", "benchmarks/README.md", "vllm_spac/USAGE.md")
 _MARKED = re.compile(r"(<!-- results:([\w.]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 Values = dict[str, str]
@@ -69,10 +71,12 @@ def rendered() -> Values:
         serving,
         paired,
         one_after_the_other,
+        locality,
         policies,
         budgets,
         predictors,
         executions,
+        papers,
     )
     return {name: text for section in sections for name, text in section().items()}
 
@@ -183,6 +187,29 @@ def one_after_the_other() -> Values:
     }
 
 
+def locality() -> Values:
+    known = result("toy_locality")["traces"]["none1"]
+    names = {
+        "overlap": "overlap of a token's experts with the previous token's",
+        "lru_small": "hits of one LRU per layer, 19 % of its experts",
+        "lru_large": "the same, 38 %",
+        "distinct": "experts of 9 consecutive tokens, per layer",
+        "least": "tokens that select the least used expert",
+        "most": "tokens that select the most used expert",
+    }
+    lines = []
+    for name, shown in names.items():
+        there = [one for one in PUBLISHED if one.figure == name]
+        value = known["mean"][name]
+        said = ", ".join(f"{100 * one.value:.1f} % ({one.model})" for one in there)
+        source = ", ".join(f"{one.source}: {one.conditions}" for one in there)
+        lines.append([shown, f"{value:.1f}" if name == "distinct" else f"{100 * value:.1f} %", said, source])
+    return {
+        "locality": table(("", "toy model", "published", "source, and what differs there"), lines),
+        "locality.tokens": f"{known['tokens']:,}",
+    }
+
+
 def policies() -> Values:
     content = result("toy_policies")
     rates, shares = content["mean_hit_rates"], content["shares_percent"]
@@ -277,6 +304,21 @@ def executions() -> Values:
         **{f"step.{trace}": _range(100 * (ratio - 1) for ratio in ratios(step, trace)) for trace in content["traces"]},
         "executions.slots": f"{min(slots):.2f}-{max(slots):.2f}",
         "executions.flashlib": f"{min(flashlib):.2f}-{max(flashlib):.1f}",
+    }
+
+
+def papers() -> Values:
+    scored, routed = result("toy_moe_spac"), result("toy_moe_spec")
+    by_score, pairs = scored["spread"]["frequency"]["mean"], routed["spread"]["pairs"]["mean"]
+    distinct = dict(zip(routed["sizes"], routed["spread"]["distinct"]["mean"], strict=True))
+    half = routed["experts"] // 2 - 1
+    return {
+        "moe_spac.idle": f"{by_score[0]:.1f}",
+        "moe_spac.hot": f"{by_score[-1]:.1f}",
+        "moe_spac.traces": _WORDS[len(scored["traces"])],
+        "moe_spec.pairs": f"{min(pairs):.0f} to {max(pairs):.0f}",
+        "moe_spec.distinct": f"{distinct[127]:.0f}",
+        "moe_spec.half": f"{100 * routed['spread']['mass_63']['mean'][half]:.0f} %",
     }
 
 

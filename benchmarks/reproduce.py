@@ -155,6 +155,27 @@ FIGURES = {
         inputs=("benchmarks/traces",),
         minutes=15,
     ),
+    "locality": Figure(
+        "Results: locality of the toy model's routing",
+        ("toy_locality.json",),
+        ("python benchmarks/replay/locality.py",),
+        inputs=("benchmarks/traces",),
+        minutes=1,
+    ),
+    "moe_spac": Figure(
+        "Results: MoE-SpAc's figure 9",
+        ("toy_moe_spac.json", "toy_moe_spac.png"),
+        ("python benchmarks/papers/moe_spac.py",),
+        inputs=("benchmarks/traces",),
+        minutes=1,
+    ),
+    "moe_spec": Figure(
+        "Results: MoE-Spec's figures 2b and 2c, and Eq. 9",
+        ("toy_moe_spec.json", "toy_moe_spec.png"),
+        ("python benchmarks/papers/moe_spec.py",),
+        inputs=("benchmarks/traces",),
+        minutes=1,
+    ),
     "executions": Figure(
         "Pointers: what ways to reach experts take, calculated",
         ("toy_executions.json", "toy_executions.png"),
