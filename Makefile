@@ -20,7 +20,7 @@ LARGE := .cache/toy/$(LARGE_LIKE)
 # Only these are collected: what other tests import, a GPU machine may lack.
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help setup demo test test-full test-gpu test-gpu-full soak bench bench-gpu bench-gpu-full check clean
+.PHONY: help setup demo test test-full test-gpu test-gpu-full soak results results-timed bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -48,6 +48,12 @@ test-gpu-full: setup ## the same with both runners, all ways to draft and to rea
 
 soak: setup ## 10^5 steps or an hour of mixed requests: stock's tokens, constant memory (SOAK="--steps N --minutes M")
 	@$(BIN)/python tests/soak/soak.py $(SOAK)
+
+results: setup ## make every figure again that is no time, then the documents' tables and numbers: about two hours
+	@$(BIN)/python benchmarks/reproduce.py results
+
+results-timed: setup ## the same for the figures that are times: hours, nothing else may run
+	@$(BIN)/python benchmarks/reproduce.py results --timed
 
 bench: setup ## the plugin and stock vLLM on the toy model: tokens first, then speed
 	@$(BIN)/python benchmarks/serving/run.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
@@ -74,6 +75,10 @@ def write_result(path: Path, payload: dict) -> None:
 def exit_on_sigterm() -> None:
     """Makes SIGTERM raise SystemExit, so that engines and scratch files are cleaned up."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def is_toy(model: Path) -> bool:

@@ -1,12 +1,12 @@
 """Lists the command and inputs of each figure of benchmarks/README.md, runs it, and checks the results against it.
 
 A figure is a table, a picture or a sentence with numbers. Its numbers are in ``benchmarks/results`` with the command,
-the commit, the versions and the machine they come from. Timed figures need an otherwise idle machine.
+the commit, the versions and the machine they come from; ``rendered`` writes them into the documents. Timed figures need
+an otherwise idle machine.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
@@ -14,11 +14,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
+import rendered
 import typer
-from common import RESULTS, ROOT, TRACES
+from common import RESULTS, ROOT, TRACES, sha256
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -38,6 +38,8 @@ EXAMPLES = """[bold]Examples[/]
 python benchmarks/reproduce.py list
 
 python benchmarks/reproduce.py run policies
+
+python benchmarks/reproduce.py results --timed   [dim]# hours; nothing else may run[/]
 
 python benchmarks/reproduce.py check
 """
@@ -153,6 +155,27 @@ FIGURES = {
         inputs=("benchmarks/traces",),
         minutes=15,
     ),
+    "locality": Figure(
+        "Results: locality of the toy model's routing",
+        ("toy_locality.json",),
+        ("python benchmarks/replay/locality.py",),
+        inputs=("benchmarks/traces",),
+        minutes=1,
+    ),
+    "moe_spac": Figure(
+        "Results: MoE-SpAc's figure 9",
+        ("toy_moe_spac.json", "toy_moe_spac.png"),
+        ("python benchmarks/papers/moe_spac.py",),
+        inputs=("benchmarks/traces",),
+        minutes=1,
+    ),
+    "moe_spec": Figure(
+        "Results: MoE-Spec's figures 2b and 2c, and Eq. 9",
+        ("toy_moe_spec.json", "toy_moe_spec.png"),
+        ("python benchmarks/papers/moe_spec.py",),
+        inputs=("benchmarks/traces",),
+        minutes=1,
+    ),
     "executions": Figure(
         "Pointers: what ways to reach experts take, calculated",
         ("toy_executions.json", "toy_executions.png"),
@@ -206,7 +229,41 @@ def run(name: Annotated[str, typer.Argument(help=f"Of {', '.join(FIGURES)}.")]) 
     if name not in FIGURES or not FIGURES[name].commands:
         known = ", ".join(other for other, figure in FIGURES.items() if figure.commands)
         raise typer.BadParameter(f"no command makes {name!r}; use one of {known}")
-    figure, console = FIGURES[name], Console(stderr=True)
+    _make(FIGURES[name])
+    _render()
+
+
+@app.command("results")
+def results_again(
+    timed: Annotated[
+        bool, typer.Option("--timed", help="Those whose numbers are times, instead of the others.")
+    ] = False,
+) -> None:
+    """Make all figures again, then render the documents' tables and numbers from them."""
+    console = Console(stderr=True)
+    names = [name for name, figure in FIGURES.items() if figure.timed == timed and figure.commands and figure.files]
+    left = sum(FIGURES[name].minutes for name in names)
+    for place, name in enumerate(names, 1):
+        figure = FIGURES[name]
+        console.print(f"[bold]{place} of {len(names)}: {name}[/], about {figure.minutes} of the {left} minutes left")
+        _make(figure)
+        left -= figure.minutes
+    _render()
+
+
+@app.command()
+def tables() -> None:
+    """Render the documents' tables and numbers from the results in the tree."""
+    _render()
+
+
+def _render() -> None:
+    changed = rendered.update()
+    print(f"rendered: {', '.join(changed) or 'nothing changed'}")
+
+
+def _make(figure: Figure) -> None:
+    console = Console(stderr=True)
     if figure.timed:
         console.print("its numbers are times: run nothing else on this machine")
     prepare = [_INFLATE] if figure.inflated and not (ROOT / MID).exists() else []
@@ -220,9 +277,9 @@ def run(name: Annotated[str, typer.Argument(help=f"Of {', '.join(FIGURES)}.")]) 
 
 @app.command("check")
 def check_results() -> None:
-    """Find results without a figure, without provenance, or from other traces or code than those in the tree."""
+    """Find results without a figure or provenance, or of other traces or code, and numbers that are not from them."""
     why = unknown_history()
-    found = [*unnamed(), *of_something_else(history=not why)]
+    found = [*unnamed(), *of_something_else(history=not why), *rendered.problems()]
     for problem in found:
         print(problem)
     if why:
@@ -311,10 +368,6 @@ def results(figure: Figure) -> Iterator[tuple[str, dict]]:
     for file in figure.files:
         if file.endswith(".json") and (RESULTS / file).is_file():
             yield file, json.loads((RESULTS / file).read_text())
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def readme() -> str:

@@ -207,7 +207,8 @@ class SpacConfig(BaseModel):
         "all, prompts too.",
     )
     calibration: _SomePath = Field(
-        None, description="File from vllm-spac calibrate; the rankings static and coactivation need it."
+        None,
+        description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
     )
     control: bool = Field(False, description="Open POST /spac/budget: change the budget while the server runs.")
 
@@ -250,6 +251,15 @@ class SpacConfig(BaseModel):
             raise ValueError(
                 f"policy={self.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
                 f"for experts with {named}; use --spac-policy lru, or --spac-execution slots"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_calibration(self) -> SpacConfig:
+        if self.calibration is None and components.find("policies", self.policy).needs_calibration:
+            raise ValueError(
+                f"policy={self.policy} (--spac-policy) needs calibration (--spac-calibration FILE); write the file "
+                "with `vllm-spac calibrate`"
             )
         return self
 

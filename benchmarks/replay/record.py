@@ -7,7 +7,6 @@ with them a trace is three times as large. ``traces.json`` next to the traces de
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from dataclasses import replace
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import plan
 import prompts
-from common import ROOT, TOY, TRACES, exit_on_sigterm, provenance, write_result
+from common import ROOT, TOY, TRACES, exit_on_sigterm, provenance, sha256, write_result
 from processes import run_engine
 from run import Settings
 
@@ -80,7 +79,7 @@ def main(
             "speculation": speculation,
             "draft_tokens": tokens,
             "batch": batch,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "sha256": sha256(path),
         }
     facts = {"prompts": asked.describe(), "output_tokens": output_tokens, "traces": recorded}
     write_result(folder / "traces.json", {"provenance": origin} | facts)

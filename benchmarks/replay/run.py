@@ -231,7 +231,7 @@ def replay(
     if device == "cpu" and needed > free:
         raise ConfigError(f"{slots} slots take {gib(needed)}, {gib(free)} of memory are free; use fewer --slots")
     tensors = {NAME: torch.zeros(slots, store.shape.expert_bytes, dtype=torch.uint8, device=device)}
-    chosen = build_policy(policy, "none", lambda: _future(trace, slots))
+    chosen = build_policy(policy, trace, slots, future=lambda: _future(trace, slots))
     pool = SlotExecution(store.shape, slots, chosen, store, tensors, io_threads=io_threads, path="store", ahead=knobs)
     try:
         for _ in pool.fill():

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm_spac import components
 from vllm_spac.cache.residency import Residency
 from vllm_spac.policies._next_use import NextUse
-from vllm_spac.policies.base import Policy
+from vllm_spac.policies.base import Policy, PolicyContext
 from vllm_spac.policies.belady import Belady
 from vllm_spac.policies.lfu import LFU
 from vllm_spac.policies.lru import LRU
@@ -177,7 +177,7 @@ def test_standing_is_the_order_of_eviction(name: str, ops: list[tuple]) -> None:
     assert policy.evict(len(held), ()) == expected, "it changed something, or is no order of eviction"
 
 
-@pytest.mark.parametrize("name", ["lru", "layer_lru", "lfu", "utility"])
+@pytest.mark.parametrize("name", ["lru", "layer_lru", "lfu", "pinned", "utility"])
 @given(ops, keys)
 @settings(max_examples=200, **BUSY)
 def test_standing_says_who_would_come(name: str, ops: list[tuple], newcomer: int) -> None:
@@ -222,12 +222,36 @@ def test_only_layer_lru_needs_layers() -> None:
     ]
 
 
+@every_policy
+@given(st.integers(1, KEYS), st.lists(st.integers(0, 5), min_size=KEYS, max_size=KEYS), ops)
+@settings(max_examples=30, **BUSY)
+def test_with_a_context_it_keeps_to_the_contract(name: str, slots: int, counts: list[int], ops: list[tuple]) -> None:
+    """Built as an engine builds it; what it loads first fits the slots, and every key can be evicted."""
+    policy = components.find("policies", name).of(PolicyContext(slots, 1, np.array(counts).reshape(2, -1)))
+    first = list(policy.first())
+    assert len(set(first)) == len(first) <= slots and set(first) <= set(range(KEYS))
+    held: set[int] = set()
+    for op in ops:
+        if op[0] == "use":
+            use(policy, op[1])
+            held.add(op[1])
+        elif op[0] == "evict" and op[1] <= len(held - op[2]):
+            held -= set(policy.evict(op[1], Pins(op[2])))
+    expected = policy.standing(KEYS).order.tolist()
+    assert set(expected) == held and policy.evict(len(held), ()) == expected
+
+
+def test_only_pinned_needs_a_calibration() -> None:
+    needing = [name for name in components.names("policies") if components.find("policies", name).needs_calibration]
+    assert needing == ["pinned"]
+
+
 def test_only_belady_is_offline() -> None:
     offline = [name for name in components.names("policies") if components.find("policies", name).offline]
     assert offline == ["belady"]
 
 
-@pytest.mark.parametrize("name", ["lru", "layer_lru", "lfu"])
+@pytest.mark.parametrize("name", ["lru", "layer_lru", "lfu", "pinned"])
 def test_counts_mean_nothing_to_those_that_know_uses_only(name: str) -> None:
     policy = filled(name)
     policy.observe(np.arange(KEYS)[::-1].copy())

@@ -12,6 +12,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from compare import compare
+from exactness import FLOAT32, assert_same_tokens
 from tokenizers import Tokenizer
 
 from vllm_spac.budget.calibration import Calibration
@@ -58,6 +60,15 @@ def test_calibration_is_of_every_row_and_serves_to_tune(calibrated):
     command("tune", calibrated / "c.safetensors", "--mass", "0.9", "--output", calibrated / "b.json")
     budgets = read_budgets(calibrated / "b.json", found.fingerprint, found.layers, EXPERTS)
     assert all(TOP_K <= budget <= EXPERTS for budget in budgets.values())
+
+
+def test_a_calibration_places_experts(calibrated):
+    """``policy=pinned`` with the calibration: stock's tokens."""
+    spac = {"slots": "25%", "policy": "pinned", "disk_dir": str(calibrated)}
+    spac["calibration"] = str(calibrated / "c.safetensors")
+    stock, run = compare(TOY / "target", [None, spac], max_tokens=8, **FLOAT32)
+    assert_same_tokens(run, stock)
+    assert run.stats["policy"] == "pinned" and run.stats["hits"] > 0 and run.stats["misses"] > 0
 
 
 @pytest.mark.full

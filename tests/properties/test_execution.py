@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from replay import Graph
@@ -16,6 +17,8 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.pointers import execution
 from vllm_spac.execution.pointers.execution import PointerExecution
 from vllm_spac.execution.pointers.staging import ROWS
+from vllm_spac.policies.base import Policy, PolicyContext
+from vllm_spac.policies.pinned import Pinned
 
 LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
 DECODE = Step((RequestRows(0, 3, RowKind.DECODE),))
@@ -34,7 +37,9 @@ def shape(dtype: torch.dtype = torch.float32, bias: bool = True, **others) -> Mo
 class Pool(PointerExecution):
     """With a filled store and slots that are NaN before each copy; ``check`` does what the layers of a step do."""
 
-    def __init__(self, slots: int, layout: MoEShape | None = None, policy: str = "lru", store: str = "host", **options):
+    def __init__(
+        self, slots: int, layout: MoEShape | None = None, policy: str | Policy = "lru", store="host", **options
+    ):
         layout = layout or shape()
         store = components.build("tiers", store, shape=layout, fingerprint="")
         rng = torch.Generator().manual_seed(1)
@@ -48,7 +53,7 @@ class Pool(PointerExecution):
             name: torch.full((slots, *spec.shape), float("nan"), dtype=spec.dtype)
             for name, spec in layout.tensors.items()
         }
-        policy = components.build("policies", policy)
+        policy = components.build("policies", policy) if isinstance(policy, str) else policy
         super().__init__(layout, slots, policy, store, tensors, path="host", rows=ROWS_MAX, poison=True, **options)
         for _ in self.fill():
             pass
@@ -91,6 +96,14 @@ def made():
 
 
 every_admission = pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+
+
+@every_admission
+def test_slots_are_filled_with_what_the_policy_loads_first(made, admission):
+    counts = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
+    policy = Pinned.of(PolicyContext(7, TOP_K, counts))
+    pool = made(7, policy=policy, admission=admission)
+    assert pool.residency.slot_of[policy.first()].tolist() == [0, 1, 2, 3, 4]
 
 
 @every_admission

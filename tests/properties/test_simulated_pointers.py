@@ -15,7 +15,7 @@ from vllm_spac.traces.format import PREFILL, STEP_KINDS, Trace
 from vllm_spac.traces.synthetic import synthetic_trace
 
 STEPS, DRAFTS = 60, 3
-ONLINE = [name for name in components.names("policies") if name not in ("belady", "layer_lru")]
+ONLINE = [name for name in components.names("policies") if name not in ("belady", "layer_lru", "pinned")]
 
 
 def recorded(seed: int) -> Trace:

@@ -22,6 +22,8 @@ from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, Tensor
 from vllm_spac.errors import StoreError
 from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.metrics import Counters
+from vllm_spac.policies.base import Policy, PolicyContext
+from vllm_spac.policies.pinned import Pinned
 from vllm_spac.tiers.memory import MemoryStore
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
@@ -57,15 +59,16 @@ class Torn(MemoryStore):
 class Pool(SlotExecution):
     """With poisoned slots and a torn store; ``check`` does what a layer does."""
 
-    def __init__(self, slots: int, shape: MoEShape = SHAPE, policy: str = "lru", delay: float = 0.0, threads: int = 4):
+    def __init__(
+        self, slots: int, shape: MoEShape = SHAPE, policy: str | Policy = "lru", delay: float = 0.0, threads: int = 4
+    ):
         tensors = {
             name: torch.full((slots, *spec.shape), float("nan"), dtype=spec.dtype)
             for name, spec in shape.tensors.items()
         }
         store = Torn(shape, delay=delay)
-        super().__init__(
-            shape, slots, components.build("policies", policy), store, tensors, io_threads=threads, path="double"
-        )
+        chosen = components.build("policies", policy) if isinstance(policy, str) else policy
+        super().__init__(shape, slots, chosen, store, tensors, io_threads=threads, path="double")
 
     def assert_resident(self, layer: int, ids: Tensor, slot_ids: Tensor) -> None:
         """Each routed id's slot holds its expert, whole."""
@@ -137,6 +140,15 @@ def test_every_row_sees_its_experts(forwards: list[tuple[int, Tensor]], slots: i
                 assert parts == [(0, len(ids))], "split without need"
     finally:
         pool.close()
+
+
+def test_slots_are_filled_with_what_the_policy_loads_first(pools: list[Pool]) -> None:
+    counts = np.arange(SHAPE.total)[::-1].reshape(len(SHAPE.layers), -1) % 3
+    policy = Pinned.of(PolicyContext(SHAPE.total - 1, SHAPE.top_k, counts))
+    pool = Pool(SHAPE.total - 1, policy=policy)
+    pools.append(pool)
+    assert sum(pool.fill()) == pool.residency.resident == SHAPE.total - 1
+    assert pool.residency.slot_of[policy.first()].tolist() == list(range(len(policy.first()))) != []
 
 
 @given(forwards, st.sampled_from(components.names("policies")))

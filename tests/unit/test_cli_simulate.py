@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -42,7 +43,24 @@ def test_show(recorded: Path, tmp_path: Path) -> None:
         assert part in text
     for part in ("nothing is hot", "as in the last step", "one LRU per layer"):
         assert part in text
+    for part in ("of 90 rows: those known", "Qwen3-30B-A3B", "45.0%", "arXiv:2602.16052"):
+        assert part in text
     assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_show_without_known_text(tmp_path: Path) -> None:
+    """Drafts of two requests: which were accepted is not recorded."""
+    columns = {
+        "step_kind": np.zeros(1, np.uint8),
+        "step_rows": np.array([4], np.uint32),
+        "step_tokens": np.array([3], np.uint32),
+        "row_kind": np.array([2, 3, 2, 3], np.uint8),
+        "record_step": np.zeros(1, np.uint32),
+        "record_layer": np.zeros(1, np.uint16),
+        "ids": np.tile(np.array([0, 1], np.uint8), (4, 1)),
+    }
+    Trace.of(TraceFacts(1, 8, 2), **columns).save(tmp_path / "two.trace")
+    assert "none of 4 rows" in run("trace", "show", tmp_path / "two.trace")
 
 
 def test_simulate_prints_and_writes_what_the_library_says(recorded: Path, tmp_path: Path) -> None:

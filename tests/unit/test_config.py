@@ -191,6 +191,12 @@ def test_flags() -> None:
     assert flag("disk_dir") == "--spac-disk-dir"
 
 
+def test_policy_that_needs_a_calibration() -> None:
+    with pytest.raises(ConfigError, match=r"\(--spac-policy\) needs calibration \(--spac-calibration FILE"):
+        SpacConfig.parse({"policy": "pinned"})
+    assert SpacConfig.parse({"policy": "pinned", "calibration": "/x"}).policy == "pinned"
+
+
 def test_policy_that_must_know_the_future_cannot_serve() -> None:
     with pytest.raises(
         ConfigError, match="'belady' cannot serve: it must know the future.*; use one of layer_lru, lfu"

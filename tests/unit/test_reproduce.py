@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,51 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 reproduce = importlib.import_module("reproduce")
+rendered = importlib.import_module("rendered")
+
+
+def test_numbers_in_documents_are_those_of_the_results() -> None:
+    """Otherwise: `python benchmarks/reproduce.py tables`."""
+    assert list(rendered.problems()) == []
+
+
+def test_results_are_described_by_rendered_numbers_alone() -> None:
+    """Decimals of benchmarks/README.md outside of markers and code are settings and versions, not measurements."""
+    text = (rendered.ROOT / "benchmarks" / "README.md").read_text()
+    text = re.sub(r"<!-- results:.*?<!-- end -->|`[^`]*`|```.*?```", "", text, flags=re.DOTALL)
+    settings = {"1.2", "0.46", "0.32", "12.5", "0.8", "0.5"}  # MB, GB, vLLM, 8 of 64 experts, a mass, the guard's limit
+    assert set(re.findall(r"\d+\.\d+", text)) <= settings
+
+
+def test_markers_are_not_taken_for_blocks_of_html() -> None:
+    """A line that begins with a comment ends a paragraph of Markdown."""
+    for name in rendered.DOCUMENTS:
+        for line in (rendered.ROOT / name).read_text().splitlines():
+            assert re.fullmatch(r"<!-- results:[\w.]+ -->|(?!\s*<!-- results).*", line), line
+
+
+def test_rendering() -> None:
+    values = {"a": "2.0", "b": "| x |\n|---|"}
+    text = "so <!-- results:a -->1.9<!-- end --> fast\n<!-- results:b -->\n| y |\n<!-- end -->\n"
+    expected = "so <!-- results:a -->2.0<!-- end --> fast\n<!-- results:b -->\n| x |\n|---|\n<!-- end -->\n"
+    assert rendered.document(text, values) == expected == rendered.document(expected, values)
+    with pytest.raises(KeyError):
+        rendered.document(text, {"a": "2"})
+
+
+def test_problems_and_their_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendered, "ROOT", tmp_path)
+    monkeypatch.setattr(rendered, "DOCUMENTS", ("a.md",))
+    monkeypatch.setattr(rendered, "rendered", lambda: {"a": "2.0", "b": "3"})
+    (tmp_path / "a.md").write_text("it takes <!-- results:a -->1.9<!-- end --> s\n")
+    wrong, unused = rendered.problems()
+    assert wrong.startswith("a.md: ") and "1.9" in wrong and "2.0" in wrong and unused.startswith("b: ")
+    assert rendered.update() == ["a.md"] and rendered.update() == []
+    assert [problem.partition(":")[0] for problem in rendered.problems()] == ["b"]
+
+
+def test_table() -> None:
+    assert rendered.table(("", "a"), [("x", ""), ("y", "1")]) == "| | a |\n|---|---|\n| x | |\n| y | 1 |"
 
 
 def test_every_result_has_a_figure_and_every_figure_its_results() -> None:
@@ -152,6 +198,22 @@ def test_commands() -> None:
     for name in ("nothing", "v2"):
         refused = runner.invoke(reproduce.app, ["run", name], env={"COLUMNS": "300"})
         assert refused.exit_code == 2 and "no command makes" in refused.output
+
+
+@pytest.mark.parametrize(("options", "made"), [([], "b"), (["--timed"], "ac")])
+def test_making_all_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], made: str) -> None:
+    """In order, with the minutes that are left, and rendered at the end; what has no result is left out."""
+    (elsewhere / "s.py").write_text("import sys\nopen('said', 'a').write(sys.argv[1])\n")
+    figures = {
+        letter: reproduce.Figure("a table", (f"{letter}.json",), (f"python s.py {letter}",), timed=letter != "b")
+        for letter in "abc"
+    } | {"d": reproduce.Figure("printed", (), ("python s.py d",), timed=bool(options))}
+    monkeypatch.setattr(reproduce, "FIGURES", figures)
+    monkeypatch.setattr(rendered, "update", lambda: ["a.md"])
+    done = CliRunner().invoke(reproduce.app, ["results", *options], env={"COLUMNS": "200"})
+    assert done.exit_code == 0 and "rendered: a.md" in done.output, done.output
+    assert (elsewhere / "said").read_text() == made
+    assert f"1 of {len(made)}: {made[0]}, about 10 of the {10 * len(made)} minutes left" in done.output
 
 
 def test_running_a_figure(elsewhere: Path) -> None:

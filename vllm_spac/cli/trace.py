@@ -35,7 +35,7 @@ def show(
         Path | None, typer.Option(help="Draw how often each expert of each layer is used, e.g. heat.png.")
     ] = None,
 ) -> None:
-    """Show which experts are popular, how soon they are used again, and hit rates of LRU caches of several sizes."""
+    """Show which experts are popular, how soon they are used again, hits of LRU caches, and locality."""
     from vllm_spac.traces import statistics
     from vllm_spac.traces.format import Trace
 
@@ -49,6 +49,7 @@ def show(
     own, _ = statistics.distances(trace, by_layer=True)
     facts = trace.facts
     console.print(_curve(trace, statistics.lru_curve(stack, facts.total), statistics.lru_curve(own, facts.experts)))
+    _show_locality(console, trace)
     again = steps[steps >= 0]
     if len(again):
         import numpy as np
@@ -115,8 +116,59 @@ def _curve(trace: Trace, whole: np.ndarray, layered: np.ndarray) -> Table:
     return table
 
 
+def _show_locality(console: Console, trace: Trace) -> None:
+    from vllm_spac.traces.locality import Locality
+    from vllm_spac.traces.published import PUBLISHED
+
+    found = Locality.of(trace)
+    counted = f"{found.tokens:,} of {found.rows:,} rows"
+    if found.tokens == 0:
+        console.print(f"locality: none of {found.rows:,} rows is known to follow another in a text", highlight=False)
+        return
+    table = Table(title=f"locality, {counted}: those known to be text, in its order", title_justify="left")
+    table.add_column("layer", justify="right")
+    for name, _ in FIGURES.values():
+        table.add_column(name, justify="right")
+    columns = found.layers()
+    for layer in range(trace.facts.layers):
+        table.add_row(str(layer), *(show(columns[key][layer]) for key, (_, show) in FIGURES.items()))
+    table.add_section()
+    means = found.means()
+    table.add_row("all", *(show(means[key]) for key, (_, show) in FIGURES.items()))
+    console.print(table)
+    others = Table(title="locality of published models", title_justify="left")
+    for name in ("model", "figure", "there", "here", "measured there on", "source"):
+        others.add_column(name, justify="right" if name in ("there", "here") else "left")
+    for one in PUBLISHED:
+        name, show = FIGURES[one.figure]
+        others.add_row(one.model, name, show(one.value), show(means[one.figure]), one.conditions, one.source)
+    console.print(others)
+
+
+def _number(value: float) -> str:
+    return "-" if value != value else f"{value:.1f}"
+
+
+def _count(value: float) -> str:
+    return "-" if value != value else f"{value:.0f}"
+
+
 def _percent(value: float) -> str:
     return "-" if value != value else f"{100 * value:.1f}%"
+
+
+# Figures of ``Locality``: heading and format. Top half: of the routing weights of the selected experts.
+FIGURES = {
+    "overlap": ("overlap with previous token", _percent),
+    "lru_small": ("LRU, 19%", _percent),
+    "lru_large": ("LRU, 38%", _percent),
+    "top_half_long": ("top half, 63 rows", _percent),
+    "top_half_short": ("top half, 9 rows", _percent),
+    "distinct": ("experts in 9 rows", _number),
+    "least": ("least used", _percent),
+    "most": ("most used", _percent),
+    "rare": ("below 0.2%", _count),
+}
 
 
 def _draw(uses: np.ndarray, path: Path, title: str) -> None:

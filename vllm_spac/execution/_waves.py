@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -45,10 +46,16 @@ def _end_of_wave(uses: np.ndarray, start: int, slots: int) -> int:
     return stop
 
 
-def filled_experts(layers: int, experts: int, slots: int) -> list[list[int]]:
-    """Returns the keys that are loaded before the first step, per layer: equal shares, the lowest experts first.
+def filled_experts(layers: int, experts: int, slots: int, first: Sequence[int] = ()) -> list[list[int]]:
+    """Returns the keys that are loaded before the first step: ``first``, then those of each layer.
 
-    With a slot for each expert, slot and key are the same number.
+    Layers have equal shares of the slots that ``first`` leaves, as far as they have other experts; the lowest experts
+    are loaded first. With a slot for each expert, ``first`` has no meaning: slot and key are the same number.
     """
-    shares = [slots // layers + (layer < slots % layers) for layer in range(layers)]
-    return [[layer * experts + expert for expert in range(share)] for layer, share in enumerate(shares)]
+    if slots == layers * experts:
+        first = ()
+    assert len(first) <= slots
+    others = [sorted({*range(layer * experts, (layer + 1) * experts)}.difference(first)) for layer in range(layers)]
+    ranked = sorted((rank, layer) for layer, keys in enumerate(others) for rank in range(len(keys)))
+    shares = Counter(layer for _, layer in ranked[: slots - len(first)])
+    return [*([list(first)] if first else []), *(keys[: shares[layer]] for layer, keys in enumerate(others))]

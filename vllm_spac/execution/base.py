@@ -193,7 +193,7 @@ class Execution(ABC):
 
     @abstractmethod
     def fill(self) -> Iterator[int]:
-        """Loads experts into the free slots, an equal share of each layer; yields how many were loaded.
+        """Loads the policy's ``first`` experts and an equal share of each layer into the free slots; yields how many.
 
         With a slot for each expert, slot and key are the same number.
         """

@@ -313,7 +313,8 @@ class SlotExecution(Execution):
 
     def fill(self) -> Iterator[int]:
         slots = self.residency.slots
-        for keys in filled_experts(len(self.shape.layers), self.shape.experts, slots):
+        first = self.residency.policy.first()
+        for keys in filled_experts(len(self.shape.layers), self.shape.experts, slots, first):
             for start in range(0, len(keys), _FILL_BATCH):
                 batch = keys[start : start + _FILL_BATCH]
                 self._loader.hold(batch, None)

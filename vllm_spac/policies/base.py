@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -26,6 +26,21 @@ class Standing:
     used: np.ndarray
 
 
+@dataclass(frozen=True)
+class PolicyContext:
+    """What is known before serving, for a policy that depends on it.
+
+    Attributes:
+        slots: number of slots.
+        top_k: experts per token.
+        counts: int64 [layers, experts], how often a calibration's tokens selected each expert; None without one.
+    """
+
+    slots: int
+    top_k: int
+    counts: np.ndarray | None = None
+
+
 class Policy(ABC):
     """Orders resident experts for eviction. Handles keys (ints) only, no tensors, slots or time.
 
@@ -34,14 +49,25 @@ class Policy(ABC):
 
     Attributes:
         offline: why no engine can serve with it, e.g. because it must know the future; empty if one can.
+        needs_calibration: an engine serves with it only if there is a calibration, whose counts ``of`` receives.
         needs_layers: it needs calls of ``enter``, so it cannot be used with ``execution=pointers``, which makes none.
         predictor: name of the predictor whose scores order the experts, if any; other users of the same scores read
             them from ``scores``.
     """
 
     offline: ClassVar[str] = ""
+    needs_calibration: ClassVar[bool] = False
     needs_layers: ClassVar[bool] = False
     predictor: ClassVar[str | None] = None
+
+    @classmethod
+    def of(cls, context: PolicyContext, **knobs: Any) -> Self:
+        """Returns an instance that holds no key; most policies need nothing of ``context``."""
+        return cls(**knobs)
+
+    def first(self) -> Sequence[int]:
+        """Returns the keys to be loaded into empty slots before others, fewer than the slots."""
+        return ()
 
     @abstractmethod
     def insert(self, key: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -38,9 +38,9 @@ def parts(trace: Trace, slots: int) -> list[list[Part]]:
     ]
 
 
-def filling(trace: Trace, slots: int) -> list[int]:
-    """Returns the keys that are loaded before the first step."""
-    return list(chain.from_iterable(filled_experts(trace.facts.layers, trace.facts.experts, slots)))
+def filling(trace: Trace, slots: int, first: Sequence[int] = ()) -> list[int]:
+    """Returns the keys that are loaded before the first step, the policy's ``first`` before the others."""
+    return list(chain.from_iterable(filled_experts(trace.facts.layers, trace.facts.experts, slots, first)))
 
 
 def _split(trace: Trace, record: int, slots: int) -> Iterator[Part]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from vllm_spac.balancers.base import Balancer
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.planner import STEP_BYTES
-from vllm_spac.policies.base import Policy
+from vllm_spac.policies.base import Policy, PolicyContext
 from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.calibrated import take_counts
 from vllm_spac.simulation.parts import filling, parts
 from vllm_spac.simulation.pointers_by_step import PointersReplay
 from vllm_spac.simulation.replay import Outcome, Replay
@@ -42,39 +44,43 @@ def simulate(
 
     Args:
         execution: one of ``EXECUTIONS``; the assumptions for pointers are in ``pointers_by_step``.
-        policy, balancer: names of components, optionally with knobs: ``utility@upper=1@variant=literal``.
+        policy, balancer: names of components, optionally with knobs: ``utility@upper=1@variant=literal``. A policy that
+            needs a calibration takes ``@calibration=FILE``, or ``@trace=FILE`` of another run.
         overlap: with slots, loads run concurrently with the computation of hits; else a layer waits for its loads, as
             on-demand serving does. With pointers they always overlap.
         admission: with pointers, how missed experts get slots, a name of ``admissions``; the assumptions for ``layer``
             are in ``pointers_by_layer``.
         step_bytes: with admission ``step``, the most bytes in flight into slots at once, but at least one expert; 0:
             none moves.
-        fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
+        fill: slots are filled at the start, as serving does, with what the policy loads first and an equal share of
+            each layer; else they are empty.
         expert_bytes: overrides the size in the trace.
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or knobs, experts of unknown size,
-            an offline policy with a balancer or with pointers (it would have to foresee their decisions), a
-            balancer with pointers, or pointers with costs of loads from a disk, which they cannot read.
+            a policy without the calibration that it needs, an offline policy with a balancer or with pointers (it would
+            have to foresee their decisions), a balancer with pointers, or pointers with costs of loads from a disk,
+            which they cannot read.
     """
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
     _check(trace, slots, nbytes)
     outcome = Outcome(policy, balancer, slots, slots / facts.total, execution)
-    first = filling(trace, slots) if fill else []
     if execution == "pointers":
         work, outcome.admission = parts(trace, facts.total), admission
         outcome.step_bytes = step_bytes if admission == "step" else None
-        replay: Replay = _pointers(trace, costs, nbytes, outcome)
+        _check_pointers(costs, outcome)
+        chosen = build_policy(policy, trace, slots)
+        replay: Replay = _pointers(trace, costs, nbytes, outcome, chosen)
     elif execution == "slots":
         work = parts(trace, slots)
-        chosen = build_policy(
-            policy, balancer, lambda: [*first, *(k for record in work for p in record for k in p.keys)]
-        )
+        used = (key for record in work for part in record for key in part.keys)
+        future = chain(filling(trace, slots) if fill else (), used)
+        chosen = build_policy(policy, trace, slots, balancer, lambda: future)
         replay = SlotsReplay(trace, costs, nbytes, outcome, chosen, _balancer(balancer, trace, costs, nbytes), overlap)
     else:
         raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
-    replay.fill(first)
+    replay.fill(filling(trace, slots, chosen.first()) if fill else [])
     return replay.run(work)
 
 
@@ -86,18 +92,28 @@ def _check(trace: Trace, slots: int, nbytes: int) -> None:
         raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
 
 
-def build_policy(spec: str, balancer: str, future: Callable[[], Iterable[int]]) -> Policy:
-    """Builds the policy ``name@knob=value``; ``future`` returns the keys in order of use, for an offline policy."""
+def build_policy(
+    spec: str, trace: Trace, slots: int, balancer: str = "none", future: Callable[[], Iterable[int]] = tuple
+) -> Policy:
+    """Builds the policy ``name@knob=value`` for a replay of ``trace``.
+
+    Args:
+        future: returns the keys in order of use, for an offline policy.
+    """
     name, knobs = _parse(spec)
-    if not components.find("policies", name).offline:
-        return _build("policies", name, knobs)
-    if balancer != "none":
-        raise ConfigError(f"policy {name} must know what will be used, and balancer {balancer} decides that later")
-    return _build("policies", name, {"future": future()} | knobs)
+    kind, counts = components.find("policies", name), None
+    if kind.offline:
+        if balancer != "none":
+            raise ConfigError(f"policy {name} must know what will be used, and balancer {balancer} decides that later")
+        knobs = {"future": list(future())} | knobs
+    if kind.needs_calibration:
+        counts = take_counts(name, knobs, trace.facts)
+    context = PolicyContext(slots, trace.facts.top_k, counts)
+    return _built("policies", name, knobs, lambda: kind.of(context, **knobs))
 
 
-def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Replay:
-    name, knobs = _parse(outcome.policy)
+def _check_pointers(costs: Costs, outcome: Outcome) -> None:
+    name, _ = _parse(outcome.policy)
     policy = components.find("policies", name)
     if policy.needs_layers:
         raise ConfigError(f"policy {name} evicts from the layer that asks, and with pointers none asks; use lru")
@@ -110,7 +126,9 @@ def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Repl
             f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "
             "--store host"
         )
-    chosen = _build("policies", name, knobs)
+
+
+def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, chosen: Policy) -> Replay:
     if outcome.admission == "layer":
         from vllm_spac.simulation.pointers_by_layer import AdmittedReplay  # torch, which takes a second
 
@@ -131,7 +149,7 @@ def _balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | 
     verifying, drafts = (int(np.count_nonzero(trace.row_kind == ROW_KINDS.index(kind))) for kind in ("verify", "draft"))
     facts: dict[str, Any] = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
     facts |= {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts / max(1, verifying)))}
-    return _build("balancers", name, facts | knobs)
+    return _built("balancers", name, facts | knobs, lambda: components.build("balancers", name, **facts | knobs))
 
 
 def _parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -149,9 +167,9 @@ def _parse(spec: str) -> tuple[str, dict[str, Any]]:
     return name, knobs
 
 
-def _build(family: str, name: str, knobs: dict[str, Any]) -> Any:
+def _built(family: str, name: str, knobs: dict[str, Any], build: Callable[[], Any]) -> Any:
     try:
-        return components.build(family, name, **knobs)
+        return build()
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -320,7 +320,8 @@ class PointerExecution(Execution):
     # -- start and end -------------------------------------------------------------------------------------
 
     def fill(self) -> Iterator[int]:
-        for share in filled_experts(len(self.shape.layers), self.shape.experts, self.residency.slots):
+        slots, first = self.residency.slots, self.residency.policy.first()
+        for share in filled_experts(len(self.shape.layers), self.shape.experts, slots, first):
             for start in range(0, len(share), _FILL_BATCH):
                 keys = share[start : start + _FILL_BATCH]
                 for key in keys:

@@ -16,7 +16,7 @@ from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.control import BudgetControl
 from vllm_spac.budget.tuning import read_budgets
 from vllm_spac.config import SpacConfig
-from vllm_spac.core import Rates
+from vllm_spac.core import MoEShape, Rates
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.executors._thread import ExecutorThread, binding, threads_of
@@ -24,6 +24,7 @@ from vllm_spac.executors.base import check_same
 from vllm_spac.integration import graphs
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
+from vllm_spac.policies.base import Policy, PolicyContext
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import serving_rates
@@ -79,6 +80,15 @@ def budget(
             "add --speculative-config or --spac-budget-when decode"
         )
     return control
+
+
+def policy(config: SpacConfig, shape: MoEShape, slots: int) -> Policy:
+    """Builds the eviction policy of the layers of ``shape``, with a calibration that ``budget`` has checked."""
+    kind, counts = components.find("policies", config.policy), None
+    if kind.needs_calibration and config.calibration is not None:
+        calibration = Calibration.read(config.calibration)
+        counts = calibration.counts[[calibration.layers.index(name) for name in shape.layers]].numpy()
+    return kind.of(PolicyContext(slots, shape.top_k, counts))
 
 
 def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:

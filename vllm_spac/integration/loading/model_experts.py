@@ -258,7 +258,7 @@ class ModelExperts:
             ExecutionContext(
                 shape=shape,
                 room=room,
-                policy=components.build("policies", self.config.policy),
+                policy=assembly.policy(self.config, shape, room.slots),
                 store=store,
                 tensors=store.tensors or allocate(shape.tensors, room.slots, self.device),
                 path=self.store_name,

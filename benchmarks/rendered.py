@@ -1,0 +1,349 @@
+"""Renders the tables and numbers of the documents from the results in ``benchmarks/results``.
+
+In a document, ``<!-- results:NAME -->`` and ``<!-- end -->`` enclose what ``rendered()[NAME]`` returns: a table on
+lines of its own, or a number within a line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT
+
+from vllm_spac.traces.published import PUBLISHED
+
+DOCUMENTS = ("README.md", "benchmarks/README.md", "vllm_spac/USAGE.md")
+_MARKED = re.compile(r"(<!-- results:([\w.]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+Values = dict[str, str]
+
+
+def document(text: str, values: Values) -> str:
+    """Returns ``text`` with the content of all markers rendered.
+
+    Raises:
+        KeyError: a marker has a name that is not in ``values``.
+    """
+
+    def filled(found: re.Match) -> str:
+        begin, name, content, end = found.groups()
+        value = values[name]
+        return begin + (f"\n{value}\n" if content.startswith("\n") else value) + end
+
+    return _MARKED.sub(filled, text)
+
+
+def update() -> list[str]:
+    """Renders all documents in place; returns the names of those that changed."""
+    changed = [(path, text) for path, old, text in _rendered_documents() if text != old]
+    for path, text in changed:
+        path.write_text(text, encoding="utf-8")
+    return [str(path.relative_to(ROOT)) for path, _ in changed]
+
+
+def problems() -> Iterator[str]:
+    """Yields the documents that differ from what is rendered, and names that no document has."""
+    found: set[str] = set()
+    values = rendered()
+    for path, old, text in _rendered_documents():
+        found.update(name for _, name, _, _ in _MARKED.findall(old))
+        for before, after in zip(old.split("\n"), text.split("\n"), strict=False):
+            if before != after:
+                yield f"{path.relative_to(ROOT)}: {before.strip()!r} should be {after.strip()!r}"
+                break
+    yield from (f"{name}: rendered, and no document shows it" for name in sorted(set(values) - found))
+
+
+def _rendered_documents() -> Iterator[tuple[Path, str, str]]:
+    values = rendered()
+    for path in (ROOT / name for name in DOCUMENTS):
+        old = path.read_text(encoding="utf-8")
+        yield path, old, document(old, values)
+
+
+def rendered() -> Values:
+    """Returns the text of each name."""
+    sections: tuple[Callable[[], Values], ...] = (
+        acceptance,
+        serving,
+        paired,
+        one_after_the_other,
+        locality,
+        policies,
+        budgets,
+        predictors,
+        executions,
+        papers,
+    )
+    return {name: text for section in sections for name, text in section().items()}
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+# -- sections, in the order of the documents ---------------------------------------------------------------
+
+
+def acceptance() -> Values:
+    methods = result("toy_acceptance")["methods"]
+    columns = {
+        "ngram-5": "ngram, 5 drafts",
+        "eagle3-5": "EAGLE-3, 5",
+        "draft-5": "dense draft, 5",
+        "int8-5": "INT8 copy, 5",
+    }
+    said = {"ngram-5": " (its greedy text repeats itself)"}
+    row = [f"{methods[name]['acceptance_length']:.2f}{said.get(name, '')}" for name in columns]
+    equal = {found["requests_equal_to_no_speculation"] for found in methods.values()}
+    return {
+        "acceptance.requests": _one({str(found["requests"]) for found in methods.values()}),
+        "acceptance.equal": _one(map(str, equal)),
+        "acceptance": table(columns.values(), [row]),
+    }
+
+
+def serving() -> Values:
+    rows = {(row["name"], row["configuration"]["speculation"]): row for row in result("serving_toy")["rows"]}
+    names = {
+        "stock": "stock vLLM, all in RAM",
+        "spac 100%": "spac, all experts resident",
+        "spac 25% lru": "spac, 25 %, `lru`",
+        "spac 25% reuse": "spac, 25 %, `reuse`",
+    }
+    lines = []
+    for name, shown in names.items():
+        plain, drafted = rows[name, "none"], rows[name, "eagle3"]
+        bound = "" if plain["ratio_to_bound"] is None else f"{plain['ratio_to_bound']:.2f}"
+        note = " (`guard=on` skips drafts that do not pay)" * (name == "spac 100%")
+        ratios = f"{plain['ratio_to_stock']:.2f}", f"{drafted['ratio_to_stock']:.2f}{note}"
+        lines.append([shown, _rate(plain), ratios[0], bound, _rate(drafted), ratios[1]])
+    head = ("tokens/s", "no drafts", "× stock", "time / bound", "EAGLE-3, 4 drafts", "× stock")
+    return {"serving": table(head, lines)}
+
+
+def paired() -> Values:
+    what = {
+        "paired_resident_toy": "spac over stock vLLM",
+        "paired_never_slower_toy": "EAGLE-3, 4 drafts, over no drafts (`guard=on`)",
+        "paired_trace_toy": "`--spac-trace` over no trace",
+    }
+    lines, exact = [], {"paired_resident_toy": 2}
+    for name, shown in what.items():
+        digits = exact.get(name, 3)
+        for place, row in enumerate(result(name)["rows"]):
+            first = (shown, f"`{name}.json`") if place == 0 else ("", "")
+            low, high = row["interval"]
+            interval = f"{low:.{digits}f} – {high:.{digits}f}"
+            slots = row["slots"].replace("%", " %")
+            lines.append([first[0], slots, f"{row['ratio']:.{digits}f}", interval, first[1]])
+    resident, slower = result("paired_resident_toy")["rows"][0], result("paired_never_slower_toy")["rows"]
+    steps = [engine["steps"] for row in slower for engine in row["other"]["guard"]]
+    without = [100 * count["0"] / sum(count.values()) for count in steps]
+    least = [engine["steps"] for row in slower if row["slots"] == "5%" for engine in row["other"]["guard"]][0]
+    low, high = resident["interval"]
+    return {
+        "paired": table(("", "slots", "ratio", "95 %", ""), lines),
+        "resident.ratio": f"{resident['ratio']:.2f}",
+        "resident.interval": f"{low:.2f} – {high:.2f}",
+        "guard.without": f"{min(without):.0f}-{max(without):.0f} %",
+        "guard.trials": f"{sum(least.values()) - least['0']} of {sum(least.values()):,}",
+    }
+
+
+def one_after_the_other() -> Values:
+    name = "spac 25% reuse"
+    content = result("serving_toy_budget")
+    rates = {row["name"]: row for row in content["rows"]}
+    counted = {run["configuration"]: run["batches"]["1"]["counters"] for run in content["runs"]}
+    loads = [counted[f"{name}{budget}, eagle3"]["loads"] for budget in ("", " budget 32")]
+    alone = result("serving_toy_policies")
+    speeds = {row["name"]: _rate(row) for row in alone["rows"]}
+    counters = {run["configuration"]: run["batches"]["1"]["counters"] for run in alone["runs"]}[
+        "spac 25% utility+prefetch"
+    ]
+    ahead = counters["bytes"]["disk ahead"] * counters["loads"] // counters["bytes"]["disk"]
+    simulated = result("simulated_toy")["rows"]
+    return {
+        "budget.dropped": f"{100 * rates[f'{name} budget 32']['dropped_share']:.1f} %",
+        "budget.loads": f"{100 * (1 - loads[1] / loads[0]):.0f} %",
+        "budget.speed": _rate(rates[f"{name} budget 32"]),
+        "budget.exact": _rate(rates[name]),
+        "prefetch.utility": speeds["spac 25% utility+prefetch"],
+        "prefetch.lru": speeds["spac 25% lru"],
+        "prefetch.reuse": speeds[name],
+        "prefetch.experts": str(ahead),
+        "prefetch.steps": str(counters["steps"]["decode"]),
+        **{
+            f"simulated.{drafts}{suffix}": ", ".join(
+                f"{100 * row[key]:+.0f}" for row in simulated if row["speculation"] == drafts
+            )
+            for drafts in ("none", "eagle3")
+            for key, suffix in (("error", ""), ("error_with_it", ".waiting"))
+        },
+    }
+
+
+def locality() -> Values:
+    known = result("toy_locality")["traces"]["none1"]
+    names = {
+        "overlap": "overlap of a token's experts with the previous token's",
+        "lru_small": "hits of one LRU per layer, 19 % of its experts",
+        "lru_large": "the same, 38 %",
+        "distinct": "experts of 9 consecutive tokens, per layer",
+        "least": "tokens that select the least used expert",
+        "most": "tokens that select the most used expert",
+    }
+    lines = []
+    for name, shown in names.items():
+        there = [one for one in PUBLISHED if one.figure == name]
+        value = known["mean"][name]
+        said = ", ".join(f"{100 * one.value:.1f} % ({one.model})" for one in there)
+        source = ", ".join(f"{one.source}: {one.conditions}" for one in there)
+        lines.append([shown, f"{value:.1f}" if name == "distinct" else f"{100 * value:.1f} %", said, source])
+    return {
+        "locality": table(("", "toy model", "published", "source, and what differs there"), lines),
+        "locality.tokens": f"{known['tokens']:,}",
+    }
+
+
+def policies() -> Values:
+    content = result("toy_policies")
+    rates, shares = content["mean_hit_rates"], content["shares_percent"]
+    names = {
+        "lru": "`lru`",
+        "layer_lru": "`layer_lru`",
+        "lfu": "`lfu`",
+        "pinned": "`pinned`",
+        "utility": "`utility` (MoE-SpAc)",
+        "reuse": "`reuse`",
+        "belady": "Belady (knows the future)",
+    }
+    names = {name: shown for name, shown in names.items() if name in rates}
+    lines = []
+    for share in (10, 17, 25, 50):
+        found = {name: 100 * rates[name][shares.index(share)] for name in names}
+        best = max(value for name, value in found.items() if name != "belady")
+        cells = [f"**{value:.1f}**" if value == best else f"{value:.1f}" for value in found.values()]
+        lines.append([f"{share} %", *cells])
+    others = zip(rates["reuse"], rates["reuse@half_lives=(1,4,16)"], strict=True)
+    return {
+        "policies": table(("experts in slots", *names.values()), lines),
+        "policies.traces": _WORDS[len(content["traces"])],
+        "policies.half_lives": f"{100 * max(abs(a - b) for a, b in others):.1f}",
+    }
+
+
+def budgets() -> Values:
+    content = result("toy_quality")
+    points = {(p["ranking"], p["coverage"], p["budget"], p["mass"]): p for p in content["points"]}
+    natural = content["natural"]["distinct"]
+    shown = {
+        ("coactivation", "substitution", None, 0.8): "`coactivation`, 0.8 of the mass `scores`",
+        ("router", "substitution", 40, None): "`router`, B = 40",
+        ("coactivation", "substitution", 32, None): "`coactivation`, B = 32",
+    }
+    lines = []
+    for key, name in shown.items():
+        point = points[key]
+        saved, change = 1 - point["distinct"] / natural, point["perplexity_change"]
+        lines.append([name, f"{100 * saved:.1f} %", f"{100 * change:+.2f} %", f"{100 * point['agreement']:.1f} %"])
+    half = content["facts"]["experts"] // 2
+    curves = {size["size"]: 100 * size["curve"][half - 1] for size in content["routing"]["sizes"]}
+    study = [p for p in content["reconstruction"]["points"] if (p["coverage"], p["budget"]) == ("truncation", 24)]
+    errors = {p["ranking"]: f"{100 * p['error']:.1f} %" for p in study}
+    return {
+        "quality": table(("ranking, substitution", "bytes saved", "perplexity", "top-1 agreement"), lines),
+        "quality.tokens": f"{content['reference']['tokens']:,}",
+        "quality.natural": f"{natural:.1f}",
+        "quality.half_63": f"{curves[63]:.1f} %",
+        "quality.half_9": f"{curves[9]:.1f} %",
+        **{f"quality.error.{ranking}": error for ranking, error in errors.items()},
+    }
+
+
+def predictors() -> Values:
+    content = result("toy_policies")
+    drafted = [name for name, facts in content["traces"].items() if facts["drafts"]]
+    found = [
+        {name: value["mean"] for name, value in content["prediction_accuracy"][trace].items()} for trace in drafted
+    ]
+    best = [max(one["last step"], one["none"]) for one in found]
+    equal = [one["reuse"] for one, base in zip(found, best, strict=True) if one["reuse"] <= base]
+    return {
+        "predictors.traces": _WORDS[len(found)],
+        "predictors.paper": _range(100 * one["paper"] for one in found),
+        "predictors.reuse": _range(100 * one["reuse"] for one in found),
+        "predictors.last": _range(100 * one["last step"] for one in found),
+        "predictors.none": _range(100 * one["none"] for one in found),
+        "predictors.below_last": _WORDS[sum(one["paper"] < one["last step"] for one in found)],
+        "predictors.below_none": _WORDS[sum(one["paper"] < one["none"] for one in found)],
+        "predictors.above": _WORDS[len(found) - len(equal)],
+        "predictors.equal": f"{100 * max(equal, default=0):.1f} %",
+    }
+
+
+def executions() -> Values:
+    content = result("toy_executions")
+    times: dict[tuple, dict[tuple, float]] = {}
+    for row in content["rows"]:
+        place = row["trace"], row["profile"], row["share_percent"]
+        way = row["execution"], row["policy"], row.get("admission"), row.get("moves")
+        times.setdefault(place, {})[way] = row["tpot_ms"]
+    layer = ("pointers", "reuse", "layer", None)
+
+    def ratios(way: tuple, trace: str | None = None) -> list[float]:
+        return [found[way] / found[layer] for place, found in times.items() if trace in (None, place[0])]
+
+    step = ("pointers", "reuse", "step", content["default_moves"])
+    slots, flashlib = ratios(("slots", "reuse", None, None)), ratios(("flashlib", "lru", None, None))
+    return {
+        **{f"step.{trace}": _range(100 * (ratio - 1) for ratio in ratios(step, trace)) for trace in content["traces"]},
+        "executions.slots": f"{min(slots):.2f}-{max(slots):.2f}",
+        "executions.flashlib": f"{min(flashlib):.2f}-{max(flashlib):.1f}",
+    }
+
+
+def papers() -> Values:
+    scored, routed = result("toy_moe_spac"), result("toy_moe_spec")
+    by_score, pairs = scored["spread"]["frequency"]["mean"], routed["spread"]["pairs"]["mean"]
+    distinct = dict(zip(routed["sizes"], routed["spread"]["distinct"]["mean"], strict=True))
+    half = routed["experts"] // 2 - 1
+    return {
+        "moe_spac.idle": f"{by_score[0]:.1f}",
+        "moe_spac.hot": f"{by_score[-1]:.1f}",
+        "moe_spac.traces": _WORDS[len(scored["traces"])],
+        "moe_spec.pairs": f"{min(pairs):.0f} to {max(pairs):.0f}",
+        "moe_spec.distinct": f"{distinct[127]:.0f}",
+        "moe_spec.half": f"{100 * routed['spread']['mass_63']['mean'][half]:.0f} %",
+    }
+
+
+# -- text --------------------------------------------------------------------------------------------------
+
+_WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns a table in Markdown."""
+    head = list(head)
+    lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def _rate(row: dict[str, Any]) -> str:
+    return f"{row['tokens_per_second']['median']:.1f}"
+
+
+def _range(percent: Iterable[float]) -> str:
+    values = list(percent)
+    return f"{min(values):.0f}-{max(values):.0f} %"
+
+
+def _one(values: Iterable[str]) -> str:
+    """Returns the value that all have; ``ValueError`` if they differ, which the sentence would have to say."""
+    [value] = set(values)
+    return value

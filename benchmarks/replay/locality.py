@@ -1,0 +1,48 @@
+"""Measures the locality of recorded routing: how much a token's experts tell about those of the next tokens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import print
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import RESULTS, ROOT, TRACES, is_toy, provenance, sha256, write_result
+
+from vllm_spac.traces.format import Trace
+from vllm_spac.traces.locality import Locality
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@app.command(help=__doc__)
+def main(
+    traces: Annotated[
+        list[Path] | None, typer.Argument(help="Files of --spac-trace.", show_default="benchmarks/traces")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_locality.json",
+) -> None:
+    result: dict[str, Any] = {"provenance": provenance(), "traces": {}}
+    for path in traces or sorted(TRACES.glob("*.trace")):
+        trace = Trace.load(path)
+        found = Locality.of(trace)
+        known = {"sha256": sha256(path), "model": trace.facts.model, "toy_model": is_toy(ROOT / trace.facts.model)}
+        known |= {"tokens": found.tokens, "rows": found.rows, "mean": rounded(found.means())}
+        known["layers"] = {name: [rounded(x) for x in values.tolist()] for name, values in found.layers().items()}
+        result["traces"][path.stem] = known
+        print(path.name, known["mean"])
+    write_result(output, result)
+
+
+def rounded(value: Any) -> Any:
+    """Returns numbers with six decimals, None for nan, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    return None if value != value else round(value, 6)
+
+
+if __name__ == "__main__":
+    app()
