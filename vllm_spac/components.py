@@ -4,13 +4,18 @@ A family is a sub-package with a ``base.py``. Each other module of it contains o
 whose module ``<family>.py`` contains it. Modules whose names begin with an underscore are shared by the family.
 ``package.module:Class`` names a component outside this package. No engine can serve with a component whose ``offline``
 is not empty; it holds the reason.
+
+Where arguments are accepted, ``name@argument=value@...`` sets keyword arguments of the component's constructor, e.g.
+``utility@upper=1``. Values are Python literals, or text.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +23,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.system.printable import brief
 
 OUTSIDE = "package.module:Class"
+WITH_ARGUMENTS = "name@argument=value"
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,13 @@ class ComponentName:
         family: folder below ``vllm_spac``, with dots.
         noun: what its components are called in an error.
         others: accepted values in addition to the names of components.
+        arguments: whether ``name@argument=value`` is accepted.
     """
 
     family: str
     noun: str
     others: tuple[str, ...] = ()
+    arguments: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -47,10 +55,13 @@ class ComponentName:
         """
         if value is None or value in self.others:
             return value
-        if not isinstance(value, str) or (":" not in value and value not in names(self.family)):
+        if not isinstance(value, str):
             raise ValueError(f"no {self.noun} is called {brief(value)}; {self._known()}, or {OUTSIDE}")
+        name, given = parse(value) if self.arguments else (value, {})
+        if ":" not in name and name not in names(self.family):
+            raise ValueError(f"no {self.noun} is called {brief(name)}; {self._known()}, or {OUTSIDE}")
         try:
-            found = find(self.family, value)
+            found = find(self.family, name)
         except ConfigError as error:
             raise ValueError(f"{error}, or {self._known()}") from error
         if inspect.isabstract(found):
@@ -59,11 +70,13 @@ class ComponentName:
         if found.offline:
             reason = f"the {self.noun} {brief(value)} cannot serve: {found.offline}"
             raise ValueError(f"{reason}; {self._known()}, or {OUTSIDE}")
+        _check_arguments(found, given)
         return value
 
     def values(self) -> list[str]:
-        """Values of the knob: ``others``, the components that can serve, and the form of an outside name."""
-        return [*self.others, *serving(self.family), OUTSIDE]
+        """Values of the knob: ``others``, the components that can serve, and the forms of other values."""
+        forms = [OUTSIDE, WITH_ARGUMENTS] if self.arguments else [OUTSIDE]
+        return [*self.others, *serving(self.family), *forms]
 
     def _known(self) -> str:
         return f"use one of {', '.join([*self.others, *serving(self.family)])}"
@@ -84,12 +97,45 @@ def serving(family: str) -> list[str]:
     return [name for name in names(family) if not find(family, name).offline]
 
 
-def find(family: str, name: str) -> type[Any]:
-    """Returns the class called ``name`` in ``family``.
+def parse(spec: str) -> tuple[str, dict[str, Any]]:
+    """Splits ``name@argument=value@...`` into the name and the arguments.
+
+    Raises:
+        ConfigError: a part after ``@`` has no ``=``.
+    """
+    name, *settings = spec.split("@")
+    arguments: dict[str, Any] = {}
+    for setting in settings:
+        argument, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"{brief(setting)} in {brief(spec)} sets nothing; use name@argument=value")
+        try:
+            arguments[argument] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            arguments[argument] = value
+    return name, arguments
+
+
+def arguments_of(found: type[Any]) -> list[str]:
+    """Returns the keyword arguments of a component that ``name@argument=value`` may set, sorted."""
+    parameters = inspect.signature(found).parameters.values()
+    return sorted(p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
+
+
+def _check_arguments(found: type[Any], given: dict[str, Any]) -> None:
+    known = arguments_of(found)
+    if unknown := [name for name in given if name not in known]:
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise ConfigError(f"{found.__name__} has no argument {brief(unknown[0])}; {has}")
+
+
+def find(family: str, spec: str) -> type[Any]:
+    """Returns the class that ``name`` or ``name@argument=value`` names in ``family``.
 
     Raises:
         ConfigError: there is none, or it is not a subclass of the family's base.
     """
+    name = spec.partition("@")[0]
     if ":" in name:
         return _outside(family, name)
     if name not in names(family):
@@ -115,9 +161,28 @@ def base(family: str) -> type[Any]:
     return found
 
 
-def build(family: str, name: str, **knobs: Any) -> Any:
-    """Returns an instance of the component ``name`` of ``family``, constructed with ``knobs``."""
-    return find(family, name)(**knobs)
+def build(family: str, spec: str, make: Callable[..., Any] | None = None, **given: Any) -> Any:
+    """Returns an instance of a component of ``family``.
+
+    Args:
+        spec: ``name`` or ``name@argument=value@...``.
+        make: called in place of the class's constructor, e.g. a class method of the family.
+        given: arguments that are not for ``spec`` to set.
+
+    Raises:
+        ConfigError: there is no such component, or it refuses its arguments.
+    """
+    name, arguments = parse(spec)
+    found = find(family, name)
+    if fixed := arguments.keys() & given.keys():
+        raise ConfigError(f"{brief(spec)}: {', '.join(sorted(fixed))} cannot be set here")
+    if not arguments:
+        return (make or found)(**given)
+    _check_arguments(found, arguments)
+    try:
+        return (make or found)(**given, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{brief(spec)} cannot be built: {error}") from error
 
 
 def _outside(family: str, name: str) -> type[Any]:

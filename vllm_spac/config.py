@@ -121,10 +121,12 @@ class SpacConfig(BaseModel):
     disk_dir: _SomePath = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
     )
-    policy: Annotated[str, ComponentName("policies", "policy")] = Field(
-        "reuse", description="Which expert is evicted when a slot is needed."
+    policy: Annotated[str, ComponentName("policies", "policy", arguments=True)] = Field(
+        "reuse",
+        description="Which expert is evicted when a slot is needed. Arguments of a component are set as in "
+        "utility@upper=1.",
     )
-    prefetch: Annotated[str, ComponentName("predictors", "predictor", ("off",))] = Field(
+    prefetch: Annotated[str, ComponentName("predictors", "predictor", ("off",), arguments=True)] = Field(
         "off",
         description="Prefetch experts in the background: utility, those with the highest utility over past steps; off, "
         "none.",
@@ -139,7 +141,7 @@ class SpacConfig(BaseModel):
         description="Compute missing experts on the CPU, where they are stored, exact up to rounding: off; auto, those "
         "that the balancer selects; or N, in each forward of a layer the N missing ones with the fewest rows.",
     )
-    balancer: Annotated[str | None, ComponentName("balancers", "balancer")] = Field(
+    balancer: Annotated[str | None, ComponentName("balancers", "balancer", arguments=True)] = Field(
         None,
         description="With cpu_experts=auto, selects the experts for the CPU: waterfill (default) or threshold "
         "(MoE-SpAc's).",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import vllm_spac.policies
 from vllm_spac import components
+from vllm_spac.core import Rates
 from vllm_spac.errors import ConfigError
 from vllm_spac.policies.lfu import LFU
 from vllm_spac.policies.lru import LRU
@@ -50,6 +52,41 @@ def test_build_by_name_with_knobs() -> None:
     policy = components.build("policies", "lfu", half_life=7)
     assert type(policy) is LFU
     assert policy._half_life == 7
+
+
+def test_arguments_are_part_of_a_name() -> None:
+    assert components.parse("utility@upper=1@variant=literal@boundaries=(3, 1)") == (
+        "utility",
+        {"upper": 1, "variant": "literal", "boundaries": (3, 1)},
+    )
+    assert components.find("policies", "utility@upper=1") is components.find("policies", "utility")
+    policy = components.build("policies", "utility@upper=2")
+    policy.observe(np.array([9, 0]))
+    for count in (0, 9, 0, 9, 0, 9):
+        policy.observe(np.array([count, 0]))
+    assert policy.scores.max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("utility@upper", "sets nothing"),
+        ("utility@lower=1", "Utility has no argument 'lower'; it has boundaries, forget, gamma"),
+        ("lru@upper=1", "it has none"),
+        ("utility@upper=0", "cannot be built: .*upper >= 1"),
+        ("utility@upper=many", "cannot be built"),
+    ],
+)
+def test_wrong_arguments_are_refused(spec: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        components.build("policies", spec)
+
+
+def test_arguments_that_the_caller_gives_cannot_be_set() -> None:
+    given = {"rates": Rates(1.0, 1.0, 1.0), "layers": 1, "top_k": 1}
+    assert components.build("balancers", "threshold@fixed=2", **given).threshold(0) == 2
+    with pytest.raises(ConfigError, match="layers cannot be set here"):
+        components.build("balancers", "threshold@layers=2", **given)
 
 
 def test_a_new_file_is_a_new_component(add) -> None:

@@ -249,3 +249,23 @@ def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_onl
     assert check_knob(name, text) == text
     with pytest.raises(ConfigError, match=flag(name)):
         SpacConfig.parse({name: text})
+
+
+@pytest.mark.parametrize("knob", ["policy", "prefetch", "balancer"])
+def test_a_component_takes_arguments(knob: str) -> None:
+    spec, wrong = {
+        "policy": ("utility@upper=1@boundaries=(3, 1)", "utility@lower=1"),
+        "prefetch": ("utility@variant=released", "utility@num_experts=1"),
+        "balancer": ("threshold@fixed=2", "threshold@tau=2"),
+    }[knob]
+    more = {"cpu_experts": "auto"} if knob == "balancer" else {}
+    assert getattr(SpacConfig.parse({knob: spec} | more), knob) == spec
+    with pytest.raises(ConfigError, match=f"{knob}.*has no argument"):
+        SpacConfig.parse({knob: wrong} | more)
+    with pytest.raises(ConfigError, match=f"{knob}.*sets nothing"):
+        SpacConfig.parse({knob: f"{spec}@on"} | more)
+
+
+def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
+    with pytest.raises(ConfigError, match=r"no store is called 'host@threads=4'"):
+        SpacConfig.parse({"store": "host@threads=4"})

@@ -56,7 +56,8 @@ class PrefetchSettings:
 
     def __post_init__(self) -> None:
         known = components.names("predictors")
-        if self.prefetch not in ("off", *known) and ":" not in self.prefetch:
+        name, _ = components.parse(self.prefetch)
+        if name not in ("off", *known) and ":" not in name:
             raise ConfigError(f"spac: prefetch={self.prefetch!r} is not known; use off or {', '.join(known)}")
         if self.threshold < 1 or self.depth < 1 or (self.background is not None and self.background < 1):
             raise ConfigError("spac: threshold, depth and background of the prefetcher must be at least 1")
@@ -69,7 +70,7 @@ class PrefetchSettings:
 
     @property
     def predictor(self) -> str:
-        """Name of the predictor; balancers may need its scores even if nothing is prefetched."""
+        """The predictor, with its arguments; balancers may need its scores even if nothing is prefetched."""
         return "utility" if self.prefetch == "off" else self.prefetch
 
     def build(self, experts: int) -> Predictor:

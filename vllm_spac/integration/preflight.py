@@ -71,6 +71,8 @@ def check_knobs(config: SpacConfig) -> None:
     with _naming(config, "policy"):
         try:
             components.build("policies", config.policy)
+        except ConfigError:
+            raise
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError(f"it cannot be built without arguments: {problem}; give them defaults") from error

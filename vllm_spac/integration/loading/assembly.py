@@ -88,7 +88,7 @@ def policy(config: SpacConfig, shape: MoEShape, slots: int) -> Policy:
     if kind.needs_calibration and config.calibration is not None:
         calibration = Calibration.read(config.calibration)
         counts = calibration.counts[[calibration.layers.index(name) for name in shape.layers]].numpy()
-    return kind.of(PolicyContext(slots, shape.top_k, counts))
+    return components.build("policies", config.policy, kind.of, context=PolicyContext(slots, shape.top_k, counts))
 
 
 def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
