@@ -1,0 +1,163 @@
+"""Serves a ladder of knobs on a scaled machine: real engines in real time, with the proportions of a real machine.
+
+The forward has one core, loads and CPU experts have another. First a layer is measured with all experts resident; then
+loads and CPU experts are made as slow, relative to it, as they are relative to a layer of --machine (calculated from
+its packaged profile for Qwen3-30B-A3B). All rungs and the resident engine take turns with each prompt, as far as memory
+permits. Times are [bold]scaled[/]: only ratios mean anything.
+
+With --pacing-cost, an engine without pacing is compared with one whose deadlines have always passed: its speedup should
+be 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+import ladder as ladders
+import ladder_report
+import plan
+import prompts
+from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from processes import EngineError
+from proportions import Proportions, names
+from run import PACKED, PackedFolder, Settings
+from scale import Cores, Scale, engines_at_once, on
+
+from vllm_spac.checkpoint.headers import read_checkpoint
+from vllm_spac.config import Slots
+from vllm_spac.errors import SpacError
+
+_DRAFT_OFF = 1.5  # a draft token that takes this many times as long as on the real machine, or 1 / as long, is reported
+_RUNGS = "layer_lru,reuse,prefetch,cpu,drafts"
+_EPILOG = """[bold]Examples[/]
+
+python benchmarks/scaled/run.py .cache/toy/mid --machine rtx4090 --slots 25%,50%
+
+python benchmarks/scaled/run.py .cache/toy/mid --machine h200-int4 --slots 25% --rungs reuse,cpu --turns 30
+
+python benchmarks/scaled/run.py .cache/toy/mid --machine rtx4090 --slots 25% --dtype float32
+
+python benchmarks/scaled/run.py .cache/toy/mid --pacing-cost --slots 25%
+"""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@app.command(help=__doc__, epilog=_EPILOG)
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
+    machine: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090",
+    slots: Annotated[str, typer.Option(help="Values of --spac-slots, one ladder each.")] = "25%,50%",
+    rungs: Annotated[str, typer.Option(help="Rungs, each added to those before it.")] = _RUNGS,
+    ladder: Annotated[bool, typer.Option("--ladder/--pacing-cost", help="What is served.")] = True,
+    predictor: Annotated[str, typer.Option(help="--spac-prefetch of the rung prefetch.")] = "utility",
+    turns: Annotated[int, typer.Option(min=2, help="Prompts that count.")] = 16,
+    warm: Annotated[int, typer.Option(min=0, help="Prompts before them that do not.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per speculative step.")] = 4,
+    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: MODEL-eagle3.")] = None,
+    disk_dir: PackedFolder = PACKED,
+    dtype: Annotated[str, typer.Option(help="Of all engines; float32 where rounding changes tokens.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
+    output: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/scaled_MACHINE_toy.json.")] = None,
+) -> None:
+    exit_on_sigterm()
+    console = Console(width=max(160, Console().width))
+    drafts = plan.Drafts(draft_tokens, eagle3 or model.with_name(f"{model.name}-eagle3"), model.with_name("draft"))
+    try:
+        cores, real, sizes = Cores.here(), Proportions.of(machine), plan.split(slots)
+        steps = ladders.rungs(plan.split(rungs), predictor) if ladder else ladders.pacing_cost()
+        for size in sizes:
+            Slots.parse(size)
+        for rung in steps:
+            drafts.settings(rung.speculation)
+        settings = Settings(
+            model, (1,), prompt_tokens, output_tokens, seed, True, None, disk_dir, drafts, timeout,
+            dtype=dtype, environment=cores.environment(),
+        )  # fmt: skip
+        asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+        result = {
+            "label": ("toy model, " if is_toy(model) else "") + f"scaled machine ({machine})",
+            "model": model.name,
+            "prompts": asked.describe(),
+            "warm_turns": warm,
+            "output_tokens": output_tokens,
+            "draft_tokens": draft_tokens,
+            "dtype": dtype,
+            "seed": seed,
+            "environment": cores.environment() | {"PYTHONPATH": "benchmarks/scaled"},
+            "rows": [],
+            "provenance": provenance(),
+        }
+        output = output or RESULTS / f"scaled_{machine if ladder else 'pacing'}_toy.json"
+        _serve(console, result, (steps, sizes, settings, asked.ids, warm), (real, cores, ladder), output)
+    except (ValueError, SpacError, EngineError) as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
+    title = f"{result['label']}: {model.name}"
+    console.print(ladder_report.table(result["rows"], title))
+    for line in (*_remarks(result, real), f"wrote {output} and {output.with_suffix('.png').name}"):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+    ladder_report.picture(result["rows"], title, output.with_suffix(".png"))
+    if any(row["equal_to_resident"] < row["turns"] and not row["rounds"] for row in result["rows"]):
+        raise typer.Exit(1)
+
+
+def _serve(console: Console, result: dict, served: tuple, scaled: tuple, output: Path) -> None:
+    """Derives the scaled machine and serves each number of slots; writes the result so far after each."""
+    (steps, sizes, settings, ids, warm), (real, cores, ladder) = served, scaled
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+        tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
+    ):
+        task = progress.add_task("all experts resident", total=None)
+        scale = Scale.derive(real, settings, ids, warm, cores)
+        result["scale"] = scale.plain()
+        at_once = engines_at_once(scale.resident, read_checkpoint(settings.model).total)
+        settings = on(scale.machine if ladder else scale.faster_than_here(), settings, Path(folder))
+        each = len(ladders.groups(1 + len(steps), at_once)) * len(ids)
+        progress.update(task, total=len(sizes) * each)
+        for size in sizes:
+
+            def advance(names: str, size: str = size) -> None:
+                progress.update(task, advance=1, description=f"{size}: {names}")
+
+            result["rows"] += ladders.serve(steps, size, settings, ids, warm, at_once, advance)
+            write_result(output, result)
+
+
+def _remarks(result: dict, real: Proportions) -> list[str]:
+    """Returns what a reader of the table must know."""
+    scale, rows = result["scale"], result["rows"]
+    machine = scale["machine"]
+    ratios = f"load : layer : CPU expert = {real.load:.2f} : 1 : {real.cpu:.2f}"
+    text = f"{real.name}, {ratios}; a layer takes {1e3 * machine['layer_seconds']:.2f} ms here"
+    found = [f"{text}, {scale['factor']:.0f} times the real machine's"]
+    resident = [row["tpot_median"] for row in rows if row["rung"] == "resident"]
+    drift = max(resident) / (machine["layer_seconds"] * scale["resident"]["layers"])
+    found.append(f"the resident engine took up to {drift:.2f} times as long in turns as when the scale was set")
+    if (draft := ladders.draft_seconds(rows)) is not None:
+        here = draft / machine["layer_seconds"]
+        off = here / real.draft
+        verdict = "as there" if 1 / _DRAFT_OFF < off < _DRAFT_OFF else f"too {'slow' if off > 1 else 'fast'} here"
+        found.append(f"draft : layer = {here:.1f} : 1, on the real machine {real.draft:.1f} : 1: {verdict}")
+        result["scale"]["draft"] = here
+    if any(row["equal_to_resident"] < row["turns"] for row in rows):
+        found.append("tokens differ where rounding decides near-ties; with --dtype float32 they must be equal")
+    return found
+
+
+if __name__ == "__main__":
+    app()
