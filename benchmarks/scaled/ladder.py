@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+from machine import ScaledMachine
 from paired import Arm, Side, interval, take_turns
 from run import Settings
 from scale import RESIDENT
@@ -18,9 +19,10 @@ from scale import RESIDENT
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError
 
+DISTURBED = 0.05  # of a deadline: a mean delay beyond it means that something else runs on this machine
 # Two I/O threads: while one sleeps until its load has passed the link, the next load is on it already.
 PACED = {"store": "tiers:PacedStore", "io_threads": "2"}
-_CPU = {"cpu_experts": "auto", "balancer": "waterfill", "cpu_kernel": "executors:PacedExperts"}
+WATERFILL = {"cpu_experts": "auto", "balancer": "waterfill", "cpu_kernel": "executors:PacedExperts"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def rungs(names: Sequence[str], predictor: str) -> list[Rung]:
         Rung("layer_lru", {"policy": "layer_lru"}),
         Rung("reuse", {"policy": "reuse"}),
         Rung("prefetch", {"prefetch": predictor}),
-        Rung("cpu", _CPU, rounds=True),
+        Rung("cpu", WATERFILL, rounds=True),
         Rung("drafts", {"guard": "on"}, speculation="eagle3", rounds=True),
     ]
     known = [rung.name for rung in every]
@@ -163,3 +165,14 @@ def draft_seconds(rows: Sequence[dict]) -> float | None:
     """Returns the measured seconds per draft token over all rows; None if there were none."""
     own = total([row["counters"].get("own", {}) for row in rows])
     return own["draft_seconds"] / own["draft_tokens"] if own.get("draft_tokens") else None
+
+
+def disturbed(own: Mapping[str, float], machine: ScaledMachine) -> str:
+    """Returns by how much deadlines of ``machine`` were exceeded if that changes the times; else nothing."""
+    found = []
+    for kind, what, deadline in (("load", "loads", machine.load_seconds), ("cpu", "CPU experts", machine.cpu_seconds)):
+        count = own.get(f"{kind}_waits", 0) + own.get(f"{kind}_missed", 0)
+        late = own.get(f"{kind}_overshoot_seconds", 0.0) + own.get(f"{kind}_missed_seconds", 0.0)
+        if count and late / count > DISTURBED * deadline:
+            found.append(f"{what} took {1e3 * late / count:.2f} ms too long in the mean, of {1e3 * deadline:.2f}")
+    return f"{'; '.join(found)}: something else ran on this machine" if found else ""

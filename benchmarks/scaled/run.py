@@ -28,6 +28,7 @@ import ladder_report
 import plan
 import prompts
 from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from machine import ScaledMachine
 from processes import EngineError
 from proportions import Proportions, names
 from run import PACKED, PackedFolder, Settings
@@ -154,6 +155,9 @@ def _remarks(result: dict, real: Proportions) -> list[str]:
         verdict = "as there" if 1 / _DRAFT_OFF < off < _DRAFT_OFF else f"too {'slow' if off > 1 else 'fast'} here"
         found.append(f"draft : layer = {here:.1f} : 1, on the real machine {real.draft:.1f} : 1: {verdict}")
         result["scale"]["draft"] = here
+    for row in rows:
+        if text := ladders.disturbed(row["counters"]["own"], ScaledMachine.model_validate(machine)):
+            found.append(f"{row['slots']}, {row['rung']}: {text}")
     if any(row["equal_to_resident"] < row["turns"] for row in rows):
         found.append("tokens differ where rounding decides near-ties; with --dtype float32 they must be equal")
     return found

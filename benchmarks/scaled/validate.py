@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import plan
 import prompts
 from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
-from ladder import PACED, total
+from ladder import PACED, WATERFILL, disturbed, total
 from paired import Side
 from processes import EngineError, LiveEngine
 from proportions import Proportions, names
@@ -43,7 +43,6 @@ from vllm_spac.system.machine import Machine
 from vllm_spac.traces.format import Trace
 
 DECISIONS, TIMES = 0.02, 0.10  # the greatest relative differences
-_CPU = {"cpu_experts": "auto", "balancer": "waterfill", "cpu_kernel": "executors:PacedExperts"}
 _EPILOG = """[bold]Examples[/]
 
 python benchmarks/scaled/validate.py .cache/toy/mid
@@ -129,7 +128,7 @@ def compare(size: str, balancer: str, costs: Costs, settings: Settings, ids: lis
     profile, recorded = folder / "profile.json", folder / "routing.trace"
     profile.write_text(costs.model_dump_json())
     recorded.unlink(missing_ok=True)
-    cpu = {} if balancer == "none" else {**_CPU, "balancer": balancer, "profile": str(profile)}
+    cpu = {} if balancer == "none" else {**WATERFILL, "balancer": balancer, "profile": str(profile)}
     side = Side(balancer, {"slots": size, "policy": "reuse", **PACED, **cpu, "trace": str(recorded)})
     with closing(LiveEngine(side.job(settings), False, settings.timeout)) as engine:
         answers = [engine.turn(prompt, settings.output_tokens) for prompt in ids]
@@ -211,6 +210,9 @@ def main(
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     _show(console, result)
+    for row in result["rows"]:
+        if text := disturbed(row["own"], scale.machine):
+            console.print(f"{row['slots']}, balancer {row['balancer']}: {text}")
     console.print(f"wrote {output}", soft_wrap=True)
     if not all(row["agrees"] for row in result["rows"]):
         raise typer.Exit(1)
