@@ -19,7 +19,7 @@ from scale import RESIDENT
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError
 
-DISTURBED = 0.05  # of a deadline: a mean delay beyond it means that something else runs on this machine
+DISTURBED = 0.05  # of a deadline: a mean delay beyond it is reported
 # Two I/O threads: while one sleeps until its load has passed the link, the next load is on it already.
 PACED = {"store": "tiers:PacedStore", "io_threads": "2"}
 WATERFILL = {"cpu_experts": "auto", "balancer": "waterfill", "cpu_kernel": "executors:PacedExperts"}
@@ -34,7 +34,7 @@ class Rung:
     """
 
     name: str
-    adds: Mapping[str, str] = field(default_factory=dict)
+    adds: dict[str, str] = field(default_factory=dict)
     speculation: str = "none"
     rounds: bool = False
 
@@ -95,14 +95,14 @@ def serve(
     ids: list[list[int]],
     warm: int,
     at_once: int,
-    advance: Callable[[str], object] = lambda names: None,
+    advance: Callable[[str], object] = lambda what: None,
 ) -> list[dict]:
     """Serves every prompt on the resident engine and on each rung, in turns; returns a row for each of them.
 
     Args:
         ids: prompts; the first ``warm`` do not count.
         at_once: engines that fit into memory.
-        advance: called with the names of the engines after each turn.
+        advance: called with a description of the engines after each turn.
 
     Raises:
         EngineError: an engine failed.
@@ -112,7 +112,7 @@ def serve(
         arms, turns = [Arm(engines[number]) for number in group], []
         for answers in take_turns(arms, ids, settings):
             turns.append(answers)
-            advance(", ".join(arm.side.text for arm in arms))
+            advance(f"{slots}: {', '.join(arm.side.text for arm in arms)}")
         for place, number in enumerate(group):
             if number not in rows:
                 rows[number] = row(engines[number], turns[warm:], place, settings.seed)
@@ -161,10 +161,10 @@ def total(counters: Sequence[dict]) -> dict:
     return found
 
 
-def draft_seconds(rows: Sequence[dict]) -> float | None:
-    """Returns the measured seconds per draft token over all rows; None if there were none."""
-    own = total([row["counters"].get("own", {}) for row in rows])
-    return own["draft_seconds"] / own["draft_tokens"] if own.get("draft_tokens") else None
+def drafted(rows: Sequence[dict]) -> tuple[int, float]:
+    """Returns the number of draft tokens over all rows, and the measured seconds per token: 0 if there are none."""
+    own = total([row["counters"]["own"] for row in rows])
+    return own["draft_tokens"], own["draft_seconds"] / max(1, own["draft_tokens"])
 
 
 def disturbed(own: Mapping[str, float], machine: ScaledMachine) -> str:
@@ -175,4 +175,4 @@ def disturbed(own: Mapping[str, float], machine: ScaledMachine) -> str:
         late = own.get(f"{kind}_overshoot_seconds", 0.0) + own.get(f"{kind}_missed_seconds", 0.0)
         if count and late / count > DISTURBED * deadline:
             found.append(f"{what} took {1e3 * late / count:.2f} ms too long in the mean, of {1e3 * deadline:.2f}")
-    return f"{'; '.join(found)}: something else ran on this machine" if found else ""
+    return f"{'; '.join(found)}: does something else run on this machine?" if found else ""

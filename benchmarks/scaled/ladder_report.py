@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 _TIMES = ("slots", "rung", "TPOT ms [95 %]", "x first [95 %]", "of resident")
-_COUNTS = ("hits", "loads", "on CPU", "ahead", "late loads", "late CPU", "= resident", "= first")
+_COUNTS = ("hits", "loads", "on CPU", "ahead", "late ms", "late CPU", "= resident", "= first")
 
 
 def table(rows: Sequence[dict], title: str) -> Table:
@@ -22,7 +22,7 @@ def table(rows: Sequence[dict], title: str) -> Table:
     for name in (*_TIMES, *_COUNTS):
         view.add_column(name, justify="left" if name == "rung" else "right", no_wrap=True)
     for row in rows:
-        counters, own = row["counters"], row["counters"].get("own", {})
+        counters, own = row["counters"], row["counters"]["own"]
         steps = max(1, sum(counters["steps"].values()))
         used = counters["hits"] + counters["misses"] + counters["cpu_experts"]
         view.add_row(
@@ -45,11 +45,10 @@ def _spread(row: dict, median: str, interval: str, unit: float = 1) -> str:
 
 
 def _late(own: dict, kind: str) -> str:
-    """Returns the mean overshoot of sleeps and the share of deadlines that were missed."""
-    waits, missed = own.get(f"{kind}_waits", 0), own.get(f"{kind}_missed", 0)
-    if not waits + missed:
-        return ""
-    return f"{1e3 * own[f'{kind}_overshoot_seconds'] / max(1, waits):.2f} ms, {100 * missed / (waits + missed):.1f}%"
+    """Returns by how many milliseconds deadlines were exceeded in the mean."""
+    count = own[f"{kind}_waits"] + own[f"{kind}_missed"]
+    late = own[f"{kind}_overshoot_seconds"] + own[f"{kind}_missed_seconds"]
+    return f"{1e3 * late / count:.2f}" if count else ""
 
 
 def _equal(row: dict, name: str) -> str:

@@ -9,18 +9,19 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Self
 
 from machine import ScaledMachine
+from pacing import sleep
 
 from vllm_spac.errors import ConfigError
 
 SHARE = 0.7  # of a deadline, at most, that the work before it may take
 OVERSHOOT = 0.1  # of a deadline, at most, by which a sleep may exceed it
 _SECONDS = 1.0
+_NAP = 1e-3
 _CACHES = 256 << 20  # bytes of experts in rotation: more than caches hold
 
 
@@ -113,14 +114,11 @@ def main(expert_bytes: int, top_k: int, dtype: str) -> Speeds:
         at = next(turn) % count
         target[at] = source[at]
 
-    def doze(seconds: float = 1e-3) -> None:
-        time.sleep(seconds)
-
     return Speeds(
         copy=median(copy, _SECONDS),
         expert=median(lambda: compute(1), _SECONDS),
         fast=median(lambda: compute(top_k), _SECONDS) / top_k,
-        overshoot=median(doze, _SECONDS) - 1e-3,
+        overshoot=median(lambda: sleep(_NAP), _SECONDS) - _NAP,
     )
 
 

@@ -30,7 +30,7 @@ class Proportions:
             a step takes outside of experts. The latter is the profile's, also with experts of 4 bits, because attention
             is rarely quantised.
         load, cpu: an expert over the link, and on the CPU.
-        draft: a draft token.
+        draft: a draft token; ``drafter``: of which model, as the profile has it.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Proportions:
     load: float
     cpu: float
     draft: float
+    drafter: str = ""
 
     @classmethod
     def of(cls, name: str) -> Self:
@@ -53,7 +54,10 @@ class Proportions:
         known, nbytes = Costs.read(profile), EXPERT_PARAMETERS * _BITS[suffix] // 8
         rates = known.rates(nbytes)
         layer = TOP_K * rates.fast + known.other / LAYERS
-        return cls(name, nbytes, layer, rates.stream / layer, rates.cpu / layer, rates.draft / layer)
+        of_draft = [text.removeprefix("draft: ") for text in known.provenance.assumes if text.startswith("draft: ")]
+        return cls(
+            name, nbytes, layer, rates.stream / layer, rates.cpu / layer, rates.draft / layer, "; ".join(of_draft)
+        )
 
     def scaled(self, layer_seconds: float, expert_bytes: int, core: int) -> ScaledMachine:
         """Returns the machine with these proportions whose layer takes ``layer_seconds``.

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -53,6 +54,19 @@ python benchmarks/scaled/run.py .cache/toy/mid --pacing-cost --slots 25%
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What is served: ``rungs`` with each number of slots of ``sizes``; ``paced`` as ``real``, or faster than here."""
+
+    rungs: list[ladders.Rung]
+    sizes: list[str]
+    settings: Settings
+    ids: list[list[int]]
+    real: Proportions
+    cores: Cores
+    paced: bool
+
+
 @app.command(help=__doc__, epilog=_EPILOG)
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
@@ -88,7 +102,7 @@ def main(
             dtype=dtype, environment=cores.environment(),
         )  # fmt: skip
         asked = prompts.load(model, warm + turns, prompt_tokens, seed)
-        result = {
+        result: dict[str, Any] = {
             "label": ("toy model, " if is_toy(model) else "") + f"scaled machine ({machine})",
             "model": model.name,
             "prompts": asked.describe(),
@@ -102,7 +116,7 @@ def main(
             "provenance": provenance(),
         }
         output = output or RESULTS / f"scaled_{machine if ladder else 'pacing'}_toy.json"
-        _serve(console, result, (steps, sizes, settings, asked.ids, warm), (real, cores, ladder), output)
+        _serve(_Run(steps, sizes, settings, asked.ids, real, cores, ladder), result, output)
     except (ValueError, SpacError, EngineError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
@@ -115,27 +129,27 @@ def main(
         raise typer.Exit(1)
 
 
-def _serve(console: Console, result: dict, served: tuple, scaled: tuple, output: Path) -> None:
+def _serve(run: _Run, result: dict, output: Path) -> None:
     """Derives the scaled machine and serves each number of slots; writes the result so far after each."""
-    (steps, sizes, settings, ids, warm), (real, cores, ladder) = served, scaled
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    settings, ids, warm = run.settings, run.ids, result["warm_turns"]
     with (
         Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
         tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
     ):
         task = progress.add_task("all experts resident", total=None)
-        scale = Scale.derive(real, settings, ids, warm, cores)
+        scale = Scale.derive(run.real, settings, ids, warm, run.cores)
         result["scale"] = scale.plain()
         at_once = engines_at_once(scale.resident, read_checkpoint(settings.model).total)
-        settings = on(scale.machine if ladder else scale.faster_than_here(), settings, Path(folder))
-        each = len(ladders.groups(1 + len(steps), at_once)) * len(ids)
-        progress.update(task, total=len(sizes) * each)
-        for size in sizes:
+        settings = on(scale.machine if run.paced else scale.faster_than_here(), settings, Path(folder))
+        turns = len(ladders.groups(1 + len(run.rungs), at_once)) * len(ids)
+        progress.update(task, total=len(run.sizes) * turns)
 
-            def advance(names: str, size: str = size) -> None:
-                progress.update(task, advance=1, description=f"{size}: {names}")
+        def advance(what: str) -> None:
+            progress.update(task, advance=1, description=what)
 
-            result["rows"] += ladders.serve(steps, size, settings, ids, warm, at_once, advance)
+        for size in run.sizes:
+            result["rows"] += ladders.serve(run.rungs, size, settings, ids, warm, at_once, advance)
             write_result(output, result)
 
 
@@ -149,12 +163,13 @@ def _remarks(result: dict, real: Proportions) -> list[str]:
     resident = [row["tpot_median"] for row in rows if row["rung"] == "resident"]
     drift = max(resident) / (machine["layer_seconds"] * scale["resident"]["layers"])
     found.append(f"the resident engine took up to {drift:.2f} times as long in turns as when the scale was set")
-    if (draft := ladders.draft_seconds(rows)) is not None:
-        here = draft / machine["layer_seconds"]
+    count, seconds = ladders.drafted(rows)
+    if count:
+        here = seconds / machine["layer_seconds"]
         off = here / real.draft
         verdict = "as there" if 1 / _DRAFT_OFF < off < _DRAFT_OFF else f"too {'slow' if off > 1 else 'fast'} here"
-        found.append(f"draft : layer = {here:.1f} : 1, on the real machine {real.draft:.1f} : 1: {verdict}")
-        result["scale"]["draft"] = here
+        text = f"draft : layer = {here:.1f} : 1 over {count} draft tokens, on the real machine {real.draft:.1f} : 1"
+        found.append(f"{text} ({real.drafter}): {verdict}")
     for row in rows:
         if text := ladders.disturbed(row["counters"]["own"], ScaledMachine.model_validate(machine)):
             found.append(f"{row['slots']}, {row['rung']}: {text}")

@@ -183,7 +183,7 @@ def test_proportions_of_the_packaged_profiles(name: str, load: float, cpu: float
     profile = Costs.read(name.removesuffix("-int4"))
     rates = profile.rates(real.expert_bytes)
     assert real.layer_seconds == pytest.approx(8 * rates.fast + profile.other / 48)
-    assert real.draft == pytest.approx(profile.draft / real.layer_seconds)
+    assert real.draft == pytest.approx(profile.draft / real.layer_seconds) and "Qwen3-4B" in real.drafter
 
 
 def test_a_machine_keeps_the_proportions() -> None:
@@ -260,10 +260,10 @@ def test_engines_take_turns_in_groups_with_the_first_two() -> None:
     assert ladder.groups(2, 9) == [[0, 1]]
 
 
-def answer(tpot: float, tokens: list[int], **counters: float) -> dict:
+def answer(tpot: float, tokens: list[int]) -> dict:
     known = {"hits": 1, "misses": 1, "loads": 1, "cpu_experts": 0, "prefetches": 0, "steps": {"decode": 4}}
-    own = {"load_waits": 3, "load_missed": 1, "load_overshoot_seconds": 3e-4, "load_missed_seconds": 1e-4}
-    counted = {**known, "own": own | counters}
+    own = pacing.counted() | {"load_waits": 3, "load_missed": 1, "load_overshoot_seconds": 3e-4}
+    counted = {**known, "own": own}
     return {"tpot": [tpot], "ttft": [1.0], "tokens": [tokens], "counters": counted, "choices": {}}
 
 
@@ -295,7 +295,8 @@ def test_table_and_picture(tmp_path: Path) -> None:
 
 def test_drafts_and_disturbed_runs_are_told() -> None:
     rows = [{"counters": {"own": {"draft_seconds": seconds, "draft_tokens": 4}}} for seconds in (1.0, 3.0)]
-    assert ladder.draft_seconds(rows) == 0.5 and ladder.draft_seconds([{"counters": {}}]) is None
+    assert ladder.drafted(rows) == (8, 0.5)
+    assert ladder.drafted([{"counters": {"own": {"draft_seconds": 0.0, "draft_tokens": 0}}}]) == (0, 0.0)
     late = {"load_waits": 9, "load_missed": 1, "load_overshoot_seconds": 9e-4, "load_missed_seconds": 1e-3}
     assert "loads took 0.19 ms too long in the mean, of 2.00" in ladder.disturbed(late, MACHINE)
     assert ladder.disturbed({**late, "load_missed_seconds": 0.0}, MACHINE) == ""
