@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -28,12 +29,12 @@ import ladder as ladders
 import ladder_report
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, exit_on_sigterm, write_result
 from machine import ScaledMachine
 from processes import EngineError
 from proportions import Proportions, names
 from run import PACKED, PackedFolder, Settings
-from scale import Cores, Scale, engines_at_once, on
+from scale import Cores, Scale, engines_at_once, head, on
 
 from vllm_spac.checkpoint.headers import read_checkpoint
 from vllm_spac.config import Slots
@@ -102,19 +103,8 @@ def main(
             dtype=dtype, environment=cores.environment(),
         )  # fmt: skip
         asked = prompts.load(model, warm + turns, prompt_tokens, seed)
-        result: dict[str, Any] = {
-            "label": ("toy model, " if is_toy(model) else "") + f"scaled machine ({machine})",
-            "model": model.name,
-            "prompts": asked.describe(),
-            "warm_turns": warm,
-            "output_tokens": output_tokens,
-            "draft_tokens": draft_tokens,
-            "dtype": dtype,
-            "seed": seed,
-            "environment": cores.environment() | {"PYTHONPATH": "benchmarks/scaled"},
-            "rows": [],
-            "provenance": provenance(),
-        }
+        result = head(machine if ladder else "not paced", asked, settings)
+        result |= {"warm_turns": warm, "draft_tokens": draft_tokens}
         output = output or RESULTS / f"scaled_{machine if ladder else 'pacing'}_toy.json"
         _serve(_Run(steps, sizes, settings, asked.ids, real, cores, ladder), result, output)
     except (ValueError, SpacError, EngineError) as error:
@@ -122,7 +112,8 @@ def main(
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     title = f"{result['label']}: {model.name}"
     console.print(ladder_report.table(result["rows"], title))
-    for line in (*_remarks(result, real), f"wrote {output} and {output.with_suffix('.png').name}"):
+    remarks = [*_on_times(result), *(_on_pace(result, real) if ladder else []), *_on_tokens(result)]
+    for line in (*remarks, f"wrote {output} and {output.with_suffix('.png').name}"):
         console.print(escape(line), highlight=False, soft_wrap=True)
     ladder_report.picture(result["rows"], title, output.with_suffix(".png"))
     if any(row["equal_to_resident"] < row["turns"] and not row["rounds"] for row in result["rows"]):
@@ -153,29 +144,34 @@ def _serve(run: _Run, result: dict, output: Path) -> None:
             write_result(output, result)
 
 
-def _remarks(result: dict, real: Proportions) -> list[str]:
-    """Returns what a reader of the table must know."""
-    scale, rows = result["scale"], result["rows"]
-    machine = scale["machine"]
-    ratios = f"load : layer : CPU expert = {real.load:.2f} : 1 : {real.cpu:.2f}"
-    text = f"{real.name}, {ratios}; a layer takes {1e3 * machine['layer_seconds']:.2f} ms here"
-    found = [f"{text}, {scale['factor']:.0f} times the real machine's"]
-    resident = [row["tpot_median"] for row in rows if row["rung"] == "resident"]
-    drift = max(resident) / (machine["layer_seconds"] * scale["resident"]["layers"])
-    found.append(f"the resident engine took up to {drift:.2f} times as long in turns as when the scale was set")
+def _on_times(result: dict) -> Iterator[str]:
+    """Yields by how much the machine has changed since the scale was set."""
+    before = result["scale"]["machine"]["layer_seconds"] * result["scale"]["resident"]["layers"]
+    drift = max(row["tpot_median"] for row in result["rows"] if row["rung"] == "resident") / before
+    yield f"the resident engine took up to {drift:.2f} times as long in turns as when the scale was set"
+
+
+def _on_pace(result: dict, real: Proportions) -> Iterator[str]:
+    """Yields the machine's proportions, those that drafts had, and which deadlines were not kept."""
+    rows, machine = result["rows"], ScaledMachine.model_validate(result["scale"]["machine"])
+    text = f"{real.name}, load : layer : CPU expert = {real.load:.2f} : 1 : {real.cpu:.2f}; a layer takes"
+    yield f"{text} {1e3 * machine.layer_seconds:.2f} ms here, {result['scale']['factor']:.0f} times the real machine's"
     count, seconds = ladders.drafted(rows)
     if count:
-        here = seconds / machine["layer_seconds"]
+        here = seconds / machine.layer_seconds
         off = here / real.draft
         verdict = "as there" if 1 / _DRAFT_OFF < off < _DRAFT_OFF else f"too {'slow' if off > 1 else 'fast'} here"
         text = f"draft : layer = {here:.1f} : 1 over {count} draft tokens, on the real machine {real.draft:.1f} : 1"
-        found.append(f"{text} ({real.drafter}): {verdict}")
+        yield f"{text} ({real.drafter}): {verdict}"
     for row in rows:
-        if text := ladders.disturbed(row["counters"]["own"], ScaledMachine.model_validate(machine)):
-            found.append(f"{row['slots']}, {row['rung']}: {text}")
-    if any(row["equal_to_resident"] < row["turns"] for row in rows):
-        found.append("tokens differ where rounding decides near-ties; with --dtype float32 they must be equal")
-    return found
+        if text := ladders.disturbed(row["counters"]["own"], machine):
+            yield f"{row['slots']}, {row['rung']}: {text}"
+
+
+def _on_tokens(result: dict) -> Iterator[str]:
+    """Yields what to do about tokens that differ."""
+    if any(row["equal_to_resident"] < row["turns"] for row in result["rows"]):
+        yield "tokens differ where rounding decides near-ties; with --dtype float32 they must be equal"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 from machine import VARIABLE, ScaledMachine
@@ -18,8 +18,10 @@ from proportions import Proportions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+from common import is_toy, provenance
 from paired import Side
 from processes import LiveEngine
+from prompts import Prompts
 from run import Settings
 
 from vllm_spac.checkpoint.headers import read_checkpoint
@@ -140,3 +142,18 @@ def engines_at_once(resident: Resident, total: int) -> int:
     """Returns how many engines with ``total`` experts in slots and store fit into the free memory together."""
     each = _ENGINE_BYTES + 2 * total * resident.expert_bytes
     return int(psutil.virtual_memory().available * 0.8 // each)
+
+
+def head(machine: str, asked: Prompts, settings: Settings) -> dict[str, Any]:
+    """Returns the beginning of a result, whose rows follow; called before anything is measured."""
+    return {
+        "label": ("toy model, " if is_toy(settings.model) else "") + f"scaled machine ({machine})",
+        "model": settings.model.name,
+        "prompts": asked.describe(),
+        "output_tokens": settings.output_tokens,
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "environment": {name: text for name, text in settings.environment.items() if name != "PYTHONPATH"},
+        "rows": [],
+        "provenance": provenance(),
+    }

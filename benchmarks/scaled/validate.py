@@ -13,7 +13,7 @@ import tempfile
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, exit_on_sigterm, write_result
 from ladder import PACED, WATERFILL, disturbed, total
 from paired import Side
 from processes import EngineError, LiveEngine
 from proportions import Proportions, names
 from run import PACKED, Settings
-from scale import Cores, Scale, on
+from scale import Cores, Scale, head, on
 
 from vllm_spac.config import Slots
 from vllm_spac.errors import SpacError
@@ -170,7 +170,6 @@ def main(
     exit_on_sigterm()
     console = Console(width=max(140, Console().width))
     output = output or RESULTS / f"scaled_{machine}_simulated.json"
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         cores, real, sizes = Cores.here(), Proportions.of(machine), plan.split(slots)
         for size in sizes:
@@ -181,41 +180,48 @@ def main(
             model, (1,), prompt_tokens, output_tokens, seed, True, None, PACKED, drafts, timeout,
             dtype=dtype, environment=cores.environment(),
         )  # fmt: skip
-        ids = prompts.load(model, warm + turns, prompt_tokens, seed)
-        result: dict[str, Any] = {
-            "label": ("toy model, " if is_toy(model) else "") + f"scaled machine ({machine})",
-            "model": model.name,
-            "prompts": ids.describe(),
-            "output_tokens": output_tokens,
-            "dtype": dtype,
-            "bounds": {"decisions": DECISIONS, "times": TIMES},
-            "rows": [],
-            "provenance": provenance(),
-        }
+        asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+        result = head(machine, asked, settings) | {"bounds": {"decisions": DECISIONS, "times": TIMES}}
         cases = [(size, balancer) for size in sizes for balancer in plan.split(balancers)]
-        with (
-            Progress(*columns, console=Console(stderr=True)) as progress,
-            tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
-        ):
-            task = progress.add_task("all experts resident", total=1 + len(cases))
-            scale = Scale.derive(real, settings, ids.ids, warm, cores)
-            result["scale"], costs = scale.plain(), costs_of(scale)
-            settings = on(scale.machine, settings, Path(folder))
-            for size, balancer in cases:
-                progress.update(task, advance=1, description=f"{size}, balancer {balancer}")
-                result["rows"].append(compare(size, balancer, costs, settings, ids.ids[warm:], Path(folder)))
-                write_result(output, result)
-            progress.advance(task)
+        found = _compare_all(cases, settings, asked.ids, warm, (real, cores), result, output)
     except (ValueError, SpacError, EngineError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     _show(console, result)
     for row in result["rows"]:
-        if text := disturbed(row["own"], scale.machine):
+        if text := disturbed(row["own"], found.machine):
             console.print(f"{row['slots']}, balancer {row['balancer']}: {text}")
     console.print(f"wrote {output}", soft_wrap=True)
     if not all(row["agrees"] for row in result["rows"]):
         raise typer.Exit(1)
+
+
+def _compare_all(
+    cases: list[tuple[str, str]],
+    settings: Settings,
+    ids: list[list[int]],
+    warm: int,
+    where: tuple[Proportions, Cores],
+    result: dict,
+    output: Path,
+) -> Scale:
+    """Compares each (slots, balancer) of ``cases``; writes the result so far after each; returns the scale."""
+    real, cores = where
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=Console(stderr=True)) as progress,
+        tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
+    ):
+        task = progress.add_task("all experts resident", total=1 + len(cases))
+        scale = Scale.derive(real, settings, ids, warm, cores)
+        result["scale"], costs = scale.plain(), costs_of(scale)
+        settings = on(scale.machine, settings, Path(folder))
+        for size, balancer in cases:
+            progress.update(task, advance=1, description=f"{size}, balancer {balancer}")
+            result["rows"].append(compare(size, balancer, costs, settings, ids[warm:], Path(folder)))
+            write_result(output, result)
+        progress.advance(task)
+    return scale
 
 
 def _show(console: Console, result: dict) -> None:
