@@ -64,7 +64,7 @@ def rungs(names: Sequence[str], predictor: str) -> list[Rung]:
 def pacing_cost() -> list[Rung]:
     """Returns the same engine without pacing and with it."""
     unpaced = {"store": "host", "cpu_experts": "2", "cpu_kernel": "executors:UnpacedExperts"}
-    return [Rung("unpaced", unpaced), Rung("paced", {**PACED, "cpu_kernel": "executors:PacedExperts"})]
+    return [Rung("unpaced", unpaced, rounds=True), Rung("paced", {**PACED, "cpu_kernel": "executors:PacedExperts"})]
 
 
 def sides(ladder: Sequence[Rung], slots: str) -> list[Side]:
