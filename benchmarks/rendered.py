@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent / "scaled"))
+import proportions
 from common import RESULTS, ROOT
 
 from vllm_spac.traces.published import PUBLISHED
@@ -72,6 +75,7 @@ def rendered() -> Values:
         paired,
         one_after_the_other,
         locality,
+        scaled,
         policies,
         budgets,
         predictors,
@@ -208,6 +212,13 @@ def locality() -> Values:
         "locality": table(("", "toy model", "published", "source, and what differs there"), lines),
         "locality.tokens": f"{known['tokens']:,}",
     }
+
+
+def scaled() -> Values:
+    what = {"rtx4090": " (PCIe 4, two channels of DDR5)", "h200": " (PCIe 5, eight channels of DDR5)"}
+    known = [proportions.Proportions.of(name) for base in what for name in (base, f"{base}-int4")]
+    lines = [[f"`{one.name}`{what.get(one.name, '')}", f"{one.load:.2f} : 1 : {one.cpu:.2f}"] for one in known]
+    return {"scaled.proportions": table(("`--machine`", "load : layer : CPU expert"), lines)}
 
 
 def policies() -> Values:

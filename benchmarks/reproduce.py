@@ -30,6 +30,8 @@ _SERVE = f"python benchmarks/serving/run.py {MID}"
 _PAIRED = f"python benchmarks/serving/paired.py {MID}"
 _HEAD = f"--eagle3 {MID}-eagle3"
 _ONE_ENGINE = "--turns 80 --starts 2 --warm 2 --output-tokens 64"
+_SCALED = f"python benchmarks/scaled/run.py {MID}"
+_UNMEASURED = "not measured yet: its results are to be named here with the first ones"
 _RESULT = "--output benchmarks/results"
 _NO_CODE = "its code is no longer in the repository"
 
@@ -147,6 +149,32 @@ FIGURES = {
         minutes=20,
         timed=True,
         inflated=True,
+    ),
+    "scaled": Figure(
+        "Scaled machine: ladders, and what pacing costs",
+        (),
+        (
+            *(
+                f"{_SCALED} --machine {name} --slots 25%,50%"
+                for name in ("rtx4090", "h200", "rtx4090-int4", "h200-int4")
+            ),
+            f"{_SCALED} --pacing-cost --slots 25%",
+        ),
+        inputs=(MODELS, "vllm_spac/profiling/profiles"),
+        minutes=120,
+        timed=True,
+        inflated=True,
+        note=_UNMEASURED,
+    ),
+    "scaled_simulated": Figure(
+        "Scaled machine: simulated and measured",
+        (),
+        tuple(f"python benchmarks/scaled/validate.py {MID} --machine {name}" for name in ("rtx4090", "h200")),
+        inputs=(MODELS, "vllm_spac/profiling/profiles"),
+        minutes=40,
+        timed=True,
+        inflated=True,
+        note=_UNMEASURED,
     ),
     "policies": Figure(
         "Results: hit rates of policies, and how often predictions are right",

@@ -8,6 +8,7 @@ JOB`` stays and answers each line of its input, ``{"prompt": [ids], "tokens": n,
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -110,7 +111,10 @@ def choices(llm, job: dict) -> dict:
 
 
 def counters(llm, job: dict) -> dict:
-    """Returns the plugin's counters, and vLLM's own of speculation."""
+    """Returns the plugin's counters, vLLM's own of speculation, and those of the job's function ``module:name``.
+
+    The function takes the ``LLM`` and returns numbers by name.
+    """
     found = {}
     if job["spac"] is not None:
         worker = _worker(llm)
@@ -124,6 +128,9 @@ def counters(llm, job: dict) -> dict:
             if m.name.startswith(prefix) and hasattr(m, "value")
         }
         found["speculation"] = values
+    if job.get("counters"):
+        module, name = job["counters"].split(":")
+        found["own"] = getattr(importlib.import_module(module), name)(llm)
     return found
 
 

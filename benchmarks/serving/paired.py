@@ -124,7 +124,7 @@ class Side:
         """Returns the job for ``engine.py``."""
         job = settings.job(plan.Configuration(None, None, self.speculation), [])
         if self.knobs is not None:
-            where = {} if self.knobs.get("store") == "host" else {"disk_dir": str(settings.disk_dir)}
+            where = {"disk_dir": str(settings.disk_dir)} if self.knobs.get("store", "disk") == "disk" else {}
             job["spac"] = where | self.knobs
         return job
 
@@ -199,7 +199,7 @@ def main(
                 for start in range(starts):
                     progress.update(task, description=f"{size}: start {start + 1}")
                     asked, mine = ids.ids[:warm] + ids.ids[warm + start :: starts], []
-                    for answers in _turns(_arms(pair, pauses[size], own_base), asked, settings):
+                    for answers in take_turns(_arms(pair, pauses[size], own_base), asked, settings):
                         mine.append(answers)
                         progress.advance(task)
                     answered.append(mine)
@@ -231,7 +231,7 @@ def _arms(pair: tuple[Side, Side], pauses: list[str], own_base: bool) -> list[Ar
     return [Arm(other, tuple(pauses)) if pauses else Arm(base), Arm(other)] + ([Arm(base)] if own_base else [])
 
 
-def _turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Iterator[list[dict]]:
+def take_turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Iterator[list[dict]]:
     """Yields the arms' answers in each turn. A first arm that pauses something uses the engine of the second."""
     with ExitStack() as stack:
         engines: list[LiveEngine] = []

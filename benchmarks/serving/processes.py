@@ -100,6 +100,7 @@ def _start(job: dict, is_stock: bool, folder: Path, *arguments: str, **pipes: in
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        **job.get("environment", {}),
     }
     (folder / "job.json").write_text(json.dumps(job))
     command = [sys.executable, str(ENGINE), str(folder / "job.json"), *arguments]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -80,7 +81,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that all engines of a run share."""
+    """The settings that all engines of a run share.
+
+    Attributes:
+        environment: of their processes, in addition to this one's.
+        counters: function of further counters, see ``engine.counters``; none if empty.
+    """
 
     model: Path
     batches: tuple[int, ...]
@@ -94,6 +100,8 @@ class Settings:
     timeout: float
     guard: str = "on"
     dtype: str = "auto"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    counters: str = ""
 
     def job(self, configuration: plan.Configuration, ids: list[list[int]]) -> dict:
         """Returns the job for ``engine.py``."""
@@ -124,6 +132,8 @@ class Settings:
             "output_tokens": self.output_tokens,
             "seed": self.seed,
             "options": options,
+            "environment": dict(self.environment),
+            "counters": self.counters,
         }
 
 

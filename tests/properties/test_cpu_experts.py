@@ -82,15 +82,33 @@ class Watched(Torch):
         self.closed = True
 
 
+class Early(Watched):
+    """Releases the kernels of the layers when it has computed, and then waits for ``gate``."""
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        out = Torch.run(self, x, weights, ids, experts)
+        self.released.set()
+        assert self.gate.wait(30)
+        return out
+
+
 class Layers:
     """The layers of a model with torch for a kernel."""
 
     activation = "silu"
     takes_slots = True
 
-    def __init__(self, slots: int, balancer: str = "fixed", delay: float = 0.0, policy: str = "lru", **knobs) -> None:
+    def __init__(
+        self,
+        slots: int,
+        balancer: str = "fixed",
+        delay: float = 0.0,
+        policy: str = "lru",
+        executor: type[Watched] = Watched,
+        **knobs,
+    ) -> None:
         tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in SPECS.items()}
-        self.store, self.executor = Slow(delay), Watched()
+        self.store, self.executor, self.calls = Slow(delay), executor(), 0
         built = components.build("policies", policy)
         options = {"io_threads": 2, "path": "double", "ahead": PrefetchSettings(poison=True)}
         self.pool = SlotExecution(SHAPE, slots, built, self.store, tensors, **options)
@@ -103,6 +121,7 @@ class Layers:
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of=None, rows: int = 0) -> Tensor:
         assert not self.executor.inside.is_set(), "a kernel runs beside one that must be alone"
+        self.calls += 1
         return self.kernel.run(x, weights, ids, self.pool.tensors)
 
     def all_hot(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -242,6 +261,50 @@ def test_loads_go_on_beside_and_kernels_wait(make) -> None:
         assert not forward.done()
         layers.executor.gate.set()
         torch.testing.assert_close(forward.result(30), layers.all_hot(0, *routed(2, 3)))
+
+
+def test_kernels_run_beside_an_executor_that_has_released_them(make) -> None:
+    layers = make(4, count=1, executor=Early)
+    for _ in range(2):  # what the first computation released does not release the kernels beside the second one
+        layers.calls = 0
+        layers.executor.gate.clear()
+        with ThreadPoolExecutor(1) as thread:
+            forward = thread.submit(layers.forward, 0, *routed(2, 3))
+            deadline = time.monotonic() + 30
+            while layers.calls == 0 and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            assert layers.calls == 1 and not forward.done(), "the kernel waits although nothing is in its way"
+            layers.executor.gate.set()
+            torch.testing.assert_close(forward.result(30), layers.all_hot(0, *routed(2, 3)))
+
+
+def test_a_release_is_of_one_computation(make) -> None:
+    layers = make(4, count=1)
+    thread, experts = layers.pool._cpu, layers.store.layer(0)
+    with thread.computing(*routed(2, 3), experts) as computation:
+        computation.give_way()
+    layers.executor.gate.clear()
+    with ThreadPoolExecutor(1) as waiting, thread.computing(*routed(2, 3), experts) as computation:
+        way = waiting.submit(computation.give_way)
+        assert layers.executor.inside.wait(30)
+        time.sleep(0.01)
+        assert not way.done(), "the first computation has released the kernels for the second one"
+        layers.executor.gate.set()
+        way.result(30)
+
+
+def test_a_cancelled_computation_releases_the_kernels(make) -> None:
+    layers = make(4, count=1)
+    pool, begun, over = layers.pool._cpu._pool, threading.Event(), threading.Event()
+    pool.submit(lambda: (begun.set(), over.wait(30)))
+    assert begun.wait(30)
+    with layers.pool._cpu.computing(*routed(2, 3), layers.store.layer(0)) as computation:
+        pool.shutdown(wait=False, cancel_futures=True)
+        with ThreadPoolExecutor(1) as waiting:
+            waiting.submit(computation.give_way).result(30)
+        with pytest.raises(SpacError, match="shutting down"):
+            computation.result()
+        over.set()
 
 
 def test_shutdown_in_mid_computation_waits_for_it_and_leaves_no_thread(make) -> None:

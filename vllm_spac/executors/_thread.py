@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -24,18 +25,22 @@ class Computation:
 
     Attributes:
         waited: seconds that the forward thread has waited for them.
+
+    Args:
+        job: returns the output.
+        released: set when kernels of the layers may run concurrently; None if they always may.
     """
 
-    def __init__(self, job: Future[Tensor], exclusive: bool) -> None:
+    def __init__(self, job: Future[Tensor], released: threading.Event | None) -> None:
         self._job = job
-        self._exclusive = exclusive
+        self._released = released
         self.waited = 0.0
 
     def give_way(self) -> None:
         """Called before the forward thread runs a kernel: waits if the two must not run concurrently."""
-        if self._exclusive:
+        if self._released is not None:
             start = time.perf_counter()
-            finish([self._job])
+            self._released.wait()
             self.waited += time.perf_counter() - start
 
     def result(self) -> Tensor:
@@ -90,12 +95,15 @@ class ExecutorThread:
         Raises:
             SpacError: the thread is closed.
         """
+        executor = self.executor
+        executor.released = released = threading.Event()
         try:
-            job = self._pool.submit(self.executor.run, x.cpu(), weights.cpu(), ids, experts)
+            job = self._pool.submit(executor.run, x.cpu(), weights.cpu(), ids, experts)
         except RuntimeError as error:
             raise SpacError("spac: no expert is computed on the CPU any more, the engine is shutting down") from error
+        job.add_done_callback(lambda _: released.set())  # also if it fails or is cancelled
         try:
-            yield Computation(job, self.executor.exclusive)
+            yield Computation(job, released if executor.exclusive else None)
         except Exception as error:
             finish([job])
             also = None if job.cancelled() else job.exception()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
@@ -25,6 +26,8 @@ class CpuExperts(ABC):
             ``w13_bias`` [experts, 2 * intermediate], ``w2_bias`` [experts, hidden]; ``kernel`` is the layout that the
             kernel of the slots reads.
         exclusive: no kernel of the layers may run concurrently; loads may.
+        released: set when kernels of the layers may run again. A new event, not yet set, for each ``run``, at whose end
+            it is set; a ``run`` of an exclusive executor may set it earlier, once it needs nothing of theirs any more.
         offline: why no engine can serve with it; empty if one can.
 
     Args:
@@ -45,6 +48,7 @@ class CpuExperts(ABC):
         self.shape = shape
         self.threads = threads
         self.activation = activation
+        self.released = threading.Event()
 
     def prepare(self, experts: Mapping[str, Tensor]) -> None:
         """Prepares for the experts of a layer; called once per layer, before the first ``run``.

@@ -182,7 +182,7 @@ def _balancer(
 ) -> Balancer:
     shape = execution.shape
     speculation = vllm_config.speculative_config
-    knobs = {
+    knobs: dict[str, Any] = {
         "layers": len(shape.layers),
         "top_k": shape.top_k,
         "gamma": 1 if speculation is None else speculation.num_speculative_tokens,

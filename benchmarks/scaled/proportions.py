@@ -1,0 +1,81 @@
+"""How long loads, CPU experts and drafts of a real machine take, relative to one of its layers.
+
+Calculated from a packaged profile for Qwen3-30B-A3B at batch size 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from machine import ScaledMachine
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.profiling import costs
+from vllm_spac.profiling.costs import Costs
+
+LAYERS, TOP_K = 48, 8  # of Qwen3-30B-A3B
+EXPERT_PARAMETERS = 3 * 2048 * 768
+_BITS = {"": 16, "-int4": 4}
+
+
+@dataclass(frozen=True)
+class Proportions:
+    """Seconds of a machine in units of its ``layer_seconds``.
+
+    Attributes:
+        name: profile, followed by ``-int4`` for experts of 4 bits.
+        expert_bytes: bytes of an expert there.
+        layer_seconds: seconds of a layer whose experts are all in fast memory: ``TOP_K`` experts, and its part of what
+            a step takes outside of experts. The latter is the profile's, also with experts of 4 bits, because attention
+            is rarely quantised.
+        load, cpu: an expert over the link, and on the CPU.
+        draft: a draft token; ``drafter``: of which model, as the profile has it.
+    """
+
+    name: str
+    expert_bytes: int
+    layer_seconds: float
+    load: float
+    cpu: float
+    draft: float
+    drafter: str = ""
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Returns the proportions of the machine ``name``.
+
+        Raises:
+            ConfigError: there is no such machine.
+        """
+        if name not in names():
+            raise ConfigError(f"no machine is called {name!r}; use one of {', '.join(names())}")
+        profile, suffix = (name.removesuffix("-int4"), "-int4") if name.endswith("-int4") else (name, "")
+        known, nbytes = Costs.read(profile), EXPERT_PARAMETERS * _BITS[suffix] // 8
+        rates = known.rates(nbytes)
+        layer = TOP_K * rates.fast + known.other / LAYERS
+        of_draft = [text.removeprefix("draft: ") for text in known.provenance.assumes if text.startswith("draft: ")]
+        return cls(
+            name, nbytes, layer, rates.stream / layer, rates.cpu / layer, rates.draft / layer, "; ".join(of_draft)
+        )
+
+    def scaled(self, layer_seconds: float, expert_bytes: int, core: int) -> ScaledMachine:
+        """Returns the machine with these proportions whose layer takes ``layer_seconds``.
+
+        Args:
+            expert_bytes: bytes of an expert here.
+            core: CPU of loads and CPU experts.
+        """
+        return ScaledMachine(
+            machine=self.name,
+            expert_bytes=expert_bytes,
+            layer_seconds=layer_seconds,
+            load_seconds=self.load * layer_seconds,
+            cpu_seconds=self.cpu * layer_seconds,
+            core=core,
+        )
+
+
+def names() -> list[str]:
+    """Returns the names of the machines: every packaged profile, with experts of 16 and of 4 bits."""
+    return [name + suffix for name in costs.names() for suffix in _BITS]

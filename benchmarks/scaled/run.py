@@ -1,0 +1,178 @@
+"""Serves a ladder of knobs on a scaled machine: real engines in real time, with the proportions of a real machine.
+
+The forward has one core, loads and CPU experts have another. First a layer is measured with all experts resident; then
+loads and CPU experts are made as slow, relative to it, as they are relative to a layer of --machine (calculated from
+its packaged profile for Qwen3-30B-A3B). All rungs and the resident engine take turns with each prompt, as far as memory
+permits. Times are [bold]scaled[/]: only ratios mean anything.
+
+With --pacing-cost, an engine without pacing is compared with one whose deadlines have always passed: its speedup should
+be 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+import ladder as ladders
+import ladder_report
+import plan
+import prompts
+from common import RESULTS, exit_on_sigterm, write_result
+from machine import ScaledMachine
+from processes import EngineError
+from proportions import Proportions, names
+from run import PACKED, PackedFolder, Settings
+from scale import Cores, Scale, engines_at_once, head, on
+
+from vllm_spac.checkpoint.headers import read_checkpoint
+from vllm_spac.config import Slots
+from vllm_spac.errors import SpacError
+
+_DRAFT_OFF = 1.5  # a draft token that takes this many times as long as on the real machine, or 1 / as long, is reported
+_RUNGS = "layer_lru,reuse,prefetch,cpu,drafts"
+_EPILOG = """[bold]Examples[/]
+
+python benchmarks/scaled/run.py .cache/toy/mid --machine rtx4090 --slots 25%,50%
+
+python benchmarks/scaled/run.py .cache/toy/mid --machine h200-int4 --slots 25% --rungs reuse,cpu --turns 30
+
+python benchmarks/scaled/run.py .cache/toy/mid --machine rtx4090 --slots 25% --dtype float32
+
+python benchmarks/scaled/run.py .cache/toy/mid --pacing-cost --slots 25%
+"""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is served: ``rungs`` with each number of slots of ``sizes``; ``paced`` as ``real``, or faster than here."""
+
+    rungs: list[ladders.Rung]
+    sizes: list[str]
+    settings: Settings
+    ids: list[list[int]]
+    real: Proportions
+    cores: Cores
+    paced: bool
+
+
+@app.command(help=__doc__, epilog=_EPILOG)
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
+    machine: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090",
+    slots: Annotated[str, typer.Option(help="Values of --spac-slots, one ladder each.")] = "25%,50%",
+    rungs: Annotated[str, typer.Option(help="Rungs, each added to those before it.")] = _RUNGS,
+    ladder: Annotated[bool, typer.Option("--ladder/--pacing-cost", help="What is served.")] = True,
+    predictor: Annotated[str, typer.Option(help="--spac-prefetch of the rung prefetch.")] = "utility",
+    turns: Annotated[int, typer.Option(min=2, help="Prompts that count.")] = 16,
+    warm: Annotated[int, typer.Option(min=0, help="Prompts before them that do not.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per speculative step.")] = 4,
+    eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: MODEL-eagle3.")] = None,
+    disk_dir: PackedFolder = PACKED,
+    dtype: Annotated[str, typer.Option(help="Of all engines; float32 where rounding changes tokens.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
+    output: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/scaled_MACHINE_toy.json.")] = None,
+) -> None:
+    exit_on_sigterm()
+    console = Console(width=max(160, Console().width))
+    drafts = plan.Drafts(draft_tokens, eagle3 or model.with_name(f"{model.name}-eagle3"), model.with_name("draft"))
+    try:
+        cores, real, sizes = Cores.here(), Proportions.of(machine), plan.split(slots)
+        steps = ladders.rungs(plan.split(rungs), predictor) if ladder else ladders.pacing_cost()
+        for size in sizes:
+            Slots.parse(size)
+        for rung in steps:
+            drafts.settings(rung.speculation)
+        settings = Settings(
+            model, (1,), prompt_tokens, output_tokens, seed, True, None, disk_dir, drafts, timeout,
+            dtype=dtype, environment=cores.environment(),
+        )  # fmt: skip
+        asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+        result = head(machine if ladder else "not paced", asked, settings)
+        result |= {"warm_turns": warm, "draft_tokens": draft_tokens}
+        output = output or RESULTS / f"scaled_{machine if ladder else 'pacing'}_toy.json"
+        _serve(_Run(steps, sizes, settings, asked.ids, real, cores, ladder), result, output)
+    except (ValueError, SpacError, EngineError) as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
+    title = f"{result['label']}: {model.name}"
+    console.print(ladder_report.table(result["rows"], title))
+    remarks = [*_on_times(result), *(_on_pace(result, real) if ladder else []), *_on_tokens(result)]
+    for line in (*remarks, f"wrote {output} and {output.with_suffix('.png').name}"):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+    ladder_report.picture(result["rows"], title, output.with_suffix(".png"))
+    if any(row["equal_to_resident"] < row["turns"] and not row["rounds"] for row in result["rows"]):
+        raise typer.Exit(1)
+
+
+def _serve(run: _Run, result: dict, output: Path) -> None:
+    """Derives the scaled machine and serves each number of slots; writes the result so far after each."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    settings, ids, warm = run.settings, run.ids, result["warm_turns"]
+    with (
+        Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+        tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
+    ):
+        task = progress.add_task("all experts resident", total=None)
+        scale = Scale.derive(run.real, settings, ids, warm, run.cores)
+        result["scale"] = scale.plain()
+        at_once = engines_at_once(scale.resident, read_checkpoint(settings.model).total)
+        settings = on(scale.machine if run.paced else scale.faster_than_here(), settings, Path(folder))
+        turns = len(ladders.groups(1 + len(run.rungs), at_once)) * len(ids)
+        progress.update(task, total=len(run.sizes) * turns)
+
+        def advance(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        for size in run.sizes:
+            result["rows"] += ladders.serve(run.rungs, size, settings, ids, warm, at_once, advance)
+            write_result(output, result)
+
+
+def _on_times(result: dict) -> Iterator[str]:
+    """Yields by how much the machine has changed since the scale was set."""
+    before = result["scale"]["machine"]["layer_seconds"] * result["scale"]["resident"]["layers"]
+    drift = max(row["tpot_median"] for row in result["rows"] if row["rung"] == "resident") / before
+    yield f"the resident engine took up to {drift:.2f} times as long in turns as when the scale was set"
+
+
+def _on_pace(result: dict, real: Proportions) -> Iterator[str]:
+    """Yields the machine's proportions, those that drafts had, and which deadlines were not kept."""
+    rows, machine = result["rows"], ScaledMachine.model_validate(result["scale"]["machine"])
+    text = f"{real.name}, load : layer : CPU expert = {real.load:.2f} : 1 : {real.cpu:.2f}; a layer takes"
+    yield f"{text} {1e3 * machine.layer_seconds:.2f} ms here, {result['scale']['factor']:.0f} times the real machine's"
+    count, seconds = ladders.drafted(rows)
+    if count:
+        here = seconds / machine.layer_seconds
+        off = here / real.draft
+        verdict = "as there" if 1 / _DRAFT_OFF < off < _DRAFT_OFF else f"too {'slow' if off > 1 else 'fast'} here"
+        text = f"draft : layer = {here:.1f} : 1 over {count} draft tokens, on the real machine {real.draft:.1f} : 1"
+        yield f"{text} ({real.drafter}): {verdict}"
+    for row in rows:
+        if text := ladders.disturbed(row["counters"]["own"], machine):
+            yield f"{row['slots']}, {row['rung']}: {text}"
+
+
+def _on_tokens(result: dict) -> Iterator[str]:
+    """Yields what to do about tokens that differ."""
+    if any(row["equal_to_resident"] < row["turns"] for row in result["rows"]):
+        yield "tokens differ where rounding decides near-ties; with --dtype float32 they must be equal"
+
+
+if __name__ == "__main__":
+    app()
