@@ -40,20 +40,29 @@ def load(paths: Iterable[Path] | None) -> dict[str, Recorded]:
     return found
 
 
+def known(loaded: Mapping[str, Recorded]) -> dict[str, Any]:
+    """Returns where a result is from: provenance, model and traces."""
+    one = next(iter(loaded.values())).trace.facts
+    models = sorted({recorded.trace.facts.model for recorded in loaded.values()})
+    return {
+        "provenance": provenance(),
+        "model": models,
+        "toy_model": any(is_toy(ROOT / model) for model in models),
+        "layers": one.layers,
+        "experts": one.experts,
+        "top_k": one.top_k,
+        "traces": {name: {"sha256": recorded.sha256} for name, recorded in loaded.items()},
+    }
+
+
 def result(loaded: Mapping[str, Recorded], found: Mapping[str, dict[str, list[float]]]) -> dict[str, Any]:
     """Returns the result of a figure: where it is from, its curves by trace, and their spread.
 
     Args:
         found: name of the trace -> curves by name; traces that are missing were left out.
     """
-    one = next(iter(loaded.values())).trace.facts
-    models = sorted({recorded.trace.facts.model for recorded in loaded.values()})
-    toy = any(is_toy(ROOT / model) for model in models)
-    known = {"model": models, "toy_model": toy, "layers": one.layers, "experts": one.experts, "top_k": one.top_k}
     names = next(iter(found.values()))
-    return {
-        "provenance": provenance(),
-        **known,
+    return known({name: loaded[name] for name in found}) | {
         "left_out": sorted(set(loaded) - set(found)),
         "traces": {name: {"sha256": loaded[name].sha256, **curves} for name, curves in found.items()},
         "spread": {name: of([curves[name] for curves in found.values()]) for name in names},
@@ -69,8 +78,8 @@ def nan_to_none(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def title(known: Mapping[str, Any], traces: int) -> str:
-    kind = "toy model, not representative of a real one" if known["toy_model"] else ", ".join(known["model"])
+def title(facts: Mapping[str, Any], traces: int) -> str:
+    kind = "toy model, not representative of a real one" if facts["toy_model"] else ", ".join(facts["model"])
     return f"{kind}: {traces} traces; bands: least to most of them"
 
 

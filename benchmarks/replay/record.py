@@ -2,7 +2,8 @@
 
 Prompts are text that the toy model never saw. ``none1`` decodes at batch 1; ``eagle4_8`` verifies 4 drafts of EAGLE-3
 at batch 8. Each trace begins with a few tokens of warm-up. Routers' weights are left out: nothing here reads them, and
-with them a trace is three times as large. ``traces.json`` next to the traces describes how they were recorded.
+with them a trace is three times as large. ``traces.json`` next to the traces, or ``traces-SEED.json``, describes how
+they were recorded.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def main(
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts per engine.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 96,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
-    folder: Annotated[Path, typer.Option(help="Folder to write CASE.trace to.")] = TRACES,
+    seed: Annotated[int, typer.Option(help="Of the prompts; with another than 0 it is part of the names.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Folder to write CASE.trace or CASE-SEED.trace to.")] = TRACES,
 ) -> None:
     exit_on_sigterm()
     origin = provenance()
@@ -62,13 +64,13 @@ def main(
         raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}; use {', '.join(CASES)}")
     folder.mkdir(parents=True, exist_ok=True)
     name_of_model = os.path.relpath(model, ROOT)  # the same on every machine
-    asked, recorded = prompts.load(model, count, prompt_tokens), {}
+    asked, recorded = prompts.load(model, count, prompt_tokens, seed), {}
     for name in track(names, "recording", console=Console(stderr=True)):
         speculation, tokens, batch = CASES[name]
         drafts = plan.Drafts(tokens, model.parent / "eagle3", model.parent / "draft")
         common = model, (batch,), prompt_tokens, output_tokens, 0, True, "disk", ROOT / ".cache" / "serving", drafts
         job = Settings(*common, 3600.0, guard="off").job(plan.Configuration(plan.FULL, "lru", speculation), asked.ids)
-        path = folder / f"{name}.trace"
+        path = folder / (f"{name}-{seed}.trace" if seed else f"{name}.trace")
         job["spac"]["trace"] = str(path.resolve())
         _, error = run_engine(job, False, 3600.0)
         if error:
@@ -82,7 +84,7 @@ def main(
             "sha256": sha256(path),
         }
     facts = {"prompts": asked.describe(), "output_tokens": output_tokens, "traces": recorded}
-    write_result(folder / "traces.json", {"provenance": origin} | facts)
+    write_result(folder / (f"traces-{seed}.json" if seed else "traces.json"), {"provenance": origin} | facts)
 
 
 if __name__ == "__main__":

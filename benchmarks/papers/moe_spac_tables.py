@@ -1,0 +1,184 @@
+"""MoE-SpAc's tables 2 and 4, simulated on recorded routing: seconds per token of each system, and of each ablation.
+
+The serving code runs on a virtual clock (``vllm-spac simulate``) with the costs of a profile, for experts of
+Qwen3-30B-A3B in bf16. What a step and a draft token take outside of experts is scaled to the layers of the recorded
+model. Rows with drafts replay the traces of 8 EAGLE-3 drafts, the others those without. Exact: no row changes a token.
+
+Table 2: the systems' eviction and division of misses, not the systems: theirs also differ in kernels and formats.
+Table 4: MoE-SpAc's recipe without one of its parts. The paper's speeds are of another model on a real RTX 4090
+(arXiv:2603.09983).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
+import spread
+from common import RESULTS, write_result
+from proportions import EXPERT_PARAMETERS, LAYERS
+
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.simulate import simulate
+from vllm_spac.system.pictures import save_picture
+from vllm_spac.traces.format import Trace
+
+EXPERT_BYTES = 2 * EXPERT_PARAMETERS
+PLAIN, DRAFTED = "none1", "eagle8_1"  # names of traces begin with these
+
+
+@dataclass(frozen=True)
+class System:
+    """Knobs of a row; ``drafts``: whether it speculates."""
+
+    policy: str
+    balancer: str = "none"
+    prefetch: str = "off"
+    drafts: bool = False
+
+
+RECIPE = System("utility", "threshold", "utility", drafts=True)
+SYSTEMS = {
+    "layer_lru (Mixtral-Offloading)": System("layer_lru"),
+    "lfu": System("lfu"),
+    "reuse": System("reuse"),
+    "layer_lru, drafts": System("layer_lru", drafts=True),
+    "lfu, drafts": System("lfu", drafts=True),
+    "reuse, drafts": System("reuse", drafts=True),
+    "MoE-SpAc": RECIPE,
+    "reuse, CPU experts": System("reuse", "waterfill"),
+    "reuse, CPU experts, drafts": System("reuse", "waterfill", drafts=True),
+}
+ABLATIONS = {
+    "MoE-SpAc": RECIPE,
+    "without SpecUE (K = 1)": replace(
+        RECIPE, policy="utility@upper=1", balancer="threshold@upper=1", prefetch="utility@upper=1"
+    ),
+    "without AdaBC (boundaries 3, 1)": replace(
+        RECIPE, policy="utility@boundaries=(3,1)", prefetch="utility@boundaries=(3,1)"
+    ),
+    "without HetWB (threshold 2)": replace(RECIPE, balancer="threshold@fixed=2"),
+    "without CPU experts": replace(RECIPE, balancer="none"),
+    "without SG-Prefetcher": replace(RECIPE, prefetch="off"),
+    "without SG-Evictor (lru)": replace(RECIPE, policy="lru"),
+    "without drafts": replace(RECIPE, drafts=False),
+}
+TABLES = {"table2": SYSTEMS, "table4": ABLATIONS}
+EXAMPLES = """[bold]Examples[/]
+
+moe_spac_tables.py benchmarks/traces --output /tmp/flat.json
+
+moe_spac_tables.py benchmarks/traces/local --shares 17,25 --machine h200
+"""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@app.command(help=__doc__, epilog=EXAMPLES)
+def main(
+    traces: Annotated[
+        list[Path] | None, typer.Argument(help="Traces or folders of them.", show_default="benchmarks/traces")
+    ] = None,
+    machine: Annotated[str, typer.Option(help="Profile of the machine.")] = "rtx4090",
+    shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,17,25,50",
+    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
+    / "toy_moe_spac_tables.json",
+) -> None:
+    loaded = {name: one for name, one in spread.load(traces).items() if name.startswith((PLAIN, DRAFTED))}
+    by_kind = {kind: [one.trace for name, one in loaded.items() if name.startswith(kind)] for kind in (PLAIN, DRAFTED)}
+    if not all(by_kind.values()):
+        raise typer.BadParameter(f"traces whose names begin with {PLAIN} and with {DRAFTED} are needed: record.py")
+    costs = scaled(Costs.read(machine), by_kind[PLAIN][0].facts.layers)
+    asked = [float(share) for share in shares.split(",")]
+    rows = [(table, name, share) for table, systems in TABLES.items() for name in systems for share in asked]
+    found: dict[str, Any] = {table: {} for table in TABLES}
+    for table, name, share in track(rows, "simulating", console=Console(stderr=True), transient=True):
+        system = TABLES[table][name]
+        of_kind = by_kind[DRAFTED if system.drafts else PLAIN]
+        found[table].setdefault(name, []).append(measured(of_kind, system, costs, share))
+    result = spread.known(loaded) | {
+        "how": "simulated",
+        "profile": costs.model_dump(mode="json"),
+        "expert_bytes": EXPERT_BYTES,
+        "shares_percent": asked,
+        **found,
+    }
+    write_result(output, spread.nan_to_none(result))
+    draw(result, output.with_suffix(".png"))
+    show(result)
+
+
+def scaled(costs: Costs, layers: int) -> Costs:
+    """Returns ``costs`` of a model with ``layers`` layers whose other parts are in proportion."""
+    part = layers / LAYERS
+    return costs.model_copy(update={"other": costs.other * part, "draft": costs.draft * part})
+
+
+def measured(traces: Sequence[Trace], system: System, costs: Costs, share: float) -> dict[str, Any]:
+    """Returns the figures of one row at one share of slots: the median over ``traces``, and the range of TPOT."""
+    runs = [
+        simulate(
+            trace,
+            max(trace.facts.top_k, math.ceil(share / 100 * trace.facts.total)),
+            costs,
+            policy=system.policy,
+            balancer=system.balancer,
+            prefetch=system.prefetch,
+            overlap=True,
+            expert_bytes=EXPERT_BYTES,
+        )
+        for trace in traces
+    ]
+    tpot = [float("nan") if run.tpot is None else 1e3 * run.tpot for run in runs]
+    asked = [run.hits + run.misses + run.cpu for run in runs]
+    return {
+        "tpot_ms": round(statistics.median(tpot), 4),
+        "tpot_ms_range": [round(min(tpot), 4), round(max(tpot), 4)],
+        "hit_rate": round(statistics.median(run.hit_rate for run in runs), 4),
+        "cpu_share": round(statistics.median(run.cpu / all for run, all in zip(runs, asked, strict=True)), 4),
+        "loads_per_step": round(statistics.median(run.loads / run.steps for run in runs), 2),
+        "prefetch_hits_per_step": round(statistics.median(run.prefetch_hits / run.steps for run in runs), 3),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    for table in TABLES:
+        shown = Table(title=f"{table}, simulated: ms per token")
+        shown.add_column("")
+        for share in result["shares_percent"]:
+            shown.add_column(f"{share:g}%", justify="right")
+        for name, cells in result[table].items():
+            shown.add_row(name, *(f"{cell['tpot_ms']:.2f}" for cell in cells))
+        Console().print(shown)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(TABLES), figsize=(11, 4), layout="constrained")
+    for axis, table in zip(axes, TABLES, strict=True):
+        for name, cells in result[table].items():
+            style = "--" if "without" in name or "drafts" in name else "-"
+            axis.plot(result["shares_percent"], [cell["tpot_ms"] for cell in cells], style, marker=".", label=name)
+        axis.set(title=table, xlabel="slots, % of the experts", ylabel="ms per token, simulated", yscale="log")
+        axis.legend(fontsize=7)
+    figure.suptitle(spread.title(result, len(result["traces"])), fontsize=9)
+    save_picture(figure, path)
+
+
+if __name__ == "__main__":
+    app()
