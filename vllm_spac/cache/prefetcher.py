@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,8 @@ import numpy as np
 from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.level_queue import LevelQueue
+from vllm_spac.cache.link import Link
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
-from vllm_spac.cache.transfers import Transfers
 from vllm_spac.errors import ConfigError
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
@@ -110,7 +109,7 @@ class Prefetcher:
     def __init__(
         self,
         residency: Residency,
-        transfers: Transfers,
+        transfers: Link,
         counters: Counters,
         layer_experts: int,
         predictor: Predictor,
@@ -121,6 +120,7 @@ class Prefetcher:
         self.queue = LevelQueue()
         self.unused: set[int] = set()  # prefetched, READY and not used yet
         self._residency, self._ahead, self._path = residency, transfers.ahead, f"{transfers.path} ahead"
+        self._link = transfers
         self._poison = transfers.poison if settings.poison else None
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
         self._predictor = predictor
@@ -173,10 +173,10 @@ class Prefetcher:
 
     def wait(self, keys: list[int], counters: Counters | None) -> list[int]:
         """Waits for reads that have begun; returns the keys that failed, whose slots are free again."""
-        start = time.perf_counter()
+        start = self._link.clock()
         failed = self._arrive(self._ahead.wait(keys)) if keys else []
         if keys and counters is not None:
-            counters.stall_seconds += time.perf_counter() - start
+            counters.stall_seconds += self._link.clock() - start
         return failed
 
     def placed(self, placement: Placement) -> None:
@@ -204,7 +204,7 @@ class Prefetcher:
         layers = len(self.scores) // self._layer_experts
         return np.repeat([max(1, self.balancer.threshold(layer)) for layer in range(layers)], self._layer_experts)
 
-    def _arrive(self, results: dict[int, int | BaseException]) -> list[int]:
+    def _arrive(self, results: Mapping[int, int | BaseException]) -> list[int]:
         failed = [key for key, result in results.items() if isinstance(result, BaseException)]
         for key, result in results.items():
             if isinstance(result, BaseException):
