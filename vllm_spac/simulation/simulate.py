@@ -1,21 +1,22 @@
-"""Simulates a policy and a balancer on recorded routing: the serving code, on a virtual clock."""
+"""Simulates a policy, a balancer and a prefetcher on recorded routing: the serving code, on a virtual clock."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.planner import STEP_BYTES
 from vllm_spac.policies.base import Policy
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.parts import filling, parts
+from vllm_spac.simulation.parts import Part, filling, parts, rows_of_records
 from vllm_spac.simulation.pointers_by_step import PointersReplay
 from vllm_spac.simulation.replay import Outcome, Replay
 from vllm_spac.simulation.slots import SlotsReplay
@@ -32,6 +33,7 @@ def simulate(
     execution: str = "slots",
     policy: str = "lru",
     balancer: str = "none",
+    prefetch: str = "off",
     overlap: bool = False,
     admission: str = admissions.DEFAULT,
     step_bytes: int = STEP_BYTES,
@@ -43,6 +45,9 @@ def simulate(
     Args:
         execution: one of ``EXECUTIONS``; the assumptions for pointers are in ``pointers_by_step``.
         policy, balancer: names of components, optionally with knobs: ``utility@upper=1@variant=literal``.
+        prefetch: with slots, ``off`` or the name of a predictor, optionally with its knobs and with ``threshold``,
+            ``depth`` and ``background`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``. Half of the loads at
+            once of ``costs`` may be reads ahead, unless ``background`` is given.
         overlap: with slots, loads run concurrently with the computation of hits; else a layer waits for its loads, as
             on-demand serving does. With pointers they always overlap.
         admission: with pointers, how missed experts get slots, a name of ``admissions``; the assumptions for ``layer``
@@ -54,28 +59,27 @@ def simulate(
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or knobs, experts of unknown size,
-            an offline policy with a balancer or with pointers (it would have to foresee their decisions), a
-            balancer with pointers, or pointers with costs of loads from a disk, which they cannot read.
+            an offline policy with a balancer, a prefetcher or pointers (it would have to foresee their decisions), a
+            balancer or a prefetcher with pointers, or pointers with costs of loads from a disk, which they cannot read.
     """
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
     _check(trace, slots, nbytes)
-    outcome = Outcome(policy, balancer, slots, slots / facts.total, execution)
+    outcome = Outcome(policy, balancer, slots, slots / facts.total, execution, prefetch=prefetch)
     first = filling(trace, slots) if fill else []
     if execution == "pointers":
         work, outcome.admission = parts(trace, facts.total), admission
         outcome.step_bytes = step_bytes if admission == "step" else None
-        replay: Replay = _pointers(trace, costs, nbytes, outcome)
-    elif execution == "slots":
-        work = parts(trace, slots)
-        chosen = build_policy(
-            policy, balancer, lambda: [*first, *(k for record in work for p in record for k in p.keys)]
-        )
-        replay = SlotsReplay(trace, costs, nbytes, outcome, chosen, _balancer(balancer, trace, costs, nbytes), overlap)
-    else:
+        replay = _pointers(trace, costs, nbytes, outcome)
+        replay.fill(first)
+        return replay.run(work)
+    if execution != "slots":
         raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
+    chosen = build_policy(policy, balancer, lambda: [*first, *_uses(trace, slots)], prefetch=prefetch)
+    helper, ahead = _balancer(balancer, trace, costs, nbytes), prefetch_settings(prefetch)
+    replay = SlotsReplay(trace, costs, nbytes, outcome, chosen, helper, ahead, overlap)
     replay.fill(first)
-    return replay.run(work)
+    return replay.run(rows_of_records(trace))
 
 
 def _check(trace: Trace, slots: int, nbytes: int) -> None:
@@ -86,17 +90,36 @@ def _check(trace: Trace, slots: int, nbytes: int) -> None:
         raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
 
 
-def build_policy(spec: str, balancer: str, future: Callable[[], Iterable[int]]) -> Policy:
+def build_policy(spec: str, balancer: str, future: Callable[[], Iterable[int]], *, prefetch: str = "off") -> Policy:
     """Builds the policy ``name@knob=value``; ``future`` returns the keys in order of use, for an offline policy."""
     name, knobs = _parse(spec)
     if not components.find("policies", name).offline:
         return _build("policies", name, knobs)
     if balancer != "none":
         raise ConfigError(f"policy {name} must know what will be used, and balancer {balancer} decides that later")
+    if prefetch != "off":
+        raise ConfigError(f"policy {name} must know what will be used, and prefetch {prefetch} guesses it")
     return _build("policies", name, {"future": future()} | knobs)
 
 
-def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Replay:
+def prefetch_settings(spec: str) -> PrefetchSettings:
+    """Returns the settings ``name@knob=value``; what is no setting of the prefetcher is a knob of the predictor."""
+    name, knobs = _parse(spec)
+    own = {knob: knobs.pop(knob) for knob in ("threshold", "depth", "background") if knob in knobs}
+    try:
+        return PrefetchSettings(prefetch=name, options=knobs, **own)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"prefetch {name} cannot be built with {sorted(knobs | own)}: {error}") from error
+
+
+def _uses(trace: Trace, slots: int) -> Iterator[int]:
+    """Yields the keys in the order in which layers use them without a balancer."""
+    return (key for record in parts(trace, slots) for part in record for key in part.keys)
+
+
+def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Replay[list[Part]]:
     name, knobs = _parse(outcome.policy)
     policy = components.find("policies", name)
     if policy.needs_layers:
@@ -105,6 +128,8 @@ def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> Repl
         raise ConfigError(f"policy {name} must know what will be used, and pointers learn of that too late")
     if outcome.balancer != "none":
         raise ConfigError(f"balancer {outcome.balancer} is of execution=slots: pointers read each expert where it lies")
+    if outcome.prefetch != "off":
+        raise ConfigError(f"prefetch {outcome.prefetch} is of execution=slots: pointers move experts by admission")
     if costs.provenance.store == "disk":
         raise ConfigError(
             f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "
