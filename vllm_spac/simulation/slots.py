@@ -1,6 +1,6 @@
 """Simulates ``execution=slots``: the serving code's decisions, with costs in place of a store and of kernels.
 
-``SlotLayers``, ``ExpertLoader`` and what they call are those of an engine. Assumptions, each where nothing was measured:
+``SlotLayers``, ``ExpertLoader`` and what they call are those of an engine. Assumptions where nothing was measured:
 
 - The time that a step spends outside its experts is divided equally and placed before its layers; reads ahead continue
   in it, while drafts are made, and while kernels run.
