@@ -187,8 +187,8 @@ def test_reads_ahead_by_hand():
     trace = decoding([[[[2, 3]] * 9], [[[0, 1]] * 9], [[[2, 3]] * 9]], kind="verify")
     trace.row_kind[9:18] = PREFILL
     hasty = COSTS.model_copy(update={"draft": 0.0})
-    for costs, expected, saved in ((COSTS, (2, 4, 4, 2, 2, 0), 21), (hasty, (0, 6, 5, 1, 1, 1), 3)):
-        off, ahead = (simulate(trace, 2, costs, prefetch=name, fill=False) for name in ("off", "utility@gamma=2"))
+    for known, expected, saved in ((COSTS, (2, 4, 4, 2, 2, 0), 21), (hasty, (0, 6, 5, 1, 1, 1), 3)):
+        off, ahead = (simulate(trace, 2, known, prefetch=name, fill=False) for name in ("off", "utility@gamma=2"))
         assert (off.hits, off.misses, off.loads, off.prefetches) == (0, 6, 6, 0)
         counts = ahead.hits, ahead.misses, ahead.loads, ahead.prefetches, ahead.prefetch_hits, ahead.prefetch_late
         assert counts == expected and ahead.prefetch_wasted == 0 and ahead.bytes == off.bytes == 600

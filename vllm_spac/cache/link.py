@@ -44,7 +44,7 @@ class Link(Protocol):
     def clock(self) -> float:
         """Returns monotonic time in seconds."""
 
-    def load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> Mapping[int, BaseException]:
+    def load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
         """Fills each (key, slot) of ``loads``; returns when all are done and adds to ``counters``, if given.
 
         Returns:

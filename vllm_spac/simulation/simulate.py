@@ -76,10 +76,10 @@ def simulate(
     if execution != "slots":
         raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
     chosen = build_policy(policy, balancer, lambda: [*first, *_uses(trace, slots)], prefetch=prefetch)
-    helper, ahead = _balancer(balancer, trace, costs, nbytes), prefetch_settings(prefetch)
-    replay = SlotsReplay(trace, costs, nbytes, outcome, chosen, helper, ahead, overlap)
-    replay.fill(first)
-    return replay.run(rows_of_records(trace))
+    beside, ahead = _balancer(balancer, trace, costs, nbytes), prefetch_settings(prefetch)
+    on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, overlap)
+    on_slots.fill(first)
+    return on_slots.run(rows_of_records(trace))
 
 
 def _check(trace: Trace, slots: int, nbytes: int) -> None:
