@@ -94,6 +94,12 @@ def test_reads_ahead(recorded: Path, tmp_path: Path) -> None:
     assert found["hits"] == same.hits != simulate(Trace.load(recorded), 10, Costs.read("h200")).hits
 
 
+@pytest.mark.parametrize("decides", [("--balancer", "waterfill"), ("--prefetch", "utility")])
+def test_no_upper_bound_where_uses_depend_on_decisions(recorded: Path, decides: tuple[str, str]) -> None:
+    text = run("simulate", recorded, "--profile", "h200", "--slots", "25%", *decides)
+    assert "reuse" in text and "belady" not in text
+
+
 def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
     both = swept(["lru", "utility@forget=0.2"], ["gamma=2,4", "upper=1,8"])
     assert both == ["lru", *(f"utility@forget=0.2@gamma={g}@upper={k}" for g in (2, 4) for k in (1, 8))]

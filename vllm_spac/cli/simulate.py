@@ -86,11 +86,12 @@ def simulate(
     from vllm_spac.traces.format import Trace
 
     costs, recorded = Costs.read(profile), Trace.load(trace)
+    foreseeable = balancer == "none" and prefetch == "off"
     cases: list[dict[str, Any]] = [
         {"slots": count, "policy": name} | case
         for count in slot_counts(slots, recorded.facts)
         for case in _executions(execution, admission, step_bytes)
-        for name in swept(parse_list(policy) if policy else _policies(case["execution"]), sweep or [])
+        for name in swept(parse_list(policy) if policy else _policies(case["execution"], foreseeable), sweep or [])
     ]
     common: dict[str, Any] = {
         "balancer": balancer,
@@ -135,10 +136,10 @@ def _one_or_both(option: str, said: str, known: Collection[str]) -> list[str]:
     return asked
 
 
-def _policies(execution: str) -> list[str]:
-    """Policies that are compared by default; with slots, including the upper bound ``belady``."""
+def _policies(execution: str, foreseeable: bool) -> list[str]:
+    """Policies that are compared by default; ``belady``, the upper bound, where uses follow from the trace alone."""
     if execution == "slots":
-        return ["lru", "layer_lru", "lfu", "utility", "reuse", "belady"]
+        return ["lru", "layer_lru", "lfu", "utility", "reuse", *(["belady"] if foreseeable else [])]
     return ["lru", "lfu", "utility", "reuse"]
 
 
