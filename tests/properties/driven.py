@@ -119,12 +119,16 @@ class Watching(SlotsReplay):
         self.__dict__.setdefault("steps", []).append(seen(self.counters, self.residency))
 
 
-def simulated(case: Case, costs: Costs = COSTS) -> list[Seen]:
-    outcome = Outcome(case.policy, case.balancer, case.slots, 0.0)
-    replay = Watching(case.trace, costs, 4, outcome, case.build_policy(), case.build_balancer(), case.ahead, False)
+def replay_of(case: Case, at_once: int = COSTS.load_at_once) -> Watching:
+    costs, outcome = COSTS.model_copy(update={"load_at_once": at_once}), Outcome("", "", case.slots, 0.0)
+    return Watching(case.trace, costs, 4, outcome, case.build_policy(), case.build_balancer(), case.ahead, False)
+
+
+def simulated(case: Case) -> list[Seen]:
+    replay = replay_of(case)
     replay.fill(filling(case.trace, case.slots))
     replay.run(rows_of_records(case.trace))
-    assert outcome.seconds >= outcome.bound_seconds
+    assert replay.outcome.seconds >= replay.outcome.bound_seconds
     return replay.steps
 
 
@@ -146,22 +150,27 @@ class Idle(CpuExperts):
         return "nothing"
 
 
-def executed(case: Case, background: type[Background] = Background) -> list[Seen]:
+def execution_of(case: Case, io_threads: int = 4) -> SlotExecution:
     facts = case.trace.facts
     shape = MoEShape(tuple(map(str, range(facts.layers))), facts.experts, facts.top_k, SPECS)
     store = HostStore(shape, "")
     for key in range(shape.total):
         store.put(key, {"w": torch.full((1,), float(key))})
     slots = {"w": torch.full((case.slots, 1), float("nan"))}
-    before, transfers.Background = transfers.Background, background
-    try:
-        execution = SlotExecution(
-            shape, case.slots, case.build_policy(), store, slots, io_threads=4, path="host", ahead=case.ahead
-        )
-    finally:
-        transfers.Background = before
+    execution = SlotExecution(
+        shape, case.slots, case.build_policy(), store, slots, io_threads=io_threads, path="host", ahead=case.ahead
+    )
     if (balancer := case.build_balancer()) is not None:
         execution.balance(balancer, ExecutorThread(Idle(shape, 1, "silu")))
+    return execution
+
+
+def executed(case: Case, background: type[Background] = Background) -> list[Seen]:
+    before, transfers.Background = transfers.Background, background
+    try:
+        execution = execution_of(case)
+    finally:
+        transfers.Background = before
     with contextlib.closing(execution):
         for _ in execution.fill():
             pass

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
-from driven import COSTS, Case, Endless, Instant, executed, mixed_trace, simulated
+from driven import COSTS, Case, Endless, Instant, executed, execution_of, mixed_trace, replay_of, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.metrics import Counters
-from vllm_spac.simulation import slots as simulation
 from vllm_spac.simulation.virtual_link import Flow, VirtualLink
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
@@ -82,8 +83,17 @@ def test_limits_prefetch_something(seconds: float, late: bool, monkeypatch: pyte
 # An expert of 4 bytes: 1 second without the bandwidth and then 4 with all of it; 4 loads at once.
 
 
+@pytest.mark.parametrize("background", [None, 3])
+@pytest.mark.parametrize("io_threads", [1, 2, 3, 4, 8])
+def test_as_many_readers_as_in_an_engine(io_threads: int, background: int | None) -> None:
+    """A profile says how many loads run at once: those of the I/O threads, and one of the forward thread."""
+    case = Case(mixed_trace(0), 6, ahead=PrefetchSettings(prefetch="utility", background=background))
+    engine, made = execution_of(case, io_threads), replay_of(case, at_once=io_threads + 1)
+    with contextlib.closing(engine):
+        assert engine._loader._transfers.ahead._threads == made.link.ahead._readers
+
+
 def link(readers: int = 1) -> VirtualLink:
-    assert simulation.VirtualLink is VirtualLink
     return VirtualLink(COSTS, 4, readers)
 
 

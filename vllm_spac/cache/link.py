@@ -58,6 +58,6 @@ class Link(Protocol):
         """Waits for the reads in flight, cancels the others and stops the threads."""
 
 
-def reads_ahead(at_once: int, given: int | None) -> int:
-    """Returns the maximum number of prefetch reads in flight: as ``given``, else half of the loads ``at_once``."""
-    return max(1, at_once // 2) if given is None else given
+def reads_ahead(io_threads: int, given: int | None) -> int:
+    """Returns the maximum number of prefetch reads in flight: as ``given``, else half of the I/O threads."""
+    return max(1, io_threads // 2) if given is None else given

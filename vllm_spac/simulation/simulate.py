@@ -46,8 +46,8 @@ def simulate(
         execution: one of ``EXECUTIONS``; the assumptions for pointers are in ``pointers_by_step``.
         policy, balancer: names of components, optionally with knobs: ``utility@upper=1@variant=literal``.
         prefetch: with slots, ``off`` or the name of a predictor, optionally with its knobs and with ``threshold``,
-            ``depth`` and ``background`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``. Half of the loads at
-            once of ``costs`` may be reads ahead, unless ``background`` is given.
+            ``depth`` and ``background`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``. There are as many I/O
+            threads as ``costs.load_at_once`` says, without the forward thread.
         overlap: with slots, loads run concurrently with the computation of hits; else a layer waits for its loads, as
             on-demand serving does. With pointers they always overlap.
         admission: with pointers, how missed experts get slots, a name of ``admissions``; the assumptions for ``layer``

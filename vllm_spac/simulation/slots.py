@@ -65,7 +65,8 @@ class SlotsReplay(Replay[np.ndarray]):
         self.overlap = overlap
         self.counters = Counters()
         self.residency = Residency(facts.total, outcome.slots, policy)
-        self.link = VirtualLink(costs, nbytes, reads_ahead(costs.load_at_once, ahead.background))
+        io_threads = costs.load_at_once - 1  # the forward thread also reads
+        self.link = VirtualLink(costs, nbytes, reads_ahead(io_threads, ahead.background))
         loader = ExpertLoader(self.residency, self.link, self.counters, facts.experts, ahead, balancer)
         self.layers = SlotLayers(loader, facts.experts)
         self.cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()

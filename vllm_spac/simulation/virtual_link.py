@@ -136,7 +136,6 @@ class VirtualLink:
     def spend(self, seconds: float) -> None:
         """Passes ``seconds`` in which no layer waits: reads ahead continue and begin."""
         end, left = self._now + seconds, seconds
-        self.ahead.begin()
         while self.ahead.running and left > 0:
             left -= self._advance(self.ahead.running, left)
             self.ahead.begin()
