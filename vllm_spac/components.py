@@ -15,7 +15,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,14 @@ class ComponentName:
         noun: what its components are called in an error.
         others: accepted values in addition to the names of components.
         arguments: whether ``name@argument=value`` is accepted.
+        settings: arguments that are accepted in addition to the component's.
     """
 
     family: str
     noun: str
     others: tuple[str, ...] = ()
     arguments: bool = False
+    settings: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -70,7 +72,7 @@ class ComponentName:
         if found.offline:
             reason = f"the {self.noun} {brief(value)} cannot serve: {found.offline}"
             raise ValueError(f"{reason}; {self._known()}, or {OUTSIDE}")
-        _check_arguments(found, given)
+        _check_arguments(name, found, [each for each in given if each not in self.settings])
         return value
 
     def values(self) -> list[str]:
@@ -122,11 +124,11 @@ def arguments_of(found: type[Any]) -> list[str]:
     return sorted(p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
 
 
-def _check_arguments(found: type[Any], given: dict[str, Any]) -> None:
+def _check_arguments(name: str, found: type[Any], given: Iterable[str]) -> None:
     known = arguments_of(found)
-    if unknown := [name for name in given if name not in known]:
+    if unknown := [argument for argument in given if argument not in known]:
         has = f"it has {', '.join(known)}" if known else "it has none"
-        raise ConfigError(f"{found.__name__} has no argument {brief(unknown[0])}; {has}")
+        raise ConfigError(f"{name} has no argument {brief(unknown[0])}; {has}")
 
 
 def find(family: str, spec: str) -> type[Any]:
@@ -170,19 +172,26 @@ def build(family: str, spec: str, make: Callable[..., Any] | None = None, **give
         given: arguments that are not for ``spec`` to set.
 
     Raises:
-        ConfigError: there is no such component, or it refuses its arguments.
+        ConfigError: there is no such component, or it refuses the arguments of ``spec``.
     """
-    name, arguments = parse(spec)
+    return build_with(family, *parse(spec), make, **given)
+
+
+def build_with(
+    family: str, name: str, arguments: Mapping[str, Any], make: Callable[..., Any] | None = None, **given: Any
+) -> Any:
+    """As ``build``, with the arguments of the spec."""
     found = find(family, name)
     if fixed := arguments.keys() & given.keys():
-        raise ConfigError(f"{brief(spec)}: {', '.join(sorted(fixed))} cannot be set here")
+        raise ConfigError(f"{name}: {', '.join(sorted(fixed))} cannot be set here")
     if not arguments:
         return (make or found)(**given)
-    _check_arguments(found, arguments)
+    _check_arguments(name, found, arguments)
     try:
         return (make or found)(**given, **arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{brief(spec)} cannot be built: {error}") from error
+        asked = "@".join([name, *(f"{argument}={value}" for argument, value in arguments.items())])
+        raise ConfigError(f"{brief(asked)} cannot be built: {error}") from error
 
 
 def _outside(family: str, name: str) -> type[Any]:

@@ -3,83 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import re
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
+from vllm_spac.knob_types import CpuExpertsText, Slots, SlotsText, SomePath, no_bool
 from vllm_spac.system.machine import DISK_DIR
 from vllm_spac.system.printable import brief, shortened
-from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from vllm_spac.budget.settings import BudgetSettings
     from vllm_spac.tiers.base import ExpertStore
-
-
-def _path(value: Any) -> Any:
-    return value if value is None else path_of(value)
-
-
-_SomePath = Annotated[Path | None, BeforeValidator(_path)]
-_SLOTS_HELP = "use a number of experts per layer (32), a percentage of all experts (25%), or auto"
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Number of experts kept in fast memory: a count per layer, a share of all, or as many as fit.
-
-    At most one of ``per_layer`` and ``share`` is set; neither for ``auto``. The share is exact: 7 % of 100 is 7.
-    """
-
-    per_layer: int | None = None
-    share: Fraction | None = None
-
-    @classmethod
-    def parse(cls, text: str | int) -> Slots:
-        """Parses ``32``, ``25%`` or ``auto``; anything else raises ``ValueError``."""
-        text = str(text).strip().lower()
-        if text == "auto":
-            return cls()
-        if re.fullmatch(r"\d+", text) and int(text) > 0:
-            return cls(per_layer=int(text))
-        if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
-            share = Fraction(match[1]) / 100
-            if 0 < share <= 1:
-                return cls(share=share)
-            raise ValueError(f"{text} is not above 0% and at most 100%; {_SLOTS_HELP}")
-        raise ValueError(f"{text!r} is not understood; {_SLOTS_HELP}")
-
-
-def _check_slots(value: str) -> str:
-    Slots.parse(value)
-    return value
-
-
-def _as_text(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(_SLOTS_HELP)
-    return str(value)
-
-
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("use a number")
-    return value
-
-
-def _check_cpu_experts(value: str) -> str:
-    if value not in ("off", "auto") and not re.fullmatch(r"[1-9][0-9]{0,5}", value):
-        raise ValueError("use off, auto, or a number of experts of a layer, 1 or more")
-    return value
 
 
 # Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
@@ -110,7 +50,7 @@ class SpacConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    slots: Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slots)] = Field(
+    slots: SlotsText = Field(
         "auto",
         description="Experts kept in fast memory: a number per layer, a percentage of all, or auto (as many as fit "
         "next to the KV cache).",
@@ -118,7 +58,7 @@ class SpacConfig(BaseModel):
     store: Annotated[str | None, ComponentName("tiers", "store")] = Field(
         None, description="Where the other experts are stored. Default: host where there is a GPU, else disk."
     )
-    disk_dir: _SomePath = Field(
+    disk_dir: SomePath = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
     )
     policy: Annotated[str, ComponentName("policies", "policy", arguments=True)] = Field(
@@ -126,17 +66,20 @@ class SpacConfig(BaseModel):
         description="Which expert is evicted when a slot is needed. Arguments of a component are set as in "
         "utility@upper=1.",
     )
-    prefetch: Annotated[str, ComponentName("predictors", "predictor", ("off",), arguments=True)] = Field(
+    prefetch: Annotated[
+        str,
+        ComponentName(
+            "predictors", "predictor", ("off",), arguments=True, settings=("threshold", "depth", "background")
+        ),
+    ] = Field(
         "off",
         description="Prefetch experts in the background: utility, those with the highest utility over past steps; off, "
-        "none.",
+        "none. Further arguments: threshold, depth and background.",
     )
     guard: Literal["on", "off"] = Field(
         "on", description="Shorten or skip drafts when the experts they need cost more time than their tokens save."
     )
-    cpu_experts: Annotated[
-        str, BeforeValidator(lambda value: str(_no_bool(value))), AfterValidator(_check_cpu_experts)
-    ] = Field(
+    cpu_experts: CpuExpertsText = Field(
         "off",
         description="Compute missing experts on the CPU, where they are stored, exact up to rounding: off; auto, those "
         "that the balancer selects; or N, in each forward of a layer the N missing ones with the fewest rows.",
@@ -146,7 +89,7 @@ class SpacConfig(BaseModel):
         description="With cpu_experts=auto, selects the experts for the CPU: waterfill (default) or threshold "
         "(MoE-SpAc's).",
     )
-    profile: _SomePath = Field(
+    profile: SomePath = Field(
         None, description="Costs for the balancer, a file of vllm-spac profile. Default: measured at start-up."
     )
     cpu_kernel: Annotated[str | None, ComponentName("executors", "CPU kernel")] = Field(
@@ -154,7 +97,7 @@ class SpacConfig(BaseModel):
         description="Kernel for CPU experts: vLLM's (native, default on a CPU machine), torch (default elsewhere) or "
         "kt-kernel (kt).",
     )
-    io_threads: Annotated[int, BeforeValidator(_no_bool)] = Field(
+    io_threads: Annotated[int, BeforeValidator(no_bool)] = Field(
         4, ge=1, le=64, description="Threads that load missed experts."
     )
     execution: Annotated[str, ComponentName("execution", "execution")] = Field(
@@ -174,19 +117,19 @@ class SpacConfig(BaseModel):
         "fast memory).",
     )
 
-    trace: _SomePath = Field(
+    trace: SomePath = Field(
         None,
         description="Record the routers' choices in this file, for vllm-spac trace and simulate. An existing trace is "
         "replaced.",
     )
     trace_overwrite: bool = Field(False, description="Let the trace replace an existing file of any kind.")
 
-    budget: Annotated[int | None, BeforeValidator(_no_bool)] = Field(
+    budget: Annotated[int | None, BeforeValidator(no_bool)] = Field(
         None,
         ge=1,
         description="LOSSY: experts per layer that one verify step may use (B), ranked over all of its tokens.",
     )
-    budget_mass: Annotated[float | None, BeforeValidator(_no_bool)] = Field(
+    budget_mass: Annotated[float | None, BeforeValidator(no_bool)] = Field(
         None, gt=0, le=1, description="LOSSY: instead of B, the share of the routing mass to keep, e.g. 0.98."
     )
     budget_mass_of: Literal["selected", "scores"] | None = Field(
@@ -194,7 +137,7 @@ class SpacConfig(BaseModel):
         description="The mass that budget_mass is a share of: selected (default), the routing weights of the selected "
         "experts; scores, the routers' scores of all experts.",
     )
-    budget_file: _SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac tune.")
+    budget_file: SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac tune.")
     budget_ranking: Annotated[str, ComponentName("budget.rankings", "ranking")] = Field(
         "router", description="How experts are ranked under a budget; the first B are kept."
     )
@@ -208,7 +151,7 @@ class SpacConfig(BaseModel):
         description="Which rows the budget applies to: verify, those with draft tokens; decode, all decoding rows; "
         "all, prompts too.",
     )
-    calibration: _SomePath = Field(
+    calibration: SomePath = Field(
         None,
         description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
     )

@@ -64,7 +64,7 @@ def seconds(ids: int, slots: int, missing: int) -> float:
     return 1e-6 * (beyond + (once + each * missing if missing else _NO_MISS))
 
 
-class AdmissionReplay(Replay):
+class AdmissionReplay(Replay[list[Part]]):
     """Simulates layers that admit the experts they need, copy and compute them. Copies overlap with hits.
 
     A layer that needs more experts than there are slots cannot be admitted: it reads all of them over the bus and
@@ -87,8 +87,8 @@ class AdmissionReplay(Replay):
     def end_step(self) -> None:
         """Nothing is learned."""
 
-    def layer(self, layer: int, parts: list[Part]) -> None:
-        outcome, (part,) = self.outcome, parts
+    def layer(self, layer: int, work: list[Part]) -> None:
+        outcome, (part,) = self.outcome, work
         try:
             missing, _ = self.slots.ensure(np.array(part.keys))
         except LookupError:

@@ -34,8 +34,8 @@ from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.simulation.named import build_policy
 from vllm_spac.simulation.parts import filling, parts
-from vllm_spac.simulation.simulate import build_policy
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.tiers.disk import DiskStore

@@ -6,6 +6,7 @@ begin, end, fail and are dropped under control of the test. A million transition
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -83,6 +84,7 @@ class Ahead:
 
 class Transfers:
     path = "double"
+    clock = staticmethod(time.monotonic)
 
     def __init__(self, slots: int) -> None:
         self.content = [TORN] * slots

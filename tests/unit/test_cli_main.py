@@ -20,9 +20,9 @@ from vllm_spac.cache import sizing
 from vllm_spac.checkpoint import headers
 from vllm_spac.cli import stats
 from vllm_spac.cli.main import app
-from vllm_spac.config import Slots
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
+from vllm_spac.knob_types import Slots
 from vllm_spac.system.atomic_write import partial_of
 from vllm_spac.tiers import disk
 

@@ -102,6 +102,22 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
     assert both.count("belady") == 1, "a ceiling for slots only"
 
 
+def test_reads_ahead(recorded: Path, tmp_path: Path) -> None:
+    numbers, spec = tmp_path / "o.json", "utility@depth=2@upper=1"
+    options = ("--profile", "h200", "--slots", "25%", "--policy", "lru", "--prefetch", spec, "--json", numbers)
+    assert "ahead" in run("simulate", recorded, *options)
+    (found,) = json.loads(numbers.read_text())["outcomes"]
+    same = simulate(Trace.load(recorded), 10, Costs.read("h200"), prefetch=spec)
+    assert found["prefetch"] == spec and found["prefetches"] == same.prefetches > 0
+    assert found["hits"] == same.hits != simulate(Trace.load(recorded), 10, Costs.read("h200")).hits
+
+
+@pytest.mark.parametrize("decides", [("--balancer", "waterfill"), ("--prefetch", "utility")])
+def test_no_upper_bound_where_uses_depend_on_decisions(recorded: Path, decides: tuple[str, str]) -> None:
+    text = run("simulate", recorded, "--profile", "h200", "--slots", "25%", *decides)
+    assert "reuse" in text and "belady" not in text
+
+
 def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
     both = swept(["lru", "utility@forget=0.2"], ["gamma=2,4", "upper=1,8"])
     assert both == ["lru", *(f"utility@forget=0.2@gamma={g}@upper={k}" for g in (2, 4) for k in (1, 8))]
@@ -120,6 +136,7 @@ def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
         (("--profile", "h200", "--slots", "many"), "--slots: 'many' is not understood"),
         (("--profile", "h200", "--slots", "1%"), "1 slots: use from 2"),
         (("--profile", "h200", "--policy", "mru"), "no 'mru'"),
+        (("--profile", "h200", "--prefetch", "luck"), "prefetch='luck' is not known; use off or"),
         (("--profile", "h200", "--execution", "pointer"), "--execution pointer: use slots, pointers"),
         (("--profile", "h200", "--step-bytes", "64MiB"), "--step-bytes 64MiB: use one or more numbers of bytes"),
         (("--profile", "h200", "--execution", "pointers", "--policy", "belady"), "belady must know"),

@@ -71,7 +71,7 @@ def test_arguments_are_part_of_a_name() -> None:
     ("spec", "problem"),
     [
         ("utility@upper", "sets nothing"),
-        ("utility@lower=1", "Utility has no argument 'lower'; it has boundaries, forget, gamma"),
+        ("utility@lower=1", "utility has no argument 'lower'; it has boundaries, forget, gamma"),
         ("lru@upper=1", "it has none"),
         ("utility@upper=0", "cannot be built: .*upper >= 1"),
         ("utility@upper=many", "cannot be built"),

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_spac.config import Slots, SpacConfig, check_knob, flag
+from vllm_spac.cache import prefetcher
+from vllm_spac.config import SpacConfig, check_knob, component_knobs, flag
 from vllm_spac.errors import ConfigError
+from vllm_spac.knob_types import Slots
 
 
 @pytest.mark.parametrize(
@@ -269,3 +271,14 @@ def test_a_component_takes_arguments(knob: str) -> None:
 def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
     with pytest.raises(ConfigError, match=r"no store is called 'host@threads=4'"):
         SpacConfig.parse({"store": "host@threads=4"})
+
+
+def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
+    assert component_knobs()["prefetch"].settings == prefetcher.SETTINGS
+    spec = "utility@depth=8@upper=1"
+    assert SpacConfig.parse({"prefetch": spec}).prefetch == spec
+    settings = prefetcher.PrefetchSettings.of(spec)
+    assert (settings.prefetch, settings.depth, settings.options) == ("utility", 8, {"upper": 1})
+    for wrong in ("utility@depth=0", "utility@upper=0", "utility@depth=many"):
+        with pytest.raises(ConfigError):
+            prefetcher.PrefetchSettings.of(wrong)

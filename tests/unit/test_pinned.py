@@ -15,7 +15,8 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.policies.base import PolicyContext
 from vllm_spac.policies.pinned import Pinned
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.simulate import build_policy, simulate
+from vllm_spac.simulation.named import build_policy
+from vllm_spac.simulation.simulate import simulate
 from vllm_spac.traces.statistics import uses
 from vllm_spac.traces.synthetic import synthetic_trace
 
@@ -119,7 +120,7 @@ def test_what_is_pinned_is_there_from_the_start_and_stays(tmp_path: Path, option
         ("@trace={0}", "is of 1 layers of 8 experts, and the replayed trace of 2 of 16"),
         ("@trace=/nowhere", "cannot be read as a routing trace"),
         ("@trace={1}@share=2", "use 0 to 1"),
-        ("@trace={1}@colour=2", "cannot be built"),
+        ("@trace={1}@colour=2", "pinned has no argument .colour."),
     ],
 )
 def test_refusals(tmp_path: Path, knobs: str, message: str) -> None:

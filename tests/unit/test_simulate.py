@@ -20,7 +20,7 @@ from vllm_spac.simulation.pointers_by_layer import LAUNCHES
 from vllm_spac.simulation.pointers_by_step import Bus
 from vllm_spac.simulation.simulate import simulate
 from vllm_spac.traces import statistics
-from vllm_spac.traces.format import ROW_KINDS, STEP_KINDS, Trace, TraceFacts
+from vllm_spac.traces.format import PREFILL, ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 from vllm_spac.traces.synthetic import synthetic_trace
 
 COSTS = Costs(
@@ -168,8 +168,8 @@ def test_waterfill_adds_the_processors_up():
     assert outcome.tpot < 0.6 * plain.tpot
 
 
-def test_an_expert_that_runs_on_both_sides_counts_once():
-    """In parts, an expert may be loaded for some rows and computed on the CPU for others."""
+def test_an_expert_runs_on_one_side_of_a_layer():
+    """Also in parts: the balancer decides once, for all rows."""
     trace = synthetic_trace(layers=2, experts=16, top_k=4, steps=60, drafts=7, skew=0.5, reuse=0)
     outcome = simulate(trace, 5, COSTS, balancer="waterfill")
     distinct = sum(len({key for part in found for key in part.keys}) for found in parts(trace, 5))
@@ -185,12 +185,47 @@ def test_requests_draft_side_by_side():
     assert simulate(trace, 4, COSTS).seconds == simulate(one, 4, COSTS).seconds
 
 
+def test_reads_ahead_by_hand():
+    """One layer; 2 and 3 are selected by nine rows, then evicted by a prompt, which does not change their scores.
+
+    They are read one after the other, in 11 s each, while drafts are made. Without drafts, 3 s pass before the layer:
+    2 has 8 of 10 s of bandwidth left, and 3 has not begun, so that it is loaded on demand. For 1 s 2 has the bandwidth,
+    then both need 7 + 7 s and 3 another 3 s, in all 18 where two loads take 21.
+    """
+    trace = decoding([[[[2, 3]] * 9], [[[0, 1]] * 9], [[[2, 3]] * 9]], kind="verify")
+    trace.row_kind[9:18] = PREFILL
+    hasty = COSTS.model_copy(update={"draft": 0.0})
+    for known, expected, saved in ((COSTS, (2, 4, 4, 2, 2, 0), 21), (hasty, (0, 6, 5, 1, 1, 1), 3)):
+        off, ahead = (simulate(trace, 2, known, prefetch=name, fill=False) for name in ("off", "utility@gamma=2"))
+        assert (off.hits, off.misses, off.loads, off.prefetches) == (0, 6, 6, 0)
+        counts = ahead.hits, ahead.misses, ahead.loads, ahead.prefetches, ahead.prefetch_hits, ahead.prefetch_late
+        assert counts == expected and ahead.prefetch_wasted == 0 and ahead.bytes == off.bytes == 600
+        assert off.seconds - ahead.seconds == pytest.approx(saved)
+        assert off.stall_seconds - ahead.stall_seconds == pytest.approx(saved)
+
+
+@pytest.mark.parametrize("balancer", components.names("balancers"))
+@pytest.mark.parametrize("slots", [5, 12, 30])
+def test_what_holds_with_reads_ahead(balancer: str, slots: int):
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=4, skew=1.0, reuse=0.7)
+    plain = simulate(trace, slots, COSTS, balancer=balancer)
+    outcome = simulate(trace, slots, COSTS, balancer=balancer, prefetch="utility@depth=4")
+    used = plain.hits + plain.misses + plain.cpu
+    assert outcome.hits + outcome.misses + outcome.cpu == used and outcome.prefetches > 0
+    assert outcome.prefetch_late <= outcome.prefetch_hits <= outcome.prefetches - outcome.prefetch_wasted
+    assert outcome.bytes == (outcome.loads + outcome.prefetches) * trace.facts.expert_bytes
+    assert outcome.seconds >= outcome.bound_seconds
+    assert outcome == simulate(trace, slots, COSTS, balancer=balancer, prefetch="utility@depth=4")
+
+
 def test_knobs_reach_the_components():
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=150, drafts=3, skew=1.0, reuse=0.7)
     default, binary = (simulate(trace, 16, COSTS, policy=p) for p in ("utility", "utility@upper=1@variant=literal"))
     assert default.hits != binary.hits
     fixed = [simulate(trace, 16, COSTS, balancer=f"threshold@fixed={tau}") for tau in (1, 4)]
     assert fixed[0].cpu < fixed[1].cpu
+    ahead = [simulate(trace, 16, COSTS, prefetch=f"utility@threshold={tau}").prefetches for tau in (1, 4)]
+    assert ahead[0] > ahead[1]
 
 
 @pytest.mark.parametrize(
@@ -199,12 +234,17 @@ def test_knobs_reach_the_components():
         ({"slots": 3}, "3 slots: use from 4"),
         ({"slots": 49}, "to 48"),
         ({"policy": "mru"}, "no 'mru'"),
-        ({"policy": "lru@size=3"}, "lru cannot be built.*size"),
+        ({"policy": "lru@size=3"}, "lru has no argument 'size'; it has none"),
         ({"policy": "utility@variant=mine"}, "no variant is called 'mine'"),
-        ({"policy": "utility@upper"}, "'upper' in .* is no knob"),
+        ({"policy": "utility@upper"}, "'upper' in .* sets nothing"),
         ({"balancer": "luck"}, "no 'luck'"),
         ({"policy": "belady", "balancer": "waterfill"}, "belady must know"),
         ({"expert_bytes": 0}, "--expert-bytes"),
+        ({"prefetch": "luck"}, "prefetch='luck' is not known; use off or"),
+        ({"prefetch": "utility@size=3"}, "prefetch='utility@size=3' cannot be built.*size"),
+        ({"prefetch": "utility@depth=0"}, "must be at least 1"),
+        ({"policy": "belady", "prefetch": "utility"}, "belady must know"),
+        ({"execution": "pointers", "prefetch": "utility"}, "prefetch utility is of execution=slots"),
     ],
 )
 def test_refusals(knobs, named):

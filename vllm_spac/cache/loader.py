@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.link import Link
 from vllm_spac.cache.prefetcher import Prefetcher, PrefetchSettings
 from vllm_spac.cache.residency import Placement, Residency
-from vllm_spac.cache.transfers import Transfers
 from vllm_spac.errors import StoreError
 from vllm_spac.metrics import Counters
 
@@ -30,7 +30,7 @@ class ExpertLoader:
     def __init__(
         self,
         residency: Residency,
-        transfers: Transfers,
+        transfers: Link,
         counters: Counters,
         layer_experts: int,
         settings: PrefetchSettings,

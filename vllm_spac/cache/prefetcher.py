@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.level_queue import LevelQueue
+from vllm_spac.cache.link import Link
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
-from vllm_spac.cache.transfers import Transfers
 from vllm_spac.errors import ConfigError
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.predictors.base import Predictor, Signal
+from vllm_spac.system.printable import brief
+
+SETTINGS = ("threshold", "depth", "background")  # that a name with arguments may set, next to the predictor's
 
 logger = logging.getLogger("vllm.spac")
 
@@ -38,7 +40,7 @@ class PrefetchSettings:
         depth: maximum number of experts that have a slot and are not read yet. The experts they replaced are evicted
             while they wait.
         background: maximum number of prefetch reads in flight; None is half of the I/O threads.
-        options: arguments of the predictor; not used where the policy provides the scores.
+        options: arguments of the predictor. Without any, the scores are those of a policy with the same predictor.
         poison: fill slots with NaN before they are loaded; for tests.
 
     Raises:
@@ -56,8 +58,7 @@ class PrefetchSettings:
 
     def __post_init__(self) -> None:
         known = components.names("predictors")
-        name, _ = components.parse(self.prefetch)
-        if name not in ("off", *known) and ":" not in name:
+        if self.prefetch not in ("off", *known) and ":" not in self.prefetch:
             raise ConfigError(f"spac: prefetch={self.prefetch!r} is not known; use off or {', '.join(known)}")
         if self.threshold < 1 or self.depth < 1 or (self.background is not None and self.background < 1):
             raise ConfigError("spac: threshold, depth and background of the prefetcher must be at least 1")
@@ -68,9 +69,25 @@ class PrefetchSettings:
                 "predictors yet; use off or utility"
             )
 
+    @classmethod
+    def of(cls, spec: str) -> Self:
+        """Returns the settings ``name@argument=value@...``: those of ``SETTINGS``, and arguments of the predictor.
+
+        Raises:
+            ConfigError: as the constructor, also for arguments that the predictor refuses.
+        """
+        name, options = components.parse(spec)
+        own = {argument: options.pop(argument) for argument in SETTINGS if argument in options}
+        try:
+            return cls(prefetch=name, options=options, **own)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"spac: prefetch={brief(spec)} cannot be built: {error}") from error
+
     @property
     def predictor(self) -> str:
-        """The predictor, with its arguments; balancers may need its scores even if nothing is prefetched."""
+        """Name of the predictor; balancers may need its scores even if nothing is prefetched."""
         return "utility" if self.prefetch == "off" else self.prefetch
 
     def build(self, experts: int) -> Predictor:
@@ -79,7 +96,8 @@ class PrefetchSettings:
 
     def predictor_beside(self, policy: Policy, experts: int) -> Predictor:
         """Returns the predictor to use with ``policy``; reads the policy's scores if it runs the same predictor."""
-        return _Lent(policy) if policy.predictor == self.predictor else self.build(experts)
+        same = policy.predictor == self.predictor and not self.options
+        return _Lent(policy) if same else self.build(experts)
 
 
 class _Lent(Predictor):
@@ -111,7 +129,7 @@ class Prefetcher:
     def __init__(
         self,
         residency: Residency,
-        transfers: Transfers,
+        transfers: Link,
         counters: Counters,
         layer_experts: int,
         predictor: Predictor,
@@ -122,6 +140,7 @@ class Prefetcher:
         self.queue = LevelQueue()
         self.unused: set[int] = set()  # prefetched, READY and not used yet
         self._residency, self._ahead, self._path = residency, transfers.ahead, f"{transfers.path} ahead"
+        self._link = transfers
         self._poison = transfers.poison if settings.poison else None
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
         self._predictor = predictor
@@ -174,10 +193,10 @@ class Prefetcher:
 
     def wait(self, keys: list[int], counters: Counters | None) -> list[int]:
         """Waits for reads that have begun; returns the keys that failed, whose slots are free again."""
-        start = time.perf_counter()
+        start = self._link.clock()
         failed = self._arrive(self._ahead.wait(keys)) if keys else []
         if keys and counters is not None:
-            counters.stall_seconds += time.perf_counter() - start
+            counters.stall_seconds += self._link.clock() - start
         return failed
 
     def placed(self, placement: Placement) -> None:
@@ -205,7 +224,7 @@ class Prefetcher:
         layers = len(self.scores) // self._layer_experts
         return np.repeat([max(1, self.balancer.threshold(layer)) for layer in range(layers)], self._layer_experts)
 
-    def _arrive(self, results: dict[int, int | BaseException]) -> list[int]:
+    def _arrive(self, results: Mapping[int, int | BaseException]) -> list[int]:
         failed = [key for key, result in results.items() if isinstance(result, BaseException)]
         for key, result in results.items():
             if isinstance(result, BaseException):

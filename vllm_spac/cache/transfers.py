@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.background import Background
+from vllm_spac.cache.link import reads_ahead
 from vllm_spac.metrics import Counters
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.futures import finish, outcome
@@ -43,7 +44,11 @@ class Transfers:
         self._device = next(iter(slots.values())).device
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io", initializer=unbind)
         self.path = path
-        self.ahead = Background(self._read, max(1, threads // 2) if background is None else background, self._device)
+        self.ahead = Background(self._read, reads_ahead(threads, background), self._device)
+
+    def clock(self) -> float:
+        """Returns monotonic time in seconds."""
+        return time.perf_counter()
 
     def load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
         """Fills each (key, slot) of ``loads``; returns when all are done and adds to ``counters``, if given.
@@ -53,7 +58,7 @@ class Transfers:
         Returns:
             The keys that failed, with their errors.
         """
-        start = time.perf_counter()
+        start = self.clock()
         if self._device.type == "cuda":  # a kernel that was launched before may still read the slots
             torch.cuda.current_stream(self._device).synchronize()
         jobs: list[Future] = []
@@ -73,7 +78,7 @@ class Transfers:
                 counters.loads += 1
                 counters.moved(self.path, result)
         if counters is not None:
-            counters.stall_seconds += time.perf_counter() - start
+            counters.stall_seconds += self.clock() - start
         return failed
 
     def poison(self, slot: int) -> None:

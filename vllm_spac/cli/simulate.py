@@ -35,6 +35,8 @@ vllm-spac simulate run.trace --profile rtx4090 --policy utility@upper=1,utility@
 
 vllm-spac simulate run.trace --profile here.json --policy lru,utility --sweep gamma=2,4,8 --sweep upper=1,2,4,8
 
+vllm-spac simulate run.trace --profile rtx4090 --policy reuse --prefetch utility@depth=8   [dim]# reads ahead[/]
+
 vllm-spac simulate run.trace --profile h200 --execution slots,pointers --admission layer,step --policy reuse
 
 vllm-spac simulate run.trace --profile h200 --execution pointers --admission step --step-bytes 0,67108864
@@ -58,6 +60,9 @@ def simulate(
         list[str] | None, typer.Option(help="KNOB=VALUE,VALUE,…: run each policy that has this knob with each value.")
     ] = None,
     balancer: Annotated[str, typer.Option(help="Selects experts for the CPU: none, threshold or waterfill.")] = "none",
+    prefetch: Annotated[
+        str, typer.Option(help="With slots: predictor of reads ahead, as --spac-prefetch, optionally with knobs.")
+    ] = "off",
     overlap: Annotated[
         bool,
         typer.Option("--overlap", help="With slots: loads overlap with the computation of hits, as with pointers."),
@@ -82,13 +87,19 @@ def simulate(
     from vllm_spac.traces.format import Trace
 
     costs, recorded = Costs.read(profile), Trace.load(trace)
+    foreseeable = balancer == "none" and prefetch == "off"
     cases: list[dict[str, Any]] = [
         {"slots": count, "policy": name} | case
         for count in slot_counts(slots, recorded.facts)
         for case in _executions(execution, admission, step_bytes)
-        for name in swept(parse_list(policy) if policy else _policies(case["execution"]), sweep or [])
+        for name in swept(parse_list(policy) if policy else _policies(case["execution"], foreseeable), sweep or [])
     ]
-    common: dict[str, Any] = {"balancer": balancer, "overlap": overlap, "expert_bytes": expert_bytes}
+    common: dict[str, Any] = {
+        "balancer": balancer,
+        "prefetch": prefetch,
+        "overlap": overlap,
+        "expert_bytes": expert_bytes,
+    }
     outcomes = [
         replay(recorded, costs=costs, **case, **common)
         for case in track(cases, "simulating", console=Console(stderr=True), transient=True)
@@ -126,10 +137,10 @@ def _one_or_both(option: str, said: str, known: Collection[str]) -> list[str]:
     return asked
 
 
-def _policies(execution: str) -> list[str]:
-    """Policies that are compared by default; with slots, including the upper bound ``belady``."""
+def _policies(execution: str, foreseeable: bool) -> list[str]:
+    """Policies that are compared by default; ``belady``, the upper bound, where uses follow from the trace alone."""
     if execution == "slots":
-        return ["lru", "layer_lru", "lfu", "utility", "reuse", "belady"]
+        return ["lru", "layer_lru", "lfu", "utility", "reuse", *(["belady"] if foreseeable else [])]
     return ["lru", "lfu", "utility", "reuse"]
 
 
@@ -161,7 +172,7 @@ def _knobs(spec: str) -> Collection[str]:
 def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
     title = f"{shown(trace)} on {shown(costs.name)} ({costs.provenance.how})"
     table = Table(title=title, title_justify="left", caption=shown(costs.provenance.source), caption_justify="left")
-    amounts = ("hit rate", "moved", "streamed", "on the CPU", "stalled", "TPOT ms", "bound ms", "ratio")
+    amounts = ("hit rate", "moved", "ahead", "streamed", "on the CPU", "stalled", "TPOT ms", "bound ms", "ratio")
     for name in ("slots", "execution", "policy", *amounts):
         table.add_column(name, justify="left" if name in ("execution", "policy") else "right")
     last = None
@@ -175,6 +186,7 @@ def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
             shown(outcome.policy),
             f"{100 * outcome.hit_rate:.1f}%",
             gib(outcome.bytes),
+            f"{outcome.prefetches:,}",
             gib(outcome.streamed_bytes),
             f"{outcome.cpu:,}",
             f"{outcome.stall_seconds:.2f} s",

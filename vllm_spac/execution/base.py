@@ -20,9 +20,10 @@ from vllm_spac.tiers.base import ExpertStore
 
 if TYPE_CHECKING:
     from vllm_spac.balancers.base import Balancer
-    from vllm_spac.config import Slots, SpacConfig
+    from vllm_spac.config import SpacConfig
     from vllm_spac.execution._exchange import Exchange
     from vllm_spac.executors._thread import ExecutorThread
+    from vllm_spac.knob_types import Slots
 
 
 class LayerKernel(Protocol):

@@ -1,6 +1,7 @@
 """Execution that loads the experts a layer misses, then runs vLLM's kernel.
 
-The order of the operations (divide, pin, load, run, unpin) is defined in this file only.
+The order of the operations (divide, pin, load, run, unpin) is defined in this file and in ``_slot_layers``, which has
+the decisions.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.balancers.base import Balancer, LayerState
+from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import NOT_RUN, MoEShape, Step
 from vllm_spac.execution._row_shares import Share, combine
-from vllm_spac.execution._waves import filled_experts, row_waves
+from vllm_spac.execution._slot_layers import SlotLayers
+from vllm_spac.execution._waves import filled_experts
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.executors._thread import Computation, ExecutorThread
 from vllm_spac.metrics import Counters
@@ -31,7 +33,6 @@ from vllm_spac.tiers.base import ExpertStore
 if TYPE_CHECKING:
     from vllm_spac.execution._exchange import Exchange
 
-_FILL_BATCH = 16
 _COUNT_BATCH = 1024  # forwards of layers whose routing is kept before it is counted
 _COUNT_PAIRS = 4 << 20  # (row, expert) pairs kept: 16 MiB of ids, possibly in GPU memory
 
@@ -97,6 +98,7 @@ class SlotExecution(Execution):
         knobs = ahead or PrefetchSettings()
         transfers = Transfers(store, tensors, io_threads, path, knobs.background)
         self._loader = ExpertLoader(self._residency, transfers, self.counters, shape.experts, knobs, balancer)
+        self._layers = SlotLayers(self._loader, shape.experts)
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
@@ -109,13 +111,18 @@ class SlotExecution(Execution):
             context.tensors,
             io_threads=config.io_threads,
             path=context.path,
-            ahead=PrefetchSettings(prefetch=config.prefetch),
+            ahead=PrefetchSettings.of(config.prefetch),
             exchange=context.exchange,
         )
 
     @property
     def residency(self) -> Residency:
         return self._residency
+
+    @property
+    def _counted(self) -> Counters | None:
+        """The counters inside a step; what runs outside of steps is not counted."""
+        return None if self._step is None else self.counters
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -241,22 +248,10 @@ class SlotExecution(Execution):
         Their experts are not loaded. The policy observes them when the step ends, like all others. ``ids`` as in
         ``waves``.
         """
-        if self._cpu is None or (balancer := self._loader.balancer) is None:
+        if self._cpu is None:
             return None
-        routed, experts = ids.numpy(), self.shape.experts
-        here = slice(layer * experts, (layer + 1) * experts)
-        rows, resident = np.bincount(routed.ravel(), minlength=experts), self.residency.slot_of[here] != NOWHERE
-        free = self.residency.slots - int(resident[rows > 0].sum())
-        plan = balancer.plan(LayerState(layer, rows, resident, self._loader.scores[here], free))
-        if not plan.cpu:
-            return None
-        on_cpu = np.zeros(experts, dtype=bool)
-        on_cpu[list(plan.cpu)] = True
-        pairs = on_cpu[routed]
-        if self._step is not None:
-            self.counters.cpu_experts += len(plan.cpu)
-            self.counters.cpu_rows += int(pairs.sum())
-        return torch.from_numpy(pairs)
+        pairs = self._layers.cold(layer, ids.numpy(), self._counted)
+        return None if pairs is None else torch.from_numpy(pairs)
 
     @contextlib.contextmanager
     def computing(self, layer: int, share: Share, x: Tensor, weights: Tensor) -> Iterator[Computation]:
@@ -291,35 +286,16 @@ class SlotExecution(Execution):
         Raises:
             StoreError: an expert could not be loaded; nothing was computed with it.
         """
-        routed = ids.numpy()
-        first = layer * self.shape.experts
+        routed, first = ids.numpy(), layer * self.shape.experts
         table = self.residency.slot_of[first : first + self.shape.experts]
-        self.residency.policy.enter(range(first, first + self.shape.experts))
-        used: set[int] = set()
-        missed: set[int] = set()
-        for start, stop in row_waves(routed, self.residency.slots, self.shape.experts):
-            rows = routed[start:stop]
-            keys = (np.unique(rows) + first).tolist()
-            missed.update(self._loader.hold(keys, self.counters if self._step is not None else None))
-            used.update(keys)
-            try:
-                self.counters.waves += self._step is not None
-                yield Wave(start, stop, torch.from_numpy(table[rows].astype(routed.dtype, copy=False)))
-            finally:
-                self._loader.release(keys)
-        if self._step is not None:
-            self.counters.misses += len(missed)
-            self.counters.hits += len(used) - len(missed)
+        with contextlib.closing(self._layers.waves(layer, routed, self._counted)) as waves:
+            for start, stop, _ in waves:
+                yield Wave(start, stop, torch.from_numpy(table[routed[start:stop]].astype(routed.dtype, copy=False)))
 
     def fill(self) -> Iterator[int]:
         slots = self.residency.slots
         first = self.residency.policy.first()
-        for keys in filled_experts(len(self.shape.layers), self.shape.experts, slots, first):
-            for start in range(0, len(keys), _FILL_BATCH):
-                batch = keys[start : start + _FILL_BATCH]
-                self._loader.hold(batch, None)
-                self._loader.release(batch)
-                yield len(batch)
+        yield from self._layers.fill(filled_experts(len(self.shape.layers), self.shape.experts, slots, first))
         assert not self.holds_all or (self.residency.slot_of == np.arange(slots)).all()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -36,6 +36,16 @@ def parts(trace: Trace, slots: int) -> list[list[Part]]:
         [Part(keys[a:b].tolist(), counts[a:b].tolist())] if b - a <= slots else list(_split(trace, number, slots))
         for number, (a, b) in enumerate(whole)
     ]
+
+
+def rows_of_records(trace: Trace) -> list[np.ndarray]:
+    """Returns the experts of each record's rows, [rows, top_k], in the trace's dtype."""
+    return [trace.ids[a:b] for a, b in pairwise(trace.record_start.tolist())]
+
+
+def uses(trace: Trace, slots: int) -> Iterator[int]:
+    """Yields the keys in the order in which layers use them without a balancer."""
+    return (key for record in parts(trace, slots) for part in record for key in part.keys)
 
 
 def filling(trace: Trace, slots: int, first: Sequence[int] = ()) -> list[int]:

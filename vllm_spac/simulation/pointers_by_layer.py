@@ -26,7 +26,7 @@ from vllm_spac.traces.format import Trace
 LAUNCHES = 5e-6  # seconds per layer: one program that decides, and a grid that finds nothing to copy
 
 
-class AdmittedReplay(Replay):
+class AdmittedReplay(Replay[list[Part]]):
     """Replays a trace over a table of pointers whose layers admit the experts that they miss.
 
     Args:
@@ -65,8 +65,8 @@ class AdmittedReplay(Replay):
         self._counts.fill_(-1)
         self._sources.fill_(-1)
 
-    def layer(self, layer: int, parts: list[Part]) -> None:
-        (part,), outcome = parts, self.outcome
+    def layer(self, layer: int, work: list[Part]) -> None:
+        (part,), outcome = work, self.outcome
         first = layer * self.trace.facts.experts
         ids = torch.tensor(part.keys)[:, None] - first
         admit(ids, torch.ones(ids.shape), first, self.experts, self.offers, self._counts, self._sources, self._copies)

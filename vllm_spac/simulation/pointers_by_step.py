@@ -62,7 +62,7 @@ class Bus:
         return found
 
 
-class PointersReplay(Replay):
+class PointersReplay(Replay[list[Part]]):
     """Replays a trace over a table of pointers.
 
     Args:
@@ -98,9 +98,9 @@ class PointersReplay(Replay):
         self._resident = self.pointers.at != NOWHERE
         self._counts = np.full_like(self._counts, -1)
 
-    def layer(self, layer: int, parts: list[Part]) -> None:
+    def layer(self, layer: int, work: list[Part]) -> None:
         experts, outcome = self.trace.facts.experts, self.outcome
-        (part,) = parts
+        (part,) = work
         self._counts[layer * experts : (layer + 1) * experts] = 0
         self._counts[part.keys] = part.rows
         hit = self._resident[part.keys].tolist()

@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.parts import Part
 from vllm_spac.traces.format import DRAFT, PREFILL, ROW_KINDS, STEP_KINDS, Trace
 
 _PREFILL = STEP_KINDS.index("prefill")
 _VERIFY = ROW_KINDS.index("verify")
+
+Work = TypeVar("Work")
 
 
 @dataclass
@@ -22,11 +24,16 @@ class Outcome:
 
     Attributes:
         execution: ``slots`` or ``pointers``.
+        prefetch: the prefetcher, with its knobs, or ``off``.
         admission: with ``pointers``, how missed experts get slots; ``step_bytes``: with ``step``, the most bytes in
             flight into slots at once.
-        hits, misses, cpu: experts that were resident in fast memory, were missing, or were computed on the CPU.
-        loads, bytes: experts copied into slots and their bytes: on demand (slots; more than misses when parts of a
-            step evict each other's experts), or ahead of need (pointers; with ``layer``, in the layer that missed).
+        hits, misses, cpu: experts that were resident in fast memory, were missing or on their way, or were computed on
+            the CPU.
+        loads: experts copied into slots: on demand (slots; more than misses when parts of a step evict each other's
+            experts), or ahead of need (pointers; with ``layer``, in the layer that missed).
+        prefetches: with slots, experts copied into slots ahead of need; ``prefetch_hits`` were used before they were
+            evicted, ``prefetch_wasted`` were not, and a layer had to wait for ``prefetch_late``, which count as misses.
+        bytes: bytes of the experts copied into slots.
         streamed_bytes: bytes that layers read from host memory over the bus, without a slot (pointers).
         parts: number of parts that layers ran in.
         seconds: virtual time of all steps; ``bound_seconds``: the least they can take.
@@ -41,11 +48,16 @@ class Outcome:
     execution: str = "slots"
     admission: str | None = None
     step_bytes: int | None = None
+    prefetch: str = "off"
     steps: int = 0
     hits: int = 0
     misses: int = 0
     cpu: int = 0
     loads: int = 0
+    prefetches: int = 0
+    prefetch_hits: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
     bytes: int = 0
     streamed_bytes: int = 0
     parts: int = 0
@@ -58,8 +70,8 @@ class Outcome:
     ratio: float = field(init=False, default=1.0)
 
 
-class Replay(ABC):
-    """Base class: replays a trace against one way to execute its layers.
+class Replay(ABC, Generic[Work]):
+    """Base class: replays a trace against one way to execute its layers, whose input per record is a ``Work``.
 
     Args:
         outcome: filled in by ``run``.
@@ -80,15 +92,15 @@ class Replay(ABC):
         """Starts a step of ``layers`` layers; ``drafting`` seconds have passed since the last one."""
 
     @abstractmethod
-    def layer(self, layer: int, parts: list[Part]) -> None:
+    def layer(self, layer: int, work: Work) -> None:
         """Runs one layer of the step and adds its time and counts to ``outcome``."""
 
     @abstractmethod
     def end_step(self) -> None:
         """Ends the step; its layers have finished."""
 
-    def run(self, work: list[list[Part]]) -> Outcome:
-        """Replays the whole trace; ``work``: the parts of each record."""
+    def run(self, work: Sequence[Work]) -> Outcome:
+        """Replays the whole trace; ``work``: that of each record."""
         trace, outcome = self.trace, self.outcome
         outcome.steps = trace.steps
         bounds = np.searchsorted(trace.record_step, np.arange(trace.steps + 1)).tolist()

@@ -1,27 +1,22 @@
-"""Simulates a policy and a balancer on recorded routing: the serving code, on a virtual clock."""
+"""Simulates a policy, a balancer and a prefetcher on recorded routing: the serving code, on a virtual clock."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
-
-import numpy as np
 
 from vllm_spac import components
-from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.planner import STEP_BYTES
-from vllm_spac.policies.base import Policy, PolicyContext
+from vllm_spac.policies.base import Policy
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.calibrated import take_counts
-from vllm_spac.simulation.parts import filling, parts
+from vllm_spac.simulation.named import build_balancer, build_policy, check_pointers
+from vllm_spac.simulation.parts import Part, filling, parts, rows_of_records, uses
 from vllm_spac.simulation.pointers_by_step import PointersReplay
 from vllm_spac.simulation.replay import Outcome, Replay
 from vllm_spac.simulation.slots import SlotsReplay
-from vllm_spac.traces.format import ROW_KINDS, Trace
+from vllm_spac.traces.format import Trace
 
 EXECUTIONS = ("slots", "pointers")
 
@@ -34,6 +29,7 @@ def simulate(
     execution: str = "slots",
     policy: str = "lru",
     balancer: str = "none",
+    prefetch: str = "off",
     overlap: bool = False,
     admission: str = admissions.DEFAULT,
     step_bytes: int = STEP_BYTES,
@@ -44,44 +40,45 @@ def simulate(
 
     Args:
         execution: one of ``EXECUTIONS``; the assumptions for pointers are in ``pointers_by_step``.
-        policy, balancer: names of components, optionally with knobs: ``utility@upper=1@variant=literal``. A policy that
-            needs a calibration takes ``@calibration=FILE``, or ``@trace=FILE`` of another run.
+        policy, balancer: names of components, optionally with arguments: ``utility@upper=1@variant=literal``. A policy
+            that needs a calibration takes ``@calibration=FILE``, or ``@trace=FILE`` of another run.
+        prefetch: with slots, ``off`` or the name of a predictor, optionally with its arguments and with ``threshold``,
+            ``depth`` and ``background`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``. There are as many I/O
+            threads as ``costs.load_at_once`` says, without the forward thread.
         overlap: with slots, loads run concurrently with the computation of hits; else a layer waits for its loads, as
             on-demand serving does. With pointers they always overlap.
         admission: with pointers, how missed experts get slots, a name of ``admissions``; the assumptions for ``layer``
             are in ``pointers_by_layer``.
         step_bytes: with admission ``step``, the most bytes in flight into slots at once, but at least one expert; 0:
             none moves.
-        fill: slots are filled at the start, as serving does, with what the policy loads first and an equal share of
-            each layer; else they are empty.
+        fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
         expert_bytes: overrides the size in the trace.
 
     Raises:
-        ConfigError: slots that no token of this model can run with, unknown names or knobs, experts of unknown size,
-            a policy without the calibration that it needs, an offline policy with a balancer or with pointers (it would
-            have to foresee their decisions), a balancer with pointers, or pointers with costs of loads from a disk,
-            which they cannot read.
+        ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
+            size, a policy without the calibration that it needs, an offline policy with a balancer, a prefetcher or
+            pointers (it would have to foresee their decisions), a balancer or a prefetcher with pointers, or pointers
+            with costs of loads from a disk, which they cannot read.
     """
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
     _check(trace, slots, nbytes)
-    outcome = Outcome(policy, balancer, slots, slots / facts.total, execution)
+    outcome = Outcome(policy, balancer, slots, slots / facts.total, execution, prefetch=prefetch)
     if execution == "pointers":
-        work, outcome.admission = parts(trace, facts.total), admission
-        outcome.step_bytes = step_bytes if admission == "step" else None
-        _check_pointers(costs, outcome)
+        check_pointers(policy, balancer, prefetch, costs)
         chosen = build_policy(policy, trace, slots)
-        replay: Replay = _pointers(trace, costs, nbytes, outcome, chosen)
-    elif execution == "slots":
-        work = parts(trace, slots)
-        used = (key for record in work for part in record for key in part.keys)
-        future = chain(filling(trace, slots) if fill else (), used)
-        chosen = build_policy(policy, trace, slots, balancer, lambda: future)
-        replay = SlotsReplay(trace, costs, nbytes, outcome, chosen, _balancer(balancer, trace, costs, nbytes), overlap)
-    else:
+        outcome.admission, outcome.step_bytes = admission, step_bytes if admission == "step" else None
+        replay = _pointers(trace, costs, nbytes, outcome, chosen)
+        replay.fill(filling(trace, slots, chosen.first()) if fill else [])
+        return replay.run(parts(trace, facts.total))
+    if execution != "slots":
         raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
-    replay.fill(filling(trace, slots, chosen.first()) if fill else [])
-    return replay.run(work)
+    future = chain(filling(trace, slots) if fill else (), uses(trace, slots))
+    chosen = build_policy(policy, trace, slots, balancer=balancer, prefetch=prefetch, future=lambda: future)
+    beside = build_balancer(balancer, trace, costs, nbytes)
+    on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, PrefetchSettings.of(prefetch), overlap)
+    on_slots.fill(filling(trace, slots, chosen.first()) if fill else [])
+    return on_slots.run(rows_of_records(trace))
 
 
 def _check(trace: Trace, slots: int, nbytes: int) -> None:
@@ -92,85 +89,15 @@ def _check(trace: Trace, slots: int, nbytes: int) -> None:
         raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
 
 
-def build_policy(
-    spec: str, trace: Trace, slots: int, balancer: str = "none", future: Callable[[], Iterable[int]] = tuple
-) -> Policy:
-    """Builds the policy ``name@knob=value`` for a replay of ``trace``.
-
-    Args:
-        future: returns the keys in order of use, for an offline policy.
-    """
-    name, knobs = _parse(spec)
-    kind, counts = components.find("policies", name), None
-    if kind.offline:
-        if balancer != "none":
-            raise ConfigError(f"policy {name} must know what will be used, and balancer {balancer} decides that later")
-        knobs = {"future": list(future())} | knobs
-    if kind.needs_calibration:
-        counts = take_counts(name, knobs, trace.facts)
-    context = PolicyContext(slots, trace.facts.top_k, counts)
-    return _built("policies", name, knobs, lambda: kind.of(context, **knobs))
-
-
-def _check_pointers(costs: Costs, outcome: Outcome) -> None:
-    name, _ = _parse(outcome.policy)
-    policy = components.find("policies", name)
-    if policy.needs_layers:
-        raise ConfigError(f"policy {name} evicts from the layer that asks, and with pointers none asks; use lru")
-    if policy.offline:
-        raise ConfigError(f"policy {name} must know what will be used, and pointers learn of that too late")
-    if outcome.balancer != "none":
-        raise ConfigError(f"balancer {outcome.balancer} is of execution=slots: pointers read each expert where it lies")
-    if costs.provenance.store == "disk":
-        raise ConfigError(
-            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "
-            "--store host"
-        )
-
-
-def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, chosen: Policy) -> Replay:
+def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy) -> Replay[list[Part]]:
     if outcome.admission == "layer":
         from vllm_spac.simulation.pointers_by_layer import AdmittedReplay  # torch, which takes a second
 
-        return AdmittedReplay(trace, costs, nbytes, outcome, chosen)
+        return AdmittedReplay(trace, costs, nbytes, outcome, policy)
     if outcome.admission != "step":
         known = " or ".join(components.names("execution.pointers.admissions"))
         raise ConfigError(f"no admission is called {outcome.admission!r}; use {known}")
     assert outcome.step_bytes is not None, "given to admission step"
     if outcome.step_bytes < 0:
         raise ConfigError(f"{outcome.step_bytes} bytes per step: use 0 (nothing moves) or more")
-    return PointersReplay(trace, costs, nbytes, outcome, chosen)
-
-
-def _balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | None:
-    if spec == "none":
-        return None
-    name, knobs = _parse(spec)
-    verifying, drafts = (int(np.count_nonzero(trace.row_kind == ROW_KINDS.index(kind))) for kind in ("verify", "draft"))
-    facts: dict[str, Any] = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
-    facts |= {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts / max(1, verifying)))}
-    return _built("balancers", name, facts | knobs, lambda: components.build("balancers", name, **facts | knobs))
-
-
-def _parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """Splits ``name@knob=value@...`` into name and knobs; values are Python literals, or text."""
-    name, *settings = spec.split("@")
-    knobs: dict[str, Any] = {}
-    for setting in settings:
-        knob, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"{setting!r} in {spec!r} is no knob; use name@knob=value")
-        try:
-            knobs[knob] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            knobs[knob] = value
-    return name, knobs
-
-
-def _built(family: str, name: str, knobs: dict[str, Any], build: Callable[[], Any]) -> Any:
-    try:
-        return build()
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{family}: {name} cannot be built with {sorted(knobs)}: {error}") from error
+    return PointersReplay(trace, costs, nbytes, outcome, policy)

@@ -1,28 +1,51 @@
-"""Simulates ``execution=slots``: the serving code's residency, policy and balancer."""
+"""Simulates ``execution=slots``: the serving code's decisions, with costs in place of a store and of kernels.
+
+``SlotLayers``, ``ExpertLoader`` and what they call are those of an engine. Assumptions where nothing was measured:
+
+- The time that a step spends outside its experts is divided equally and placed before its layers; reads ahead continue
+  in it, while drafts are made, and while kernels run.
+- The CPU computes its experts from the beginning of a layer, concurrently with loads and kernels.
+- An expert takes as long as its own rows need, on each side.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from vllm_spac.balancers.base import Balancer, LayerState
-from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.link import reads_ahead
+from vllm_spac.cache.loader import ExpertLoader
+from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.residency import Residency
+from vllm_spac.execution._row_shares import Share
+from vllm_spac.execution._slot_layers import HeldRows, SlotLayers
+from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
-from vllm_spac.predictors.utility import UtilityEstimator
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.parts import Part
 from vllm_spac.simulation.replay import Outcome, Replay
+from vllm_spac.simulation.virtual_link import VirtualLink
 from vllm_spac.traces.format import Trace
 
 
-class SlotsReplay(Replay):
-    """Replays a trace over slots that experts are loaded into before they run.
+class _Hot(NamedTuple):
+    """The rows of a layer that need slots: ``ids`` int [rows, top_k], and which of these pairs count (None: all)."""
+
+    ids: np.ndarray
+    own: np.ndarray | None
+
+
+class SlotsReplay(Replay[np.ndarray]):
+    """Replays a trace over slots that experts are loaded into before they run; work: the ids of a record's rows.
 
     Args:
         outcome: with ``slots``.
         policy: decides which expert is evicted; owned.
         balancer: gives missing experts to the CPU, if given; owned.
+        ahead: settings of the prefetcher.
         overlap: loads run concurrently with the computation of hits.
     """
 
@@ -34,85 +57,79 @@ class SlotsReplay(Replay):
         outcome: Outcome,
         policy: Policy,
         balancer: Balancer | None,
+        ahead: PrefetchSettings,
         overlap: bool,
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
-        self.overlap, self.policy, self.balancer = overlap, policy, balancer
-        self.residency = Residency(trace.facts.total, outcome.slots, policy)
-        self.estimator = UtilityEstimator(trace.facts.total)
+        facts = trace.facts
+        self.overlap = overlap
+        self.counters = Counters()
+        self.residency = Residency(facts.total, outcome.slots, policy)
+        io_threads = costs.load_at_once - 1  # the forward thread also reads
+        self.link = VirtualLink(costs, nbytes, reads_ahead(io_threads, ahead.background))
+        loader = ExpertLoader(self.residency, self.link, self.counters, facts.experts, ahead, balancer)
+        self.layers = SlotLayers(loader, facts.experts)
         self.cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         self._counts = trace.step_counts()
+        self._records = 0  # of the step
+        self._between = 0.0  # seconds before each layer that are not spent on its experts
 
     def fill(self, keys: Sequence[int]) -> None:
-        self.make_resident(keys)
+        for _ in self.layers.fill([list(keys)]):
+            pass
 
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
-        """Nothing is decided between steps."""
+        self._records, self._between = layers, self.costs.other / max(1, layers)
+        self.link.spend(drafting if layers else drafting + self.costs.other)
 
     def end_step(self) -> None:
         counts = next(self._counts)
-        if counts is not None:
-            self.policy.observe(counts)
-            if self.balancer:
-                self.estimator.observe_step(counts)
+        if self._records:
+            self.layers.loader.end_step(counts)
+        outcome, counters = self.outcome, self.counters
+        outcome.hits, outcome.misses, outcome.cpu = counters.hits, counters.misses, counters.cpu_experts
+        outcome.loads, outcome.parts, outcome.prefetches = counters.loads, counters.waves, counters.prefetches
+        outcome.prefetch_hits, outcome.prefetch_late = counters.prefetch_hits, counters.prefetch_late
+        outcome.prefetch_wasted = counters.prefetch_wasted
+        outcome.bytes = (outcome.loads + outcome.prefetches) * self.nbytes
 
-    def make_resident(self, keys: Sequence[int]) -> list[int]:
-        """Loads the missing ``keys`` into slots; returns those that were loaded."""
-        placement = self.residency.prepare(keys)
-        for key, _ in placement.loads:
-            self.residency.loaded(key)
-        self.residency.release(keys)
-        return [key for key, _ in placement.loads]
+    def layer(self, layer: int, work: np.ndarray) -> None:
+        routed, counters, outcome = work.astype(np.int32), self.counters, self.outcome
+        hits, loads, cpu = counters.hits, counters.misses - counters.prefetch_late, counters.cpu_experts
+        self.link.spend(self._between)
+        cold = self.layers.cold(layer, routed, counters)
+        hot, on_cpu = (_Hot(routed, None), 0.0) if cold is None else self._divide(routed, cold)
+        self.link.take_waited()
+        took = computed = 0.0
+        for wave in self.layers.waves(layer, hot.ids, counters):
+            seconds, busy = self._run(layer, hot, wave)
+            took, computed = took + seconds, computed + busy
+        self.link.spend(max(0.0, on_cpu - took))
+        took = max(took, on_cpu)
+        outcome.seconds += took
+        outcome.stall_seconds += took - computed
+        used = counters.hits - hits, counters.misses - counters.prefetch_late - loads, counters.cpu_experts - cpu
+        outcome.bound_seconds += self.costs.bound(self.nbytes, *used)
 
-    def layer(self, layer: int, parts: list[Part]) -> None:
-        missed: set[int] = set()
-        elsewhere: set[int] = set()
-        used: set[int] = set()
-        outcome = self.outcome
-        experts = self.trace.facts.experts
-        self.policy.enter(range(layer * experts, (layer + 1) * experts))
-        for part in parts:
-            keys, cpu = (part.keys, set()) if self.balancer is None else self._plan(self.balancer, layer, part)
-            loaded = self.make_resident(keys)
-            self._pass_time(part, loaded, cpu)
-            outcome.loads += len(loaded)
-            missed.update(loaded)
-            elsewhere.update(cpu)
-            used.update(part.keys)
-        elsewhere -= missed
-        hits = len(used) - len(missed) - len(elsewhere)
-        outcome.parts += len(parts)
-        outcome.hits += hits
-        outcome.misses += len(missed)
-        outcome.cpu += len(elsewhere)
-        outcome.bytes = outcome.loads * self.nbytes
-        outcome.bound_seconds += self.costs.bound(self.nbytes, hits, len(missed), len(elsewhere))
+    def _divide(self, routed: np.ndarray, cold: np.ndarray) -> tuple[_Hot, float]:
+        """Returns the rows that need slots, and the seconds that the CPU computes the ``cold`` pairs."""
+        _, rows = np.unique(routed[cold], return_counts=True)
+        hot = Share.of(torch.from_numpy(routed), torch.from_numpy(~cold))
+        return _Hot(hot.ids.numpy(), hot.own.numpy()), sum(self.cpu[count] for count in rows.tolist())
 
-    def _plan(self, balancer: Balancer, layer: int, part: Part) -> tuple[list[int], set[int]]:
-        """Returns (keys that run in fast memory, keys that run on the CPU)."""
-        experts = self.trace.facts.experts
-        first = layer * experts
-        rows = np.zeros(experts, dtype=np.int64)
-        rows[np.array(part.keys) - first] = part.rows
-        here = slice(first, first + experts)
-        resident = self.residency.slot_of[here] != NOWHERE
-        free = self.residency.slots - int(resident[rows > 0].sum())
-        plan = balancer.plan(LayerState(layer, rows, resident, self.estimator.scores[here], free))
-        cpu = {first + expert for expert in plan.cpu}
-        return [key for key in part.keys if key not in cpu], cpu
-
-    def _pass_time(self, part: Part, loaded: list[int], cpu: set[int]) -> None:
-        late = set(loaded)
-        computed = waiting = on_cpu = 0.0
-        for key, rows in zip(part.keys, part.rows, strict=True):
-            if key in cpu:
-                on_cpu += self.cpu[rows]
-            elif key in late:
-                waiting += self.fast[rows]
+    def _run(self, layer: int, hot: _Hot, wave: HeldRows) -> tuple[float, float]:
+        """Passes the time of a wave; returns (its seconds, those in which fast memory computed)."""
+        rows = slice(wave.start, wave.stop)
+        ids = hot.ids[rows] if hot.own is None else hot.ids[rows][hot.own[rows]]
+        experts, counts = np.unique(ids, return_counts=True)
+        late = {key - layer * self.trace.facts.experts for key in wave.missed}
+        computed = waiting = 0.0
+        for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
+            if expert in late:
+                waiting += self.fast[count]
             else:
-                computed += self.fast[rows]
-        load = self.costs.loading(len(loaded), self.nbytes)
-        fast = (max(load, computed) if self.overlap else load + computed) + waiting
-        took = max(fast, on_cpu)
-        self.outcome.seconds += took
-        self.outcome.stall_seconds += took - computed - waiting
+                computed += self.fast[count]
+        loading = self.link.take_waited()
+        took = (max(loading, computed) if self.overlap else loading + computed) + waiting
+        self.link.spend(took - loading)
+        return took, computed + waiting

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm_spac import components
 from vllm_spac.budget.control import BudgetControl
 from vllm_spac.checkpoint.contents import Checkpoint
-from vllm_spac.config import Slots, SpacConfig
+from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError, UnsupportedError
 from vllm_spac.execution._exchange import Exchange
@@ -26,6 +26,7 @@ from vllm_spac.integration.loading import assembly, fast_memory
 from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
+from vllm_spac.knob_types import Slots
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory

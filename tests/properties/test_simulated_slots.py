@@ -1,0 +1,139 @@
+"""The simulator does what an execution does: the same counters and the same expert in each slot, after every step."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from driven import COSTS, Case, Endless, Instant, executed, execution_of, mixed_trace, replay_of, simulated
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_spac import components
+from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.metrics import Counters
+from vllm_spac.simulation.virtual_link import Flow, VirtualLink
+
+BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
+POLICIES = components.serving("policies")
+SEEDS = st.integers(0, 1 << 16)
+
+
+def assert_same(found: list, expected: list) -> None:
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert ours == theirs, f"step {step}"
+
+
+@pytest.mark.parametrize("balancer", components.names("balancers"))
+@pytest.mark.parametrize("policy", POLICIES)
+@given(SEEDS, st.integers(2, 6) | st.integers(2, 24))
+@settings(max_examples=8, **BUSY)
+def test_on_demand(policy: str, balancer: str, seed: int, slots: int) -> None:
+    case = Case(mixed_trace(seed), slots, policy, balancer)
+    assert_same(simulated(case), executed(case))
+
+
+def test_cases_have_what_can_differ() -> None:
+    """Waves, experts that are loaded twice in a layer, and experts on both sides."""
+    for trace in map(mixed_trace, range(3)):
+        counts = simulated(Case(trace, 2, "reuse", "fixed"))[-1].counters
+        assert counts["cpu_rows"] > counts["cpu_experts"] > 0 and counts["hits"] > 0
+        assert counts["loads"] > counts["misses"] and counts["waves"] > trace.records
+
+
+AHEAD = st.builds(
+    lambda depth, threshold, upper: PrefetchSettings(
+        prefetch="utility", depth=depth, threshold=threshold, background=1, options={"gamma": 2, "upper": upper}
+    ),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 4]),
+)
+BALANCERS = st.sampled_from(["none", "threshold", "waterfill"])
+
+
+@given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, AHEAD)
+@settings(max_examples=60, **BUSY)
+def test_reads_ahead_that_take_no_time(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
+    case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VirtualLink, "read_ahead", lambda self: Flow(0.0, 0.0))
+        assert_same(simulated(case), executed(case, Instant))
+
+
+@given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, AHEAD)
+@settings(max_examples=60, **BUSY)
+def test_reads_ahead_that_never_end_unless_waited_for(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
+    case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VirtualLink, "read_ahead", lambda self: Flow(1e15, 0.0))
+        assert_same(simulated(case), executed(case, Endless))
+
+
+@pytest.mark.parametrize(("seconds", "late"), [(0.0, False), (1e15, True)])
+def test_limits_prefetch_something(seconds: float, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VirtualLink, "read_ahead", lambda self: Flow(seconds, 0.0))
+    ahead = PrefetchSettings(prefetch="utility", background=1, options={"gamma": 2})
+    counts = simulated(Case(mixed_trace(0), 12, ahead=ahead))[-1].counters
+    assert counts["prefetch_hits"] and counts["prefetches"] and bool(counts["prefetch_late"]) == late
+    assert late or counts["prefetch_wasted"]
+
+
+# -- the link ------------------------------------------------------------------------------------------------------
+# An expert of 4 bytes: 1 second without the bandwidth and then 4 with all of it; 4 loads at once.
+
+
+@pytest.mark.parametrize("background", [None, 3])
+@pytest.mark.parametrize("io_threads", [1, 2, 3, 4, 8])
+def test_as_many_readers_as_in_an_engine(io_threads: int, background: int | None) -> None:
+    """A profile says how many loads run at once: those of the I/O threads, and one of the forward thread."""
+    case = Case(mixed_trace(0), 6, ahead=PrefetchSettings(prefetch="utility", background=background))
+    engine, made = execution_of(case, io_threads), replay_of(case, at_once=io_threads + 1)
+    with contextlib.closing(engine):
+        assert engine._loader._transfers.ahead._threads == made.link.ahead._readers
+
+
+def link(readers: int = 1) -> VirtualLink:
+    return VirtualLink(COSTS, 4, readers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
+def test_loads_alone_take_what_the_profile_says(count: int) -> None:
+    made, counters = link(), Counters()
+    assert made.load([(key, key) for key in range(count)], counters) == {}
+    assert made.take_waited() == made.clock() == counters.stall_seconds == COSTS.loading(count, 4)
+    assert made.take_waited() == 0 and counters.loads == count and counters.bytes == {"link": 4 * count}
+
+
+def test_reads_ahead_one_after_the_other() -> None:
+    made = link()
+    made.ahead.fetch([(0, 0), (1, 1)])
+    made.spend(4.9)
+    assert made.ahead.reap() == {} and made.ahead.cancel([0, 1]) == [1] and list(made.ahead.keys) == [0]
+    made.ahead.fetch([(2, 2)])
+    made.spend(0.2)
+    assert made.ahead.reap() == {0: 4} and made.ahead.cancel([2]) == []
+    made.spend(4.8)
+    assert made.ahead.reap() == {}
+    made.spend(0.2)
+    assert made.ahead.reap() == {2: 4} and not made.ahead.keys and made.take_waited() == 0
+
+
+def test_two_readers_share_the_bandwidth() -> None:
+    made = link(2)
+    made.ahead.fetch([(0, 0), (1, 1)])
+    made.spend(1 + 7.9)
+    assert made.ahead.reap() == {}
+    made.spend(0.2)
+    assert made.ahead.reap() == {0: 4, 1: 4}
+
+
+def test_what_a_layer_waits_for_goes_first() -> None:
+    """The read in flight (3 s left) shares the bandwidth from the load's second on; the queued one begins after it."""
+    made = link()
+    made.ahead.fetch([(0, 0), (1, 1)])
+    made.spend(2)
+    made.load([(2, 2)], None)
+    assert made.take_waited() == pytest.approx(1 + 2 * 2 + 2), "1 s alone, then 2 bytes each in 4 s, then 2 alone"
+    assert made.ahead.reap() == {0: 4} and made.ahead.cancel([1]) == [], "it begins when the layer has what it needs"
+    assert made.ahead.wait([1]) == {1: 4} and made.take_waited() == pytest.approx(5)

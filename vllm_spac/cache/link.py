@@ -1,0 +1,63 @@
+"""What a loader needs of whatever moves experts: ``Transfers`` moves bytes, the simulator's link only passes time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, KeysView, Mapping, Sequence
+from typing import Protocol
+
+from vllm_spac.metrics import Counters
+
+
+class Ahead(Protocol):
+    """Reads ahead of need, begun in the order in which they were queued, and never while a layer waits."""
+
+    @property
+    def keys(self) -> KeysView[int]:
+        """Keys that were queued and not cancelled, reaped or waited for since; the oldest first."""
+
+    def fetch(self, loads: Iterable[tuple[int, int]]) -> None:
+        """Queues the reads of each (key, slot), in this order; does not wait."""
+
+    def cancel(self, keys: Iterable[int]) -> list[int]:
+        """Cancels those of ``keys`` whose read has not begun; returns them. Their slots were not written."""
+
+    def reap(self) -> Mapping[int, int | BaseException]:
+        """Returns the reads finished since the last call: key -> bytes moved, or the error. Does not wait."""
+
+    def wait(self, keys: Sequence[int]) -> Mapping[int, int | BaseException]:
+        """Waits for the reads of ``keys`` to finish; returns as ``reap``. All of them must have begun."""
+
+
+class Link(Protocol):
+    """Loads experts into slots. Called by the forward thread only.
+
+    Attributes:
+        path: the name of the store in ``Counters.bytes``.
+    """
+
+    path: str
+
+    @property
+    def ahead(self) -> Ahead:
+        """The reads ahead of need."""
+
+    def clock(self) -> float:
+        """Returns monotonic time in seconds."""
+
+    def load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
+        """Fills each (key, slot) of ``loads``; returns when all are done and adds to ``counters``, if given.
+
+        Returns:
+            The keys that failed, with their errors.
+        """
+
+    def poison(self, slot: int) -> None:
+        """Sets all bits of a slot."""
+
+    def close(self) -> None:
+        """Waits for the reads in flight, cancels the others and stops the threads."""
+
+
+def reads_ahead(io_threads: int, given: int | None) -> int:
+    """Returns the maximum number of prefetch reads in flight: as ``given``, else half of the I/O threads."""
+    return max(1, io_threads // 2) if given is None else given

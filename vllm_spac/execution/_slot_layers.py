@@ -1,0 +1,105 @@
+"""The decisions of a layer that runs over slots: which experts the CPU computes, and what each wave loads. No tensors.
+
+``slots.SlotExecution`` runs it with a store and kernels, ``simulation.slots`` with a link and costs on a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_spac.balancers.base import LayerState
+from vllm_spac.cache.loader import ExpertLoader
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.execution._waves import row_waves
+from vllm_spac.metrics import Counters
+
+_FILL_BATCH = 16
+
+
+class HeldRows(NamedTuple):
+    """Rows ``[start, stop)`` of a forward, whose experts are all pinned; ``missed`` are the keys that had to arrive."""
+
+    start: int
+    stop: int
+    missed: list[int]
+
+
+class SlotLayers:
+    """All layers of one shape over the slots of a loader. Called by one thread.
+
+    Args:
+        loader: makes experts resident; owned.
+        experts: experts per layer.
+    """
+
+    def __init__(self, loader: ExpertLoader, experts: int) -> None:
+        self.loader, self.experts = loader, experts
+
+    def fill(self, layers: Sequence[list[int]]) -> Iterator[int]:
+        """Loads the keys of each layer into free slots; yields how many were loaded."""
+        for keys in layers:
+            for start in range(0, len(keys), _FILL_BATCH):
+                batch = keys[start : start + _FILL_BATCH]
+                self.loader.hold(batch, None)
+                self.loader.release(batch)
+                yield len(batch)
+
+    def cold(self, layer: int, routed: np.ndarray, counters: Counters | None) -> np.ndarray | None:
+        """Returns which (row, expert) pairs run on the CPU: bool [rows, top_k], or None if there are none.
+
+        Args:
+            layer: number of the layer.
+            routed: int [rows, top_k], experts of the layer, each in ``[0, experts)``.
+            counters: receives the experts and pairs, if given.
+        """
+        balancer = self.loader.balancer
+        if balancer is None:
+            return None
+        residency, here = self.loader.residency, self._keys(layer)
+        rows, resident = np.bincount(routed.ravel(), minlength=self.experts), residency.slot_of[here] != NOWHERE
+        free = residency.slots - int(resident[rows > 0].sum())
+        plan = balancer.plan(LayerState(layer, rows, resident, self.loader.scores[here], free))
+        if not plan.cpu:
+            return None
+        on_cpu = np.zeros(self.experts, dtype=bool)
+        on_cpu[list(plan.cpu)] = True
+        pairs = on_cpu[routed]
+        if counters is not None:
+            counters.cpu_experts += len(plan.cpu)
+            counters.cpu_rows += int(pairs.sum())
+        return pairs
+
+    def waves(self, layer: int, routed: np.ndarray, counters: Counters | None) -> Generator[HeldRows, None, None]:
+        """Makes the experts of a layer resident, wave by wave; each is pinned until the next wave is requested.
+
+        Args:
+            layer, routed: as in ``cold``.
+            counters: receives hits, misses, waves and what the loader counts, if given.
+
+        Raises:
+            StoreError: an expert could not be loaded.
+        """
+        here, residency = self._keys(layer), self.loader.residency
+        residency.policy.enter(range(here.start, here.stop))
+        used: set[int] = set()
+        missed: set[int] = set()
+        for start, stop in row_waves(routed, residency.slots, self.experts):
+            keys = (np.unique(routed[start:stop]) + here.start).tolist()
+            arrived = self.loader.hold(keys, counters)
+            missed.update(arrived)
+            used.update(keys)
+            try:
+                if counters is not None:
+                    counters.waves += 1
+                yield HeldRows(start, stop, arrived)
+            finally:
+                self.loader.release(keys)
+        if counters is not None:
+            counters.misses += len(missed)
+            counters.hits += len(used) - len(missed)
+
+    def _keys(self, layer: int) -> slice:
+        return slice(layer * self.experts, (layer + 1) * self.experts)

@@ -1,0 +1,74 @@
+"""Types of knobs: how their values are written, and the number of slots."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
+
+from vllm_spac.system.untrusted import path_of
+
+
+def _path(value: Any) -> Any:
+    return value if value is None else path_of(value)
+
+
+SomePath = Annotated[Path | None, BeforeValidator(_path)]
+_SLOTS_HELP = "use a number of experts per layer (32), a percentage of all experts (25%), or auto"
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Number of experts kept in fast memory: a count per layer, a share of all, or as many as fit.
+
+    At most one of ``per_layer`` and ``share`` is set; neither for ``auto``. The share is exact: 7 % of 100 is 7.
+    """
+
+    per_layer: int | None = None
+    share: Fraction | None = None
+
+    @classmethod
+    def parse(cls, text: str | int) -> Slots:
+        """Parses ``32``, ``25%`` or ``auto``; anything else raises ``ValueError``."""
+        text = str(text).strip().lower()
+        if text == "auto":
+            return cls()
+        if re.fullmatch(r"\d+", text) and int(text) > 0:
+            return cls(per_layer=int(text))
+        if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
+            share = Fraction(match[1]) / 100
+            if 0 < share <= 1:
+                return cls(share=share)
+            raise ValueError(f"{text} is not above 0% and at most 100%; {_SLOTS_HELP}")
+        raise ValueError(f"{text!r} is not understood; {_SLOTS_HELP}")
+
+
+def _check_slots(value: str) -> str:
+    Slots.parse(value)
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(_SLOTS_HELP)
+    return str(value)
+
+
+def no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("use a number")
+    return value
+
+
+def _check_cpu_experts(value: str) -> str:
+    if value not in ("off", "auto") and not re.fullmatch(r"[1-9][0-9]{0,5}", value):
+        raise ValueError("use off, auto, or a number of experts of a layer, 1 or more")
+    return value
+
+
+SlotsText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slots)]
+CpuExpertsText = Annotated[str, BeforeValidator(lambda value: str(no_bool(value))), AfterValidator(_check_cpu_experts)]

@@ -1,0 +1,84 @@
+"""Builds the components that a simulation names, as ``name`` or ``name@argument=value@...``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from vllm_spac import components
+from vllm_spac.balancers.base import Balancer
+from vllm_spac.errors import ConfigError
+from vllm_spac.policies.base import Policy, PolicyContext
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.calibrated import take_counts
+from vllm_spac.traces.format import ROW_KINDS, Trace
+
+
+def build_policy(
+    spec: str,
+    trace: Trace,
+    slots: int,
+    *,
+    balancer: str = "none",
+    prefetch: str = "off",
+    future: Callable[[], Iterable[int]] = tuple,
+) -> Policy:
+    """Builds a policy for a replay of ``trace``.
+
+    Args:
+        future: returns the keys in order of use, for an offline policy.
+
+    Raises:
+        ConfigError: there is no such policy, it refuses its arguments, lacks its calibration, or is offline and with a
+            balancer or prefetcher, whose decisions it would have to foresee.
+    """
+    name, knobs = components.parse(spec)
+    kind, counts, given = components.find("policies", name), None, {}
+    if kind.offline:
+        if balancer != "none":
+            raise ConfigError(f"policy {name} must know what will be used, and balancer {balancer} decides that later")
+        if prefetch != "off":
+            raise ConfigError(f"policy {name} must know what will be used, and prefetch {prefetch} guesses it")
+        given = {"future": list(future())}
+    if kind.needs_calibration:
+        counts = take_counts(name, knobs, trace.facts)
+    make = partial(kind.of, PolicyContext(slots, trace.facts.top_k, counts))
+    return components.build_with("policies", name, knobs, make, **given)
+
+
+def build_balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balancer | None:
+    """Builds a balancer for experts of ``nbytes``; its arguments take the place of what the trace and costs say."""
+    if spec == "none":
+        return None
+    name, knobs = components.parse(spec)
+    verifying, drafts = (int(np.count_nonzero(trace.row_kind == ROW_KINDS.index(kind))) for kind in ("verify", "draft"))
+    facts: dict[str, Any] = {"layers": trace.facts.layers, "top_k": trace.facts.top_k, "expert_bytes": nbytes}
+    facts |= {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts / max(1, verifying)))}
+    given = {argument: value for argument, value in facts.items() if argument not in knobs}
+    return components.build_with("balancers", name, knobs, **given)
+
+
+def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> None:
+    """Refuses what ``execution=pointers`` cannot be simulated with.
+
+    Raises:
+        ConfigError: names the reason.
+    """
+    name = policy.partition("@")[0]
+    kind = components.find("policies", name)
+    if kind.needs_layers:
+        raise ConfigError(f"policy {name} evicts from the layer that asks, and with pointers none asks; use lru")
+    if kind.offline:
+        raise ConfigError(f"policy {name} must know what will be used, and pointers learn of that too late")
+    if balancer != "none":
+        raise ConfigError(f"balancer {balancer} is of execution=slots: pointers read each expert where it lies")
+    if prefetch != "off":
+        raise ConfigError(f"prefetch {prefetch} is of execution=slots: pointers move experts by admission")
+    if costs.provenance.store == "disk":
+        raise ConfigError(
+            f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "
+            "--store host"
+        )
