@@ -119,9 +119,16 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def arguments_of(found: type[Any]) -> list[str]:
-    """Returns the keyword arguments of a component that ``name@argument=value`` may set, sorted."""
-    parameters = inspect.signature(found).parameters.values()
-    return sorted(p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
+    """Returns the arguments of a component that ``name@argument=value`` may set: those with a default, sorted."""
+    arguments: set[str] = set()
+    for kind in found.__mro__[:-1]:
+        if "__init__" not in vars(kind):
+            continue
+        parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]  # of this class alone
+        arguments.update(p.name for p in parameters if p.default is not p.empty)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):  # the next one receives none of them
+            break
+    return sorted(arguments)
 
 
 def _check_arguments(name: str, found: type[Any], given: Iterable[str]) -> None:

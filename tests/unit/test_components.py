@@ -85,6 +85,8 @@ def test_wrong_arguments_are_refused(spec: str, problem: str) -> None:
 def test_arguments_that_the_caller_gives_cannot_be_set() -> None:
     given = {"rates": Rates(1.0, 1.0, 1.0), "layers": 1, "top_k": 1}
     assert components.build("balancers", "threshold@fixed=2", **given).threshold(0) == 2
+    assert {"fixed", "gamma", "upper"} <= set(components.arguments_of(components.find("balancers", "threshold")))
+    assert components.build("balancers", "threshold@upper=2", **given).upper == 2
     with pytest.raises(ConfigError, match="layers cannot be set here"):
         components.build("balancers", "threshold@layers=2", **given)
 
