@@ -81,6 +81,11 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def trace_files(given: Sequence[Path] | None) -> list[Path]:
+    """Returns the traces in ``given``, files and folders of them; default: those of benchmarks/traces."""
+    return [file for path in given or [TRACES] for file in (sorted(path.glob("*.trace")) if path.is_dir() else [path])]
+
+
 def is_toy(model: Path) -> bool:
     """Returns whether ``model`` is a toy model, inflated or not, whose numbers must be labelled as such."""
     return model.resolve().is_relative_to(TOY) or "toy" in model.resolve().parts

@@ -81,6 +81,7 @@ def rendered() -> Values:
         predictors,
         executions,
         papers,
+        moe_spac_tables,
     )
     return {name: text for section in sections for name, text in section().items()}
 
@@ -192,7 +193,7 @@ def one_after_the_other() -> Values:
 
 
 def locality() -> Values:
-    known = result("toy_locality")["traces"]["none1"]
+    flat, local = (result(f"toy_{name}locality")["traces"]["none1"] for name in ("", "local_"))
     names = {
         "overlap": "overlap of a token's experts with the previous token's",
         "lru_small": "hits of one LRU per layer, 19 % of its experts",
@@ -204,13 +205,15 @@ def locality() -> Values:
     lines = []
     for name, shown in names.items():
         there = [one for one in PUBLISHED if one.figure == name]
-        value = known["mean"][name]
+        here = [one["mean"][name] for one in (flat, local)]
+        shown_here = [f"{value:.1f}" if name == "distinct" else f"{100 * value:.1f} %" for value in here]
         said = ", ".join(f"{100 * one.value:.1f} % ({one.model})" for one in there)
         source = ", ".join(f"{one.source}: {one.conditions}" for one in there)
-        lines.append([shown, f"{value:.1f}" if name == "distinct" else f"{100 * value:.1f} %", said, source])
+        lines.append([shown, *shown_here, said, source])
     return {
-        "locality": table(("", "toy model", "published", "source, and what differs there"), lines),
-        "locality.tokens": f"{known['tokens']:,}",
+        "locality": table(("", "flat", "local", "published", "source, and what differs there"), lines),
+        "locality.tokens": f"{flat['tokens']:,}",
+        "locality.local_tokens": f"{local['tokens']:,}",
     }
 
 
@@ -222,7 +225,18 @@ def scaled() -> Values:
 
 
 def policies() -> Values:
-    content = result("toy_policies")
+    flat = result("toy_policies")
+    rates = flat["mean_hit_rates"]
+    others = zip(rates["reuse"], rates["reuse@half_lives=(1,4,16)"], strict=True)
+    return {
+        "policies": _hit_rates(flat),
+        "policies.local": _hit_rates(result("toy_local_policies")),
+        "policies.traces": _WORDS[len(flat["traces"])],
+        "policies.half_lives": f"{100 * max(abs(a - b) for a, b in others):.1f}",
+    }
+
+
+def _hit_rates(content: dict[str, Any]) -> str:
     rates, shares = content["mean_hit_rates"], content["shares_percent"]
     names = {
         "lru": "`lru`",
@@ -233,19 +247,13 @@ def policies() -> Values:
         "reuse": "`reuse`",
         "belady": "Belady (knows the future)",
     }
-    names = {name: shown for name, shown in names.items() if name in rates}
     lines = []
     for share in (10, 17, 25, 50):
         found = {name: 100 * rates[name][shares.index(share)] for name in names}
         best = max(value for name, value in found.items() if name != "belady")
         cells = [f"**{value:.1f}**" if value == best else f"{value:.1f}" for value in found.values()]
         lines.append([f"{share} %", *cells])
-    others = zip(rates["reuse"], rates["reuse@half_lives=(1,4,16)"], strict=True)
-    return {
-        "policies": table(("experts in slots", *names.values()), lines),
-        "policies.traces": _WORDS[len(content["traces"])],
-        "policies.half_lives": f"{100 * max(abs(a - b) for a, b in others):.1f}",
-    }
+    return table(("experts in slots", *names.values()), lines)
 
 
 def budgets() -> Values:
@@ -331,6 +339,17 @@ def papers() -> Values:
         "moe_spec.distinct": f"{distinct[127]:.0f}",
         "moe_spec.half": f"{100 * routed['spread']['mass_63']['mean'][half]:.0f} %",
     }
+
+
+def moe_spac_tables() -> Values:
+    rendered = {}
+    for model, file in {"flat": "toy_tables", "local": "toy_local_tables"}.items():
+        content = result(file)
+        head = ("", *(f"{share:g} %" for share in content["shares_percent"]))
+        for name in ("table2", "table4"):
+            rows = [[row, *(f"{cell['tpot_ms']:.2f}" for cell in cells)] for row, cells in content[name].items()]
+            rendered[f"moe_spac.{name}.{model}"] = table(head, rows)
+    return rendered
 
 
 # -- text --------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ _ONE_ENGINE = "--turns 80 --starts 2 --warm 2 --output-tokens 64"
 _SCALED = f"python benchmarks/scaled/run.py {MID}"
 _UNMEASURED = "not measured yet: its results are to be named here with the first ones"
 _RESULT = "--output benchmarks/results"
+_LOCAL_TRACES = "benchmarks/traces/local"
 _NO_CODE = "its code is no longer in the repository"
 
 EXAMPLES = """[bold]Examples[/]
@@ -183,12 +184,32 @@ FIGURES = {
         inputs=("benchmarks/traces",),
         minutes=15,
     ),
+    "local_policies": Figure(
+        "Results: the same with local routing",
+        ("toy_local_policies.json", "toy_local_policies.png"),
+        (f"python benchmarks/replay/policies.py {_LOCAL_TRACES} {_RESULT}/toy_local_policies.json",),
+        inputs=("benchmarks/traces/local",),
+        minutes=15,
+    ),
     "locality": Figure(
-        "Results: locality of the toy model's routing",
-        ("toy_locality.json",),
-        ("python benchmarks/replay/locality.py",),
+        "Results: locality of the toy models' routing",
+        ("toy_locality.json", "toy_local_locality.json"),
+        (
+            "python benchmarks/replay/locality.py",
+            f"python benchmarks/replay/locality.py {_LOCAL_TRACES}/none1.trace {_RESULT}/toy_local_locality.json",
+        ),
         inputs=("benchmarks/traces",),
         minutes=1,
+    ),
+    "moe_spac_tables": Figure(
+        "Results: MoE-SpAc's tables 2 and 4, simulated",
+        ("toy_tables.json", "toy_tables.png", "toy_local_tables.json", "toy_local_tables.png"),
+        (
+            f"python benchmarks/papers/moe_spac_tables.py {_RESULT}/toy_tables.json",
+            f"python benchmarks/papers/moe_spac_tables.py {_LOCAL_TRACES} {_RESULT}/toy_local_tables.json",
+        ),
+        inputs=("benchmarks/traces", "vllm_spac/profiling/profiles"),
+        minutes=20,
     ),
     "moe_spac": Figure(
         "Results: MoE-SpAc's figure 9",
@@ -363,9 +384,8 @@ def unexplained(figure: Figure, content: dict) -> Iterator[str]:
 
 def of_other_traces(content: dict) -> Iterator[str]:
     for name, facts in (content.get("traces") or {}).items():
-        path = TRACES / f"{name}.trace"
-        if not path.is_file() or sha256(path) != facts["sha256"]:
-            yield f"is of another trace than {path.relative_to(ROOT)}"
+        if facts["sha256"] not in [sha256(path) for path in TRACES.rglob(f"{name}.trace")]:
+            yield f"is of another {name}.trace than those below {TRACES.relative_to(ROOT)}"
 
 
 def lost(content: dict) -> Iterator[str]:

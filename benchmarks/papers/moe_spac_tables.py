@@ -93,7 +93,7 @@ def main(
     machine: Annotated[str, typer.Option(help="Profile of the machine.")] = "rtx4090",
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,17,25,50",
     output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
-    / "toy_moe_spac_tables.json",
+    / "toy_tables.json",
 ) -> None:
     loaded = {name: one for name, one in spread.load(traces).items() if name.startswith((PLAIN, DRAFTED))}
     by_kind = {kind: [one.trace for name, one in loaded.items() if name.startswith(kind)] for kind in (PLAIN, DRAFTED)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import ROOT, TRACES, is_toy, provenance, sha256
+from common import ROOT, TRACES, is_toy, provenance, sha256, trace_files
 
 from vllm_spac.errors import ConfigError
 from vllm_spac.traces.format import Trace
@@ -30,7 +30,7 @@ def load(paths: Iterable[Path] | None) -> dict[str, Recorded]:
         ConfigError: there is none, two have one name, or they are of models of different sizes.
     """
     given = list(paths or [TRACES])
-    files = [file for path in given for file in (sorted(path.glob("*.trace")) if path.is_dir() else [path])]
+    files = trace_files(given)
     found = {file.stem: Recorded(Trace.load(file), sha256(file)) for file in files}
     if not files or len(found) < len(files):
         raise ConfigError(f"{', '.join(map(str, given))}: name traces, or folders of them, each with a name of its own")

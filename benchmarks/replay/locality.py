@@ -10,7 +10,7 @@ import typer
 from rich import print
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, ROOT, TRACES, is_toy, provenance, sha256, write_result
+from common import RESULTS, ROOT, is_toy, provenance, sha256, trace_files, write_result
 
 from vllm_spac.traces.format import Trace
 from vllm_spac.traces.locality import Locality
@@ -21,12 +21,13 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 @app.command(help=__doc__)
 def main(
     traces: Annotated[
-        list[Path] | None, typer.Argument(help="Files of --spac-trace.", show_default="benchmarks/traces")
+        list[Path] | None,
+        typer.Argument(help="Traces, or folders of them.", show_default="benchmarks/traces"),
     ] = None,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_locality.json",
 ) -> None:
     result: dict[str, Any] = {"provenance": provenance(), "traces": {}}
-    for path in traces or sorted(TRACES.glob("*.trace")):
+    for path in trace_files(traces):
         trace = Trace.load(path)
         found = Locality.of(trace)
         known = {"sha256": sha256(path), "model": trace.facts.model, "toy_model": is_toy(ROOT / trace.facts.model)}

@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, ROOT, TRACES, is_toy, provenance, sha256, write_result
+from common import RESULTS, ROOT, is_toy, provenance, sha256, trace_files, write_result
 
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
@@ -67,7 +67,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 def main(
     traces: Annotated[
         list[Path] | None,
-        typer.Argument(help="Files of --spac-trace.", exists=True, dir_okay=False, show_default="benchmarks/traces"),
+        typer.Argument(help="Traces, or folders of them.", exists=True, show_default="benchmarks/traces"),
     ] = None,
     policy: Annotated[str, typer.Option(help="Policies, optionally with knobs: name@knob=value.")] = " ".join(POLICIES),
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "5 10 17 25 35 50",
@@ -75,7 +75,7 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
     / "toy_policies.json",
 ) -> None:
-    traces = traces or sorted(TRACES.glob("*.trace"))
+    traces = trace_files(traces)
     recorded = {path.stem: Trace.load(path) for path in traces}
     result: dict[str, Any] = {
         "provenance": provenance(),

@@ -53,9 +53,20 @@ def test_local_routing_costs_less_than_routing_that_jumps():
     assert locality.shape_loss(local, 2) < locality.shape_loss(jumping, 2)
 
 
+def test_the_losses_are_zero_at_their_targets():
+    even = round(math.exp(locality.FAR_TARGET))  # as many experts, evenly: the entropy of any mean of them
+    p = torch.full((64, 2 * even), 0.0)
+    p[:, :even] = 1 / even
+    off = abs(locality.FAR_TARGET - math.log(even)), abs(locality.NEAR_TARGET - math.log(even))
+    expected = locality.FAR_WEIGHT * off[0] + locality.NEAR_WEIGHT * off[1]
+    assert locality.shape_loss(p, 1).item() == pytest.approx(expected, abs=1e-4)
+
+
 def test_tokens_that_select_one_expert_are_pushed_apart():
-    p = routed(*[3] * 64).requires_grad_()
-    assert locality.shape_loss(p, 1).item() == pytest.approx(locality.TOKEN_WEIGHT * locality.TOKEN_BOUND, abs=1e-4)
+    """Their entropy is 0, and so is that of their means."""
+    terms = ((locality.NEAR_WEIGHT, locality.NEAR_TARGET), (locality.FAR_WEIGHT, locality.FAR_TARGET))
+    expected = sum(weight * target for weight, target in terms) + locality.TOKEN_WEIGHT * locality.TOKEN_BOUND
+    assert locality.shape_loss(routed(*[3] * 64), 1).item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_balance_pushes_away_from_experts_that_are_used_much():
