@@ -194,6 +194,19 @@ def test_all_hot_all_cold_and_some(make) -> None:
     assert layers.pool.cold(1, ids[:1]).all() and layers.pool.residency.resident == 3
 
 
+def test_padding_does_not_weigh(make) -> None:
+    """The same experts run on the CPU as without it; it repeats the first row, whose experts would have most rows."""
+    layers = make(TOTAL - 1, count=2)
+    x, weights, _ = routed(8, 0)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 2]], dtype=torch.int32)
+    padded = torch.cat([ids, torch.full((4, TOP_K), -1, dtype=torch.int32)])
+    assert layers.pool.cold(0, ids).tolist() == [[True, True], [True, False], [False, False], [False, False]]
+    layers.pool.begin_step(DECODE)
+    out = layers.pool.forward(0, x, weights, padded, layers, Rows(4))
+    assert torch.allclose(out[:4], layers.all_hot(0, x[:4], weights[:4], ids), atol=1e-5)
+    assert (layers.pool.counters.cpu_experts, layers.pool.counters.cpu_rows) == (2, 3)
+
+
 def test_fewer_waves(make) -> None:
     """Four experts in two slots are two parts, unless two of them need no slot."""
     ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)

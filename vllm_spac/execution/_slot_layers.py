@@ -47,19 +47,23 @@ class SlotLayers:
                 self.loader.release(batch)
                 yield len(batch)
 
-    def cold(self, layer: int, routed: np.ndarray, counters: Counters | None) -> np.ndarray | None:
+    def cold(
+        self, layer: int, routed: np.ndarray, counters: Counters | None, real: int | None = None
+    ) -> np.ndarray | None:
         """Returns which (row, expert) pairs run on the CPU: bool [rows, top_k], or None if there are none.
 
         Args:
             layer: number of the layer.
             routed: int [rows, top_k], experts of the layer, each in ``[0, experts)``.
             counters: receives the experts and pairs, if given.
+            real: leading rows that belong to requests, if not all do: padding repeats a row and weighs nothing.
         """
         balancer = self.loader.balancer
         if balancer is None:
             return None
         residency, here = self.loader.residency, self._keys(layer)
-        rows, resident = np.bincount(routed.ravel(), minlength=self.experts), residency.slot_of[here] != NOWHERE
+        counted = routed[:real]
+        rows, resident = np.bincount(counted.ravel(), minlength=self.experts), residency.slot_of[here] != NOWHERE
         free = residency.slots - int(resident[rows > 0].sum())
         plan = balancer.plan(LayerState(layer, rows, resident, self.loader.scores[here], free))
         if not plan.cpu:
@@ -69,7 +73,7 @@ class SlotLayers:
         pairs = on_cpu[routed]
         if counters is not None:
             counters.cpu_experts += len(plan.cpu)
-            counters.cpu_rows += int(pairs.sum())
+            counters.cpu_rows += int(pairs[:real].sum())
         return pairs
 
     def waves(self, layer: int, routed: np.ndarray, counters: Counters | None) -> Generator[HeldRows, None, None]:

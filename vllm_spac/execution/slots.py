@@ -177,7 +177,7 @@ class SlotExecution(Execution):
             self._tell(layer, routed[: rows.real], weights[: rows.real], rows)
         if self.holds_all:
             return kernel(x, weights, routed)
-        if (cold := self.cold(layer, routed)) is None:
+        if (cold := self.cold(layer, routed, rows.real)) is None:
             return self.in_slots(layer, x, weights, routed, kernel, there=there)
         beside, hot = Share.of(routed, cold), Share.of(routed, ~cold)
         with self.computing(layer, beside, x, weights) as computation:
@@ -242,15 +242,15 @@ class SlotExecution(Execution):
         if rows.record is not None:
             rows.record(layer, ids, weights)
 
-    def cold(self, layer: int, ids: Tensor) -> Tensor | None:
+    def cold(self, layer: int, ids: Tensor, real: int | None = None) -> Tensor | None:
         """Decides which (row, expert) pairs run on the CPU: bool [rows, top_k], or None if there are none.
 
         Their experts are not loaded. The policy observes them when the step ends, like all others. ``ids`` as in
-        ``waves``.
+        ``waves``; ``real``: leading rows that belong to requests, all by default.
         """
         if self._cpu is None:
             return None
-        pairs = self._layers.cold(layer, ids.numpy(), self._counted)
+        pairs = self._layers.cold(layer, ids.numpy(), self._counted, real)
         return None if pairs is None else torch.from_numpy(pairs)
 
     @contextlib.contextmanager
