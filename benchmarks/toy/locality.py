@@ -22,7 +22,7 @@ from nets import SparseMLP
 from torch import Tensor
 
 NEAR, FAR = 8, 64  # tokens
-NEAR_TARGET, FAR_TARGET, TOKEN_BOUND = 2.95, 3.1, 2.6  # nats
+NEAR_TARGET, FAR_TARGET, TOKEN_BOUND = 3.1, 3.25, 2.6  # nats
 NEAR_WEIGHT, FAR_WEIGHT, TOKEN_WEIGHT = 0.4, 0.8, 0.6
 _TINY = 1e-9
 
