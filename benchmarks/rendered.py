@@ -225,13 +225,14 @@ def scaled() -> Values:
 
 
 def policies() -> Values:
-    flat = result("toy_policies")
+    flat, local = result("toy_policies"), result("toy_local_policies")
     rates = flat["mean_hit_rates"]
     others = zip(rates["reuse"], rates["reuse@half_lives=(1,4,16)"], strict=True)
     return {
         "policies": _hit_rates(flat),
-        "policies.local": _hit_rates(result("toy_local_policies")),
+        "policies.local": _hit_rates(local),
         "policies.traces": _WORDS[len(flat["traces"])],
+        "policies.local_traces": _WORDS[len(local["traces"])],
         "policies.half_lives": f"{100 * max(abs(a - b) for a, b in others):.1f}",
     }
 

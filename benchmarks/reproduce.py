@@ -187,7 +187,10 @@ FIGURES = {
     "local_policies": Figure(
         "Results: the same with local routing",
         ("toy_local_policies.json", "toy_local_policies.png"),
-        (f"python benchmarks/replay/policies.py {_LOCAL_TRACES} {_RESULT}/toy_local_policies.json",),
+        (
+            f"python benchmarks/replay/policies.py {_LOCAL_TRACES} --policy 'lru layer_lru lfu pinned utility reuse belady' "
+            f"--shares '10 17 25 50' {_RESULT}/toy_local_policies.json",
+        ),
         inputs=("benchmarks/traces/local",),
         minutes=15,
     ),
