@@ -188,7 +188,8 @@ FIGURES = {
         "Results: the same with local routing",
         ("toy_local_policies.json", "toy_local_policies.png"),
         (
-            f"python benchmarks/replay/policies.py {_LOCAL_TRACES} --policy 'lru layer_lru lfu pinned utility reuse belady' "
+            f"python benchmarks/replay/policies.py {_LOCAL_TRACES} "
+            "--policy 'lru layer_lru lfu pinned utility reuse belady' "
             f"--shares '10 17 25 50' {_RESULT}/toy_local_policies.json",
         ),
         inputs=("benchmarks/traces/local",),

@@ -2,7 +2,8 @@
 
 The serving code runs on a virtual clock (``vllm-spac simulate``) with the costs of a profile, for experts of
 Qwen3-30B-A3B in bf16. What a step and a draft token take outside of experts is scaled to the layers of the recorded
-model. Rows with drafts replay the traces of 8 drafts of a dense model, the others those without. Exact: no row changes a token.
+model. Rows with drafts replay the traces of 8 drafts of a dense model, the others those without. Exact: no row changes
+a token.
 
 Table 2: the systems' eviction and division of misses, not the systems: theirs also differ in kernels and formats.
 Table 4: MoE-SpAc's recipe without one of its parts. The paper's speeds are of another model on a real RTX 4090
