@@ -42,10 +42,10 @@ class Uncounted:
             self.calls.append(("fill", keys))
             return fill(layers, keys)
 
-        def kept_cold(layers, layer, routed, counters):
+        def kept_cold(layers, layer, routed, counters, real=None):
             if counters is None:
-                self.calls.append(("cold", layer, routed.copy(), None))
-            return cold(layers, layer, routed, counters)
+                self.calls.append(("cold", layer, routed.copy(), None, real))
+            return cold(layers, layer, routed, counters, real)
 
         def kept_waves(layers, layer, routed, counters):
             if counters is None:

@@ -152,7 +152,16 @@ def test_a_result_of_another_trace(elsewhere: Path) -> None:
     write(elsewhere, {}, traces={"a": {"sha256": same}})
     assert problems() == []
     write(elsewhere, {}, traces={"a": {"sha256": "0"}, "b": {"sha256": same}})
-    assert problems() == [f"toy_one.json: is of another trace than traces/{name}.trace" for name in "ab"]
+    assert problems() == [f"toy_one.json: is of another {name}.trace than those below traces" for name in "ab"]
+
+
+def test_a_result_of_a_trace_in_a_folder(elsewhere: Path) -> None:
+    """Traces of several models have the same names."""
+    for folder in ("traces", "traces/local"):
+        (elsewhere / folder).mkdir()
+        (elsewhere / folder / "a.trace").write_bytes(folder.encode())
+    write(elsewhere, {}, traces={"a": {"sha256": reproduce.sha256(elsewhere / "traces" / "local" / "a.trace")}})
+    assert problems() == []
 
 
 def git(folder: Path, *arguments: str) -> str:
