@@ -79,9 +79,12 @@ class Figure:
 FIGURES = {
     "acceptance": Figure(
         "Results: acceptance length of ngram, EAGLE-3, a dense draft and an INT8 copy",
-        ("toy_acceptance.json",),
-        ("python benchmarks/toy/accept.py all",),
-        stale=_NO_CODE,
+        ("toy_acceptance.json", "toy_local_acceptance.json"),
+        (
+            "python benchmarks/toy/accept.py all",
+            f"python benchmarks/toy/accept.py all --models {MODELS}/local {_RESULT}/toy_local_acceptance.json",
+        ),
+        minutes=12,
     ),
     "serving": Figure(
         "Results: tokens/s with and without drafts, the picture of hit rates; the bound",
@@ -206,7 +209,7 @@ FIGURES = {
         minutes=1,
     ),
     "moe_spac_tables": Figure(
-        "Results: MoE-SpAc's tables 2 and 4, simulated",
+        "Results: MoE-SpAc's tables 2 and 4 and figures 5 and 6, simulated",
         ("toy_tables.json", "toy_tables.png", "toy_local_tables.json", "toy_local_tables.png"),
         (
             f"python benchmarks/papers/moe_spac_tables.py {_RESULT}/toy_tables.json",
@@ -217,15 +220,31 @@ FIGURES = {
     ),
     "moe_spac": Figure(
         "Results: MoE-SpAc's figure 9",
-        ("toy_moe_spac.json", "toy_moe_spac.png"),
-        ("python benchmarks/papers/moe_spac.py",),
+        ("toy_moe_spac.json", "toy_moe_spac.png", "toy_local_moe_spac.json", "toy_local_moe_spac.png"),
+        (
+            "python benchmarks/papers/moe_spac.py",
+            f"python benchmarks/papers/moe_spac.py {_LOCAL_TRACES} {_RESULT}/toy_local_moe_spac.json",
+        ),
         inputs=("benchmarks/traces",),
         minutes=1,
     ),
+    "moe_spac_reuse": Figure(
+        "Results: MoE-SpAc's figures 7 and 8",
+        ("toy_reuse.json", "toy_reuse.png", "toy_local_reuse.json", "toy_local_reuse.png"),
+        (
+            "python benchmarks/papers/moe_spac_reuse.py",
+            f"python benchmarks/papers/moe_spac_reuse.py {_LOCAL_TRACES} {_RESULT}/toy_local_reuse.json",
+        ),
+        inputs=("benchmarks/traces",),
+        minutes=8,
+    ),
     "moe_spec": Figure(
         "Results: MoE-Spec's figures 2b and 2c, and Eq. 9",
-        ("toy_moe_spec.json", "toy_moe_spec.png"),
-        ("python benchmarks/papers/moe_spec.py",),
+        ("toy_moe_spec.json", "toy_moe_spec.png", "toy_local_moe_spec.json", "toy_local_moe_spec.png"),
+        (
+            "python benchmarks/papers/moe_spec.py",
+            f"python benchmarks/papers/moe_spec.py {_LOCAL_TRACES} {_RESULT}/toy_local_moe_spec.json",
+        ),
         inputs=("benchmarks/traces",),
         minutes=1,
     ),

@@ -1,4 +1,4 @@
-"""MoE-SpAc's tables 2 and 4, simulated on recorded routing: seconds per token of each system, and of each ablation.
+"""MoE-SpAc's tables 2 and 4 and figures 5 and 6, simulated on recorded routing: milliseconds per token.
 
 The serving code runs on a virtual clock (``vllm-spac simulate``) with the costs of a profile, for experts of
 Qwen3-30B-A3B in bf16. What a step and a draft token take outside of experts is scaled to the layers of the recorded
@@ -6,7 +6,8 @@ model. Rows with drafts replay the traces of 8 drafts of a dense model, the othe
 a token.
 
 Table 2: the systems' eviction and division of misses, not the systems: theirs also differ in kernels and formats.
-Table 4: MoE-SpAc's recipe without one of its parts. The paper's speeds are of another model on a real RTX 4090
+Table 4: MoE-SpAc's recipe without one of its parts. Figure 5 (right): the recipe by K, the greatest score. Figure 6:
+whether memory serves better as slots or for a drafter. The paper's speeds are of another model on a real RTX 4090
 (arXiv:2603.09983).
 """
 
@@ -42,12 +43,13 @@ PLAIN, DRAFTED = "none1", "draft8_1"  # names of traces begin with these
 
 @dataclass(frozen=True)
 class System:
-    """Knobs of a row; ``drafts``: whether it speculates."""
+    """Knobs of a row; ``drafts``: whether it speculates, with a drafter in ``drafter`` % of the experts' memory."""
 
     policy: str
     balancer: str = "none"
     prefetch: str = "off"
     drafts: bool = False
+    drafter: float = 0
 
 
 RECIPE = System("utility", "threshold", "utility", drafts=True)
@@ -76,7 +78,18 @@ ABLATIONS = {
     "without SG-Evictor (lru)": replace(RECIPE, policy="lru"),
     "without drafts": replace(RECIPE, drafts=False),
 }
-TABLES = {"table2": SYSTEMS, "table4": ABLATIONS}
+UPPER = {
+    f"K = {upper}": System(f"utility@upper={upper}", f"threshold@upper={upper}", f"utility@upper={upper}", drafts=True)
+    for upper in (1, 2, 3, 4, 6, 8)
+}
+DRAFTER = 8.0  # percent: Qwen3-4B in FP8 over the experts of Qwen3-30B-A3B, appendix A.1
+MEMORY = {
+    "no drafts": System("reuse"),
+    "drafter in 8 % of the memory": System("reuse", drafts=True, drafter=DRAFTER),
+    "CPU experts, no drafts": System("reuse", "waterfill"),
+    "CPU experts, drafter in 8 % of the memory": System("reuse", "waterfill", drafts=True, drafter=DRAFTER),
+}
+TABLES = {"table2": SYSTEMS, "table4": ABLATIONS, "figure5": UPPER, "figure6": MEMORY}
 EXAMPLES = """[bold]Examples[/]
 
 moe_spac_tables.py benchmarks/traces --output /tmp/flat.json
@@ -131,7 +144,7 @@ def measured(traces: Sequence[Trace], system: System, costs: Costs, share: float
     runs = [
         simulate(
             trace,
-            max(trace.facts.top_k, math.ceil(share / 100 * trace.facts.total)),
+            max(trace.facts.top_k, math.ceil((share - system.drafter) / 100 * trace.facts.total)),
             costs,
             policy=system.policy,
             balancer=system.balancer,
@@ -170,8 +183,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(TABLES), figsize=(11, 4), layout="constrained")
-    for axis, table in zip(axes, TABLES, strict=True):
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    for axis, table in zip(axes.flat, TABLES, strict=True):
         for name, cells in result[table].items():
             style = "--" if "without" in name or "drafts" in name else "-"
             axis.plot(result["shares_percent"], [cell["tpot_ms"] for cell in cells], style, marker=".", label=name)

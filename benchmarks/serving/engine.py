@@ -1,8 +1,11 @@
 """One engine in its own process, controlled by a JSON file; started by ``processes.py``.
 
 ``python engine.py JOB RESULT`` runs all prompts at each batch size and writes what it measured. ``python engine.py
-JOB`` stays and answers each line of its input, ``{"prompt": [ids], "tokens": n, "without": []}``, with a line about it;
-``without`` lists what is paused in this turn, ``speculation`` or ``trace``. Counters cover the measured part alone.
+JOB`` stays and answers each line of its input, ``{"prompts": [[ids]], "tokens": n, "without": []}``, with a line about
+it. The prompts of a turn are served together; ``without`` lists what is paused in it: ``speculation``, ``guard`` (all
+drafts in every step) or ``trace``; a turn may also have a ``budget``, a ``temperature`` and a ``seed``. ``{"score":
+[ids], "first": n}`` is answered with the log-probabilities of the ids from the n-th on. Counters cover the measured
+part alone.
 """
 
 from __future__ import annotations
@@ -41,8 +44,13 @@ def take_turns(job: dict) -> None:
     print("{}", file=answers)  # ready
     for line in sys.stdin:
         turn = json.loads(line)
-        with paused(llm, turn["without"]):
-            measured = measure(llm, job | {"prompts": [turn["prompt"]], "output_tokens": turn["tokens"]}, 1)
+        if "score" in turn:
+            print(json.dumps(scores(llm, turn["score"], turn["first"])), file=answers)
+            continue
+        asked = {"prompts": turn["prompts"], "output_tokens": turn["tokens"]}
+        asked |= {name: turn[name] for name in ("temperature", "seed") if name in turn}
+        with paused(llm, turn["without"]), budgeted(llm, turn.get("budget")):
+            measured = measure(llm, job | asked, len(turn["prompts"]))
         print(json.dumps(measured | {"choices": choices(llm, job)}), file=answers)
 
 
@@ -55,12 +63,12 @@ def start_engine(job: dict):
 
 @contextlib.contextmanager
 def paused(llm, parts: list[str]):
-    """Runs the block with the ``speculation`` or ``trace`` of an engine in this process paused."""
+    """Runs the block with the ``speculation``, ``guard`` or ``trace`` of an engine in this process paused."""
     if not parts:
         yield
         return
     (runtime,) = llm.collective_rpc(lambda worker: worker._spac_experts().runtime)
-    instead = {"speculation": ("guard", _NO_DRAFTS), "trace": ("trace", None)}
+    instead = {"speculation": ("guard", _NO_DRAFTS), "guard": ("guard", _all_drafts(llm)), "trace": ("trace", None)}
     quiet = [instead[part] for part in parts]
     before = {name: getattr(runtime, name) for name, _ in quiet}
     assert None not in before.values(), f"this engine has no {' and '.join(parts)} to pause"
@@ -71,11 +79,39 @@ def paused(llm, parts: list[str]):
         setattr(runtime, name, value)
 
 
+def _all_drafts(llm) -> SimpleNamespace:
+    """Returns what replaces the guard where every step verifies all drafts."""
+    speculative = llm.llm_engine.vllm_config.speculative_config
+    drafts = speculative.num_speculative_tokens if speculative else 0
+    return SimpleNamespace(choose=lambda requests=None: drafts, observe=lambda *step: None)
+
+
+@contextlib.contextmanager
+def budgeted(llm, settings: dict | None):
+    """Runs the block under a budget (see ``BudgetSettings``), and without one afterwards; None changes nothing."""
+    if settings is None:
+        yield
+        return
+    llm.collective_rpc("spac_budget", args=(settings,))
+    yield
+    llm.collective_rpc("spac_budget", args=({},))
+
+
+def scores(llm, ids: list[int], first: int) -> list[float]:
+    """Returns the log-probability of each token from the one with number ``first`` on, given those before it."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+    known = output.prompt_logprobs[first:]
+    return [found[token].logprob for found, token in zip(known, ids[first:], strict=True)]
+
+
 def measure(llm, job: dict, batch: int) -> dict:
     """Runs all prompts, ``batch`` at a time: seconds, tokens, latencies per request, and increments of the counters."""
     before = counters(llm, job)
     start = time.perf_counter()
-    outputs = generate(llm, job["prompts"], batch, job["output_tokens"], job["seed"])
+    outputs = generate(llm, job["prompts"], batch, job["output_tokens"], job["seed"], job.get("temperature", 0.0))
     seconds = time.perf_counter() - start
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     return {
@@ -87,10 +123,10 @@ def measure(llm, job: dict, batch: int) -> dict:
     }
 
 
-def generate(llm, prompts: list[list[int]], batch: int, tokens: int, seed: int) -> list:
+def generate(llm, prompts: list[list[int]], batch: int, tokens: int, seed: int, temperature: float = 0.0) -> list:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=seed)
+    sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=seed)
     outputs = []
     for start in range(0, len(prompts), batch):
         requests = [{"prompt_token_ids": prompt} for prompt in prompts[start : start + batch]]

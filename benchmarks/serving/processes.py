@@ -39,7 +39,7 @@ def run_engine(job: dict, is_stock: bool, timeout: float) -> tuple[dict | None, 
 
 
 class LiveEngine:
-    """An engine that generates for one prompt per call and waits in between.
+    """An engine that generates for one prompt or one batch per call and waits in between.
 
     Args:
         timeout: time limit in seconds for its start and for each turn.
@@ -61,20 +61,25 @@ class LiveEngine:
             self.close()
             raise
 
-    def turn(self, prompt: list[int], tokens: int, without: Sequence[str] = ()) -> dict:
+    def turn(self, prompt: list[int], tokens: int, without: Sequence[str] = (), **more: Any) -> dict:
         """Runs one prompt; returns the result of ``engine.measure`` and the plugin's ``choices``.
 
         Args:
             without: what is paused meanwhile, see ``engine.paused``.
+            more: ``budget``, ``temperature`` and ``seed`` of this turn.
 
         Raises:
             EngineError: the engine ended, or did not answer in time.
         """
-        with contextlib.suppress(BrokenPipeError):  # it has ended; ``_answer`` raises with its log
-            turn = {"prompt": prompt, "tokens": tokens, "without": list(without)}
-            self._asked.write(json.dumps(turn) + "\n")
-            self._asked.flush()
-        return self._answer()
+        return self.batch([prompt], tokens, without, **more)
+
+    def batch(self, prompts: Sequence[list[int]], tokens: int, without: Sequence[str] = (), **more: Any) -> dict:
+        """Runs prompts together; everything else is as in ``turn``."""
+        return self._ask({"prompts": list(prompts), "tokens": tokens, "without": list(without), **more})
+
+    def score(self, ids: list[int], first: int) -> list[float]:
+        """Returns the log-probabilities of ``ids[first:]``; raises as ``turn`` does."""
+        return self._ask({"score": ids, "first": first})
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
@@ -84,7 +89,13 @@ class LiveEngine:
         self._answers.close()
         self._scratch.cleanup()
 
-    def _answer(self) -> dict:
+    def _ask(self, line: dict) -> Any:
+        with contextlib.suppress(BrokenPipeError):  # it has ended; ``_answer`` raises with its log
+            self._asked.write(json.dumps(line) + "\n")
+            self._asked.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
         if not select.select([self._answers], [], [], self._timeout)[0]:
             raise EngineError(f"no answer after {self._timeout:.0f} s")
         line = self._answers.readline()

@@ -161,8 +161,12 @@ def engine(tmp_path, monkeypatch):
 
 def test_a_live_engine_answers_in_turn_and_goes(engine) -> None:
     with closing(engine("print(line.replace('prompt', 'said'), end='', flush=True)")) as live:
-        assert live.turn([1, 2], 3) == {"said": [1, 2], "tokens": 3, "without": []}
-        assert live.turn([4], 5, ["trace"]) == {"said": [4], "tokens": 5, "without": ["trace"]}
+        assert live.turn([1, 2], 3) == {"saids": [[1, 2]], "tokens": 3, "without": []}
+        assert live.turn([4], 5, ["trace"]) == {"saids": [[4]], "tokens": 5, "without": ["trace"]}
+        assert live.batch([[4], [5]], 6, budget={}) == {
+            "saids": [[4], [5]], "tokens": 6, "without": [], "budget": {}
+        }  # fmt: skip
+        assert live.score([7, 8, 9], 1) == {"score": [7, 8, 9], "first": 1}
     with pytest.raises(ProcessLookupError):
         os.kill(live._child.pid, 0)
 
