@@ -81,6 +81,7 @@ def rendered() -> Values:
         predictors,
         executions,
         papers,
+        reuse_of_experts,
         moe_spac_tables,
     )
     return {name: text for section in sections for name, text in section().items()}
@@ -94,20 +95,21 @@ def result(name: str) -> dict[str, Any]:
 
 
 def acceptance() -> Values:
-    methods = result("toy_acceptance")["methods"]
     columns = {
         "ngram-5": "ngram, 5 drafts",
         "eagle3-5": "EAGLE-3, 5",
         "draft-5": "dense draft, 5",
         "int8-5": "INT8 copy, 5",
     }
-    said = {"ngram-5": " (its greedy text repeats itself)"}
-    row = [f"{methods[name]['acceptance_length']:.2f}{said.get(name, '')}" for name in columns]
-    equal = {found["requests_equal_to_no_speculation"] for found in methods.values()}
+    lines, runs = [], []
+    for model, file in {"flat": "toy_acceptance", "local": "toy_local_acceptance"}.items():
+        methods = result(file)["methods"]
+        runs += methods.values()
+        lines.append([model, *(f"{methods[name]['acceptance_length']:.2f}" for name in columns)])
     return {
-        "acceptance.requests": _one({str(found["requests"]) for found in methods.values()}),
-        "acceptance.equal": _one(map(str, equal)),
-        "acceptance": table(columns.values(), [row]),
+        "acceptance.requests": _one({str(run["requests"]) for run in runs}),
+        "acceptance.equal": _one({str(run["requests_equal_to_no_speculation"]) for run in runs}),
+        "acceptance": table(("routing", *columns.values()), lines),
     }
 
 
@@ -328,18 +330,40 @@ def executions() -> Values:
 
 
 def papers() -> Values:
-    scored, routed = result("toy_moe_spac"), result("toy_moe_spec")
-    by_score, pairs = scored["spread"]["frequency"]["mean"], routed["spread"]["pairs"]["mean"]
-    distinct = dict(zip(routed["sizes"], routed["spread"]["distinct"]["mean"], strict=True))
-    half = routed["experts"] // 2 - 1
-    return {
-        "moe_spac.idle": f"{by_score[0]:.1f}",
-        "moe_spac.hot": f"{by_score[-1]:.1f}",
-        "moe_spac.traces": _WORDS[len(scored["traces"])],
-        "moe_spec.pairs": f"{min(pairs):.0f} to {max(pairs):.0f}",
-        "moe_spec.distinct": f"{distinct[127]:.0f}",
-        "moe_spec.half": f"{100 * routed['spread']['mass_63']['mean'][half]:.0f} %",
-    }
+    rendered = {}
+    for model, prefix in {"": "toy", ".local": "toy_local"}.items():
+        scored, routed = result(f"{prefix}_moe_spac"), result(f"{prefix}_moe_spec")
+        by_score, pairs = scored["spread"]["frequency"]["mean"], routed["spread"]["pairs"]["mean"]
+        distinct = dict(zip(routed["sizes"], routed["spread"]["distinct"]["mean"], strict=True))
+        half = routed["experts"] // 2 - 1
+        rendered |= {
+            f"moe_spac.idle{model}": f"{by_score[0]:.1f}",
+            f"moe_spac.hot{model}": f"{by_score[-1]:.1f}",
+            f"moe_spac.traces{model}": _WORDS[len(scored["traces"])],
+            f"moe_spec.pairs{model}": f"{min(pairs):.0f} to {max(pairs):.0f}",
+            f"moe_spec.distinct{model}": f"{distinct[127]:.0f}",
+            f"moe_spec.half{model}": f"{100 * routed['spread']['mass_63']['mean'][half]:.0f} %",
+        }
+    return rendered
+
+
+def reuse_of_experts() -> Values:
+    lines, rendered = [], {}
+    for model, file in {"flat": "toy_reuse", "local": "toy_local_reuse"}.items():
+        content = result(file)
+        mean = {name: values["mean"] for name, values in content["spread"].items()}
+        costs = {"experts": "no cache"} | {
+            f"loads_{share}": f"{share} % in slots" for share in content["shares_percent"]
+        }
+        for name, shown in costs.items():
+            pays = [
+                f"{ratio:.2f} ({alpha:.2f})"
+                for ratio, alpha in zip(mean[name][1:], mean[f"needed_{name}"][1:], strict=True)
+            ]
+            lines.append([f"{model}, {shown}", *pays])
+        rendered[f"reuse.correlation.{model}"] = f"{mean['correlation'][0]:.2f} to {mean['correlation'][-1]:.2f}"
+    head = ("", *(f"γ = {gamma}" for gamma in content["drafts"][1:]))
+    return rendered | {"reuse": table(head, lines)}
 
 
 def moe_spac_tables() -> Values:
@@ -347,7 +371,7 @@ def moe_spac_tables() -> Values:
     for model, file in {"flat": "toy_tables", "local": "toy_local_tables"}.items():
         content = result(file)
         head = ("", *(f"{share:g} %" for share in content["shares_percent"]))
-        for name in ("table2", "table4"):
+        for name in ("table2", "table4", "figure5", "figure6"):
             rows = [[row, *(f"{cell['tpot_ms']:.2f}" for cell in cells)] for row, cells in content[name].items()]
             rendered[f"moe_spac.{name}.{model}"] = table(head, rows)
     return rendered
