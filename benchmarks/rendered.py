@@ -330,7 +330,7 @@ def executions() -> Values:
 
 
 def papers() -> Values:
-    rendered = {}
+    rendered: Values = {}
     for model, prefix in {"": "toy", ".local": "toy_local"}.items():
         scored, routed = result(f"{prefix}_moe_spac"), result(f"{prefix}_moe_spec")
         by_score, pairs = scored["spread"]["frequency"]["mean"], routed["spread"]["pairs"]["mean"]

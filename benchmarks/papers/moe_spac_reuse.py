@@ -84,7 +84,7 @@ def curves(text: Text, facts: TraceFacts) -> dict[str, list[float]]:
     slots; ``needed_...``: the acceptance that pays for either; ``correlation``: between consecutive steps' counts.
     """
     steps = [in_steps(text, facts, gamma + 1) for gamma in DRAFTS]
-    found = {"experts": [float(np.mean([(counts > 0).sum() for counts in each.step_counts()])) for each in steps]}
+    found = {"experts": [float((frequencies(each) > 0).sum(axis=(1, 2)).mean()) for each in steps]}
     costs = Costs.read("rtx4090")  # loads do not depend on it
     for share in SHARES:
         slots = max(facts.top_k, round(share / 100 * facts.total))

@@ -35,7 +35,7 @@ class Uncounted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple] = []
         self.layers: SlotLayers | None = None
-        fill, cold, waves = SlotLayers.fill, SlotLayers.cold, SlotLayers.waves
+        fill, cold, resident, waves = SlotLayers.fill, SlotLayers.cold, SlotLayers.resident, SlotLayers.waves
 
         def kept_fill(layers, keys):
             self.layers = layers
@@ -47,18 +47,24 @@ class Uncounted:
                 self.calls.append(("cold", layer, routed.copy(), None, real))
             return cold(layers, layer, routed, counters, real)
 
+        def kept_resident(layers, layer, routed, counters):
+            if counters is None:
+                self.calls.append(("resident", layer, routed.copy(), None))
+            return resident(layers, layer, routed, counters)
+
         def kept_waves(layers, layer, routed, counters):
             if counters is None:
                 self.calls.append(("waves", layer, routed.copy(), None))
             return waves(layers, layer, routed, counters)
 
-        for name, kept in (("fill", kept_fill), ("cold", kept_cold), ("waves", kept_waves)):
-            patch.setattr(SlotLayers, name, kept)
+        kept = {"fill": kept_fill, "cold": kept_cold, "resident": kept_resident, "waves": kept_waves}
+        for name, function in kept.items():
+            patch.setattr(SlotLayers, name, function)
 
     def repeat(self, layers: SlotLayers) -> None:
         for name, *arguments in self.calls:
             result = getattr(layers, name)(*arguments)
-            if name != "cold":
+            if name in ("fill", "waves"):
                 list(result)
 
 

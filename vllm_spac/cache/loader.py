@@ -66,6 +66,20 @@ class ExpertLoader:
         self._prefetcher.used(keys)
         return missed
 
+    def enter(self, layer: range) -> None:
+        """A layer starts, as in ``Policy.enter``."""
+        self.residency.policy.enter(layer)
+
+    def use(self, keys: np.ndarray) -> bool:
+        """Returns whether all ``keys``, distinct experts of one layer, are READY: then nothing is to be held.
+
+        The caller has used them before it holds others.
+        """
+        if not self.residency.use(keys):
+            return False
+        self._prefetcher.used(keys)
+        return True
+
     def release(self, keys: list[int]) -> None:
         """Unpins ``keys``."""
         self.residency.release(keys)

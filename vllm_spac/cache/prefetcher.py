@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -208,15 +208,16 @@ class Prefetcher:
             for _, slot in placement.loads:
                 self._poison(slot)
 
-    def used(self, keys: list[int]) -> None:
+    def used(self, keys: Sequence[int] | np.ndarray) -> None:
         """Records that a forward uses ``keys``, all READY, and starts further reads for the layers after them."""
         if self.unused:
-            used = self.unused.intersection(keys)
+            used = self.unused.intersection(np.asarray(keys).tolist())
             self.unused -= used
             self._counters.prefetch_hits += len(used)
-        self._damaged.difference_update(keys)
-        if keys and (self.queue or self._ahead.keys):
-            self.top_up((max(keys) // self._layer_experts + 1) * self._layer_experts)
+        if self._damaged:
+            self._damaged.difference_update(np.asarray(keys).tolist())
+        if len(keys) and (self.queue or self._ahead.keys):
+            self.top_up((int(max(keys)) // self._layer_experts + 1) * self._layer_experts)
 
     def _thresholds(self) -> int | np.ndarray:
         if self.balancer is None:

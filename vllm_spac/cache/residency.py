@@ -94,8 +94,8 @@ class Residency:
         All or nothing: raises ``LookupError`` and changes nothing when there are not enough slots that are neither
         pinned nor LOADING.
         """
-        assert not self._pinned.intersection(keys), "an expert is prepared twice"
-        slots = self.slot_of[list(keys)] if keys else ()
+        assert self._pinned.isdisjoint(keys), "an expert is prepared twice"
+        slots = self.slot_of[list(keys)].tolist() if keys else []
         missing = [key for key, slot in zip(keys, slots, strict=True) if slot == NOWHERE]
         waits = [(key, int(self.slot_of[key])) for key in keys if key in self._loading] if self._loading else []
         pinned = self._pinned.union(keys)
@@ -104,12 +104,20 @@ class Residency:
         for victim in victims:
             assert victim not in frozen, "the policy evicts a frozen expert"
             self._vacate(victim)
-        for key, slot in zip(keys, slots, strict=True):
-            if slot != NOWHERE:
-                self.policy.touch(key)
+        self.policy.touch_all([key for key, slot in zip(keys, slots, strict=True) if slot != NOWHERE])
         self._pinned = pinned
         loads = tuple((key, self._occupy(key)) for key in missing)
         return Placement(len(keys) - len(missing) - len(waits), loads, tuple(waits), tuple(victims))
+
+    def use(self, keys: np.ndarray) -> bool:
+        """Returns whether all ``keys`` are READY, and then tells the policy that they are used, in this order.
+
+        Nothing is pinned: the caller evicts nothing before it has used them. False while anything is LOADING.
+        """
+        if self._loading or self.slot_of[keys].min() == NOWHERE:
+            return False
+        self.policy.touch_all(keys)
+        return True
 
     def admit(self, key: int, scores: np.ndarray) -> Placement | None:
         """Finds a slot for ``key``, which has none, to be loaded before it is needed; does not pin it.

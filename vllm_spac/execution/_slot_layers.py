@@ -76,6 +76,27 @@ class SlotLayers:
             counters.cpu_rows += int(pairs[:real].sum())
         return pairs
 
+    def resident(self, layer: int, routed: np.ndarray, counters: Counters | None) -> np.ndarray | None:
+        """Returns the slot of each pair, int32 [rows, top_k], if all experts are READY; else None and nothing changes.
+
+        As ``waves`` with a single wave, for the many layers that miss nothing. The caller runs the layer before it
+        asks for anything else.
+
+        Args:
+            layer, routed, counters: as in ``waves``.
+        """
+        if not len(routed):
+            return None
+        here, residency = self._keys(layer), self.loader.residency
+        keys = np.bincount(routed.ravel()).nonzero()[0] + here.start
+        self.loader.enter(range(here.start, here.stop))
+        if not self.loader.use(keys):
+            return None
+        if counters is not None:
+            counters.waves += 1
+            counters.hits += len(keys)
+        return residency.slot_of[here][routed]
+
     def waves(self, layer: int, routed: np.ndarray, counters: Counters | None) -> Generator[HeldRows, None, None]:
         """Makes the experts of a layer resident, wave by wave; each is pinned until the next wave is requested.
 
@@ -87,7 +108,7 @@ class SlotLayers:
             StoreError: an expert could not be loaded.
         """
         here, residency = self._keys(layer), self.loader.residency
-        residency.policy.enter(range(here.start, here.stop))
+        self.loader.enter(range(here.start, here.stop))
         used: set[int] = set()
         missed: set[int] = set()
         for start, stop in row_waves(routed, residency.slots, self.experts):

@@ -210,22 +210,40 @@ class SlotExecution(Execution):
         Returns:
             [rows, hidden] like ``x``.
         """
-        out = torch.empty_like(x)
+        slots = self._layers.resident(layer, ids.numpy(), self._counted)
+        if slots is not None:
+            if loaded is not None:
+                loaded()
+            return self._run(kernel, x, weights, ids, _like(slots, ids), there, len(x))
+        out = None
         for wave in self.waves(layer, ids):
             rows = slice(wave.start, wave.stop)
             if loaded is not None:
                 loaded()
-            if kernel.takes_slots:
-                part = kernel(x[rows], weights[rows], wave.slot_ids)
-            else:
-                slot_of = self._on_device(self._map(ids[rows], wave.slot_ids))
-                named = self._on_device(ids[rows]) if there is None else there[rows]
-                part = kernel(x[rows], weights[rows], named, slot_of, len(x))
+            named = None if there is None else there[rows]
+            part = self._run(kernel, x[rows], weights[rows], ids[rows], wave.slot_ids, named, len(x))
             if len(part) == len(x):
                 out = part
             else:
+                out = torch.empty_like(x) if out is None else out
                 out[rows] = part
-        return out
+        return torch.empty_like(x) if out is None else out
+
+    def _run(
+        self,
+        kernel: LayerKernel,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        slot_ids: Tensor,
+        there: Tensor | None,
+        rows: int,
+    ) -> Tensor:
+        """Runs ``kernel`` on rows whose experts ``ids`` are in the slots ``slot_ids``; ``there``: ids on the device."""
+        if kernel.takes_slots:
+            return kernel(x, weights, slot_ids)
+        slot_of = self._on_device(self._map(ids, slot_ids))
+        return kernel(x, weights, self._on_device(ids) if there is None else there, slot_of, rows)
 
     def _map(self, ids: Tensor, slot_ids: Tensor) -> Tensor:
         """Returns int32 [experts]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]; on the CPU."""
@@ -290,7 +308,7 @@ class SlotExecution(Execution):
         table = self.residency.slot_of[first : first + self.shape.experts]
         with contextlib.closing(self._layers.waves(layer, routed, self._counted)) as waves:
             for start, stop, _ in waves:
-                yield Wave(start, stop, torch.from_numpy(table[routed[start:stop]].astype(routed.dtype, copy=False)))
+                yield Wave(start, stop, _like(table[routed[start:stop]], ids))
 
     def fill(self) -> Iterator[int]:
         slots = self.residency.slots
@@ -315,12 +333,14 @@ class SlotExecution(Execution):
 
         The caller leaves out prefill rows, which predict little about the next token.
         """
-        routed = [(layer, ids[part]) for layer, ids in self._routed for part in rows]
-        if not routed:
+        if not rows:
             return None
         counts = np.full(self.shape.total, NOT_RUN)
-        counts.reshape(-1, self.shape.experts)[[layer for layer, _ in routed]] = 0
-        np.add.at(counts, self._keys_of(routed), 1)
+        by_layer = counts.reshape(-1, self.shape.experts)
+        for layer, ids in self._routed:
+            found = ids.numpy()
+            chosen = found[rows[0]] if len(rows) == 1 else np.concatenate([found[part] for part in rows])
+            by_layer[layer] = by_layer[layer].clip(0) + np.bincount(chosen.ravel(), minlength=self.shape.experts)
         return counts
 
     def _forget_routed(self) -> None:
@@ -335,6 +355,12 @@ class SlotExecution(Execution):
         self._forget_routed()
         self.counters.hits += len(np.unique(self._keys_of(forwards)))
         self.counters.waves += len(forwards)
+
+
+def _like(slots: np.ndarray, ids: Tensor) -> Tensor:
+    """Returns ``slots`` with the dtype of ``ids``."""
+    found = torch.from_numpy(slots)
+    return found if found.dtype == ids.dtype else found.to(ids.dtype)
 
 
 def runnable(ids: Tensor, real: int) -> Tensor:

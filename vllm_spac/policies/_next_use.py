@@ -8,6 +8,8 @@ step per step of the model, with an exponentially decayed Hessian).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 _MEMORY = 0.5 ** (1 / 200)  # the fit forgets half in 200 steps
@@ -36,6 +38,7 @@ class NextUse:
         self._hessian = np.eye(len(self._weights))
         self._features = self._features_of(self._shares)
         self.probabilities = self._predict(self._features)
+        self._ridge = (1 - _MEMORY) * np.eye(len(self._weights))
         self._strides = max(1, keys // _SAMPLE)
         self._steps = 0
 
@@ -65,10 +68,9 @@ class NextUse:
         ran = counts >= 0
         error = ((counts > 0) - predicted) * ran
         variance = np.maximum(predicted * (1 - predicted), _LEAST_VARIANCE) * ran
-        ridge = (1 - _MEMORY) * np.eye(len(self._weights))
-        self._hessian = _MEMORY * self._hessian + ridge + (features * variance) @ features.T
+        self._hessian = _MEMORY * self._hessian + self._ridge + (features * variance) @ features.T
         change = np.linalg.solve(self._hessian, features @ error)
-        self._weights += change * min(1.0, _LONGEST_STEP / max(float(np.linalg.norm(change)), 1e-30))
+        self._weights += change * min(1.0, _LONGEST_STEP / max(math.sqrt(change @ change), 1e-30))
 
     def _features_of(self, shares: np.ndarray) -> np.ndarray:
         """Returns the features, float32 [1 + half-lives, keys]."""

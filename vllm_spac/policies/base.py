@@ -77,6 +77,11 @@ class Policy(ABC):
     def touch(self, key: int) -> None:
         """A resident expert was used. ``key`` must be held."""
 
+    def touch_all(self, keys: Sequence[int] | np.ndarray) -> None:
+        """Resident experts were used, in this order: ``touch`` for each of them."""
+        for key in keys:
+            self.touch(int(key))
+
     @abstractmethod
     def remove(self, key: int) -> None:
         """Removes a resident expert, e.g. because its load failed. ``key`` must be held."""

@@ -60,6 +60,10 @@ class Reuse(Policy):
         self._clock += 1
         self._used[key] = self._clock
 
+    def touch_all(self, keys: Sequence[int] | np.ndarray) -> None:
+        before, self._clock = self._clock, self._clock + len(keys)
+        self._used[keys] = np.arange(before + 1, self._clock + 1)
+
     def remove(self, key: int) -> None:
         assert key in self, f"{key} is not resident"
         self._held[key] = False
