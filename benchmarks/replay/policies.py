@@ -141,7 +141,7 @@ def accuracies(trace: Trace) -> dict:
 
     def reuse(counts: np.ndarray) -> np.ndarray:
         policy.observe(counts)
-        return policy.probabilities >= 0.5
+        return policy.likely >= 0.5
 
     found |= {"reuse": agreement(trace, reuse), "last step": as_last_step(trace), "none": nothing_is_hot(trace)}
     return {

@@ -24,7 +24,11 @@ def assert_same(found: list, expected: list) -> None:
         assert ours == theirs, f"step {step}"
 
 
-@pytest.mark.parametrize("balancer", components.names("balancers"))
+# What the CPU computed is admitted when a read ahead has ended: as the reads ahead below, which end when they should.
+WITHOUT_READS = ["waterfill@admit=False" if name == "waterfill" else name for name in components.names("balancers")]
+
+
+@pytest.mark.parametrize("balancer", WITHOUT_READS)
 @pytest.mark.parametrize("policy", POLICIES)
 @given(SEEDS, st.integers(2, 6) | st.integers(2, 24))
 @settings(max_examples=8, **BUSY)
@@ -68,6 +72,18 @@ def test_reads_ahead_that_never_end_unless_waited_for(seed: int, slots: int, pol
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VirtualLink, "read_ahead", lambda self: Flow(1e15, 0.0))
         assert_same(simulated(case), executed(case, Endless))
+
+
+def test_what_the_cpu_computed_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without reads on demand: only what the CPU computed gets slots, and hits follow from it."""
+    monkeypatch.setattr(VirtualLink, "read_ahead", lambda self: Flow(0.0, 0.0))
+    free = {"ahead": PrefetchSettings(background=1)}
+    stale, fresh = (
+        simulated(Case(mixed_trace(1, 60), 12, "reuse", f"waterfill@admit={admit}", **free))[-1].counters
+        for admit in (False, True)
+    )
+    assert stale["prefetches"] == 0 < fresh["prefetches"] and fresh["prefetch_hits"]
+    assert fresh["hits"] > stale["hits"] and fresh["cpu_experts"] < stale["cpu_experts"]
 
 
 @pytest.mark.parametrize(("seconds", "late"), [(0.0, False), (1e15, True)])

@@ -134,6 +134,15 @@ def test_waterfill_adds_the_bandwidths_up():
     assert cpu == [1, 4, 7] and len(streamed) == 6
 
 
+def test_waterfill_streams_what_is_likely_to_be_selected_again():
+    """One row each: half of them are streamed, those with the highest estimates."""
+    rows, likely = np.ones(EXPERTS, dtype=int), np.random.default_rng(3).random(EXPERTS)
+    balancer = components.build("balancers", "waterfill", rates=Rates(1, 1, 1, 0), layers=1, top_k=2)
+    plan = balancer.plan(LayerState(0, rows, np.zeros(EXPERTS, dtype=bool), rows, EXPERTS, likely))
+    assert len(plan.cpu) == EXPERTS // 2 and likely[list(plan.cpu)].max() < likely[list(plan.stream)].min()
+    assert list(plan.cpu) == sorted(plan.cpu) and list(plan.stream) == sorted(plan.stream)
+
+
 # --- what holds for every balancer -----------------------------------------------------------------------------------
 
 

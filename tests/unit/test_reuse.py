@@ -95,7 +95,7 @@ def test_a_popular_expert_of_a_past_layer_outlives_a_rare_one_of_the_next() -> N
 
 
 def test_rows_do_not_matter_selection_does() -> None:
-    assert (seen(9 * counts_of(1, 9)).probabilities == seen(counts_of(1, 9)).probabilities).all()
+    assert (seen(9 * counts_of(1, 9)).likely == seen(counts_of(1, 9)).likely).all()
 
 
 def test_without_steps_and_layers_it_is_lru() -> None:
@@ -139,11 +139,11 @@ def test_victims_are_those_expected_last(history, held, layer, pinned, half_live
         policy.observe(counts)
     policy.enter(range(layer * EXPERTS, (layer + 1) * EXPERTS))
     free = [key for key in held if key not in pinned]
-    order = naive_order(policy.probabilities, held, layer)
+    order = naive_order(policy.likely, held, layer)
     expected = [key for key in order if key not in pinned]
     victims = policy.evict(len(free), pinned)
     assert sorted(victims) == sorted(expected)
-    p = policy.probabilities
+    p = policy.likely
     wait = [LAYERS * (1 / p[key] - 1) + (key // EXPERTS - layer - 1) % LAYERS + 1 for key in victims + expected]
     assert wait[: len(victims)] == pytest.approx(wait[len(victims) :], rel=1e-9)
     for (first, this), (second, then) in pairwise(zip(victims, wait, strict=False)):

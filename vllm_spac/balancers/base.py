@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -36,6 +36,8 @@ class LayerState:
         resident: bool [experts], in fast memory, or loading into it.
         scores: int [experts], utility from 0 to K; zeros without an estimator.
         free_slots: slots that this layer may still take, with or without eviction.
+        likely: float64 [experts], the policy's estimate of the probability that the next step selects each expert;
+            empty if it estimates none.
     """
 
     layer: int
@@ -43,6 +45,7 @@ class LayerState:
     resident: np.ndarray
     scores: np.ndarray
     free_slots: int
+    likely: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 class Balancer(ABC):
@@ -53,6 +56,7 @@ class Balancer(ABC):
         needs_scores: it reads ``LayerState.scores``; otherwise they may be zeros.
         uses_cpu: some of its plans run experts on the CPU.
         offline: why no engine can select it by name; empty if one can.
+        admits: experts that ran on the CPU get slots in the background, where the policy prefers them to others.
 
     Args:
         rates: measured seconds.
@@ -67,6 +71,7 @@ class Balancer(ABC):
     needs_scores: ClassVar[bool] = False
     uses_cpu: ClassVar[bool] = True
     offline: ClassVar[str] = ""
+    admits: bool = False
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ and only there updates the state of ``Residency``: the state machine is single-t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -79,6 +79,10 @@ class ExpertLoader:
             return False
         self._prefetcher.used(keys)
         return True
+
+    def admit(self, keys: Iterable[int]) -> None:
+        """Starts to load ``keys``, which were just used without a slot, where the policy prefers them to others."""
+        self._prefetcher.admit(keys)
 
     def release(self, keys: list[int]) -> None:
         """Unpins ``keys``."""

@@ -145,6 +145,7 @@ class Prefetcher:
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
         self._predictor = predictor
         self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
+        self._admitted: set[int] = set()  # being read for the next step, because the CPU computed them in this one
         self._damaged: set[int] = set()  # failed; not prefetched again until a forward has used them
 
     def observe(self, counts: np.ndarray) -> None:
@@ -155,7 +156,7 @@ class Prefetcher:
     def plan(self) -> None:
         """Called after a step: cancels reads that have not begun, and queues new ones by the newest scores."""
         self.reap()
-        self.cancel(self._ahead.keys)
+        self.cancel([key for key in self._ahead.keys if key not in self._admitted])
         self.queue.clear()
         wanted = np.flatnonzero((self.scores >= self._thresholds()) & (self._residency.slot_of == NOWHERE))
         for key, score in zip(wanted.tolist(), self.scores[wanted].tolist(), strict=True):
@@ -165,7 +166,7 @@ class Prefetcher:
 
     def top_up(self, passed: int) -> None:
         """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""
-        self.cancel([key for key in self._ahead.keys if key < passed])
+        self.cancel([key for key in self._ahead.keys if key < passed and key not in self._admitted])
         loads: list[tuple[int, int]] = []
         while len(self._ahead.keys) + len(loads) < self._settings.depth and (key := self.queue.pop()) is not None:
             if key < passed or self._residency.slot_of[key] != NOWHERE:
@@ -179,6 +180,25 @@ class Prefetcher:
         if loads:
             self._ahead.fetch(loads)
 
+    def admit(self, keys: Iterable[int]) -> None:
+        """Starts reads of ``keys``, which were just used without a slot, where the policy prefers them to others.
+
+        At most ``depth`` reads are outstanding. Unlike predictions these are for the next step: they are not cancelled
+        because their layer has run.
+        """
+        loads: list[tuple[int, int]] = []
+        for key in keys:
+            if len(self._ahead.keys) + len(loads) >= self._settings.depth:
+                break
+            if self._residency.slot_of[key] == NOWHERE and key not in self._damaged:
+                placement = self._residency.exchange(key)
+                if placement is not None:
+                    self.placed(placement)
+                    loads += placement.loads
+        if loads:
+            self._admitted.update(key for key, _ in loads)
+            self._ahead.fetch(loads)
+
     def reap(self) -> None:
         """Processes the reads that have finished."""
         if self._ahead.keys:
@@ -189,6 +209,7 @@ class Prefetcher:
         gone = self._ahead.cancel(list(keys))
         for key in gone:
             self._residency.failed(key)
+        self._admitted.difference_update(gone)
         return gone
 
     def wait(self, keys: list[int], counters: Counters | None) -> list[int]:
@@ -214,6 +235,8 @@ class Prefetcher:
             used = self.unused.intersection(np.asarray(keys).tolist())
             self.unused -= used
             self._counters.prefetch_hits += len(used)
+        if self._admitted:
+            self._admitted.difference_update(np.asarray(keys).tolist())
         if self._damaged:
             self._damaged.difference_update(np.asarray(keys).tolist())
         if len(keys) and (self.queue or self._ahead.keys):
@@ -227,6 +250,7 @@ class Prefetcher:
 
     def _arrive(self, results: Mapping[int, int | BaseException]) -> list[int]:
         failed = [key for key, result in results.items() if isinstance(result, BaseException)]
+        self._admitted.difference_update(results)
         for key, result in results.items():
             if isinstance(result, BaseException):
                 self._residency.failed(key)

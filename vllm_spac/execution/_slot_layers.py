@@ -37,6 +37,7 @@ class SlotLayers:
 
     def __init__(self, loader: ExpertLoader, experts: int) -> None:
         self.loader, self.experts = loader, experts
+        self._computed: list[int] = []  # keys that ran on the CPU and may get slots
 
     def fill(self, layers: Sequence[list[int]]) -> Iterator[int]:
         """Loads the keys of each layer into free slots; yields how many were loaded."""
@@ -65,7 +66,11 @@ class SlotLayers:
         counted = routed[:real]
         rows, resident = np.bincount(counted.ravel(), minlength=self.experts), residency.slot_of[here] != NOWHERE
         free = residency.slots - int(resident[rows > 0].sum())
-        plan = balancer.plan(LayerState(layer, rows, resident, self.loader.scores[here], free))
+        likely = residency.policy.likely
+        scores, likely = self.loader.scores[here], likely[here] if len(likely) else likely
+        plan = balancer.plan(LayerState(layer, rows, resident, scores, free, likely))
+        if balancer.admits and not plan.stream:  # else the link has enough to do
+            self._computed = [here.start + expert for expert in plan.cpu]
         if not plan.cpu:
             return None
         on_cpu = np.zeros(self.experts, dtype=bool)
@@ -75,6 +80,12 @@ class SlotLayers:
             counters.cpu_experts += len(plan.cpu)
             counters.cpu_rows += int(pairs[:real].sum())
         return pairs
+
+    def admit(self) -> None:
+        """Starts to load what the CPU computed in the last layer, see ``Balancer.admits``; called when it has run."""
+        if self._computed:
+            self.loader.admit(self._computed)
+            self._computed = []
 
     def resident(self, layer: int, routed: np.ndarray, counters: Counters | None) -> np.ndarray | None:
         """Returns the slot of each pair, int32 [rows, top_k], if all experts are READY; else None and nothing changes.

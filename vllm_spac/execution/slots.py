@@ -182,7 +182,9 @@ class SlotExecution(Execution):
         beside, hot = Share.of(routed, cold), Share.of(routed, ~cold)
         with self.computing(layer, beside, x, weights) as computation:
             part = self.in_slots(layer, *hot.pick(x, weights), hot.ids, kernel, computation.give_way)
-            return combine(x, [(hot, part), (beside, computation.result())])
+            combined = combine(x, [(hot, part), (beside, computation.result())])
+        self._layers.admit()
+        return combined
 
     def in_slots(
         self,

@@ -115,6 +115,11 @@ class Policy(ABC):
         """int64 [keys], scores of ``predictor`` after the last ``observe``; empty before the first. Read-only."""
         return np.zeros(0, dtype=np.int64)
 
+    @property
+    def likely(self) -> np.ndarray:
+        """float64 [keys], estimated probability that the next step selects each expert; empty if it estimates none."""
+        return np.zeros(0)
+
     @abstractmethod
     def standing(self, keys: int) -> Standing:
         """Returns the order and values of the experts below ``keys``; changes nothing."""

@@ -39,8 +39,7 @@ class Reuse(Policy):
         self._layer = range(0)
 
     @property
-    def probabilities(self) -> np.ndarray:
-        """float64 [keys], probability that the next step selects each expert; empty before the first ``observe``."""
+    def likely(self) -> np.ndarray:
         return np.zeros(0) if self._next_use is None else self._next_use.probabilities
 
     def enter(self, layer: range) -> None:

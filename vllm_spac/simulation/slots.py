@@ -105,6 +105,7 @@ class SlotsReplay(Replay[np.ndarray]):
             seconds, busy = self._run(layer, hot, wave)
             took, computed = took + seconds, computed + busy
         self.link.spend(max(0.0, on_cpu - took))
+        self.layers.admit()
         took = max(took, on_cpu)
         outcome.seconds += took
         outcome.stall_seconds += took - computed
