@@ -84,7 +84,8 @@ class VirtualAhead:
         self.running = [flow for flow in self.running if not flow.done]
         while self._waiting and len(self.running) < self._readers:
             flow = self._tickets[self._waiting.popleft()] = self._link.read_ahead()
-            self.running.append(flow)
+            if not flow.done:  # else the next one begins at once
+                self.running.append(flow)
 
     def _end(self, key: int) -> int:
         del self._tickets[key]
