@@ -223,7 +223,38 @@ def scaled() -> Values:
     what = {"rtx4090": " (PCIe 4, two channels of DDR5)", "h200": " (PCIe 5, eight channels of DDR5)"}
     known = [proportions.Proportions.of(name) for base in what for name in (base, f"{base}-int4")]
     lines = [[f"`{one.name}`{what.get(one.name, '')}", f"{one.load:.2f} : 1 : {one.cpu:.2f}"] for one in known]
-    return {"scaled.proportions": table(("`--machine`", "load : layer : CPU expert"), lines)}
+    ladder, compared = result("scaled_rtx4090_toy_local"), result("scaled_rtx4090_simulated")
+    names = {
+        "resident": "all experts resident",
+        "layer_lru": "`layer_lru`, on demand",
+        "reuse": "`reuse`",
+        "cpu": "+ CPU experts",
+        "drafts": "+ EAGLE-3, 4 drafts, `guard=on`",
+    }
+    rungs = {(row["slots"], row["rung"]): row for row in ladder["rows"]}
+    sizes = list(dict.fromkeys(row["slots"] for row in ladder["rows"]))
+    rows = []
+    for name, shown in names.items():
+        cells = []
+        for size in sizes:
+            row = rungs[size, name]
+            low, high = row["speedup_interval"]
+            cells += [f"{1e3 * row['tpot_median']:.1f}", f"{row['speedup']:.2f} ({low:.2f} – {high:.2f})"]
+        rows.append([shown, *cells])
+    head = ("", *(text for size in sizes for text in (f"{size.replace('%', ' %')}: ms per token", "× `layer_lru`")))
+    errors = [
+        [row["slots"].replace("%", " %"), "none" if row["balancer"] == "none" else "waterfill"]
+        + [f"{1e3 * row[kind]['tpot']:.1f}" for kind in ("measured", "simulated")]
+        + [f"{100 * row['errors']['tpot']:+.0f} %", f"{row['measured']['loads']:.1f}", f"{row['measured']['cpu']:.1f}"]
+        for row in compared["rows"]
+    ]
+    compared_head = ("slots", "balancer", "measured ms", "simulated ms", "", "loads per step", "CPU experts per step")
+    return {
+        "scaled.proportions": table(("`--machine`", "load : layer : CPU expert"), lines),
+        "scaled.ladder": table(head, rows),
+        "scaled.simulated": table(compared_head, errors),
+        "scaled.turns": str(ladder["rows"][0]["turns"]),
+    }
 
 
 def policies() -> Values:

@@ -30,8 +30,12 @@ _SERVE = f"python benchmarks/serving/run.py {MID}"
 _PAIRED = f"python benchmarks/serving/paired.py {MID}"
 _HEAD = f"--eagle3 {MID}-eagle3"
 _ONE_ENGINE = "--turns 80 --starts 2 --warm 2 --output-tokens 64"
-_SCALED = f"python benchmarks/scaled/run.py {MID}"
-_UNMEASURED = "not measured yet: its results are to be named here with the first ones"
+LOCAL_MID = ".cache/toy/local-mid"  # the same of the local one
+_INFLATE_LOCAL = (
+    f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_MID} --expert-bytes 1.2MB "
+    f"--eagle3 {MODELS}/local/eagle3"
+)
+_SCALED = f"python benchmarks/scaled/run.py {LOCAL_MID}"
 _RESULT = "--output benchmarks/results"
 _LOCAL_TRACES = "benchmarks/traces/local"
 _NO_CODE = "its code is no longer in the repository"
@@ -155,30 +159,25 @@ FIGURES = {
         inflated=True,
     ),
     "scaled": Figure(
-        "Scaled machine: ladders, and what pacing costs",
-        (),
+        "Scaled machine: the ladder",
+        ("scaled_rtx4090_toy_local.json", "scaled_rtx4090_toy_local.png"),
         (
-            *(
-                f"{_SCALED} --machine {name} --slots 25%,50%"
-                for name in ("rtx4090", "h200", "rtx4090-int4", "h200-int4")
-            ),
-            f"{_SCALED} --pacing-cost --slots 25%",
+            f"{_SCALED} --machine rtx4090 --slots 25%,50% --rungs layer_lru,reuse,cpu,drafts --turns 8 "
+            f"{_RESULT}/scaled_rtx4090_toy_local.json",
         ),
         inputs=(MODELS, "vllm_spac/profiling/profiles"),
-        minutes=120,
+        minutes=20,
         timed=True,
         inflated=True,
-        note=_UNMEASURED,
     ),
     "scaled_simulated": Figure(
         "Scaled machine: simulated and measured",
-        (),
-        tuple(f"python benchmarks/scaled/validate.py {MID} --machine {name}" for name in ("rtx4090", "h200")),
+        ("scaled_rtx4090_simulated.json",),
+        (f"python benchmarks/scaled/validate.py {LOCAL_MID} --machine rtx4090 --slots 25%,50% --turns 10",),
         inputs=(MODELS, "vllm_spac/profiling/profiles"),
-        minutes=40,
+        minutes=6,
         timed=True,
         inflated=True,
-        note=_UNMEASURED,
     ),
     "policies": Figure(
         "Results: hit rates of policies, and how often predictions are right",
@@ -338,7 +337,8 @@ def _make(figure: Figure) -> None:
     console = Console(stderr=True)
     if figure.timed:
         console.print("its numbers are times: run nothing else on this machine")
-    prepare = [_INFLATE] if figure.inflated and not (ROOT / MID).exists() else []
+    models = {MID: _INFLATE, LOCAL_MID: _INFLATE_LOCAL}
+    prepare = [command for folder, command in models.items() if figure.inflated and not (ROOT / folder).exists()]
     for command in (*prepare, *figure.commands):
         console.print(escape(command), highlight=False, soft_wrap=True)
         program, *arguments = shlex.split(command)

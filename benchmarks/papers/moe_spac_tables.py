@@ -80,7 +80,7 @@ ABLATIONS = {
 }
 UPPER = {
     f"K = {upper}": System(f"utility@upper={upper}", f"threshold@upper={upper}", f"utility@upper={upper}", drafts=True)
-    for upper in (1, 2, 3, 4, 6, 8)
+    for upper in (1, 2, 4, 8)
 }
 DRAFTER = 8.0  # percent: Qwen3-4B in FP8 over the experts of Qwen3-30B-A3B, appendix A.1
 MEMORY = {
