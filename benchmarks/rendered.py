@@ -102,7 +102,7 @@ def acceptance() -> Values:
         "int8-5": "INT8 copy, 5",
     }
     lines, runs = [], []
-    for model, file in {"flat": "toy_acceptance", "local": "toy_local_acceptance"}.items():
+    for model, file in {"flat": "toy_acceptance"}.items():
         methods = result(file)["methods"]
         runs += methods.values()
         lines.append([model, *(f"{methods[name]['acceptance_length']:.2f}" for name in columns)])
@@ -239,9 +239,16 @@ def scaled() -> Values:
         for size in sizes:
             row = rungs[size, name]
             low, high = row["speedup_interval"]
-            cells += [f"{1e3 * row['tpot_median']:.1f}", f"{row['speedup']:.2f} ({low:.2f} – {high:.2f})"]
+            cells += [
+                f"{1e3 * row['tpot_median']:.1f}",
+                f"{row['speedup']:.2f} ({low:.2f} – {high:.2f})",
+                _late(row, ladder),
+            ]
         rows.append([shown, *cells])
-    head = ("", *(text for size in sizes for text in (f"{size.replace('%', ' %')}: ms per token", "× `layer_lru`")))
+    head = (
+        "",
+        *(text for size in sizes for text in (f"{size.replace('%', ' %')}: ms per token", "× `layer_lru`", "late")),
+    )
     errors = [
         [row["slots"].replace("%", " %"), "none" if row["balancer"] == "none" else "waterfill"]
         + [f"{1e3 * row[kind]['tpot']:.1f}" for kind in ("measured", "simulated")]
@@ -255,6 +262,14 @@ def scaled() -> Values:
         "scaled.simulated": table(compared_head, errors),
         "scaled.turns": str(ladder["rows"][0]["turns"]),
     }
+
+
+def _late(row: dict[str, Any], ladder: dict[str, Any]) -> str:
+    """Returns by what share of its duration a load exceeded it in the mean; empty without loads."""
+    own = row["counters"]["own"]
+    count = own["load_waits"] + own["load_missed"]
+    seconds = own["load_overshoot_seconds"] + own["load_missed_seconds"]
+    return f"{100 * seconds / count / ladder['scale']['machine']['load_seconds']:.0f} %" if count else ""
 
 
 def policies() -> Values:
@@ -402,7 +417,7 @@ def moe_spac_tables() -> Values:
     for model, file in {"flat": "toy_tables", "local": "toy_local_tables"}.items():
         content = result(file)
         head = ("", *(f"{share:g} %" for share in content["shares_percent"]))
-        for name in ("table2", "table4", "figure5", "figure6"):
+        for name in ("table2", "table4"):
             rows = [[row, *(f"{cell['tpot_ms']:.2f}" for cell in cells)] for row, cells in content[name].items()]
             rendered[f"moe_spac.{name}.{model}"] = table(head, rows)
     return rendered
