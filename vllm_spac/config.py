@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_spac import components
 from vllm_spac.components import ComponentName
@@ -32,6 +32,11 @@ _OF_EXECUTION = {
         ("off",),
         "execution={execution} (--spac-execution) moves experts ahead of need itself; drop --spac-prefetch",
     ),
+    "host_memory": (
+        (None,),
+        "host_memory (--spac-host-memory) holds experts between slots and disk, and execution={execution} "
+        "(--spac-execution) reads none from a disk; drop --spac-host-memory",
+    ),
     "staging": (
         ("auto", "off"),
         "staging (--spac-staging) applies to execution=pointers only: with slots, prompts pass through the slots; "
@@ -56,10 +61,18 @@ class SpacConfig(BaseModel):
         "next to the KV cache).",
     )
     store: Annotated[str | None, ComponentName("tiers", "store")] = Field(
-        None, description="Where the other experts are stored. Default: host where there is a GPU, else disk."
+        None,
+        description="Where the other experts are stored. Default: host where there is a GPU and no host_memory is "
+        "given, else disk.",
     )
     disk_dir: SomePath = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
+    )
+    host_memory: Annotated[ByteSize | None, BeforeValidator(no_bool)] = Field(
+        None,
+        gt=0,
+        description="With store=disk, host memory that holds experts between the slots and the disk, e.g. 32GiB; "
+        "pinned where there is a GPU. The same policy decides what it holds. Default: none.",
     )
     policy: Annotated[str, ComponentName("policies", "policy", arguments=True)] = Field(
         "reuse",
@@ -200,6 +213,17 @@ class SpacConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _lies_before_a_disk(self) -> SpacConfig:
+        if self.host_memory is not None and self.store is not None:
+            store = components.find("tiers", self.store)
+            if not store.persistent:
+                raise ValueError(
+                    f"host_memory (--spac-host-memory) holds a part of the experts, and store={self.store} "
+                    "(--spac-store) holds all of them in memory; use --spac-store disk, or drop --spac-host-memory"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _has_its_calibration(self) -> SpacConfig:
         if self.calibration is None and components.find("policies", self.policy).needs_calibration:
             raise ValueError(
@@ -239,7 +263,7 @@ class SpacConfig(BaseModel):
 
     def store_on(self, device: str) -> str:
         """Name of the store on a ``device`` of this type (``cpu``, ``cuda``): the configured one, or its default."""
-        in_memory = device != "cpu" or self.execution_class.needs_addressable_store
+        in_memory = self.execution_class.needs_addressable_store or (device != "cpu" and self.host_memory is None)
         return self.store or ("host" if in_memory else "disk")
 
     def store_class_on(self, device: str) -> type[ExpertStore]:

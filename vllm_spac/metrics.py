@@ -14,6 +14,7 @@ class Counters:
         misses: distinct experts per layer and forward that were needed and were not, or whose load was in flight.
         loads: experts moved into a slot on demand: misses whose load was not in flight, including reloads of experts
             evicted between two waves of the same forward. Reads that fill the slots at the start do not count.
+        host_loads: loads that host memory beside the store served (``--spac-host-memory``).
         bytes: bytes moved, by the store they came from. Prefetched bytes are counted under ``<store> ahead``, bytes
             that kernels read directly from the store's memory under ``<store> streamed``.
         stall_seconds: time that layers waited for experts, read on demand or prefetched.
@@ -32,6 +33,7 @@ class Counters:
     hits: int = 0
     misses: int = 0
     loads: int = 0
+    host_loads: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
     stall_seconds: float = 0.0
     waves: int = 0

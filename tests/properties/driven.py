@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,11 @@ from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache import transfers
 from vllm_spac.cache.background import Background
+from vllm_spac.cache.host_tier import HostTier, Move
+from vllm_spac.cache.link import Moved
+from vllm_spac.cache.mover import HostRows, Mover
 from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.residency import NOWHERE, SlotState
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.slots import SlotExecution
@@ -26,6 +31,7 @@ from vllm_spac.profiling.costs import Costs, Rate
 from vllm_spac.simulation.parts import filling, rows_of_records
 from vllm_spac.simulation.replay import Outcome
 from vllm_spac.simulation.slots import SlotsReplay
+from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.tiers.host import HostStore
 from vllm_spac.traces.format import DRAFT, PREFILL, Trace
 from vllm_spac.traces.synthetic import synthetic_trace
@@ -39,6 +45,7 @@ COSTS = Costs(
     provenance={"how": "calculated", "source": "a test"},
     fast=Rate(bytes_per_second=4),  # an expert of 4 bytes: 1 second
     load=Rate(fixed=1, bytes_per_second=1),
+    host=Rate(bytes_per_second=3),
     cpu=Rate(bytes_per_second=2, flops_per_second=4),
     load_at_once=4,
     other=3,
@@ -48,13 +55,17 @@ COSTS = Costs(
 
 @dataclass(frozen=True)
 class Case:
-    """What both follow. ``ahead`` are settings of the prefetcher."""
+    """What both follow. ``ahead`` are settings of the prefetcher; ``rows``: experts in host memory beside the store."""
 
     trace: Trace
     slots: int
     policy: str = "lru"
     balancer: str = "none"
     ahead: PrefetchSettings = PrefetchSettings()  # noqa: RUF009  # frozen
+    rows: int = 0
+
+    def build_tier(self) -> HostTier | None:
+        return HostTier(self.trace.facts.total, self.rows, self.slots, self.build_policy()) if self.rows else None
 
     def build_policy(self):
         return components.build("policies", self.policy)
@@ -67,19 +78,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """Counters and the owner of each slot after a step."""
+    """Counters, the owner of each slot and the row of each expert after a step."""
 
     counters: dict
     owner: list[int]
+    row_of: list[int]
 
 
-def seen(counters, residency) -> Seen:
+def seen(counters, residency, tier: HostTier | None) -> Seen:
     """Times are left out, bytes are named by the store, and kinds of steps are known from the trace."""
     found = counters.snapshot()
     for name in ("stall_seconds", "cpu_wait_seconds", "steps"):
         del found[name]
     found["bytes"] = sum(found["bytes"].values())
-    return Seen(found, residency.owner.tolist())
+    return Seen(found, residency.owner.tolist(), [] if tier is None else tier.row_of.tolist())
 
 
 def mixed_trace(seed: int, steps: int = 30) -> Trace:
@@ -115,17 +127,20 @@ class Watching(SlotsReplay):
         super().end_step()
         self.residency.check_integrity()
         assert self.residency.pinned == 0
-        self.__dict__.setdefault("steps", []).append(seen(self.counters, self.residency))
+        self.__dict__.setdefault("steps", []).append(seen(self.counters, self.residency, self.tier))
 
 
 def replay_of(case: Case, at_once: int = COSTS.load_at_once) -> Watching:
     costs, outcome = COSTS.model_copy(update={"load_at_once": at_once}), Outcome("", "", case.slots, 0.0)
-    return Watching(case.trace, costs, 4, outcome, case.build_policy(), case.build_balancer(), case.ahead, False)
+    parts = case.build_policy(), case.build_balancer(), case.ahead, False, case.build_tier()
+    return Watching(case.trace, costs, 4, outcome, *parts)
 
 
 def simulated(case: Case) -> list[Seen]:
     replay = replay_of(case)
     replay.fill(filling(case.trace, case.slots))
+    if replay.tier is not None:
+        replay.keep(filling(case.trace, min(case.trace.facts.total, case.slots + case.rows)))
     replay.run(rows_of_records(case.trace))
     assert replay.outcome.seconds >= replay.outcome.bound_seconds
     return replay.steps
@@ -156,9 +171,12 @@ def execution_of(case: Case, io_threads: int = 4) -> SlotExecution:
     for key in range(shape.total):
         store.put(key, {"w": torch.full((1,), float(key))})
     slots = {"w": torch.full((case.slots, 1), float("nan"))}
+    tier = case.build_tier()
+    host = None if tier is None else HostRows(tier, HostBlock(SPECS, case.rows, pin=False))
     execution = SlotExecution(
-        shape, case.slots, case.build_policy(), store, slots, io_threads=io_threads, path="host", ahead=case.ahead
-    )
+        shape, case.slots, case.build_policy(), store, slots,
+        io_threads=io_threads, path="store", ahead=case.ahead, host=host,
+    )  # fmt: skip
     if (balancer := case.build_balancer()) is not None:
         execution.balance(balancer, ExecutorThread(Idle(shape, 1, "silu")))
     return execution
@@ -190,7 +208,18 @@ def _steps(trace: Trace, execution: SlotExecution) -> Iterator[Seen]:
         execution.end_forward()
         execution.residency.check_integrity()
         execution.snapshot()  # with a slot for each expert, hits are counted in it
-        yield seen(execution.counters, execution.residency)
+        check_bytes(execution)
+        yield seen(execution.counters, execution.residency, execution.host and execution.host.tier)
+
+
+def check_bytes(execution: SlotExecution) -> None:
+    """Every resident expert's slot, and every row, has the bytes of its expert: its key."""
+    ready = execution.residency.state == SlotState.READY
+    assert (execution.tensors["w"][ready, 0].numpy() == execution.residency.owner[ready]).all()
+    if execution.host is not None:
+        row_of = execution.host.tier.row_of
+        held = np.flatnonzero(row_of != NOWHERE)
+        assert (execution.host.tensors["w"][row_of[held], 0].numpy() == held).all()
 
 
 def step_of(kinds: np.ndarray) -> Step:
@@ -222,16 +251,19 @@ class Instant(Background):
 class Endless(Background):
     """A read is over when a layer waits for it, and not before."""
 
-    def __init__(self, read, threads, device) -> None:
+    def __init__(self, mover: Mover, threads, device) -> None:
         self.gates: dict[int, threading.Event] = {}
         self.ends = threading.Event()
+        perform = mover.perform
 
-        def gated(key: int, slot: int) -> int:
-            gate = self.gates[key]
+        def gated(move: Move) -> Moved:
+            gate = self.gates[move.key]
             until(lambda: gate.is_set() or self.ends.is_set())
-            return read(key, slot)
+            return perform(move)
 
-        super().__init__(gated, threads, device)
+        beside = copy.copy(mover)  # loads on demand do not wait
+        beside.perform = gated
+        super().__init__(beside, threads, device)
 
     def fetch(self, loads) -> None:
         loads = list(loads)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from vllm_spac import components
+from vllm_spac.cache.link import Moved
 from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency, SlotState
@@ -34,7 +35,7 @@ class Ahead:
     def __init__(self, content: list[int]) -> None:
         self.content = content
         self.slot: dict[int, int] = {}
-        self.begun: dict[int, int | BaseException | None] = {}  # None while it is being read
+        self.begun: dict[int, Moved | BaseException | None] = {}  # None while it is being read
         self.failing: set[int] = set()
         self.interrupt = self.closed = False
 
@@ -75,15 +76,14 @@ class Ahead:
         if self.begun[key] is None:
             bad = key in self.failing
             self.content[self.slot[key]] = TORN if bad else key
-            self.begun[key] = StoreError(f"{key} is gone") if bad else 1
+            self.begun[key] = StoreError(f"{key} is gone") if bad else Moved("double", 1)
 
-    def _tell(self, key: int) -> int | BaseException:
+    def _tell(self, key: int) -> Moved | BaseException:
         del self.slot[key]
         return self.begun.pop(key)
 
 
 class Transfers:
-    path = "double"
     clock = staticmethod(time.monotonic)
 
     def __init__(self, slots: int) -> None:
@@ -104,8 +104,12 @@ class Transfers:
                 failed[key] = StoreError(f"{key} is gone")
             elif counters is not None:
                 counters.loads += 1
-                counters.moved(self.path, 1)
+                counters.moved("double", 1)
         return failed
+
+    def enter(self, layer: range) -> None: ...
+
+    def observe(self, counts: np.ndarray) -> None: ...
 
     def poison(self, slot: int) -> None:
         self.content[slot] = TORN

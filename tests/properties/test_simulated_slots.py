@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
+from vllm_spac.cache.link import Moved
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.metrics import Counters
 from vllm_spac.simulation.virtual_link import Flow, VirtualLink
@@ -37,6 +38,17 @@ def test_on_demand(policy: str, balancer: str, seed: int, slots: int) -> None:
     assert_same(simulated(case), executed(case))
 
 
+@pytest.mark.parametrize("balancer", ["none", "waterfill@admit=False"])
+@pytest.mark.parametrize("policy", POLICIES)
+@given(SEEDS, st.integers(2, 8), st.sampled_from([1, 3, 8, 16, 24]))
+@settings(max_examples=8, **BUSY)
+def test_with_host_memory_before_the_store(policy: str, balancer: str, seed: int, slots: int, rows: int) -> None:
+    case = Case(mixed_trace(seed), slots, policy, balancer, rows=rows)
+    found = simulated(case)
+    assert_same(found, executed(case))
+    assert rows < 8 or found[-1].counters["host_loads"] > 0
+
+
 def test_cases_have_what_can_differ() -> None:
     """Waves, experts that are loaded twice in a layer, and experts on both sides."""
     for trace in map(mixed_trace, range(3)):
@@ -59,24 +71,24 @@ BALANCERS = st.sampled_from(["none", "threshold", "waterfill"])
 @given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, AHEAD)
 @settings(max_examples=60, **BUSY)
 def test_reads_ahead_that_take_no_time(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
-    case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead)
+    case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead, rows=seed % 9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VirtualLink, "read_ahead", lambda self: Flow(0.0, 0.0))
+        patch.setattr(VirtualLink, "read_ahead", lambda self, move: Flow(0.0, 0.0))
         assert_same(simulated(case), executed(case, Instant))
 
 
 @given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, AHEAD)
 @settings(max_examples=60, **BUSY)
 def test_reads_ahead_that_never_end_unless_waited_for(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
-    case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead)
+    case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead, rows=seed % 9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VirtualLink, "read_ahead", lambda self: Flow(1e15, 0.0))
+        patch.setattr(VirtualLink, "read_ahead", lambda self, move: Flow(1e15, 0.0))
         assert_same(simulated(case), executed(case, Endless))
 
 
 def test_what_the_cpu_computed_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without reads on demand: only what the CPU computed gets slots, and hits follow from it."""
-    monkeypatch.setattr(VirtualLink, "read_ahead", lambda self: Flow(0.0, 0.0))
+    monkeypatch.setattr(VirtualLink, "read_ahead", lambda self, move: Flow(0.0, 0.0))
     free = {"ahead": PrefetchSettings(background=1)}
     stale, fresh = (
         simulated(Case(mixed_trace(1, 60), 12, "reuse", f"waterfill@admit={admit}", **free))[-1].counters
@@ -88,7 +100,7 @@ def test_what_the_cpu_computed_is_admitted(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("seconds", "late"), [(0.0, False), (1e15, True)])
 def test_limits_prefetch_something(seconds: float, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VirtualLink, "read_ahead", lambda self: Flow(seconds, 0.0))
+    monkeypatch.setattr(VirtualLink, "read_ahead", lambda self, move: Flow(seconds, 0.0))
     ahead = PrefetchSettings(prefetch="utility", background=1, options={"gamma": 2})
     counts = simulated(Case(mixed_trace(0), 12, ahead=ahead))[-1].counters
     assert counts["prefetch_hits"] and counts["prefetches"] and bool(counts["prefetch_late"]) == late
@@ -107,6 +119,9 @@ def test_as_many_readers_as_in_an_engine(io_threads: int, background: int | None
     engine, made = execution_of(case, io_threads), replay_of(case, at_once=io_threads + 1)
     with contextlib.closing(engine):
         assert engine._loader._transfers.ahead._threads == made.link.ahead._readers
+
+
+FOUR = Moved("link", 4)
 
 
 def link(readers: int = 1) -> VirtualLink:
@@ -128,11 +143,11 @@ def test_reads_ahead_one_after_the_other() -> None:
     assert made.ahead.reap() == {} and made.ahead.cancel([0, 1]) == [1] and list(made.ahead.keys) == [0]
     made.ahead.fetch([(2, 2)])
     made.spend(0.2)
-    assert made.ahead.reap() == {0: 4} and made.ahead.cancel([2]) == []
+    assert made.ahead.reap() == {0: FOUR} and made.ahead.cancel([2]) == []
     made.spend(4.8)
     assert made.ahead.reap() == {}
     made.spend(0.2)
-    assert made.ahead.reap() == {2: 4} and not made.ahead.keys and made.take_waited() == 0
+    assert made.ahead.reap() == {2: FOUR} and not made.ahead.keys and made.take_waited() == 0
 
 
 def test_two_readers_share_the_bandwidth() -> None:
@@ -141,7 +156,7 @@ def test_two_readers_share_the_bandwidth() -> None:
     made.spend(1 + 7.9)
     assert made.ahead.reap() == {}
     made.spend(0.2)
-    assert made.ahead.reap() == {0: 4, 1: 4}
+    assert made.ahead.reap() == {0: FOUR, 1: FOUR}
 
 
 def test_what_a_layer_waits_for_goes_first() -> None:
@@ -151,5 +166,5 @@ def test_what_a_layer_waits_for_goes_first() -> None:
     made.spend(2)
     made.load([(2, 2)], None)
     assert made.take_waited() == pytest.approx(1 + 2 * 2 + 2), "1 s alone, then 2 bytes each in 4 s, then 2 alone"
-    assert made.ahead.reap() == {0: 4} and made.ahead.cancel([1]) == [], "it begins when the layer has what it needs"
-    assert made.ahead.wait([1]) == {1: 4} and made.take_waited() == pytest.approx(5)
+    assert made.ahead.reap() == {0: FOUR} and made.ahead.cancel([1]) == [], "it begins when the layer has what it needs"
+    assert made.ahead.wait([1]) == {1: FOUR} and made.take_waited() == pytest.approx(5)

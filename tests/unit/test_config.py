@@ -78,7 +78,7 @@ def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
     [
         ({"slot": 3}, "unknown knob 'slot'; did you mean 'slots'"),
         ({"disk-dir": "/x"}, "unknown knob 'disk-dir'; did you mean 'disk_dir'"),
-        ({"qqq": 3}, "unknown knob 'qqq'; known knobs: slots, store, disk_dir, policy, "),
+        ({"qqq": 3}, "unknown knob 'qqq'; known knobs: slots, store, disk_dir, host_memory, policy, "),
         ({"slots": "ten"}, r"slots='ten' \(--spac-slots\).*a number of experts per layer"),
         ({"slots": 0}, r"slots=0 \(--spac-slots\)"),
         ({"slots": -4}, r"slots=-4 \(--spac-slots\)"),
@@ -282,3 +282,25 @@ def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
     for wrong in ("utility@depth=0", "utility@upper=0", "utility@depth=many"):
         with pytest.raises(ConfigError):
             prefetcher.PrefetchSettings.of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        ({"host_memory": "lots"}, r"host_memory='lots' \(--spac-host-memory\)"),
+        ({"host_memory": 0}, r"host_memory=0 \(--spac-host-memory\)"),
+        ({"host_memory": True}, "use a number"),
+        ({"host_memory": "1GiB", "store": "host"}, "store=host .* holds all of them in memory; use --spac-store disk"),
+        ({"host_memory": "1GiB", "execution": "pointers"}, "reads none from a disk; drop --spac-host-memory"),
+    ],
+    ids=str,
+)
+def test_host_memory_that_cannot_be(raw: dict, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        SpacConfig.parse(raw)
+
+
+def test_host_memory_makes_a_disk_the_store_everywhere() -> None:
+    config = SpacConfig.parse({"host_memory": "1.5GiB"})
+    assert config.host_memory == 3 << 29 and config.store_on("cuda") == config.store_on("cpu") == "disk"
+    assert SpacConfig.parse({}).store_on("cuda") == "host"

@@ -229,6 +229,6 @@ def test_kernels_before_a_read_ahead_see_the_old_experts(on_gpu) -> None:
         while len(told) < 8:
             told |= transfers.ahead.reap()
     torch.cuda.synchronize()
-    assert set(told.values()) == {SHAPE.expert_bytes}
+    assert set(told.values()) == {("host", SHAPE.expert_bytes)}
     assert values(seen) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert values(slots) == [7, 6, 5, 4, 3, 2, 1, 0]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
+from vllm_spac.cache.host_tier import Move
+from vllm_spac.cache.link import Moved
+from vllm_spac.cache.mover import Mover
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.futures import finish, outcome
 
@@ -19,8 +22,7 @@ from vllm_spac.system.futures import finish, outcome
 class _Ticket:
     """A read ahead of need. ``after`` is reached when no kernel may still read the slot's old expert."""
 
-    key: int
-    slot: int
+    move: Move
     after: torch.cuda.Event | None
     done: Future = field(default_factory=Future)
 
@@ -28,16 +30,16 @@ class _Ticket:
 class Background:
     """Queue and threads of the reads ahead of need.
 
-    Called by the forward thread only, except ``read``, which the threads call.
+    Called by the forward thread only.
 
     Args:
-        read: fills a slot with an expert, given (key, slot); returns the bytes moved.
+        mover: plans, performs and completes the reads.
         threads: maximum number of reads in flight.
         device: device of the slots.
     """
 
-    def __init__(self, read: Callable[[int, int], int], threads: int, device: torch.device) -> None:
-        self._read = read
+    def __init__(self, mover: Mover, threads: int, device: torch.device) -> None:
+        self._mover = mover
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-ahead", initializer=unbind)
         self._device = device
@@ -60,10 +62,11 @@ class Background:
         if self._stream is not None:
             after = torch.cuda.Event()
             after.record(torch.cuda.current_stream(self._device))
-        tickets = [_Ticket(key, slot, after) for key, slot in loads]
-        for ticket in tickets:
-            assert ticket.key not in self._tickets, f"a read of expert {ticket.key} is in flight already"
-            self._tickets[ticket.key] = ticket
+        tickets = []
+        for key, slot in loads:
+            assert key not in self._tickets, f"a read of expert {key} is in flight already"
+            self._tickets[key] = _Ticket(self._mover.plan(key, slot), after)
+            tickets.append(self._tickets[key])
         with self._lock:
             self._waiting.extend(tickets)
         self._begin()
@@ -72,24 +75,24 @@ class Background:
         """Cancels those of ``keys`` whose read has not begun; returns them. Their slots were not written."""
         gone = [key for key in keys if self._tickets[key].done.cancel()]
         for key in gone:
-            del self._tickets[key]
+            self._mover.untouched(self._tickets.pop(key).move)
         if gone:
             with self._lock:
                 self._waiting = deque(ticket for ticket in self._waiting if not ticket.done.cancelled())
         return gone
 
-    def reap(self) -> dict[int, int | BaseException]:
-        """Returns the reads finished since the last call: key -> bytes moved, or the error. Does not wait."""
+    def reap(self) -> dict[int, Moved | BaseException]:
+        """Returns the reads finished since the last call: key -> what was moved, or the error. Does not wait."""
         over = [key for key, ticket in self._tickets.items() if ticket.done.done()]
-        return {key: outcome(self._tickets.pop(key).done) for key in over}
+        return {key: self._end(key) for key in over}
 
-    def wait(self, keys: Sequence[int]) -> dict[int, int | BaseException]:
+    def wait(self, keys: Sequence[int]) -> dict[int, Moved | BaseException]:
         """Waits for the reads of ``keys`` to finish; returns as ``reap``. All of them must have begun."""
         done = [self._tickets[key].done for key in keys]
         assert all(job.running() or job.done() for job in done), "cancel before waiting: nothing is begun meanwhile"
         with self.paused():
             finish(done)
-        return {key: outcome(self._tickets.pop(key).done) for key in keys}
+        return {key: self._end(key) for key in keys}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -109,6 +112,12 @@ class Background:
             self._closed = True
         self._begin()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _end(self, key: int) -> Moved | BaseException:
+        ticket = self._tickets.pop(key)
+        result = outcome(ticket.done)
+        self._mover.ended(ticket.move, result)
+        return result
 
     def _begin(self) -> None:
         """Starts as many threads as there are queued reads and free threads, unless paused."""
@@ -131,7 +140,7 @@ class Background:
                 if ticket.after is not None:
                     ticket.after.synchronize()
                 with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                    ticket.done.set_result(self._read(ticket.key, ticket.slot))
+                    ticket.done.set_result(self._mover.perform(ticket.move))
             except BaseException as error:  # raised by the caller that waits for the ticket
                 ticket.done.set_exception(error)
 

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, KeysView, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from vllm_spac.metrics import Counters
+
+
+class Moved(NamedTuple):
+    """What a load moved into its slot: the bytes, and the name in ``Counters.bytes`` of where they were."""
+
+    path: str
+    nbytes: int
 
 
 class Ahead(Protocol):
@@ -21,21 +30,15 @@ class Ahead(Protocol):
     def cancel(self, keys: Iterable[int]) -> list[int]:
         """Cancels those of ``keys`` whose read has not begun; returns them. Their slots were not written."""
 
-    def reap(self) -> Mapping[int, int | BaseException]:
-        """Returns the reads finished since the last call: key -> bytes moved, or the error. Does not wait."""
+    def reap(self) -> Mapping[int, Moved | BaseException]:
+        """Returns the reads finished since the last call: key -> what was moved, or the error. Does not wait."""
 
-    def wait(self, keys: Sequence[int]) -> Mapping[int, int | BaseException]:
+    def wait(self, keys: Sequence[int]) -> Mapping[int, Moved | BaseException]:
         """Waits for the reads of ``keys`` to finish; returns as ``reap``. All of them must have begun."""
 
 
 class Link(Protocol):
-    """Loads experts into slots. Called by the forward thread only.
-
-    Attributes:
-        path: the name of the store in ``Counters.bytes``.
-    """
-
-    path: str
+    """Loads experts into slots. Called by the forward thread only."""
 
     @property
     def ahead(self) -> Ahead:
@@ -51,8 +54,14 @@ class Link(Protocol):
             The keys that failed, with their errors.
         """
 
+    def enter(self, layer: range) -> None:
+        """A layer starts, as in ``Policy.enter``: for the policy of host memory."""
+
+    def observe(self, counts: np.ndarray) -> None:
+        """A forward has finished, as in ``Policy.observe``: for the policy of host memory."""
+
     def poison(self, slot: int) -> None:
-        """Sets all bits of a slot."""
+        """Sets all bits of a slot before it is loaded."""
 
     def close(self) -> None:
         """Waits for the reads in flight, cancels the others and stops the threads."""

@@ -69,6 +69,7 @@ class ExpertLoader:
     def enter(self, layer: range) -> None:
         """A layer starts, as in ``Policy.enter``."""
         self.residency.policy.enter(layer)
+        self._transfers.enter(layer)
 
     def use(self, keys: np.ndarray) -> bool:
         """Returns whether all ``keys``, distinct experts of one layer, are READY: then nothing is to be held.
@@ -110,6 +111,7 @@ class ExpertLoader:
         """
         if counts is not None:
             self.residency.policy.observe(counts)
+            self._transfers.observe(counts)
             if self._fetches or (self.balancer is not None and self.balancer.needs_scores):
                 self._prefetcher.observe(counts)
         if self._fetches:

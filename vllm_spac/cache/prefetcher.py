@@ -12,7 +12,7 @@ import numpy as np
 from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.level_queue import LevelQueue
-from vllm_spac.cache.link import Link
+from vllm_spac.cache.link import Link, Moved
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.errors import ConfigError
 from vllm_spac.metrics import Counters
@@ -139,7 +139,7 @@ class Prefetcher:
         self.balancer = balancer
         self.queue = LevelQueue()
         self.unused: set[int] = set()  # prefetched, READY and not used yet
-        self._residency, self._ahead, self._path = residency, transfers.ahead, f"{transfers.path} ahead"
+        self._residency, self._ahead = residency, transfers.ahead
         self._link = transfers
         self._poison = transfers.poison if settings.poison else None
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
@@ -248,7 +248,7 @@ class Prefetcher:
         layers = len(self.scores) // self._layer_experts
         return np.repeat([max(1, self.balancer.threshold(layer)) for layer in range(layers)], self._layer_experts)
 
-    def _arrive(self, results: Mapping[int, int | BaseException]) -> list[int]:
+    def _arrive(self, results: Mapping[int, Moved | BaseException]) -> list[int]:
         failed = [key for key, result in results.items() if isinstance(result, BaseException)]
         self._admitted.difference_update(results)
         for key, result in results.items():
@@ -257,7 +257,7 @@ class Prefetcher:
                 logger.warning("spac: expert %d could not be prefetched; it is read again when needed: %s", key, result)
             else:
                 self._residency.loaded(key)
-                self._counters.moved(self._path, result)
+                self._counters.moved(f"{result.path} ahead", result.nbytes)
                 self.unused.add(key)
         self._damaged.update(failed)
         self._counters.prefetch_failed += len(failed)

@@ -37,6 +37,8 @@ vllm-spac simulate run.trace --profile here.json --policy lru,utility --sweep ga
 
 vllm-spac simulate run.trace --profile rtx4090 --policy reuse --prefetch utility@depth=8   [dim]# reads ahead[/]
 
+vllm-spac simulate run.trace --profile disk.json --host-memory 8GiB   [dim]# slots, host memory, disk[/]
+
 vllm-spac simulate run.trace --profile h200 --execution slots,pointers --admission layer,step --policy reuse
 
 vllm-spac simulate run.trace --profile h200 --execution pointers --admission step --step-bytes 0,67108864
@@ -77,11 +79,19 @@ def simulate(
             show_default="as in serving",
         ),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="With slots: host memory between slots and disk, as --spac-host-memory; its loads cost the "
+            "profile's host."
+        ),
+    ] = None,
     expert_bytes: Annotated[int | None, typer.Option(help="Size of an expert, instead of the trace's.", min=1)] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw hit rate and TPOT over the slots, e.g. tpot.png.")] = None,
 ) -> None:
     """Show what policies would have achieved on a recorded run: hits, bytes, stalls, time per token, and its bound."""
+    from vllm_spac.config import SpacConfig
     from vllm_spac.profiling.costs import Costs
     from vllm_spac.simulation.simulate import simulate as replay
     from vllm_spac.traces.format import Trace
@@ -99,6 +109,7 @@ def simulate(
         "prefetch": prefetch,
         "overlap": overlap,
         "expert_bytes": expert_bytes,
+        "host_bytes": 0 if host_memory is None else SpacConfig.parse({"host_memory": host_memory}).host_memory,
     }
     outcomes = [
         replay(recorded, costs=costs, **case, **common)
@@ -172,8 +183,8 @@ def _knobs(spec: str) -> Collection[str]:
 def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
     title = f"{shown(trace)} on {shown(costs.name)} ({costs.provenance.how})"
     table = Table(title=title, title_justify="left", caption=shown(costs.provenance.source), caption_justify="left")
-    amounts = ("hit rate", "moved", "ahead", "streamed", "on the CPU", "stalled", "TPOT ms", "bound ms", "ratio")
-    for name in ("slots", "execution", "policy", *amounts):
+    amounts = ("hit rate", "moved", "from host", "ahead", "streamed", "on the CPU", "stalled")
+    for name in ("slots", "execution", "policy", *amounts, "TPOT ms", "bound ms", "ratio"):
         table.add_column(name, justify="left" if name in ("execution", "policy") else "right")
     last = None
     for outcome in outcomes:
@@ -186,6 +197,7 @@ def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
             shown(outcome.policy),
             f"{100 * outcome.hit_rate:.1f}%",
             gib(outcome.bytes),
+            f"{outcome.host_loads:,}",
             f"{outcome.prefetches:,}",
             gib(outcome.streamed_bytes),
             f"{outcome.cpu:,}",

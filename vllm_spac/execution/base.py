@@ -20,6 +20,7 @@ from vllm_spac.tiers.base import ExpertStore
 
 if TYPE_CHECKING:
     from vllm_spac.balancers.base import Balancer
+    from vllm_spac.cache.mover import HostRows
     from vllm_spac.config import SpacConfig
     from vllm_spac.execution._exchange import Exchange
     from vllm_spac.executors._thread import ExecutorThread
@@ -108,6 +109,7 @@ class ExecutionContext:
         tensors: name -> slots of shape [room.slots, ...] on the device that computes.
         path: name of the store in the counters.
         rows: number of rows of the largest forward.
+        host: host memory between the slots and the store, if any; owned by the execution.
         exchange: copies small tensors between device and host; None on a CPU.
     """
 
@@ -119,6 +121,7 @@ class ExecutionContext:
     path: str
     rows: int
     config: SpacConfig
+    host: HostRows | None = None
     exchange: Exchange | None = None
 
 
@@ -141,6 +144,7 @@ class Execution(ABC):
         offline: why no engine can serve with it; empty if one can.
         tensors: name -> slots of shape [slots, ...] on the device that computes.
         holds_all: each expert has its slot, so that nothing is ever decided or moved.
+        host: host memory between the slots and the store, if any.
     """
 
     needs_host: ClassVar[bool] = True
@@ -155,6 +159,7 @@ class Execution(ABC):
     tensors: Mapping[str, Tensor]
     counters: Counters
     holds_all: bool
+    host: HostRows | None = None
 
     @classmethod
     @abstractmethod

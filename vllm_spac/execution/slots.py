@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
@@ -31,6 +32,7 @@ from vllm_spac.policies.base import Policy
 from vllm_spac.tiers.base import ExpertStore
 
 if TYPE_CHECKING:
+    from vllm_spac.cache.mover import HostRows
     from vllm_spac.execution._exchange import Exchange
 
 _COUNT_BATCH = 1024  # forwards of layers whose routing is kept before it is counted
@@ -64,10 +66,11 @@ class SlotExecution(Execution):
         ahead: settings of the prefetcher.
         balancer: decides per layer which scores are worth a prefetch; None leaves it to ``ahead``.
         exchange: copies routing to the host and slots to the device; needed by kernels that do not take slots.
+        host: host memory between the slots and the store, if any; owned.
     """
 
     needs_host: ClassVar[bool] = True
-    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "prefetch"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch"})
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class SlotExecution(Execution):
         ahead: PrefetchSettings | None = None,
         balancer: Balancer | None = None,
         exchange: Exchange | None = None,
+        host: HostRows | None = None,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
         self.shape = shape
@@ -96,7 +100,8 @@ class SlotExecution(Execution):
         self._routed: list[tuple[int, Tensor]] = []
         self._pairs = 0  # (row, expert) pairs in ``_routed``
         knobs = ahead or PrefetchSettings()
-        transfers = Transfers(store, tensors, io_threads, path, knobs.background)
+        self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
+        self.host = host
         self._loader = ExpertLoader(self._residency, transfers, self.counters, shape.experts, knobs, balancer)
         self._layers = SlotLayers(self._loader, shape.experts)
 
@@ -113,6 +118,7 @@ class SlotExecution(Execution):
             path=context.path,
             ahead=PrefetchSettings.of(config.prefetch),
             exchange=context.exchange,
+            host=context.host,
         )
 
     @property
@@ -315,7 +321,12 @@ class SlotExecution(Execution):
     def fill(self) -> Iterator[int]:
         slots = self.residency.slots
         first = self.residency.policy.first()
-        yield from self._layers.fill(filled_experts(len(self.shape.layers), self.shape.experts, slots, first))
+        layers, experts = len(self.shape.layers), self.shape.experts
+        yield from self._layers.fill(filled_experts(layers, experts, slots, first))
+        if self.host is not None:
+            both = min(self.shape.total, slots + self.host.tier.rows)
+            wanted = chain.from_iterable(filled_experts(layers, experts, both, first))
+            yield from self._transfers.keep(self.host.tier.first(wanted, self.residency.slot_of))
         assert not self.holds_all or (self.residency.slot_of == np.arange(slots)).all()
 
     def close(self) -> None:

@@ -71,6 +71,8 @@ class Costs(_Frozen):
         load: cost of bringing an expert into fast memory (copied, or read from disk); concurrent loads share
             ``bytes_per_second``.
         load_at_once: loads in flight whose ``fixed`` parts overlap.
+        host: cost of bringing an expert from host memory beside the store that ``load`` reads, if that is a disk; None
+            where it was not measured.
         cpu: cost of computing an expert on the CPU from host memory.
         other: seconds per step outside of the experts.
         draft: seconds per draft token.
@@ -82,6 +84,7 @@ class Costs(_Frozen):
     fast: Rate
     load: Rate
     cpu: Rate
+    host: Rate | None = None
     load_at_once: int = Field(1, ge=1)
     other: float = Field(0.0, ge=0)
     draft: float = Field(0.0, ge=0)
@@ -150,9 +153,14 @@ class Costs(_Frozen):
         """Returns the seconds until ``count`` loads that start together have finished."""
         return -(-count // self.load_at_once) * self.load.fixed + count * nbytes / self.load.bytes_per_second
 
-    def bound(self, nbytes: int, hit: int, stream: int, cpu: int) -> float:
-        """Returns the least seconds of a layer: three processors work concurrently, each reads its experts once."""
-        ideal = hit * self.fast.ideal(nbytes), stream * self.load.ideal(nbytes), cpu * self.cpu.ideal(nbytes)
+    def bound(self, nbytes: int, hit: int, stream: int, cpu: int, near: int = 0) -> float:
+        """Returns the least seconds of a layer: processors and links work concurrently, each reads its experts once.
+
+        ``near``: those of the ``stream`` loads that host memory beside the store serves.
+        """
+        ideal = [hit * self.fast.ideal(nbytes), (stream - near) * self.load.ideal(nbytes), cpu * self.cpu.ideal(nbytes)]
+        if self.host is not None:
+            ideal.append(near * self.host.ideal(nbytes))
         return float(max(ideal))
 
 

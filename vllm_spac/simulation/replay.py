@@ -34,6 +34,7 @@ class Outcome:
         prefetches: with slots, experts copied into slots ahead of need; ``prefetch_hits`` were used before they were
             evicted, ``prefetch_wasted`` were not, and a layer had to wait for ``prefetch_late``, which count as misses.
         bytes: bytes of the experts copied into slots.
+        host_loads: loads that host memory beside the store served.
         streamed_bytes: bytes that layers read from host memory over the bus, without a slot (pointers).
         parts: number of parts that layers ran in.
         seconds: virtual time of all steps; ``bound_seconds``: the least they can take.
@@ -54,6 +55,7 @@ class Outcome:
     misses: int = 0
     cpu: int = 0
     loads: int = 0
+    host_loads: int = 0
     prefetches: int = 0
     prefetch_hits: int = 0
     prefetch_late: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 from vllm_spac import components
+from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
@@ -35,6 +36,7 @@ def simulate(
     step_bytes: int = STEP_BYTES,
     fill: bool = True,
     expert_bytes: int | None = None,
+    host_bytes: int = 0,
 ) -> Outcome:
     """Replays ``trace`` with ``slots`` experts in fast memory.
 
@@ -53,6 +55,7 @@ def simulate(
             none moves.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
         expert_bytes: overrides the size in the trace.
+        host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
@@ -76,9 +79,24 @@ def simulate(
     future = chain(filling(trace, slots) if fill else (), uses(trace, slots))
     chosen = build_policy(policy, trace, slots, balancer=balancer, prefetch=prefetch, future=lambda: future)
     beside = build_balancer(balancer, trace, costs, nbytes)
-    on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, PrefetchSettings.of(prefetch), overlap)
+    tier = _tier(policy, trace, costs, slots, host_bytes // nbytes) if host_bytes else None
+    on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, PrefetchSettings.of(prefetch), overlap, tier)
     on_slots.fill(filling(trace, slots, chosen.first()) if fill else [])
+    if tier is not None and fill:
+        on_slots.keep(filling(trace, min(facts.total, slots + tier.rows), chosen.first()))
     return on_slots.run(rows_of_records(trace))
+
+
+def _tier(policy: str, trace: Trace, costs: Costs, slots: int, rows: int) -> HostTier:
+    if costs.host is None:
+        raise ConfigError(
+            "the profile does not say what a load from host memory beside the store costs; use one of "
+            "`vllm-spac profile --store disk`"
+        )
+    if rows == 0:
+        raise ConfigError("host memory smaller than an expert holds none; give more")
+    rows = min(rows, trace.facts.total)
+    return HostTier(trace.facts.total, rows, slots, build_policy(policy, trace, rows))
 
 
 def _check(trace: Trace, slots: int, nbytes: int) -> None:

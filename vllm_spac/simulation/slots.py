@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.cache.link import reads_ahead
 from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.prefetcher import PrefetchSettings
@@ -47,6 +48,7 @@ class SlotsReplay(Replay[np.ndarray]):
         balancer: gives missing experts to the CPU, if given; owned.
         ahead: settings of the prefetcher.
         overlap: loads run concurrently with the computation of hits.
+        tier: host memory beside the store, if any; owned.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class SlotsReplay(Replay[np.ndarray]):
         balancer: Balancer | None,
         ahead: PrefetchSettings,
         overlap: bool,
+        tier: HostTier | None = None,
     ) -> None:
         super().__init__(trace, costs, nbytes, outcome)
         facts = trace.facts
@@ -66,7 +69,8 @@ class SlotsReplay(Replay[np.ndarray]):
         self.counters = Counters()
         self.residency = Residency(facts.total, outcome.slots, policy)
         io_threads = costs.load_at_once - 1  # the forward thread also reads
-        self.link = VirtualLink(costs, nbytes, reads_ahead(io_threads, ahead.background))
+        self.link = VirtualLink(costs, nbytes, reads_ahead(io_threads, ahead.background), tier)
+        self.tier = tier
         loader = ExpertLoader(self.residency, self.link, self.counters, facts.experts, ahead, balancer)
         self.layers = SlotLayers(loader, facts.experts)
         self.cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
@@ -78,6 +82,11 @@ class SlotsReplay(Replay[np.ndarray]):
         for _ in self.layers.fill([list(keys)]):
             pass
 
+    def keep(self, keys: Sequence[int]) -> None:
+        """Puts those of ``keys`` that have neither slot nor row into free rows of host memory."""
+        assert self.tier is not None
+        self.link.keep(self.tier.first(keys, self.residency.slot_of))
+
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
         self._records, self._between = layers, self.costs.other / max(1, layers)
         self.link.spend(drafting if layers else drafting + self.costs.other)
@@ -88,6 +97,7 @@ class SlotsReplay(Replay[np.ndarray]):
             self.layers.loader.end_step(counts)
         outcome, counters = self.outcome, self.counters
         outcome.hits, outcome.misses, outcome.cpu = counters.hits, counters.misses, counters.cpu_experts
+        outcome.host_loads = counters.host_loads
         outcome.loads, outcome.parts, outcome.prefetches = counters.loads, counters.waves, counters.prefetches
         outcome.prefetch_hits, outcome.prefetch_late = counters.prefetch_hits, counters.prefetch_late
         outcome.prefetch_wasted = counters.prefetch_wasted
@@ -96,6 +106,7 @@ class SlotsReplay(Replay[np.ndarray]):
     def layer(self, layer: int, work: np.ndarray) -> None:
         routed, counters, outcome = work.astype(np.int32), self.counters, self.outcome
         hits, loads, cpu = counters.hits, counters.misses - counters.prefetch_late, counters.cpu_experts
+        near = counters.host_loads
         self.link.spend(self._between)
         cold = self.layers.cold(layer, routed, counters)
         hot, on_cpu = (_Hot(routed, None), 0.0) if cold is None else self._divide(routed, cold)
@@ -110,7 +121,8 @@ class SlotsReplay(Replay[np.ndarray]):
         outcome.seconds += took
         outcome.stall_seconds += took - computed
         used = counters.hits - hits, counters.misses - counters.prefetch_late - loads, counters.cpu_experts - cpu
-        outcome.bound_seconds += self.costs.bound(self.nbytes, *used)
+        near = min(used[1], counters.host_loads - near)  # a wave may load an expert again
+        outcome.bound_seconds += self.costs.bound(self.nbytes, *used, near)
 
     def _divide(self, routed: np.ndarray, cold: np.ndarray) -> tuple[_Hot, float]:
         """Returns the rows that need slots, and the seconds that the CPU computes the ``cold`` pairs."""

@@ -11,8 +11,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from vllm_spac.cache.host_tier import HostTier, Move
+from vllm_spac.cache.link import Moved
+from vllm_spac.cache.mover import HOST
 from vllm_spac.metrics import Counters
-from vllm_spac.profiling.costs import Costs
+from vllm_spac.profiling.costs import Costs, Rate
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +53,7 @@ class VirtualAhead:
     def __init__(self, link: VirtualLink, readers: int) -> None:
         self._link, self._readers = link, readers
         self._tickets: dict[int, Flow | None] = {}  # None: not begun
+        self._moves: dict[int, Move] = {}
         self._waiting: deque[int] = deque()
         self.running: list[Flow] = []
 
@@ -56,9 +62,9 @@ class VirtualAhead:
         return self._tickets.keys()
 
     def fetch(self, loads: Iterable[tuple[int, int]]) -> None:
-        for key, _ in loads:
+        for key, slot in loads:
             assert key not in self._tickets, f"a read of expert {key} is in flight already"
-            self._tickets[key] = None
+            self._tickets[key], self._moves[key] = None, self._link.plan(key, slot)
             self._waiting.append(key)
         self.begin()
 
@@ -67,13 +73,14 @@ class VirtualAhead:
         for key in gone:
             del self._tickets[key]
             self._waiting.remove(key)
+            self._link.untouched(self._moves.pop(key))
         return gone
 
-    def reap(self) -> dict[int, int | BaseException]:
+    def reap(self) -> dict[int, Moved | BaseException]:
         over = [key for key, flow in self._tickets.items() if flow is not None and flow.done]
         return {key: self._end(key) for key in over}
 
-    def wait(self, keys: Sequence[int]) -> dict[int, int | BaseException]:
+    def wait(self, keys: Sequence[int]) -> dict[int, Moved | BaseException]:
         flows = [flow for key in keys if (flow := self._tickets[key]) is not None]
         assert len(flows) == len(keys), "cancel before waiting: nothing is begun meanwhile"
         self._link.wait(flows)
@@ -83,13 +90,14 @@ class VirtualAhead:
         """Begins as many of the queued reads as may be in flight."""
         self.running = [flow for flow in self.running if not flow.done]
         while self._waiting and len(self.running) < self._readers:
-            flow = self._tickets[self._waiting.popleft()] = self._link.read_ahead()
+            key = self._waiting.popleft()
+            flow = self._tickets[key] = self._link.read_ahead(self._moves[key])
             if not flow.done:  # else the next one begins at once
                 self.running.append(flow)
 
-    def _end(self, key: int) -> int:
+    def _end(self, key: int) -> Moved:
         del self._tickets[key]
-        return self._link.nbytes
+        return self._link.ended(self._moves.pop(key))
 
 
 class VirtualLink:
@@ -102,37 +110,72 @@ class VirtualLink:
         costs: seconds of a load.
         nbytes: bytes of an expert.
         readers: maximum number of reads ahead in flight.
+        tier: host memory beside the store, if any; ``costs.host`` is then the cost of a load from it. Copies to it cost
+            nothing: they go in the other direction, or into memory.
     """
 
-    path = "link"
-
-    def __init__(self, costs: Costs, nbytes: int, readers: int) -> None:
-        self._costs, self.nbytes = costs, nbytes
+    def __init__(self, costs: Costs, nbytes: int, readers: int, tier: HostTier | None = None) -> None:
+        self._costs, self.nbytes, self._tier = costs, nbytes, tier
         self.ahead = VirtualAhead(self, readers)
         self._now = self._waited = 0.0
 
     def clock(self) -> float:
         return self._now
 
-    def flow(self, count: int) -> Flow:
-        """Returns the flow of ``count`` loads that begin together."""
-        load, at_once = self._costs.load, self._costs.load_at_once
+    def flow(self, count: int, rate: Rate | None = None) -> Flow:
+        """Returns the flow of ``count`` loads that begin together, at ``rate``, or at that of the store."""
+        load, at_once = rate or self._costs.load, self._costs.load_at_once
         work = count * self.nbytes / load.bytes_per_second
         return Flow(-(-count // at_once) * load.fixed, work, min(count, at_once))
 
-    def read_ahead(self) -> Flow:
+    def plan(self, key: int, slot: int) -> Move:
+        """As ``Mover.plan``."""
+        return Move(key, slot) if self._tier is None else self._tier.plan(key, slot)
+
+    def ended(self, move: Move) -> Moved:
+        """Completes ``move``; returns what it moved."""
+        if self._tier is not None:
+            self._tier.ended(move, read=True, saved=move.row is not None)
+        return Moved("link" if move.source is None else HOST, self.nbytes)
+
+    def untouched(self, move: Move) -> None:
+        """As ``Mover.untouched``."""
+        if self._tier is not None:
+            self._tier.untouched(move)
+
+    def read_ahead(self, move: Move) -> Flow:
         """Returns the flow of one read ahead."""
-        return self.flow(1)
+        return self.flow(1, self._rate(move))
 
     def load(self, loads: Sequence[tuple[int, int]], counters: Counters | None) -> dict[int, BaseException]:
         start = self._now
-        if loads:
-            self.wait([self.flow(len(loads))])
+        moves = [self.plan(key, slot) for key, slot in loads]
+        near = sum(move.source is not None for move in moves)
+        flows = [self.flow(len(moves) - near)] if near < len(moves) else []
+        flows += [self.flow(near, self._costs.host)] if near else []
+        self.wait(flows)
+        for moved in map(self.ended, moves):
+            if counters is not None:
+                counters.loads += 1
+                counters.host_loads += moved.path == HOST
+                counters.moved(moved.path, moved.nbytes)
         if counters is not None:
-            counters.loads += len(loads)
-            counters.moved(self.path, len(loads) * self.nbytes)
             counters.stall_seconds += self._now - start
         return {}
+
+    def keep(self, keys: Sequence[int]) -> None:
+        """As ``Transfers.keep``; passes no time."""
+        assert self._tier is not None
+        for key in keys:
+            self._tier.admit(key)
+
+    def enter(self, layer: range) -> None:
+        if self._tier is not None:
+            self._tier.policy.enter(layer)
+
+    def observe(self, counts: np.ndarray) -> None:
+        if self._tier is not None:
+            self._tier.policy.observe(counts)
 
     def spend(self, seconds: float) -> None:
         """Passes ``seconds`` in which no layer waits: reads ahead continue and begin."""
@@ -160,6 +203,9 @@ class VirtualLink:
             running = [flow for flow in (*self.ahead.running, *others) if not flow.done]
             self._waited += self._advance(running, math.inf)
         self.ahead.begin()
+
+    def _rate(self, move: Move) -> Rate | None:
+        return None if move.source is None else self._costs.host
 
     def _advance(self, flows: Sequence[Flow], most: float) -> float:
         """Passes time until one of ``flows`` has finished a part, at most ``most`` seconds; returns the seconds."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future
+from typing import TypeVar
 
 from vllm_spac.errors import StoreError
+
+T = TypeVar("T")
 
 
 def finish(jobs: Iterable[Future]) -> None:
@@ -16,8 +19,8 @@ def finish(jobs: Iterable[Future]) -> None:
             job.exception()
 
 
-def outcome(job: Future) -> int | BaseException:
-    """Returns the bytes moved by ``job``, or the error if it failed or was cancelled."""
+def outcome(job: Future[T]) -> T | BaseException:
+    """Returns the result of ``job``, or the error if it failed or was cancelled."""
     if job.cancelled():
         return StoreError("spac: no expert is read any more, the engine is shutting down; start it again")
     return job.exception() or job.result()

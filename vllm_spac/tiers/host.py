@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
+from vllm_spac.system.host_blocks import HostBlock, block_bytes
 from vllm_spac.system.host_memory import available_host_bytes, gib
-from vllm_spac.tiers._host_blocks import HostBlock, block_bytes
 from vllm_spac.tiers.base import ExpertStore, copy_bytes
 
 _RESERVE = 1 << 30  # left to the rest of the machine

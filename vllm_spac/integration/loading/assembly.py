@@ -15,9 +15,11 @@ from vllm_spac.balancers.base import Balancer
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.control import BudgetControl
 from vllm_spac.budget.tuning import read_budgets
+from vllm_spac.cache.host_tier import HostTier
+from vllm_spac.cache.mover import HostRows
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape, Rates
-from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.errors import ConfigError, StoreError, UnsupportedError
 from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.executors._thread import ExecutorThread, binding, threads_of
 from vllm_spac.executors.base import check_same
@@ -30,7 +32,8 @@ from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import serving_rates
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.guard import Guard
-from vllm_spac.system.host_memory import gib
+from vllm_spac.system.host_blocks import HostBlock, block_bytes
+from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.traces.format import TraceFacts
 from vllm_spac.traces.writer import TraceWriter
 
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from vllm_spac.integration.layers.managed_experts import ManagedExperts
 
 logger = logging.getLogger("vllm.spac")
+
+HOST_RESERVE = 1 << 30  # of host memory, left to the rest of the machine
 
 
 def budget(
@@ -89,6 +94,39 @@ def policy(config: SpacConfig, shape: MoEShape, slots: int) -> Policy:
         calibration = Calibration.read(config.calibration)
         counts = calibration.counts[[calibration.layers.index(name) for name in shape.layers]].numpy()
     return components.build("policies", config.policy, kind.of, context=PolicyContext(slots, shape.top_k, counts))
+
+
+def host_rows(config: SpacConfig, shape: MoEShape, slots: int, share: float, device: torch.device) -> HostRows | None:
+    """Allocates the host memory between the slots and the store of the layers of ``shape``; None if there is none.
+
+    Args:
+        share: part of ``config.host_memory`` that these layers get.
+
+    Raises:
+        ConfigError: it does not hold one expert.
+        StoreError: so much memory is not available.
+    """
+    if config.host_memory is None:
+        return None
+    if slots == shape.total:
+        logger.info("spac: host_memory (--spac-host-memory) is not used: every expert has a slot")
+        return None
+    given = int(share * config.host_memory)
+    rows = min(shape.total, given // shape.expert_bytes)
+    if rows == 0:
+        raise ConfigError(
+            f"spac: host_memory (--spac-host-memory) of {gib(given)} holds no expert of {gib(shape.expert_bytes)}; "
+            "give more, or drop it"
+        )
+    needed, available = block_bytes(shape.tensors.values(), rows), available_host_bytes()
+    if needed + HOST_RESERVE > available:
+        most = max(0, available - HOST_RESERVE) >> 20
+        raise StoreError(
+            f"spac: host_memory (--spac-host-memory) needs {gib(needed)}, and {gib(available)} are available, of which "
+            f"{gib(HOST_RESERVE)} are left to the system; use at most --spac-host-memory {most}MiB"
+        )
+    tier = HostTier(shape.total, rows, slots, policy(config, shape, rows))
+    return HostRows(tier, HostBlock(shape.tensors, rows, device.type == "cuda"))
 
 
 def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
@@ -234,8 +272,15 @@ def describe(execution: Execution) -> str:
     return (
         f"slots={count} of {shape.total} experts ({share:.1f}%, {gib(size)} of {gib(total)}; "
         f"{len(shape.layers)} layers x {shape.experts} experts of {gib(shape.expert_bytes)}, top-{shape.top_k}), "
-        f"store={execution.store.describe()}"
+        f"store={execution.store.describe()}{_described(execution.host)}"
     )
+
+
+def _described(host: HostRows | None) -> str:
+    if host is None:
+        return ""
+    how = "inclusive of the slots" if host.tier.inclusive else "exclusive of the slots"
+    return f", host memory={host.tier.rows} experts ({gib(host.block.nbytes)}, {how})"
 
 
 def choices(config: SpacConfig, execution: Execution) -> str:
@@ -268,6 +313,7 @@ def _facts(execution: Execution) -> dict:
         "slots": residency.slots,
         "resident": residency.resident,
         "pinned": residency.pinned,
+        "host_experts": 0 if execution.host is None else execution.host.tier.held,
         "slot_bytes": residency.slots * shape.expert_bytes,
         "expert_bytes": shape.expert_bytes,
         **execution.snapshot(),

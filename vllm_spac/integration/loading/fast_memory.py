@@ -97,7 +97,9 @@ def _row_bytes(vllm_config: VllmConfig, layers: Iterable[MoEWidths]) -> int:
     return (3 * model.get_hidden_size() + max(insides)) * model.dtype.itemsize
 
 
-def budget(vllm_config: VllmConfig, device: torch.device, other_weights: int, working: int) -> int:
+def budget(
+    vllm_config: VllmConfig, device: torch.device, other_weights: int, working: int, host_memory: int = 0
+) -> int:
     """Bytes available for slots: what vLLM may use, less what the other weights, a draft, the KV cache and steps need.
 
     Args:
@@ -106,6 +108,7 @@ def budget(vllm_config: VllmConfig, device: torch.device, other_weights: int, wo
         other_weights: bytes of the weights that are not experts. On a GPU they are already allocated; on a machine
             without one, where fast memory is RAM, they occupy memory only when they are loaded.
         working: ``Working.total``, bytes.
+        host_memory: bytes of experts between slots and disk, a part of fast memory where that is RAM.
     """
     utilization = vllm_config.cache_config.gpu_memory_utilization
     if device.type == "cpu":
@@ -113,7 +116,7 @@ def budget(vllm_config: VllmConfig, device: torch.device, other_weights: int, wo
         free = min(utilization * total - used, available_host_bytes())
         if vllm_config.cache_config.kv_cache_memory_bytes is not None:  # the KV cache has its own share
             free = available_host_bytes()
-        free -= other_weights
+        free -= other_weights + host_memory
     else:
         available, total = torch.cuda.mem_get_info(device)
         free = available - (1 - utilization) * total

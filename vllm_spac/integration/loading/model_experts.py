@@ -103,7 +103,7 @@ class ModelExperts:
         if self.config.parsed_slots == Slots():
             kv = gib(fast_memory.kv_bytes(self.vllm_config))
             logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())
-        free = fast_memory.budget(self.vllm_config, self.device, others, working.total)
+        free = fast_memory.budget(self.vllm_config, self.device, others, working.total, self.config.host_memory or 0)
         for shape in self._shapes:
             room = self.execution.divide(self.config.parsed_slots, self.config.staging, shape, free)
             if room.staged:
@@ -255,6 +255,10 @@ class ModelExperts:
 
     def _fill(self, shape: MoEShape, room: Room) -> Execution:
         store = self._stores[shape.layers[0]]
+        total = sum(other.total * other.expert_bytes for other in self._shapes)
+        share = shape.total * shape.expert_bytes / total
+        host = assembly.host_rows(self.config, shape, room.slots, share, self.device)
+        filled = room.slots + (0 if host is None else min(host.tier.rows, shape.total - room.slots))
         execution = self.execution.of(
             ExecutionContext(
                 shape=shape,
@@ -265,12 +269,13 @@ class ModelExperts:
                 path=self.store_name,
                 rows=graphs.most_rows(self.vllm_config),
                 config=self.config,
+                host=host,
                 exchange=self._exchange,
             )
         )
         hidden = execution.holds_all
         try:
-            with tqdm(total=room.slots, desc="Filling slots", unit="expert", file=sys.stderr, disable=hidden) as bar:
+            with tqdm(total=filled, desc="Filling slots", unit="expert", file=sys.stderr, disable=hidden) as bar:
                 for loaded in execution.fill():
                     bar.update(loaded)
         except BaseException:

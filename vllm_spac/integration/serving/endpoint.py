@@ -40,6 +40,7 @@ _COUNTERS = {
     "hits": "Experts that were in fast memory when a layer needed them.",
     "misses": "Experts that were not in fast memory when a layer needed them.",
     "loads": "Experts loaded into fast memory.",
+    "host_loads": "Experts loaded into fast memory from host memory beside a disk.",
     "stall_seconds": "Seconds that layers waited for experts.",
     "waves": "Waves in which MoE layers ran: more than one per forward where the slots were too few.",
     "prefetches": "Experts prefetched into fast memory.",
@@ -58,6 +59,7 @@ _BUDGET = {
 _GAUGES = {
     "slots": "Slots for experts in fast memory.",
     "resident": "Experts that are in fast memory now.",
+    "host_experts": "Experts in host memory between fast memory and a disk.",
     "experts": "Routed experts of the model, all layers.",
     "slot_bytes": "Bytes of fast memory for experts.",
 }

@@ -1,0 +1,160 @@
+"""Which experts host memory holds between the slots and the store: bookkeeping. No tensors, no threads, no I/O.
+
+Called by the forward thread only. ``plan`` decides what a load does besides reading, ``ended`` is told how it ended; in
+between, its rows of host memory belong to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.policies.base import Policy
+
+INCLUSIVE_FROM = 4  # rows per slot from which an expert in a slot keeps its row
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A load of an expert into a slot.
+
+    Attributes:
+        key: the expert.
+        slot: where it goes.
+        source: row of host memory that has it; None: it is read from the store.
+        saved: the expert whose bytes the slot still has and which is copied to a row first; None: none is.
+        row: the row of ``saved``, or the one that ``key`` is copied to after it was read from the store.
+    """
+
+    key: int
+    slot: int
+    source: int | None = None
+    saved: int | None = None
+    row: int | None = None
+
+
+class HostTier:
+    """Rows ``0 .. rows-1`` of host memory for expert keys ``0 .. keys-1``, beside ``slots`` slots.
+
+    Exclusive: an expert is in a slot or in a row. When it loses its slot it is copied to a row, so slots and rows
+    together hold as many experts as possible; each miss may cost a copy in the other direction. Inclusive: an expert
+    that was read from the store is copied to a row at once and keeps it while it has a slot, so only reads from the
+    store cost a copy, but experts in slots take rows as well. With ``INCLUSIVE_FROM`` rows per slot these are few.
+
+    Args:
+        keys, rows, slots: numbers of experts.
+        policy: chooses which expert loses its row; owned by this object.
+    """
+
+    def __init__(self, keys: int, rows: int, slots: int, policy: Policy) -> None:
+        assert 0 < rows <= keys, f"{rows} rows for {keys} experts"
+        self.policy = policy
+        self.inclusive = rows >= INCLUSIVE_FROM * slots
+        self.row_of = np.full(keys, NOWHERE, dtype=np.int32)  # of complete rows
+        self._content = np.full(slots, NOWHERE, dtype=np.int32)  # the expert whose bytes a slot has
+        self._free = list(range(rows - 1, -1, -1))
+        self._rows = rows
+        self._reading: set[int] = set()  # their rows are being copied to a slot
+        self._writing: dict[int, int] = {}  # experts that are being copied to a row
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self._rows
+
+    @property
+    def held(self) -> int:
+        """Number of experts that have a complete row."""
+        return int((self.row_of != NOWHERE).sum())
+
+    def plan(self, key: int, slot: int) -> Move:
+        """Returns what the load of ``key`` into ``slot`` does; ``ended`` must follow."""
+        before, self._content[slot] = int(self._content[slot]), NOWHERE
+        source = None
+        if self.row_of[key] != NOWHERE:
+            source = int(self.row_of[key])
+            self.policy.touch(key)
+            self._reading.add(key)
+        if self.inclusive:
+            row = None if source is not None else self._take(key)
+            return Move(key, slot, source, None, row)
+        row = None if before == NOWHERE else self._take(before)
+        return Move(key, slot, source, None if row is None else before, row)
+
+    def ended(self, move: Move, *, read: bool, saved: bool) -> None:
+        """Completes a move.
+
+        Args:
+            read: the slot has the expert now.
+            saved: ``move.row`` has its expert now, if there is one.
+        """
+        if read:
+            self._content[self._content == move.key] = NOWHERE  # a slot that was given up keeps its bytes
+            self._content[move.slot] = move.key
+        if move.source is not None:
+            self._reading.remove(move.key)
+            if read and not self.inclusive:
+                self.policy.remove(move.key)
+                self._vacate(move.key)
+        if move.row is not None:
+            key = move.key if move.saved is None else move.saved
+            del self._writing[key]
+            if saved:
+                self.row_of[key] = move.row
+            else:
+                self.policy.remove(key)
+                self._free.append(move.row)
+
+    def untouched(self, move: Move) -> None:
+        """Undoes a move that has not begun: the slot still has the bytes that it had."""
+        before = move.saved
+        self.ended(move, read=False, saved=False)
+        if before is not None:
+            self._content[move.slot] = before
+
+    def first(self, keys: Iterable[int], slot_of: np.ndarray) -> list[int]:
+        """Returns those of ``keys`` that get a row before anything is served: without slot or row, as rows are free."""
+        missing = (key for key in keys if slot_of[key] == NOWHERE and self.row_of[key] == NOWHERE)
+        return list(islice(missing, len(self._free)))
+
+    def admit(self, key: int) -> int:
+        """Returns a free row for ``key``, which the caller fills before anything is planned."""
+        row = self._free.pop()
+        self.policy.insert(key)
+        self.row_of[key] = row
+        return row
+
+    def check_integrity(self) -> None:
+        """Checks every invariant of a tier without moves in flight; raises ``AssertionError``."""
+        assert not self._reading and not self._writing, "a move is forgotten"
+        held = np.flatnonzero(self.row_of != NOWHERE)
+        rows = self.row_of[held].tolist()
+        assert len(set(rows)) == len(rows) and sorted([*rows, *self._free]) == list(range(self._rows)), "rows are lost"
+        assert len(self.policy) == len(held) and all(int(key) in self.policy for key in held), "the policy disagrees"
+        there = self._content[self._content != NOWHERE]
+        assert len(np.unique(there)) == len(there), "two slots have one expert"
+
+    def _take(self, key: int) -> int | None:
+        """Returns a row that ``key`` is copied to; None if it has one, gets one already, or is worth less than all."""
+        if self.row_of[key] != NOWHERE or key in self._writing:
+            return None
+        self.policy.insert(key)
+        if not self._free:
+            try:
+                victims = self.policy.evict(1, self._reading | self._writing.keys())
+            except LookupError:  # all rows are in use, and so is this one
+                victims = [key]
+                self.policy.remove(key)
+            if victims == [key]:
+                return None
+            self._vacate(victims[0])
+        row = self._writing[key] = self._free.pop()
+        return row
+
+    def _vacate(self, key: int) -> None:
+        self._free.append(int(self.row_of[key]))
+        self.row_of[key] = NOWHERE
