@@ -7,6 +7,9 @@ from compare import METHODS, TOY, compare
 from exactness import assert_same_tokens
 
 from vllm_spac.checkpoint.headers import read_checkpoint
+from vllm_spac.config import SpacConfig
+from vllm_spac.errors import ConfigError
+from vllm_spac.integration.loading import assembly
 
 EXPERTS = sum(read_checkpoint(TOY / "target").layer_bytes.values())
 
@@ -25,3 +28,11 @@ def test_same_tokens_as_stock(prefetch, tmp_path):
     assert sum(runs[0].stats["bytes"].values()) == runs[0].stats["expert_bytes"] * (
         runs[0].stats["loads"] + runs[0].stats["prefetches"]
     )
+
+
+def test_more_than_there_is_is_refused_with_what_can_be_given(monkeypatch):
+    monkeypatch.setattr(assembly, "available_host_bytes", lambda: 2 << 30)
+    config = SpacConfig.parse({"host_memory": "8GiB"})
+    with pytest.raises(ConfigError, match="needs 8.00 GiB, and 2.00 GiB are available.*at most .* 1024MiB"):
+        assembly.check_host_memory(config, 100 << 30)
+    assembly.check_host_memory(config, 1 << 30)  # all experts of the model fit

@@ -19,7 +19,7 @@ from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.cache.mover import HostRows
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape, Rates
-from vllm_spac.errors import ConfigError, StoreError, UnsupportedError
+from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.base import Execution, Rows
 from vllm_spac.executors._thread import ExecutorThread, binding, threads_of
 from vllm_spac.executors.base import check_same
@@ -32,7 +32,7 @@ from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import serving_rates
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.guard import Guard
-from vllm_spac.system.host_blocks import HostBlock, block_bytes
+from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.traces.format import TraceFacts
 from vllm_spac.traces.writer import TraceWriter
@@ -96,6 +96,23 @@ def policy(config: SpacConfig, shape: MoEShape, slots: int) -> Policy:
     return components.build("policies", config.policy, kind.of, context=PolicyContext(slots, shape.top_k, counts))
 
 
+def check_host_memory(config: SpacConfig, total: int) -> None:
+    """Refuses more host memory than there is; ``total``: bytes of all experts, of which no more than all are held.
+
+    Raises:
+        ConfigError: the message says how much can be given.
+    """
+    if config.host_memory is None:
+        return
+    needed, available = min(config.host_memory, total), available_host_bytes()
+    if needed + HOST_RESERVE > available:
+        most = max(0, available - HOST_RESERVE) >> 20
+        raise ConfigError(
+            f"spac: host_memory (--spac-host-memory) needs {gib(needed)}, and {gib(available)} are available, of which "
+            f"{gib(HOST_RESERVE)} are left to the system; use at most --spac-host-memory {most}MiB"
+        )
+
+
 def host_rows(config: SpacConfig, shape: MoEShape, slots: int, share: float, device: torch.device) -> HostRows | None:
     """Allocates the host memory between the slots and the store of the layers of ``shape``; None if there is none.
 
@@ -104,7 +121,7 @@ def host_rows(config: SpacConfig, shape: MoEShape, slots: int, share: float, dev
 
     Raises:
         ConfigError: it does not hold one expert.
-        StoreError: so much memory is not available.
+        StoreError: it cannot be allocated.
     """
     if config.host_memory is None:
         return None
@@ -117,13 +134,6 @@ def host_rows(config: SpacConfig, shape: MoEShape, slots: int, share: float, dev
         raise ConfigError(
             f"spac: host_memory (--spac-host-memory) of {gib(given)} holds no expert of {gib(shape.expert_bytes)}; "
             "give more, or drop it"
-        )
-    needed, available = block_bytes(shape.tensors.values(), rows), available_host_bytes()
-    if needed + HOST_RESERVE > available:
-        most = max(0, available - HOST_RESERVE) >> 20
-        raise StoreError(
-            f"spac: host_memory (--spac-host-memory) needs {gib(needed)}, and {gib(available)} are available, of which "
-            f"{gib(HOST_RESERVE)} are left to the system; use at most --spac-host-memory {most}MiB"
         )
     tier = HostTier(shape.total, rows, slots, policy(config, shape, rows))
     return HostRows(tier, HostBlock(shape.tensors, rows, device.type == "cuda"))

@@ -103,7 +103,10 @@ class ModelExperts:
         if self.config.parsed_slots == Slots():
             kv = gib(fast_memory.kv_bytes(self.vllm_config))
             logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())
-        free = fast_memory.budget(self.vllm_config, self.device, others, working.total, self.config.host_memory or 0)
+        total = sum(shape.total * shape.expert_bytes for shape in self._shapes)
+        assembly.check_host_memory(self.config, total)
+        beside = min(total, self.config.host_memory or 0)
+        free = fast_memory.budget(self.vllm_config, self.device, others, working.total, beside)
         for shape in self._shapes:
             room = self.execution.divide(self.config.parsed_slots, self.config.staging, shape, free)
             if room.staged:
