@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +13,8 @@ from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
 from vllm_spac.knob_types import CpuExpertsText, Slots, SlotsText, SomePath, no_bool
+from vllm_spac.speculation.trees import shape
+from vllm_spac.speculation.trees.shape import MOST_NODES, TreeShape
 from vllm_spac.system.machine import DISK_DIR
 from vllm_spac.system.printable import brief, shortened
 
@@ -91,6 +94,26 @@ class SpacConfig(BaseModel):
     )
     guard: Literal["on", "off"] = Field(
         "on", description="Shorten or skip drafts when the experts they need cost more time than their tokens save."
+    )
+    tree: Annotated[int, BeforeValidator(no_bool)] = Field(
+        0,
+        ge=0,
+        le=MOST_NODES,
+        description="Draft tokens of an EAGLE draft tree, from 2, instead of a chain; 0: chains.",
+    )
+    tree_shape: str | None = Field(
+        None,
+        description="With tree, which nodes it has: dynamic (default), the most probable by the drafter; static, one "
+        "shape for all steps; or the shape as a list of paths, e.g. [[0],[1],[0,0]].",
+    )
+    tree_depth: Annotated[int | None, BeforeValidator(no_bool)] = Field(
+        None, ge=1, le=16, description="With tree, its levels, each a forward of the drafter. Default: 6."
+    )
+    tree_width: Annotated[int | None, BeforeValidator(no_bool)] = Field(
+        None,
+        ge=1,
+        le=64,
+        description="With tree, most children per node, and most expanded nodes per level. Default: 8.",
     )
     cpu_experts: CpuExpertsText = Field(
         "off",
@@ -211,6 +234,29 @@ class SpacConfig(BaseModel):
                 f"for experts with {named}; use --spac-policy lru, or --spac-execution slots"
             )
         return self
+
+    @model_validator(mode="after")
+    def _has_a_tree(self) -> SpacConfig:
+        given = [name for name in ("tree_shape", "tree_depth", "tree_width") if getattr(self, name) is not None]
+        if given and not self.tree:
+            raise ValueError(f"{given[0]} ({flag(given[0])}) has no effect without a tree; add --spac-tree 16")
+        if self.tree == 1:
+            raise ValueError(
+                "tree=1 (--spac-tree) is a chain of one token; use 2 or more, or 0 and num_speculative_tokens 1"
+            )
+        if self.tree_shape not in (None, "static", "dynamic") and (set(given) - {"tree_shape"}):
+            raise ValueError(
+                f"{given[-1]} ({flag(given[-1])}) has no effect on a shape that is given as paths; drop it"
+            )
+        _ = self.draft_tree
+        return self
+
+    @cached_property
+    def draft_tree(self) -> TreeShape | None:
+        """The shape of draft trees; None: chains."""
+        if not self.tree:
+            return None
+        return shape.parse(self.tree, self.tree_shape or "dynamic", self.tree_depth or 6, self.tree_width or 8)
 
     @model_validator(mode="after")
     def _lies_before_a_disk(self) -> SpacConfig:

@@ -144,6 +144,38 @@ PATCHES = (
         until="a draft length that is queried at each step, as in V2",
     ),
     Patch(
+        f"{RUNNER_V1}.initialize_kv_cache",
+        "draft trees set their hooks once the KV cache exists",
+        "v1",
+        ("kv_cache_config", "is_profiling"),
+        until="draft trees",
+    ),
+    *(
+        Patch(target, why, "v1", takes, until="draft trees", on="object")
+        for target, why, takes in (
+            (
+                "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+                "a path of each draft tree is accepted, by vLLM's sampler",
+                ("metadata", "draft_probs", "logits", "sampling_metadata"),
+            ),
+            (
+                "vllm.v1.spec_decode.eagle:EagleProposer.propose",
+                "a draft tree is grown from vLLM's first pass",
+                ("num_speculative_tokens",),
+            ),
+            (
+                "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
+                "rows of draft trees are sequences",
+                ("common_prefix_len", "common_attn_metadata"),
+            ),
+            (
+                "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
+                "keys and values of a tree row's ancestors are written to its scratch, too",
+                ("layer", "key", "value", "kv_cache", "slot_mapping"),
+            ),
+        )
+    ),
+    Patch(
         f"{RUNNER_V2}.prepare_inputs", "a step begins: its rows by kind", "v2", ("scheduler_output",), until=_STEP_HOOK
     ),
     Patch(f"{RUNNER_V2}.execute_model", "a forward has finished, also a failed one", "v2", until=_STEP_HOOK),

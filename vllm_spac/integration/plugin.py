@@ -39,12 +39,14 @@ def _checked(create_engine_config: Callable):
 
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
         from vllm_spac.integration import compat, graphs, preflight
+        from vllm_spac.integration.stepping.trees import arguments as trees
 
         compat.require_supported_vllm()
         patches.require_names("frontend")
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         graphs.request(self, config)
+        trees.request(self, config)
         vllm_config = create_engine_config(self, *args, **kwargs)
         graphs.split(vllm_config, config)
         preflight.check_engine(config, vllm_config)

@@ -24,6 +24,7 @@ from vllm_spac.integration import device
 from vllm_spac.integration.compat import WORKER_EXTENSION
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import drafts
+from vllm_spac.integration.stepping.trees import arguments as trees
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.system.printable import printable
 from vllm_spac.traces.writer import check_target
@@ -112,6 +113,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         if refused:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
     check_guard(config, vllm_config)
+    trees.check(config, vllm_config)
     if (facts := device.query()) is not None:
         device.check_device(
             facts,

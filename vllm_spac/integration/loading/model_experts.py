@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from vllm_spac.integration.loading import assembly, fast_memory
 from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
+from vllm_spac.integration.stepping.trees import install as trees
 from vllm_spac.knob_types import Slots
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.guard import Guard
@@ -34,6 +36,8 @@ from vllm_spac.tiers.base import ExpertStore, allocate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_spac.integration.stepping.trees.decoding import TreeDecoding
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 
@@ -56,6 +60,7 @@ class ModelExperts:
         self._exchange = None if self.on_cpu else Exchange(self.device)
         self.runtime: Runtime | None = None
         self.guard: Guard | None = None
+        self.trees: TreeDecoding | None = None  # once the KV cache exists
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
         self._shapes: list[MoEShape] = []
@@ -179,12 +184,15 @@ class ModelExperts:
             if caveat is not None:
                 logger.warning("spac: %s", caveat)
         (runner_v2 if plans else runner_v1).install()
+        if self.config.tree:
+            trees.install()
         worker_hooks.install()
 
     def stats(self) -> dict:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
         assert self.runtime is not None
-        return assembly.stats(self.runtime, self.config, self.store_name, self.guard)
+        counts = {} if self.trees is None else {"trees": asdict(self.trees.counters)}
+        return assembly.stats(self.runtime, self.config, self.store_name, self.guard) | counts
 
     def close(self) -> None:
         """Stops threads and closes stores."""

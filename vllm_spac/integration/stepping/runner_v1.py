@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_spac.core import Step
 from vllm_spac.integration import patches
 from vllm_spac.integration.stepping.runner_hooks import hook_steps, managed_experts, request_rows
+from vllm_spac.integration.stepping.trees.install import trees_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,6 +31,9 @@ def _proposing(propose: Callable):
 
     def proposed(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
         experts = managed_experts(self)
+        if (trees := trees_of(self)) is not None:
+            sampled, _, hidden, _, auxiliary = args[:5]
+            trees.restore(sampled, [hidden, *(auxiliary or ())])
         length = experts.runtime.draft_length() if experts is not None else None
         if length is None:
             return propose(self, scheduler_output, *args, **kwargs)
@@ -58,6 +62,8 @@ def sampled_plainly(runner: GPUModelRunner, scheduled: SchedulerOutput, prepared
 
 
 def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
+    if (trees := trees_of(runner)) is not None:
+        trees.begin(scheduled)
     batch, start, requests = runner.input_batch, 0, []
     for index, request in enumerate(batch.req_ids):
         stop = start + scheduled.num_scheduled_tokens[request]

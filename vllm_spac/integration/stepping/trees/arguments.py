@@ -1,0 +1,94 @@
+"""What draft trees need of an engine: settings that are added to its arguments, and combinations that are refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_spac.config import SpacConfig
+from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.integration.stepping import drafts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.spac")
+
+SCHEDULER = "vllm_spac.integration.stepping.trees.scheduler.TreeScheduler"
+_BLOCK = 32  # tokens; vLLM's own for CPUs is 128, and scratch is counted in blocks
+_EXAMPLE = """--speculative-config '{"method": "eagle3", "model": "HEAD"}'"""
+
+
+def request(engine_args: EngineArgs, config: SpacConfig) -> None:
+    """Adds what trees need to ``EngineArgs``: the draft length, the scheduler with scratch, small blocks.
+
+    Raises:
+        ConfigError: the user's arguments contradict it.
+    """
+    if not config.tree:
+        return
+    named = f"tree={config.tree} (--spac-tree)"
+    given = engine_args.speculative_config
+    if not isinstance(given, dict):
+        raise ConfigError(f"spac: {named} is drafted by an EAGLE head; add {_EXAMPLE}")
+    asked = given.get("num_speculative_tokens")
+    if asked not in (None, config.tree):
+        raise ConfigError(
+            f"spac: {named} and num_speculative_tokens={asked} name two numbers of draft tokens; "
+            "drop num_speculative_tokens"
+        )
+    if given.get("disable_padded_drafter_batch") is False:
+        raise ConfigError(f"spac: {named} needs disable_padded_drafter_batch; drop it from --speculative-config")
+    if engine_args.scheduler_cls is not None:
+        raise ConfigError(f"spac: {named} brings its own scheduler; drop --scheduler-cls {engine_args.scheduler_cls}")
+    engine_args.speculative_config = {
+        **given,
+        "num_speculative_tokens": config.tree,
+        "disable_padded_drafter_batch": True,
+    }
+    engine_args.scheduler_cls = SCHEDULER
+    if engine_args.block_size is None:
+        engine_args.block_size = _BLOCK
+        logger.info("spac: trees set --block-size %d: the scratch of a node is counted in blocks", _BLOCK)
+
+
+def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
+    """Refuses engines that cannot serve trees exactly.
+
+    Raises:
+        UnsupportedError: names what is in the way, and what helps.
+    """
+    if not config.tree:
+        return
+    for refused, what, instead in _refusals(config, vllm_config):
+        if refused:
+            raise UnsupportedError(f"spac: tree={config.tree} (--spac-tree) does not work with {what}; {instead}")
+
+
+def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yields (whether it is in the way, what it is, what to do instead)."""
+    from vllm.platforms import current_platform
+
+    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    chains = "drop --spac-tree, and the drafter proposes chains"
+    yield drafts.plans_drafts(vllm_config), "vLLM's V2 model runner", "set VLLM_USE_V2_MODEL_RUNNER=0"
+    yield not current_platform.is_cpu(), "attention on a GPU, where it is not tested", chains
+    method = vllm_config.speculative_config.method
+    yield method not in ("eagle", "eagle3"), f"drafts of {method}", f"use an EAGLE head, or {chains}"
+    yield scheduler.async_scheduling, "async scheduling", "add --no-async-scheduling"
+    yield model.is_hybrid, "recurrent layers, which have one state per request", chains
+    yield model.uses_mrope, "M-RoPE", chains
+    yield model.use_mla, "MLA attention", chains
+    yield vllm_config.kv_transfer_config is not None, "--kv-transfer-config", "drop it"
+    yield parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size above 1", "use 1"
+    yield parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size above 1", "use 1"
+    rows = scheduler.max_num_seqs * (config.tree + 1)
+    fit = max(1, scheduler.max_num_batched_tokens // (config.tree + 1))
+    yield (
+        rows > scheduler.max_num_batched_tokens,
+        f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}: trees of {scheduler.max_num_seqs} requests have "
+        f"{rows} rows",
+        f"use --max-num-seqs {fit} or --max-num-batched-tokens {rows}",
+    )

@@ -1,0 +1,199 @@
+"""Draft trees in vLLM's V1 model runner: drafted with EAGLE, verified by the stock kernels, a chain to all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm_spac.integration.stepping.trees import attention, growing
+from vllm_spac.integration.stepping.trees.sampling import verified
+from vllm_spac.integration.stepping.trees.scratch import Scratch
+from vllm_spac.speculation.trees.counters import TreeCounters
+from vllm_spac.speculation.trees.draft_tree import DraftTree
+from vllm_spac.speculation.trees.kv_compaction import after_walk, before_forward
+from vllm_spac.speculation.trees.shape import TreeShape
+from vllm_spac.speculation.trees.virtual_batch import Scattered, TreeRows, VirtualBatch, scattered, virtual_batch
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class TreeDecoding:
+    """The trees of one model runner.
+
+    In each step: ``begin`` when vLLM has prepared the batch, the hooks of ``attention`` during the forward, ``verify``
+    in place of its rejection sampler, ``restore`` before its drafter, ``propose`` in place of its drafter's.
+
+    Args:
+        runner: V1's, its KV cache initialised.
+        shape: of the trees.
+        scratch: blocks that no request uses.
+    """
+
+    def __init__(self, runner: GPUModelRunner, shape: TreeShape, scratch: Scratch) -> None:
+        self._runner, self._shape, self._scratch = runner, shape, scratch
+        self.counters = TreeCounters()
+        self._drafted: dict[str, DraftTree] = {}  # by request, until the next step
+        self._trees: list[DraftTree] = []  # of the step, one per request of the batch
+        self._rows: list[TreeRows] = []  # of those that branch
+        self._paths: list[list[int]] = []  # accepted rows of each of ``_rows``
+        self._forward: Scattered | None = None  # while the target runs
+        self._drafting: list[int] = []  # requests that the drafter continues
+        drafter = runner.drafter
+        names = [*runner.kv_cache_config.kv_cache_groups[0].layer_names]
+        self._layers = [name for name in names if name not in drafter._draft_attn_layer_names]
+        attention.install(runner, self._layers, self)
+        self._verify_plainly = runner.rejection_sampler.forward
+        runner.rejection_sampler.forward = self.verify
+        self._propose = drafter.propose
+        drafter.propose = self.propose
+
+    @property
+    def _block_size(self) -> int:
+        return self._runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+
+    @property
+    def _block_table(self) -> Tensor:
+        batch = self._runner.input_batch
+        return batch.block_table[0].get_device_tensor(batch.num_reqs)
+
+    def tree_of(self, request: str, drafts: Sequence[int]) -> DraftTree:
+        """The tree whose first drafts a request verifies; drafts that were not ours are verified as a chain."""
+        tree = self._drafted.get(request)
+        if tree is not None and tuple(drafts) == tree.tokens[: len(drafts)]:
+            return tree.cut(len(drafts))
+        self.counters.unknown += bool(drafts)
+        return DraftTree.chain(drafts)
+
+    # -- the target's forward --------------------------------------------------------------------------------
+
+    def begin(self, scheduled: SchedulerOutput) -> None:
+        """Takes up the trees of a prepared batch: positions, scratch, and what the hooks of attention need."""
+        batch = self._runner.input_batch
+        drafts = scheduled.scheduled_spec_decode_tokens
+        self._trees = [self.tree_of(request, drafts.get(request, ())) for request in batch.req_ids]
+        self._drafted = {}
+        self._rows, self._paths = [], []
+        stop = 0
+        for index, (request, tree) in enumerate(zip(batch.req_ids, self._trees, strict=True)):
+            stop += scheduled.num_scheduled_tokens[request]
+            if tree.branches:
+                places = self._scratch.rows(len(self._rows), tree.rows)
+                base = int(batch.num_computed_tokens_cpu[index])
+                self._rows.append(TreeRows(index, stop - tree.rows, base, tree, places))
+        self._forward = scattered(self._rows, self._block_size) if self._rows else None
+        for rows in self._rows:
+            self._runner.positions[rows.start : rows.start + rows.tree.rows] = rows.positions()
+        if self._rows:
+            self._copy(before_forward(self._rows, self._block_table, self._block_size))
+
+    def end_forward(self) -> None:
+        """Called when the target's forward has finished or failed."""
+        self._forward = None
+
+    @property
+    def scattered(self) -> Scattered | None:
+        return self._forward
+
+    def virtual(self, metadata: CommonAttentionMetadata) -> VirtualBatch | None:
+        if self._forward is None:
+            return None
+        table = metadata.block_table_tensor
+        return virtual_batch(metadata.query_start_loc_cpu, metadata.seq_lens, table, self._rows, self._block_size)
+
+    def _copy(self, copies: Any) -> None:
+        layers = self._runner.compilation_config.static_forward_context
+        for name in self._layers:
+            copies.apply(layers[name].kv_cache)
+
+    # -- its tokens ------------------------------------------------------------------------------------------
+
+    def verify(
+        self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling: SamplingMetadata
+    ) -> SamplerOutput:
+        """In place of ``RejectionSampler.forward``: accepts a path of each tree, and moves its keys into place."""
+        if [tree.rows - 1 for tree in self._trees] != list(metadata.num_draft_tokens):
+            return self._verify_plainly(metadata, draft_probs, logits, sampling)  # vLLM's warm-up
+        outputs = self._runner.input_batch.req_output_token_ids
+        walk, output = verified(self._runner.sampler, logits, sampling, self._trees, outputs)
+        self._paths = [walk.paths[rows.request] for rows in self._rows]
+        self._copy(after_walk(self._rows, self._paths, self._block_table, self._block_size))
+        for tree, path in zip(self._trees, walk.paths, strict=True):
+            if tree.tokens:
+                self.counters.verified(tree, path)
+        return output
+
+    def restore(self, sampled: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:
+        """Makes the step a chain for all that follows: the accepted rows come first, at consecutive positions.
+
+        Args:
+            sampled: tokens that each request emitted; none for a prompt that goes on.
+            states: hidden states of the rows of the step, [rows, d] each; changed in place.
+        """
+        self._drafting = [number for number, tokens in enumerate(sampled) if tokens]
+        runner = self._runner
+        for rows, path in zip(self._rows, self._paths, strict=True):
+            source = rows.start + torch.tensor([0, *path])
+            target = slice(rows.start, rows.start + len(source))
+            for state in (*states, runner.input_ids.gpu):
+                state[target] = state[source]
+            runner.positions[rows.start : rows.start + rows.tree.rows] = rows.base + torch.arange(rows.tree.rows)
+
+    # -- its drafts ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """In place of ``EagleProposer.propose``: the draft tokens of each request, at most that many."""
+        start = growing.first_pass(self._runner.drafter, self._propose, *args, **kwargs)
+        requests = self._runner.input_batch.req_ids
+        drafts: list[list[int]] = [[] for _ in requests]
+        if not self._drafting or num_speculative_tokens < 1:
+            return drafts
+        options = self._runner.drafter, self._shape, self._scratch, start
+        trees = growing.grow(*options, self._drafting, num_speculative_tokens)
+        for number, tree in zip(self._drafting, trees, strict=True):
+            chosen = tree.best_chain() if self._needs_chain(requests[number]) else tree
+            self._drafted[requests[number]] = chosen
+            drafts[number] = list(chosen.tokens)
+        return drafts
+
+    def _needs_chain(self, request: str) -> bool:
+        """Whether vLLM's masks for a request, of structured output, assume that its drafts follow one another."""
+        parameters = self._runner.requests[request].sampling_params
+        return parameters is not None and parameters.structured_outputs is not None
+
+
+def proposing(trees: TreeDecoding, propose: Callable) -> Callable:
+    """Wraps ``propose_draft_token_ids``: the step is a chain before it runs."""
+
+    def proposed(
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Sequence[Sequence[int]],
+        sampling_metadata: SamplingMetadata,
+        hidden_states: Tensor,
+        sample_hidden_states: Tensor,
+        aux_hidden_states: Sequence[Tensor] | None,
+        *args: Any,
+        **kwargs: Any,
+    ):
+        trees.restore(sampled_token_ids, [hidden_states, *(aux_hidden_states or ())])
+        return propose(
+            scheduler_output,
+            sampled_token_ids,
+            sampling_metadata,
+            hidden_states,
+            sample_hidden_states,
+            aux_hidden_states,
+            *args,
+            **kwargs,
+        )
+
+    return proposed

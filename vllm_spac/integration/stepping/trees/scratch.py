@@ -1,0 +1,69 @@
+"""Blocks of the KV cache that trees are verified and grown in: taken from the pool before any request gets one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.speculation.trees.shape import TreeShape
+from vllm_spac.speculation.trees.virtual_batch import scratch_blocks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+_MOST_SHARE = 0.2  # of the KV cache
+
+
+class Scratch:
+    """The scratch blocks of an engine: the ids 1 to ``count``, which a new pool hands out first (0 is vLLM's own).
+
+    Args:
+        shape: of the trees.
+        requests: most requests of a step.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, shape: TreeShape, requests: int, block_size: int) -> None:
+        self.per_node = scratch_blocks(shape.depth, block_size)
+        self._requests, self._rows, self._front = requests, shape.nodes + 1, shape.front
+        self.count = requests * self.per_node * max(self._rows, 2 * self._front)
+        self._ids = torch.arange(1, self.count + 1)
+
+    def rows(self, number: int, rows: int) -> Tensor:
+        """Blocks of the rows of the ``number``-th tree of a step, int64 [rows, blocks per node]."""
+        start = number * self._rows * self.per_node
+        return self._ids[start : start + rows * self.per_node].view(rows, self.per_node)
+
+    def levels(self, requests: int) -> Tensor:
+        """Blocks of two levels of growth, int64 [2, requests, front, blocks per node]."""
+        shape = 2, requests, self._front, self.per_node
+        return self._ids[: 2 * requests * self._front * self.per_node].view(shape)
+
+
+def reserve(scheduler: Scheduler, vllm_config: VllmConfig, scratch: Scratch) -> None:
+    """Takes the scratch blocks out of a new scheduler's pool, for good.
+
+    Raises:
+        ConfigError: they would take too much of the KV cache; says what helps.
+    """
+    pool, size = scheduler.kv_cache_manager.block_pool, vllm_config.cache_config.block_size
+    usable = pool.get_num_free_blocks()
+    left = usable - scratch.count
+    if scratch.count > _MOST_SHARE * usable or left * size < vllm_config.model_config.max_model_len:
+        requests = vllm_config.scheduler_config.max_num_seqs
+        fit = int(_MOST_SHARE * usable * requests // scratch.count)
+        raise ConfigError(
+            f"spac: trees (--spac-tree) of {requests} requests at once need {scratch.count} of {usable} KV cache blocks"
+            f" of {size} tokens as scratch, at most a fifth is given to them; use --max-num-seqs {max(1, fit)}, a "
+            "smaller --spac-tree, a smaller --block-size, or a larger KV cache"
+        )
+    taken = [block.block_id for block in pool.get_new_blocks(scratch.count)]
+    if taken != list(range(1, scratch.count + 1)):
+        raise UnsupportedError(
+            f"spac: trees (--spac-tree) need the first blocks of the KV cache, and this vLLM gave {taken[:4]}...; "
+            "use a vLLM that the plugin was tested with (see the README)"
+        )

@@ -1,0 +1,75 @@
+"""Candidates of draft trees, drawn level by level, and the trees that are chosen from them (EAGLE-2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_spac.speculation.trees.draft_tree import DraftTree
+from vllm_spac.speculation.trees.shape import TreeShape
+
+
+class Growth:
+    """Growing trees of several requests, all at the same level.
+
+    Args:
+        shape: of each tree.
+        logp: log-probabilities of the drafter behind each request's last token, [requests, V].
+        ids: token of each column of ``logp``, [V]; None: the columns are token ids.
+
+    Attributes:
+        expanded: candidates that the next level continues, [requests, F], as positions among all candidates.
+        level: of the newest candidates, from 1.
+        parent: which member of the previous ``expanded`` each one continues, [requests, F]; the root at level 1 is 0.
+    """
+
+    def __init__(self, shape: TreeShape, logp: Tensor) -> None:
+        self._shape, self.level = shape, 1
+        values, tokens = logp.topk(min(shape.width, logp.shape[1]), dim=1)
+        self._tokens, self._logp = [tokens], [values]
+        self._parents = [torch.full_like(tokens, -1)]
+        self._expand(values, tokens.new_zeros(tokens.shape))
+
+    def _expand(self, logp: Tensor, source: Tensor) -> None:
+        """Chooses what the next level continues among the newest candidates; ``source``: member each came from."""
+        chosen = self._shape.expand(self.level, logp)
+        before = sum(part.shape[1] for part in self._tokens[:-1])
+        self.expanded, self.parent = chosen + before, source.gather(1, chosen)
+
+    @property
+    def over(self) -> bool:
+        """Whether no level follows."""
+        return self.expanded.shape[1] == 0
+
+    @property
+    def tokens(self) -> Tensor:
+        """Token of each expanded candidate, int64 [requests, F]: the input of the drafter's next forward."""
+        return torch.cat(self._tokens, 1).gather(1, self.expanded)
+
+    def add(self, logp: Tensor) -> None:
+        """Adds a level; ``logp``: log-probabilities behind each expanded candidate, [requests, F, V]."""
+        requests, front, vocabulary = logp.shape
+        width = min(self._shape.width, vocabulary)
+        values, tokens = logp.topk(width, dim=2)
+        joint = values + torch.cat(self._logp, 1).gather(1, self.expanded)[..., None]
+        self._tokens.append(tokens.flatten(1))
+        self._logp.append(joint.flatten(1))
+        self._parents.append(self.expanded.repeat_interleave(width, 1))
+        self.level += 1
+        member = torch.arange(front, device=logp.device).repeat_interleave(width).expand(requests, -1)
+        self._expand(joint.flatten(1), member)
+
+    def trees(self, nodes: int) -> list[DraftTree]:
+        """The tree of each request, with at most ``nodes`` draft tokens."""
+        tokens, parents = torch.cat(self._tokens, 1).cpu(), torch.cat(self._parents, 1).cpu()
+        logp = torch.cat(self._logp, 1).cpu()
+        return [self._tree(*each, nodes) for each in zip(tokens, parents, logp, strict=True)]
+
+    def _tree(self, tokens: Tensor, parents: Tensor, logp: Tensor, nodes: int) -> DraftTree:
+        chosen = self._shape.choose(parents, logp, nodes)
+        row = {-1: 0} | {candidate: number for number, candidate in enumerate(chosen.tolist(), 1)}
+        return DraftTree(
+            tuple(tokens[chosen].tolist()),
+            (-1, *(row[parent] for parent in parents[chosen].tolist())),
+            (1.0, *logp[chosen].double().exp().tolist()),
+        )
