@@ -150,6 +150,14 @@ PATCHES = (
         ("kv_cache_config", "is_profiling"),
         until="draft trees",
     ),
+    Patch(
+        f"{RUNNER_V1}._input_fits_in_drafter",
+        "trees end their depth before a request is full, not their number of nodes",
+        "v1",
+        ("common_attn_metadata",),
+        until="draft trees",
+        on="object",
+    ),
     *(
         Patch(target, why, "v1", takes, until="draft trees", on="object")
         for target, why, takes in (

@@ -54,6 +54,10 @@ class Acceptance:
             expected.append(expected[-1] + reached)
         return expected
 
+    def most(self, drafts: int) -> float:
+        """Most tokens per request and step with ``drafts`` drafts."""
+        return drafts + 1.0
+
     def error(self, drafts: int) -> float:
         """Standard error of the logarithm of the expected tokens with ``drafts`` drafts."""
         expected, variance = self.tokens(), 0.0

@@ -319,4 +319,4 @@ class BatchGuard:
             cost: seconds of a step of that length, relative to a step of the current one.
         """
         tokens = self._acceptance.tokens()
-        return min(length + 1, 2 * tokens[length]) / tokens[self.current] < cost
+        return min(self._acceptance.most(length), 2 * tokens[length]) / tokens[self.current] < cost

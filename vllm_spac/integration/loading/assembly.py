@@ -32,6 +32,7 @@ from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import serving_rates
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.guard import Guard
+from vllm_spac.speculation.tree_guard import TreeGuard
 from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.traces.format import TraceFacts
@@ -147,7 +148,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
     if (reason := drafts.unguarded(vllm_config)) is not None:
         logger.info("spac: guard=on has no effect here: %s", reason)
         return None
-    return Guard(speculation.num_speculative_tokens)
+    return TreeGuard(config.tree) if config.tree else Guard(speculation.num_speculative_tokens)
 
 
 def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Execution]) -> TraceWriter | None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from vllm_spac.integration.stepping.trees import attention, growing
 from vllm_spac.integration.stepping.trees.sampling import verified
 from vllm_spac.integration.stepping.trees.scratch import Scratch
+from vllm_spac.speculation.tree_guard import TreeGuard
 from vllm_spac.speculation.trees.counters import TreeCounters
 from vllm_spac.speculation.trees.draft_tree import DraftTree
-from vllm_spac.speculation.trees.kv_compaction import after_walk, before_forward
+from vllm_spac.speculation.trees.kv_compaction import BlockCopies, after_walk, before_forward
 from vllm_spac.speculation.trees.shape import TreeShape
 from vllm_spac.speculation.trees.virtual_batch import Scattered, TreeRows, VirtualBatch, scattered, virtual_batch
 
@@ -36,10 +37,14 @@ class TreeDecoding:
         runner: V1's, its KV cache initialised.
         shape: of the trees.
         scratch: blocks that no request uses.
+        guard: learns which nodes are accepted, if it chooses the number of nodes.
     """
 
-    def __init__(self, runner: GPUModelRunner, shape: TreeShape, scratch: Scratch) -> None:
-        self._runner, self._shape, self._scratch = runner, shape, scratch
+    def __init__(
+        self, runner: GPUModelRunner, shape: TreeShape, scratch: Scratch, guard: TreeGuard | None = None
+    ) -> None:
+        self._guard = guard
+        self._runner, self._shape, self.scratch = runner, shape, scratch
         self.counters = TreeCounters()
         self._drafted: dict[str, DraftTree] = {}  # by request, until the next step
         self._trees: list[DraftTree] = []  # of the step, one per request of the batch
@@ -55,6 +60,7 @@ class TreeDecoding:
         runner.rejection_sampler.forward = self.verify
         self._propose = drafter.propose
         drafter.propose = self.propose
+        runner._input_fits_in_drafter = self.drafts_at_all
 
     @property
     def _block_size(self) -> int:
@@ -86,7 +92,7 @@ class TreeDecoding:
         for index, (request, tree) in enumerate(zip(batch.req_ids, self._trees, strict=True)):
             stop += scheduled.num_scheduled_tokens[request]
             if tree.branches:
-                places = self._scratch.rows(len(self._rows), tree.rows)
+                places = self.scratch.rows(len(self._rows), tree.rows)
                 base = int(batch.num_computed_tokens_cpu[index])
                 self._rows.append(TreeRows(index, stop - tree.rows, base, tree, places))
         self._forward = scattered(self._rows, self._block_size) if self._rows else None
@@ -109,10 +115,14 @@ class TreeDecoding:
         table = metadata.block_table_tensor
         return virtual_batch(metadata.query_start_loc_cpu, metadata.seq_lens, table, self._rows, self._block_size)
 
-    def _copy(self, copies: Any) -> None:
+    def caches(self) -> list[Tensor]:
+        """The KV cache of each attention layer of the target, [blocks, ...]."""
         layers = self._runner.compilation_config.static_forward_context
-        for name in self._layers:
-            copies.apply(layers[name].kv_cache)
+        return [layers[name].kv_cache for name in self._layers]
+
+    def _copy(self, copies: BlockCopies) -> None:
+        for cache in self.caches():
+            copies.apply(cache)
 
     # -- its tokens ------------------------------------------------------------------------------------------
 
@@ -129,6 +139,8 @@ class TreeDecoding:
         for tree, path in zip(self._trees, walk.paths, strict=True):
             if tree.tokens:
                 self.counters.verified(tree, path)
+        if self._guard is not None:
+            self._guard.accepted(walk.paths)
         return output
 
     def restore(self, sampled: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:
@@ -149,17 +161,26 @@ class TreeDecoding:
 
     # -- its drafts ------------------------------------------------------------------------------------------
 
+    def drafts_at_all(self, metadata: CommonAttentionMetadata | None) -> bool:
+        """In place of ``_input_fits_in_drafter``, which ends all drafts n tokens before a request is full.
+
+        ``propose`` leaves out requests without room for a path, and the scheduler cuts trees at the maximum length.
+        """
+        return metadata is not None
+
     @torch.inference_mode()
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
         """In place of ``EagleProposer.propose``: the draft tokens of each request, at most that many."""
         start = growing.first_pass(self._runner.drafter, self._propose, *args, **kwargs)
         requests = self._runner.input_batch.req_ids
         drafts: list[list[int]] = [[] for _ in requests]
-        if not self._drafting or num_speculative_tokens < 1:
+        room = self._runner.effective_drafter_max_model_len - self._shape.depth - 1
+        drafting = [number for number in self._drafting if int(start.positions[number]) < room]
+        if not drafting or num_speculative_tokens < 1:
             return drafts
-        options = self._runner.drafter, self._shape, self._scratch, start
-        trees = growing.grow(*options, self._drafting, num_speculative_tokens)
-        for number, tree in zip(self._drafting, trees, strict=True):
+        options = self._runner.drafter, self._shape, self.scratch, start
+        trees = growing.grow(*options, drafting, num_speculative_tokens)
+        for number, tree in zip(drafting, trees, strict=True):
             chosen = tree.best_chain() if self._needs_chain(requests[number]) else tree
             self._drafted[requests[number]] = chosen
             drafts[number] = list(chosen.tokens)

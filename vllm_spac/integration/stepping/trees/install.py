@@ -10,6 +10,7 @@ from vllm_spac.integration import patches
 from vllm_spac.integration.stepping.runner_hooks import managed_experts
 from vllm_spac.integration.stepping.trees.decoding import TreeDecoding
 from vllm_spac.integration.stepping.trees.scratch import Scratch
+from vllm_spac.speculation.tree_guard import TreeGuard
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -35,7 +36,8 @@ def _initializing(initialize: Callable):
         _check(self, kv_cache_config)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         requests = self.vllm_config.scheduler_config.max_num_seqs
-        self._spac_trees = TreeDecoding(self, shape, Scratch(shape, requests, block_size))
+        guard = experts.guard if isinstance(experts.guard, TreeGuard) else None
+        self._spac_trees = TreeDecoding(self, shape, Scratch(shape, requests, block_size), guard)
         experts.trees = self._spac_trees
         return result
 

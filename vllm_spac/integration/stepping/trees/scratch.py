@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
 
-_MOST_SHARE = 0.2  # of the KV cache
+MOST_SHARE = 0.2  # of the KV cache
 
 
 class Scratch:
@@ -53,9 +53,9 @@ def reserve(scheduler: Scheduler, vllm_config: VllmConfig, scratch: Scratch) -> 
     pool, size = scheduler.kv_cache_manager.block_pool, vllm_config.cache_config.block_size
     usable = pool.get_num_free_blocks()
     left = usable - scratch.count
-    if scratch.count > _MOST_SHARE * usable or left * size < vllm_config.model_config.max_model_len:
+    if scratch.count > MOST_SHARE * usable or left * size < vllm_config.model_config.max_model_len:
         requests = vllm_config.scheduler_config.max_num_seqs
-        fit = int(_MOST_SHARE * usable * requests // scratch.count)
+        fit = int(MOST_SHARE * usable * requests // scratch.count)
         raise ConfigError(
             f"spac: trees (--spac-tree) of {requests} requests at once need {scratch.count} of {usable} KV cache blocks"
             f" of {size} tokens as scratch, at most a fifth is given to them; use --max-num-seqs {max(1, fit)}, a "

@@ -1,0 +1,66 @@
+"""Draft trees say what stock vLLM says without speculation: greedy, seeded, constrained, cut short and preempted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tree_runs
+
+EXACT = {"slots": "25%", "guard": "off"}
+
+
+@pytest.fixture(scope="module")
+def stock() -> dict[str, list[dict]]:
+    """Answers by kind, in float32: a tree's rows and a single row are steps of different shapes."""
+    return tree_runs.run(None)["answers"]
+
+
+def assert_same(found: dict, stock: dict[str, list[dict]]) -> None:
+    for kind, answers in stock.items():
+        same = [ours == theirs for ours, theirs in zip(found["answers"][kind], answers, strict=True)]
+        assert all(same), f"{kind}: answers {[i for i, equal in enumerate(same) if not equal]} of {len(same)} differ"
+
+
+def trees_of(found: dict) -> dict[str, Any]:
+    return found["stats"]["trees"]
+
+
+def test_sixteen_nodes(stock) -> None:
+    """And without its two essential parts it does not: the test would see a row that attends to the wrong keys."""
+    spac = EXACT | {"store": "host", "tree": 16}
+    controls = "without compaction", "without positions"
+    found = tree_runs.run(spac, tricks=("poison", *controls), speculative_config=tree_runs.EAGLE3)
+    assert_same(found, stock)
+    assert trees_of(found)["trees"] > 500 and found["stats"]["misses"] > 0 and found["stats"]["steps"]["mixed"] > 0
+    assert sum(int(depth) * count for depth, count in trees_of(found)["accepted"].items()) > 500, "nothing was accepted"
+    for control in controls:
+        said = [answer["tokens"] for answer in found["answers"][control]]
+        assert sum(ours == answer["tokens"] for ours, answer in zip(said, stock["greedy"], strict=True)) < 4, control
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "spac",
+    [
+        {"store": "disk", "tree": 63, "tree_shape": "static"},
+        {"store": "host", "slots": "13%", "tree": 8, "tree_depth": 3},
+        {"slots": "100%", "tree": 63, "guard": "on"},
+        {"store": "host", "tree": 6, "tree_shape": "[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]"},
+    ],
+    ids=["63 static", "8", "63 with the guard", "paths"],
+)
+def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
+    """With prefix caching, and a cache that holds a few requests only."""
+    rows = 8 * 2 * (1 + spac["tree"])
+    blocks = 30 + max(rows, 8 * 2 * 2 * 8)
+    found = tree_runs.run(
+        EXACT | spac,
+        tricks=("cut", "poison", "small cache"),
+        speculative_config=tree_runs.EAGLE3,
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=blocks,
+        max_num_batched_tokens=max(64, rows // 2),
+    )
+    assert_same(found, stock)
+    assert found["preempted"] > 0 and trees_of(found)["trees"] > 100

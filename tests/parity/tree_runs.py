@@ -1,0 +1,163 @@
+"""Runs one engine on every kind of request that draft trees must serve: `tree_runs.py JSON` prints what it said.
+
+An engine per process, since vLLM's CPU build does not survive a second one with speculative decoding.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import engines
+
+TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
+EAGLE3 = {"method": "eagle3", "model": str(TOY / "eagle3")}
+STOPS = 30  # distinct tokens of the prompts that end a request, by frequency: so that some request ends early
+SETTINGS = {"dtype": "float32", "max_num_batched_tokens": 256, "max_num_seqs": 8, "block_size": 32}
+
+
+def prompts() -> list[list[int]]:
+    """Sixteen pieces of text like what the toy was trained on, from one token to several chunks of prefill."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(TOY / "target" / "tokenizer.json")).encode(Path(json.__file__).read_text()).ids
+    return [ids[61 * i : 61 * i + length] for i, length in enumerate((1, 5, 31, 32, 33, 64, 90, 150) * 2)]
+
+
+def requests() -> dict[str, list[tuple[list[int], dict]]]:
+    """Prompts and sampling parameters by kind."""
+    texts = prompts()
+    common = sorted(set(sum(texts, [])), key=lambda token: -sum(texts, []).count(token))[:STOPS]
+    sampled, limits = {"temperature": 1.0, "max_tokens": 32}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}
+    stopping = {"max_tokens": 32, "stop_token_ids": common}
+    return {
+        "greedy": [(text, {"max_tokens": 32, "logprobs": 2 if i % 2 else None}) for i, text in enumerate(texts)],
+        "to the end": [(texts[7], {"max_tokens": 200})],
+        "seeds": [(text, sampled | {"seed": i}) for i, text in enumerate(texts[:6])],
+        "seeds and limits": [(text, sampled | limits | {"seed": i}) for i, text in enumerate(texts)],
+        "penalties": [
+            (texts[2], {"max_tokens": 32, "repetition_penalty": 1.2}),
+            (texts[3], {"max_tokens": 32, "presence_penalty": 0.7, "frequency_penalty": 0.4}),
+            (texts[4], {"max_tokens": 32}),
+        ],
+        "stops": [(text, stopping | {"min_tokens": i}) for i, text in enumerate(texts)],
+        "allowed": [(texts[5], {"max_tokens": 32, "allowed_token_ids": common}), (texts[6], {"max_tokens": 32})],
+    }
+
+
+def said(llm: Any, asked: list[tuple[list[int], dict]]) -> list[dict]:
+    """Tokens of each request, and their log-probabilities if it asked for them."""
+    from vllm import SamplingParams
+
+    parameters = [
+        SamplingParams(**{"temperature": 0, "ignore_eos": "stop_token_ids" not in given, "detokenize": False} | given)
+        for _, given in asked
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+    answers = []
+    for output in llm.generate(inputs, parameters, use_tqdm=False):
+        answer = output.outputs[0]
+        logprobs = [
+            sorted((token, round(found.logprob, 3)) for token, found in position.items())
+            for position in answer.logprobs or ()
+        ]
+        answers.append({"tokens": list(answer.token_ids), "logprobs": logprobs})
+    return answers
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def poison(runner: Any) -> None:
+    """Fills scratch, before each step, with values that change every answer they leak into."""
+    trees, begin = runner._spac_trees, runner._spac_trees.begin
+
+    def begun(scheduled: Any) -> None:
+        for cache in trees.caches():
+            cache[1 : trees.scratch.count + 1] = 1e4
+        begin(scheduled)
+
+    trees.begin = begun
+
+
+def allow_any_share() -> None:
+    """Lets scratch take most of the KV cache, so that a few requests exhaust the rest."""
+    from vllm_spac.integration.stepping.trees import scratch
+
+    scratch.MOST_SHARE = 1.0
+
+
+def count_preemptions(llm: Any) -> list[str]:
+    """A list that receives the requests that are preempted from now on."""
+    scheduler, preempted = llm.llm_engine.engine_core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+
+    def counted(request: Any, *given: Any, **named: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *given, **named)
+
+    scheduler._preempt_request = counted
+    return preempted
+
+
+def cut(llm: Any) -> None:
+    """Takes away the last drafts of a tree before they are scheduled, another number at each step."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    update, count = scheduler.update_draft_token_ids, iter(range(10**9))
+
+    def updated(drafts: Any) -> None:
+        drafts.draft_token_ids = [ids[: len(ids) - next(count) % 7] for ids in drafts.draft_token_ids]
+        update(drafts)
+
+    scheduler.update_draft_token_ids = updated
+
+
+def without_compaction(runner: Any) -> None:
+    from vllm_spac.integration.stepping.trees import decoding
+
+    decoding.after_walk = lambda *given: decoding.before_forward([], *given[2:])
+
+
+def without_positions(runner: Any) -> None:
+    import torch
+
+    from vllm_spac.speculation.trees.virtual_batch import TreeRows
+
+    TreeRows.positions = lambda self: self.base + torch.arange(self.tree.rows)
+
+
+def main(asked: dict) -> dict:
+    import vllm_spac
+
+    if "small cache" in asked["tricks"]:
+        allow_any_share()
+    with engines.engine(str(TOY / "target"), asked["spac"], **SETTINGS | asked["options"]) as llm:
+        preempted = count_preemptions(llm)
+        if "poison" in asked["tricks"]:
+            poison(runner_of(llm))
+        if "cut" in asked["tricks"]:
+            cut(llm)
+        answers = {kind: said(llm, given) for kind, given in requests().items() if kind in asked["kinds"]}
+        for name, trick in (("without compaction", without_compaction), ("without positions", without_positions)):
+            if name in asked["tricks"]:
+                trick(runner_of(llm))
+                answers[name] = said(llm, requests()["greedy"])
+        stats = vllm_spac.stats(llm)["workers"][0] if asked["spac"] is not None else {}
+        return {"answers": answers, "stats": stats, "preempted": len(preempted)}
+
+
+def run(spac: dict | None, kinds: tuple[str, ...] = (), tricks: tuple[str, ...] = (), **options: Any) -> dict:
+    """What an engine of its own says: answers by kind, and the plugin's statistics."""
+    asked = {"spac": spac, "kinds": kinds or tuple(requests()), "tricks": tricks, "options": options}
+    done = subprocess.run([sys.executable, __file__, json.dumps(asked)], capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

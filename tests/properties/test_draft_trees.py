@@ -1,0 +1,275 @@
+"""Draft trees against naive twins: shapes, the walk, and attention over scratch blocks beside a dense mask."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.speculation.trees.draft_tree import DraftTree
+from vllm_spac.speculation.trees.growth import Growth
+from vllm_spac.speculation.trees.kv_compaction import after_walk, before_forward
+from vllm_spac.speculation.trees.shape import DynamicShape, StaticShape, TreeShape, parse
+from vllm_spac.speculation.trees.verification import walk
+from vllm_spac.speculation.trees.virtual_batch import (
+    TreeRows,
+    level_batch,
+    scattered,
+    scratch_blocks,
+    virtual_batch,
+)
+
+VOCABULARY = 12
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 12) -> DraftTree:
+    """Trees whose parents come first; siblings have distinct tokens."""
+    parents, tokens = [-1], []
+    for row in range(1, draw(st.integers(1, most)) + 1):
+        parent = draw(st.integers(0, row - 1))
+        taken = {tokens[other - 1] for other in range(1, row) if parents[other] == parent}
+        parents.append(parent)
+        tokens.append(draw(st.integers(0, 99).filter(lambda token, taken=taken: token not in taken)))
+    return DraftTree(tuple(tokens), tuple(parents), (1.0,) * len(parents))
+
+
+def grown(shape: TreeShape, seed: int, requests: int, coarse: bool, nodes: int) -> list[DraftTree]:
+    """Trees of a drafter whose distributions are random; ``coarse`` ones have ties, and certain tokens."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def logp(*size: int) -> torch.Tensor:
+        logits = torch.randn(*size, VOCABULARY, generator=rng) * 3
+        return (logits.round() * 4 if coarse else logits).log_softmax(-1)
+
+    growth = Growth(shape, logp(requests))
+    while not growth.over:
+        assert growth.tokens.shape == growth.parent.shape == growth.expanded.shape
+        growth.add(logp(*growth.expanded.shape))
+    return growth.trees(nodes)
+
+
+@given(
+    nodes=st.integers(2, 40),
+    depth=st.integers(2, 6),
+    kind=st.sampled_from(("static", "dynamic")),
+    seed=st.integers(0, 10**6),
+    coarse=st.booleans(),
+    limit=st.integers(1, 40),
+)
+@settings(deadline=None)
+def test_grown_trees_are_connected_and_each_prefix_is_a_tree(nodes, depth, kind, seed, coarse, limit) -> None:
+    shape = parse(nodes, kind, depth, 7) if kind == "dynamic" or depth > 2 else parse(nodes, "dynamic", depth, 7)
+    for tree in grown(shape, seed, 3, coarse, limit):
+        assert len(tree.tokens) == min(nodes, limit) and max(tree.depths) <= depth
+        assert all(tree.reached[tree.parents[row]] >= tree.reached[row] for row in range(1, tree.rows))
+        assert sum(map(len, tree.children)) == len(tree.tokens), "two siblings with one token"
+        for drafts in range(len(tree.tokens) + 1):
+            part = tree.cut(drafts)
+            assert part.tokens == tree.tokens[:drafts]
+        chain = tree.best_chain()
+        assert not chain.branches and len(chain.tokens) == max(tree.depths)
+
+
+@given(seed=st.integers(0, 10**6), nodes=st.integers(2, 30))
+@settings(deadline=None)
+def test_a_dynamic_tree_holds_the_most_probable_nodes(seed: int, nodes: int) -> None:
+    """Of all candidates: no node outside is more probable than one inside."""
+    (whole,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, 500)
+    (tree,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, nodes)
+    assert list(tree.reached) == sorted(whole.reached, reverse=True)[: nodes + 1]
+
+
+@pytest.mark.parametrize("nodes", [2, 16, 63, 255])
+def test_a_static_shape_has_its_size_and_its_prefixes_are_shapes(nodes: int) -> None:
+    shape = StaticShape.of_size(nodes, 6, 8)
+    assert shape.nodes == nodes and shape.depth <= 6 and shape.width <= 8
+    for count in range(1, nodes + 1):
+        assert StaticShape(shape.paths[:count]).nodes == count
+
+
+def test_a_shape_is_written_as_eagle_writes_it() -> None:
+    shape = StaticShape.of_paths("[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]")
+    (tree,) = grown(shape, 3, 1, False, 99)
+    paths = {(): 0}
+    for row in range(1, tree.rows):
+        siblings = [other for other in range(1, tree.rows) if tree.parents[other] == tree.parents[row]]
+        rank = sorted(siblings, key=lambda other: -tree.reached[other]).index(row)
+        parent = next(path for path, number in paths.items() if number == tree.parents[row])
+        paths[(*parent, rank)] = row
+    assert set(paths) - {()} == {(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[[]]", "[0]", "[[-1]]", "[[0],[0]]", "[[0,0]]", "{}", "[[0.5]]", "[[true]]"]
+)
+def test_other_texts_are_no_shape(text: str) -> None:
+    with pytest.raises(ConfigError):
+        StaticShape.of_paths(text)
+
+
+# -- the walk --------------------------------------------------------------------------------------------------
+
+
+@given(tree=trees(), data=st.data())
+def test_the_walk_follows_choices_while_they_are_children(tree: DraftTree, data: st.DataObject) -> None:
+    choices = st.sampled_from([*tree.tokens, 100])
+    chosen = data.draw(st.lists(choices, min_size=tree.rows, max_size=tree.rows))
+    path, tokens = walk(tree, chosen)
+    assert [tree.tokens[row - 1] for row in path] == tokens[:-1]
+    rows = [0, *path]
+    assert all(tree.parents[row] == before for before, row in itertools.pairwise(rows))
+    assert tokens == [chosen[row] for row in rows]
+    assert tokens[-1] not in tree.children[rows[-1]]
+
+
+def test_the_walk_keeps_the_targets_distribution() -> None:
+    """Chi-square of three emitted tokens; a tree that stops short goes on with plain draws."""
+    rng, words, count = torch.Generator().manual_seed(0), 4, 60_000
+    first = torch.rand(words, generator=rng).softmax(0)
+    second = (3 * torch.rand(words, words, generator=rng)).softmax(-1)
+    third = (3 * torch.rand(words, words, words, generator=rng)).softmax(-1)
+    tree = DraftTree((0, 2, 1, 3, 0), (-1, 0, 0, 1, 2, 2), (1.0,) * 6)
+    contexts = [(), (0,), (2,), (0, 1), (2, 3), (2, 0)]
+
+    def distribution(context: tuple[int, ...]) -> torch.Tensor:
+        return (first, second, third)[len(context)][context]
+
+    draws = torch.stack([torch.multinomial(distribution(c), count, True, generator=rng) for c in contexts], 1)
+    found: dict[tuple[int, ...], int] = {}
+    for row in draws.tolist():
+        _, said = walk(tree, row)
+        while len(said) < 3:
+            said.append(int(torch.multinomial(distribution(tuple(said)), 1, generator=rng)))
+        found[tuple(said[:3])] = found.get(tuple(said[:3]), 0) + 1
+    squares = 0.0
+    for a, b, c in itertools.product(range(words), repeat=3):
+        expected = float(first[a] * second[a, b] * third[a, b, c]) * count
+        squares += (found.get((a, b, c), 0) - expected) ** 2 / expected
+    degrees = words**3 - 1
+    assert squares < degrees + 5 * math.sqrt(2 * degrees), "five standard deviations"
+
+
+# -- attention over scratch ------------------------------------------------------------------------------------
+
+
+class Cache:
+    """A paged cache of one layer whose entries are (request, position, token); attention reads sets of them."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.entries = torch.full((blocks, block_size), -1, dtype=torch.long)
+        self.size = block_size
+
+    def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        self.entries[slots // self.size, slots % self.size] = values
+
+    def read(self, table: torch.Tensor, length: int) -> list[int]:
+        return self.entries[table.long()].flatten()[:length].tolist()
+
+
+@given(
+    given_trees=st.lists(st.tuples(trees(), st.integers(0, 13)), min_size=1, max_size=3),
+    block_size=st.sampled_from((2, 4, 5)),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_a_row_sees_its_ancestors_and_the_accepted_path_becomes_the_prefix(given_trees, block_size, data) -> None:
+    """Beside a dense mask, at every fill of the last block, and through the step after."""
+    count = len(given_trees)
+    width = max((base + tree.rows) // block_size + 2 for tree, base in given_trees)
+    per_node = scratch_blocks(max(max(tree.depths) for tree, _ in given_trees), block_size)
+    rows_before = [sum(tree.rows for tree, _ in given_trees[:i]) for i in range(count + 1)]
+    scratch_count = rows_before[-1] * per_node
+    table = (1 + scratch_count + torch.arange(count * width)).view(count, width).int()
+    cache = Cache(1 + scratch_count + count * width, block_size)
+    ids = iter(range(10**9))
+    prefixes, own, rows = [], [], []
+    for number, (tree, base) in enumerate(given_trees):
+        prefixes.append([next(ids) for _ in range(base)])
+        own.append([next(ids) for _ in range(tree.rows)])  # what each row writes
+        positions = torch.arange(base)
+        cache.write(
+            table[number, positions // block_size].long() * block_size + positions % block_size,
+            torch.tensor(prefixes[-1], dtype=torch.long),
+        )
+        start = 1 + rows_before[number] * per_node
+        places = torch.arange(start, start + tree.rows * per_node).view(tree.rows, per_node)
+        rows.append(TreeRows(number, rows_before[number], base, tree, places))
+    before_forward(rows, table, block_size).apply(cache.entries)
+    values = torch.tensor(sum(own, []))
+    for tree_rows in rows:  # each row's own slot, as if it were a chain
+        linear = tree_rows.base + torch.arange(tree_rows.tree.rows)
+        slots = table[tree_rows.request, linear // block_size].long() * block_size + linear % block_size
+        cache.write(slots, values[tree_rows.start : tree_rows.start + tree_rows.tree.rows])
+    also = scattered(rows, block_size)
+    cache.write(also.slots, values[also.rows])
+    starts = torch.tensor(rows_before, dtype=torch.int32)
+    lengths = torch.tensor([base + tree.rows for tree, base in given_trees], dtype=torch.int32)
+    batch = virtual_batch(starts, lengths, table, rows, block_size)
+    assert batch.query_start.tolist() == list(range(rows_before[-1] + 1))
+    for tree_rows, prefix, written in zip(rows, prefixes, own, strict=True):
+        for row in range(tree_rows.tree.rows):
+            sequence = tree_rows.start + row
+            seen = cache.read(batch.block_table[sequence], int(batch.lengths[sequence]))
+            assert seen == prefix + [written[other] for other in tree_rows.tree.path(row)]
+    accepted = [tree.tree.path(data.draw(st.integers(0, tree.tree.rows - 1)))[1:] for tree in rows]
+    after_walk(rows, accepted, table, block_size).apply(cache.entries)
+    for number, path in enumerate(accepted):
+        wanted = prefixes[number] + [own[number][row] for row in (0, *path)]
+        assert cache.read(table[number], len(wanted)) == wanted
+
+
+@given(
+    bases=st.lists(st.integers(1, 20), min_size=1, max_size=3), block_size=st.sampled_from((2, 4, 5)), data=st.data()
+)
+@settings(deadline=None)
+def test_a_growing_node_sees_its_ancestors(bases: list[int], block_size: int, data: st.DataObject) -> None:
+    """Level by level, as the drafter runs: each level copies its parents' scratch and writes its own tokens."""
+    count, front, depth = len(bases), 3, 4
+    width = (max(bases) + depth) // block_size + 2
+    per_node = scratch_blocks(depth, block_size)
+    places = 1 + torch.arange(2 * count * front * per_node).view(2, count, front, per_node)
+    table = (1 + places.numel() + torch.arange(count * width)).view(count, width).int()
+    cache = Cache(1 + places.numel() + count * width, block_size)
+    ids = iter(range(10**9))
+    prefixes = [[next(ids) for _ in range(base)] for base in bases]
+    for number, prefix in enumerate(prefixes):
+        positions = torch.arange(len(prefix))
+        cache.write(
+            table[number, positions // block_size].long() * block_size + positions % block_size,
+            torch.tensor(prefix, dtype=torch.long),
+        )
+    at = torch.tensor(bases)
+    lines: list[list[list[int]]] = [[[]] * front for _ in bases]
+    previous = None
+    for level in range(1, depth):
+        here = places[level % 2]
+        parent = torch.tensor(
+            data.draw(
+                st.lists(
+                    st.lists(st.integers(0, front - 1), min_size=front, max_size=front), min_size=count, max_size=count
+                )
+            )
+        )
+        if previous is None:
+            own = table.gather(1, (at // block_size)[:, None]).long().expand(-1, front)
+            cache.entries[here[..., 0].flatten()] = cache.entries[own.flatten()]
+        else:
+            there = previous.gather(1, parent[..., None].expand(-1, -1, per_node))
+            cache.entries[here.flatten()] = cache.entries[there.flatten()]
+        batch = level_batch(table, at, level, here, block_size)
+        written = torch.tensor([next(ids) for _ in range(count * front)])
+        cache.write(batch.slots, written)
+        lines = [
+            [[*lines[r][int(parent[r, f])], int(written[r * front + f])] for f in range(front)] for r in range(count)
+        ]
+        for sequence in range(count * front):
+            seen = cache.read(batch.block_table[sequence], int(batch.lengths[sequence]))
+            assert seen == prefixes[sequence // front] + lines[sequence // front][sequence % front]
+        assert batch.positions.tolist() == [base + level - 1 for base in bases for _ in range(front)]
+        previous = here

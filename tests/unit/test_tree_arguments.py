@@ -1,0 +1,107 @@
+"""What draft trees add to an engine's arguments, and what they refuse, each with the flag that helps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_spac.config import SpacConfig
+from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.integration.stepping.trees import arguments, scratch
+from vllm_spac.speculation.trees.shape import DynamicShape
+
+HEAD = {"method": "eagle3", "model": "head"}
+
+
+def engine_args(**given):
+    return SimpleNamespace(**{"speculative_config": HEAD, "scheduler_cls": None, "block_size": None} | given)
+
+
+def test_the_draft_length_the_scheduler_and_the_block_size_are_set() -> None:
+    args = engine_args()
+    arguments.request(args, SpacConfig(tree=16))
+    assert args.speculative_config == HEAD | {"num_speculative_tokens": 16, "disable_padded_drafter_batch": True}
+    assert args.scheduler_cls == arguments.SCHEDULER and args.block_size == 32
+    assert HEAD == {"method": "eagle3", "model": "head"}, "the user's own object is left as it is"
+
+
+def test_without_a_tree_nothing_changes() -> None:
+    args = engine_args()
+    arguments.request(args, SpacConfig())
+    assert args == engine_args()
+
+
+def test_what_the_user_chose_stays() -> None:
+    args = engine_args(block_size=16, speculative_config=HEAD | {"num_speculative_tokens": 16})
+    arguments.request(args, SpacConfig(tree=16))
+    assert args.block_size == 16
+
+
+@pytest.mark.parametrize(
+    "given, problem",
+    [
+        ({"speculative_config": None}, "add --speculative-config"),
+        ({"speculative_config": HEAD | {"num_speculative_tokens": 5}}, "drop num_speculative_tokens"),
+        ({"speculative_config": HEAD | {"disable_padded_drafter_batch": False}}, "needs disable_padded_drafter_batch"),
+        ({"scheduler_cls": "a.B"}, "drop --scheduler-cls a.B"),
+    ],
+)
+def test_contradictions_are_refused(given: dict, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        arguments.request(engine_args(**given), SpacConfig(tree=16))
+
+
+def engine(**changes):
+    parts = {
+        "model_config": {"is_hybrid": False, "uses_mrope": False, "use_mla": False},
+        "parallel_config": {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1},
+        "scheduler_config": {"async_scheduling": False, "max_num_seqs": 8, "max_num_batched_tokens": 512},
+        "speculative_config": {"method": "eagle3"},
+    }
+    whole = {"kv_transfer_config": None, "use_v2_model_runner": False}
+    for name, value in changes.items():
+        next((part for part in parts.values() if name in part), whole)[name] = value
+    return SimpleNamespace(**whole, **{name: SimpleNamespace(**part) for name, part in parts.items()})
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"method": "ngram"}, "drafts of ngram; use an EAGLE head"),
+        ({"async_scheduling": True}, "add --no-async-scheduling"),
+        ({"is_hybrid": True}, "recurrent layers"),
+        ({"uses_mrope": True}, "M-RoPE"),
+        ({"use_mla": True}, "MLA"),
+        ({"kv_transfer_config": object()}, "drop it"),
+        ({"decode_context_parallel_size": 2}, "use 1"),
+        ({"max_num_seqs": 31}, "use --max-num-seqs 30 or --max-num-batched-tokens 527"),
+    ],
+)
+def test_engines_that_cannot_serve_trees_are_refused(change: dict, problem: str) -> None:
+    arguments.check(SpacConfig(tree=16), engine())
+    with pytest.raises(UnsupportedError, match=problem):
+        arguments.check(SpacConfig(tree=16), engine(**change))
+
+
+def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
+    need = scratch.Scratch(DynamicShape(16), requests=8, block_size=32)
+    assert need.count == 8 * 2 * 17, "two blocks per row: a path may cross a block's edge"
+    pool = SimpleNamespace(get_num_free_blocks=lambda: 5 * need.count - 1)
+    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32),
+        model_config=SimpleNamespace(max_model_len=256),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    with pytest.raises(ConfigError, match=r"272 of 1359 KV cache blocks .* use --max-num-seqs 7"):
+        scratch.reserve(scheduler, config, need)
+
+
+def test_scratch_sets_are_disjoint() -> None:
+    blocks = scratch.Scratch(DynamicShape(16, expanded=8), requests=3, block_size=4)
+    taken = [set(blocks.rows(number, 17).flatten().tolist()) for number in range(3)]
+    assert all(len(one) == 17 * blocks.per_node for one in taken) and len(set.union(*taken)) == sum(map(len, taken))
+    levels = blocks.levels(3)
+    assert levels.unique().numel() == levels.numel() and int(levels.max()) <= blocks.count and int(levels.min()) == 1
