@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -191,7 +190,7 @@ class ModelExperts:
     def stats(self) -> dict:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
         assert self.runtime is not None
-        counts = {} if self.trees is None else {"trees": asdict(self.trees.counters)}
+        counts = {} if self.trees is None else self.trees.counters.snapshot()
         return assembly.stats(self.runtime, self.config, self.store_name, self.guard) | counts
 
     def close(self) -> None:

@@ -56,6 +56,12 @@ _BUDGET = {
     "shortlists": "Shortlists made by budgets, one per layer and forward.",
     "experts": "Distinct experts that budgeted rows used, summed over all shortlists.",
 }
+_TREES = {
+    "trees": "Draft trees that were verified.",
+    "chains": "Drafts that were verified as chains, where draft trees are on.",
+    "unknown": "Of these chains, those that the trees' drafter did not propose.",
+    "nodes": "Draft tokens that were verified, where draft trees are on.",
+}
 _GAUGES = {
     "slots": "Slots for experts in fast memory.",
     "resident": "Experts that are in fast memory now.",
@@ -98,6 +104,11 @@ class WorkerCollector:
         if all("guard" in worker for worker in self.workers):
             lengths = [worker["guard"]["draft_length"] for worker in self.workers]
             yield _metric(GaugeMetricFamily, "draft_length", "Draft tokens per request that the guard allows.", lengths)
+        if all("trees" in worker for worker in self.workers):
+            for name, text in _TREES.items():
+                values = [worker["trees"][name] for worker in self.workers]
+                yield _metric(CounterMetricFamily, f"tree_{name}", text, values)
+            yield self._labelled("tree_accepted", "tokens", "Verified drafts, by their accepted tokens.")
         yield self._labelled("bytes", "path", "Bytes of experts moved, by the store they came from.")
         yield self._labelled("steps", "kind", "Forwards of the target model, by kind.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from vllm_spac.speculation.trees.draft_tree import DraftTree
 
@@ -35,3 +35,8 @@ class TreeCounters:
         self.nodes += len(tree.tokens)
         depth = str(len(path))
         self.accepted[depth] = self.accepted.get(depth, 0) + 1
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """A copy as plain data: ``trees``, and ``tree_accepted`` by the number of accepted tokens."""
+        counts = asdict(self)
+        return {"tree_accepted": counts.pop("accepted"), "trees": counts}

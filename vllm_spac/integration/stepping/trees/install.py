@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from vllm_spac.speculation.tree_guard import TreeGuard
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = logging.getLogger("vllm.spac")
 
 
 def install() -> None:
@@ -37,7 +40,17 @@ def _initializing(initialize: Callable):
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         requests = self.vllm_config.scheduler_config.max_num_seqs
         guard = experts.guard if isinstance(experts.guard, TreeGuard) else None
-        self._spac_trees = TreeDecoding(self, shape, Scratch(shape, requests, block_size), guard)
+        scratch = Scratch(shape, requests, block_size)
+        self._spac_trees = TreeDecoding(self, shape, scratch, guard)
+        share = 100 * scratch.count / kv_cache_config.num_blocks
+        logger.info(
+            "spac: draft trees of up to %d nodes and %d levels; their scratch takes %d of %d KV cache blocks (%.1f%%)",
+            shape.nodes,
+            shape.depth,
+            scratch.count,
+            kv_cache_config.num_blocks,
+            share,
+        )
         experts.trees = self._spac_trees
         return result
 
