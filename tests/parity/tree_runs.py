@@ -28,7 +28,7 @@ def prompts() -> list[list[int]]:
 
 
 def requests() -> dict[str, list[tuple[list[int], dict]]]:
-    """Prompts and sampling parameters by kind."""
+    """Prompts and sampling parameters by kind. Seeded prompts fit into one forward: stock fails at others on a CPU."""
     texts = prompts()
     common = sorted(set(sum(texts, [])), key=lambda token: -sum(texts, []).count(token))[:STOPS]
     sampled, limits = {"temperature": 1.0, "max_tokens": 32}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}
@@ -37,7 +37,7 @@ def requests() -> dict[str, list[tuple[list[int], dict]]]:
         "greedy": [(text, {"max_tokens": 32, "logprobs": 2 if i % 2 else None}) for i, text in enumerate(texts)],
         "to the end": [(texts[7], {"max_tokens": 200})],
         "seeds": [(text, sampled | {"seed": i}) for i, text in enumerate(texts[:6])],
-        "seeds and limits": [(text, sampled | limits | {"seed": i}) for i, text in enumerate(texts)],
+        "seeds and limits": [(text, sampled | limits | {"seed": i}) for i, text in enumerate(texts[:6])],
         "penalties": [
             (texts[2], {"max_tokens": 32, "repetition_penalty": 1.2}),
             (texts[3], {"max_tokens": 32, "presence_penalty": 0.7, "frequency_penalty": 0.4}),
@@ -61,8 +61,7 @@ def said(llm: Any, asked: list[tuple[list[int], dict]]) -> list[dict]:
     for output in llm.generate(inputs, parameters, use_tqdm=False):
         answer = output.outputs[0]
         logprobs = [
-            sorted((token, round(found.logprob, 3)) for token, found in position.items())
-            for position in answer.logprobs or ()
+            sorted((token, found.logprob) for token, found in position.items()) for position in answer.logprobs or ()
         ]
         answers.append({"tokens": list(answer.token_ids), "logprobs": logprobs})
     return answers

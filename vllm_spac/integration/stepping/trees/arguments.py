@@ -84,11 +84,10 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[boo
     yield vllm_config.kv_transfer_config is not None, "--kv-transfer-config", "drop it"
     yield parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size above 1", "use 1"
     yield parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size above 1", "use 1"
-    rows = scheduler.max_num_seqs * (config.tree + 1)
-    fit = max(1, scheduler.max_num_batched_tokens // (config.tree + 1))
+    rows, most = scheduler.max_num_seqs * (config.tree + 1), scheduler.max_num_batched_tokens
+    fit = max(1, most // (config.tree + 1))
     yield (
-        rows > scheduler.max_num_batched_tokens,
-        f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}: trees of {scheduler.max_num_seqs} requests have "
-        f"{rows} rows",
+        rows > most,
+        f"--max-num-batched-tokens {most}: trees of {scheduler.max_num_seqs} requests have {rows} rows",
         f"use --max-num-seqs {fit} or --max-num-batched-tokens {rows}",
     )
