@@ -47,7 +47,7 @@ class TreeDecoding:
         self._runner, self._shape, self.scratch = runner, shape, scratch
         self.counters = TreeCounters()
         self._drafted: dict[str, DraftTree] = {}  # by request, until the next step
-        self._trees: list[DraftTree] = []  # of the step, one per request of the batch
+        self._trees: list[DraftTree] | None = None  # one per request of the batch, until they are verified
         self._rows: list[TreeRows] = []  # of those that branch
         self._paths: list[list[int]] = []  # accepted rows of each of ``_rows``
         self._forward: Scattered | None = None  # while the target runs
@@ -71,9 +71,9 @@ class TreeDecoding:
         batch = self._runner.input_batch
         return batch.block_table[0].get_device_tensor(batch.num_reqs)
 
-    def tree_of(self, request: str, drafts: Sequence[int]) -> DraftTree:
+    def _tree_of(self, request: str, drafts: Sequence[int]) -> DraftTree:
         """The tree whose first drafts a request verifies; drafts that were not ours are verified as a chain."""
-        tree = self._drafted.get(request)
+        tree = self._drafted.pop(request, None) if drafts else None
         if tree is not None and tuple(drafts) == tree.tokens[: len(drafts)]:
             return tree.cut(len(drafts))
         self.counters.unknown += bool(drafts)
@@ -85,25 +85,23 @@ class TreeDecoding:
         """Takes up the trees of a prepared batch: positions, scratch, and what the hooks of attention need."""
         batch = self._runner.input_batch
         drafts = scheduled.scheduled_spec_decode_tokens
-        self._trees = [self.tree_of(request, drafts.get(request, ())) for request in batch.req_ids]
-        self._drafted = {}
+        self._trees = [self._tree_of(request, drafts.get(request, ())) for request in batch.req_ids]
+        for request in scheduled.finished_req_ids:
+            self._drafted.pop(request, None)
         self._rows, self._paths = [], []
         stop = 0
         for index, (request, tree) in enumerate(zip(batch.req_ids, self._trees, strict=True)):
-            stop += scheduled.num_scheduled_tokens[request]
+            count = scheduled.num_scheduled_tokens[request]
+            stop += count
             if tree.branches:
                 places = self.scratch.rows(len(self._rows), tree.rows)
-                base = int(batch.num_computed_tokens_cpu[index])
+                base = int(batch.num_computed_tokens_cpu[index]) + count - tree.rows
                 self._rows.append(TreeRows(index, stop - tree.rows, base, tree, places))
         self._forward = scattered(self._rows, self._block_size) if self._rows else None
         for rows in self._rows:
             self._runner.positions[rows.start : rows.start + rows.tree.rows] = rows.positions()
         if self._rows:
             self._copy(before_forward(self._rows, self._block_table, self._block_size))
-
-    def end_forward(self) -> None:
-        """Called when the target's forward has finished or failed."""
-        self._forward = None
 
     @property
     def scattered(self) -> Scattered | None:
@@ -130,13 +128,15 @@ class TreeDecoding:
         self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling: SamplingMetadata
     ) -> SamplerOutput:
         """In place of ``RejectionSampler.forward``: accepts a path of each tree, and moves its keys into place."""
-        if [tree.rows - 1 for tree in self._trees] != list(metadata.num_draft_tokens):
-            return self._verify_plainly(metadata, draft_probs, logits, sampling)  # vLLM's warm-up
+        trees, self._trees, self._forward = self._trees, None, None
+        if trees is None:  # vLLM warms up its sampler
+            return self._verify_plainly(metadata, draft_probs, logits, sampling)
+        assert [len(tree.tokens) for tree in trees] == list(metadata.num_draft_tokens)
         outputs = self._runner.input_batch.req_output_token_ids
-        walk, output = verified(self._runner.sampler, logits, sampling, self._trees, outputs)
+        walk, output = verified(self._runner.sampler, logits, sampling, trees, outputs)
         self._paths = [walk.paths[rows.request] for rows in self._rows]
         self._copy(after_walk(self._rows, self._paths, self._block_table, self._block_size))
-        for tree, path in zip(self._trees, walk.paths, strict=True):
+        for tree, path in zip(trees, walk.paths, strict=True):
             if tree.tokens:
                 self.counters.verified(tree, path)
         if self._guard is not None:
