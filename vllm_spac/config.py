@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
-from vllm_spac.knob_types import CpuExpertsText, Slots, SlotsText, SomePath, no_bool
+from vllm_spac.knob_types import ALPHA, CpuExpertsText, Slots, SlotsText, SomePath, no_bool
 from vllm_spac.system.machine import DISK_DIR
 from vllm_spac.system.printable import brief, shortened
 
@@ -159,10 +159,26 @@ class SpacConfig(BaseModel):
         description="What replaces an expert that the budget cut: another expert (substitution) or nothing "
         "(truncation).",
     )
+    budget_rescue: bool = Field(
+        False,
+        description="With truncation, a row whose experts were all cut gets the best expert that the budget left, at "
+        "that expert's natural weight.",
+    )
     budget_when: Literal["verify", "decode", "all"] = Field(
         "verify",
         description="Which rows the budget applies to: verify, those with draft tokens; decode, all decoding rows; "
         "all, prompts too.",
+    )
+    budget_votes: Literal["uniform", "path"] = Field(
+        "uniform",
+        description="How much each row counts when experts are ranked: uniform, all the same; path, a draft row by the "
+        "probability that it is reached, as the draft model gives it.",
+    )
+    budget_votes_alpha: Annotated[float | None, BeforeValidator(no_bool)] = Field(
+        None,
+        ge=0,
+        le=1,
+        description=f"With budget_votes=path, the power of that probability: 0 equals uniform. Default: {ALPHA:g}.",
     )
     calibration: SomePath = Field(
         None,
@@ -179,6 +195,16 @@ class SpacConfig(BaseModel):
             raise ValueError(
                 f"budget_mass_of={self.budget_mass_of} (--spac-budget-mass-of) has no effect without a share; "
                 "add --spac-budget-mass 0.98"
+            )
+        if self.budget_votes_alpha is not None and self.budget_votes != "path":
+            raise ValueError(
+                f"budget_votes_alpha={self.budget_votes_alpha} (--spac-budget-votes-alpha) has no effect on uniform "
+                "votes; add --spac-budget-votes path"
+            )
+        if self.budget_rescue and self.budget_coverage != "truncation":
+            raise ValueError(
+                "budget_rescue (--spac-budget-rescue) has no effect with substitution, which gives every row experts; "
+                "add --spac-budget-coverage truncation"
             )
         if (
             given
@@ -295,7 +321,10 @@ class SpacConfig(BaseModel):
             mass_of=self.budget_mass_of or "selected",
             ranking=self.budget_ranking,
             coverage=self.budget_coverage,
+            rescue=self.budget_rescue,
             when=self.budget_when,
+            votes=self.budget_votes,
+            votes_alpha=ALPHA if self.budget_votes_alpha is None else self.budget_votes_alpha,
         )
 
     @classmethod

@@ -17,6 +17,7 @@ def _path(value: Any) -> Any:
     return value if value is None else path_of(value)
 
 
+ALPHA = 0.5  # of weighted votes, by default
 SomePath = Annotated[Path | None, BeforeValidator(_path)]
 _SLOTS_HELP = "use a number of experts per layer (32), a percentage of all experts (25%), or auto"
 
