@@ -28,6 +28,7 @@ from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
 from vllm_spac.knob_types import Slots
 from vllm_spac.runtime import Runtime
+from vllm_spac.speculation.draft_probabilities import DraftProbabilities
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
 from vllm_spac.tiers.base import ExpertStore, allocate
@@ -56,6 +57,7 @@ class ModelExperts:
         self._exchange = None if self.on_cpu else Exchange(self.device)
         self.runtime: Runtime | None = None
         self.guard: Guard | None = None
+        self.drafted = DraftProbabilities()
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
         self._shapes: list[MoEShape] = []
