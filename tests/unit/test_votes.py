@@ -158,6 +158,7 @@ def test_greedy_drafts_have_the_softmax_of_their_logits() -> None:
     torch.testing.assert_close(kept.of(drafts), expected, rtol=1e-6, atol=0)
     assert "compute_logits" not in vars(drafter.model), "the model is as before"
     assert kept.of(drafts[:, :2]) is None and kept.of(drafts[:1]) is None, "other drafts than these"
+    assert draft_logits.DraftLogits(drafter).of(drafts[:, :0]) is None, "nothing was drafted"
     drafter.propose()
     assert len(kept.best) == 3
 

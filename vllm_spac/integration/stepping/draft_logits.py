@@ -36,7 +36,7 @@ class DraftLogits:
         sampled = self._drafter.take_last_draft_probs()  # [requests, drafts, V]; None of greedy drafts
         if sampled is not None:
             return sampled.gather(2, drafts[:, :, None].long())[:, :, 0]
-        if len(self.best) != drafts.shape[1] or any(len(best) != len(drafts) for best in self.best):
+        if not self.best or len(self.best) != drafts.shape[1] or any(len(best) != len(drafts) for best in self.best):
             return None
         return torch.stack(self.best, 1)
 
