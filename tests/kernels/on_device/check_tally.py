@@ -19,7 +19,7 @@ def drawn(rows: int, k: int, experts: int):
     pairs[1][0][torch.rand(rows, k, generator=rng) < 0.3] = 0
     for weights, ids in pairs:
         weights[~votes], ids[~votes] = math.nan, -1
-    return votes.double() / 4096, pairs[0], torch.rand(experts, generator=rng) < 0.5, pairs[1]
+    return votes.double() / 4096, pairs[0], torch.rand(experts, generator=rng) < 0.2, pairs[1]
 
 
 def moved(each, device):
