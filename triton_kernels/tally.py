@@ -23,6 +23,7 @@ def _tally_kernel(
     uses = tl.zeros((BINS,), tl.int32)
     dropped = tl.zeros((ROWS,), tl.float64)
     voted = tl.zeros((ROWS,), tl.int32)
+    emptied = tl.zeros((ROWS,), tl.int32)
     for start in range(0, n_rows, ROWS):
         row = start + tl.arange(0, ROWS)
         voting = tl.load(votes + row, mask=row < n_rows, other=0) != 0
@@ -34,6 +35,7 @@ def _tally_kernel(
         lost = tl.sum(tl.where(inside, 0.0, weight), 1) / tl.maximum(tl.sum(weight, 1), 1e-30)
         dropped += lost.to(tl.float64)
         voted += voting.to(tl.int32)
+        emptied += (voting & (tl.sum((here & inside).to(tl.int32), 1) == 0)).to(tl.int32)
         used = here & (tl.load(weights + pair, mask=here, other=0.0) != 0.0)
         expert = tl.load(ids + pair, mask=used, other=0).to(tl.int32)
         uses += tl.histogram(tl.reshape(tl.where(used, expert, n_experts), [ROWS * SLOTS]), BINS)
@@ -43,6 +45,7 @@ def _tally_kernel(
     tl.store(counted + 1, tl.load(counted + 1) + tl.sum(dropped, 0))
     tl.store(counted + 2, tl.load(counted + 2) + (rows > 0).to(tl.float64))
     tl.store(counted + 3, tl.load(counted + 3) + distinct.to(tl.float64))
+    tl.store(counted + 4, tl.load(counted + 4) + tl.sum(emptied, 0).to(tl.float64))
 
 
 def tally(
@@ -55,14 +58,15 @@ def tally(
     """Adds the counts of the rows that vote.
 
     Args:
-        counted: [4] float64, is incremented by: the voting rows; the sum of the shares of their weights outside
-            the shortlist; 1 if any row votes; the distinct experts that voting rows use with nonzero weight.
-        votes: [M] bool.
+        counted: [5] float64, is incremented by: the voting rows; the sum of the shares of their weights outside
+            the shortlist; 1 if any row votes; the distinct experts that voting rows use with nonzero weight; the
+            voting rows none of whose experts is in the shortlist.
+        votes: [M] float64; rows with a vote above 0 are counted, each as one.
         natural, chosen: (float32 [M, k], int32 or int64 [M, k]), weights and ids before and after the budget.
         members: [N] bool, the shortlist; N <= 1024.
     """
     rows, k = chosen[1].shape
-    assert counted.shape == (4,) and counted.dtype == torch.float64 and len(members) <= MAX_EXPERTS
+    assert counted.shape == (5,) and counted.dtype == votes.dtype == torch.float64 and len(members) <= MAX_EXPERTS
     assert all(tensor.shape == (rows, k) and tensor.is_contiguous() for tensor in (*natural, *chosen))
     slots = triton.next_power_of_2(k)
     _tally_kernel[(1,)](

@@ -12,7 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
-from vllm_spac.knob_types import CpuExpertsText, Slots, SlotsText, SomePath, no_bool
+from vllm_spac.knobs import rules
+from vllm_spac.knobs.types import ALPHA, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
 from vllm_spac.speculation.trees import shape
 from vllm_spac.speculation.trees.shape import MOST_NODES, TreeShape
 from vllm_spac.system.machine import DISK_DIR
@@ -23,34 +24,6 @@ if TYPE_CHECKING:
 
     from vllm_spac.budget.settings import BudgetSettings
     from vllm_spac.tiers.base import ExpertStore
-
-
-# Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
-_OF_EXECUTION = {
-    "cpu_experts": (
-        ("off",),
-        "execution={execution} (--spac-execution) computes missing experts itself; drop --spac-cpu-experts",
-    ),
-    "prefetch": (
-        ("off",),
-        "execution={execution} (--spac-execution) moves experts ahead of need itself; drop --spac-prefetch",
-    ),
-    "host_memory": (
-        (None,),
-        "host_memory (--spac-host-memory) holds experts between slots and disk, and execution={execution} "
-        "(--spac-execution) reads none from a disk; drop --spac-host-memory",
-    ),
-    "staging": (
-        ("auto", "off"),
-        "staging (--spac-staging) applies to execution=pointers only: with slots, prompts pass through the slots; "
-        "add --spac-execution pointers",
-    ),
-    "admission": (
-        (None,),
-        "admission (--spac-admission) applies to execution=pointers only: with slots, each missing expert is loaded "
-        "before its layer computes; add --spac-execution pointers",
-    ),
-}
 
 
 class SpacConfig(BaseModel):
@@ -182,10 +155,26 @@ class SpacConfig(BaseModel):
         description="What replaces an expert that the budget cut: another expert (substitution) or nothing "
         "(truncation).",
     )
+    budget_rescue: bool = Field(
+        False,
+        description="With truncation, a row whose experts were all cut gets the best expert that the budget left, at "
+        "that expert's natural weight.",
+    )
     budget_when: Literal["verify", "decode", "all"] = Field(
         "verify",
         description="Which rows the budget applies to: verify, those with draft tokens; decode, all decoding rows; "
         "all, prompts too.",
+    )
+    budget_votes: Literal["uniform", "path"] = Field(
+        "uniform",
+        description="How much each row counts when experts are ranked: uniform, all the same; path, a draft row by the "
+        "probability that it is reached, as the draft model gives it.",
+    )
+    budget_votes_alpha: Annotated[float | None, BeforeValidator(no_bool)] = Field(
+        None,
+        ge=0,
+        le=1,
+        description=f"With budget_votes=path, the power of that probability: 0 equals uniform. Default: {ALPHA:g}.",
     )
     calibration: SomePath = Field(
         None,
@@ -194,61 +183,8 @@ class SpacConfig(BaseModel):
     control: bool = Field(False, description="Open POST /spac/budget: change the budget while the server runs.")
 
     @model_validator(mode="after")
-    def _one_budget(self) -> SpacConfig:
-        given = [name for name in ("budget", "budget_mass", "budget_file") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} bound the same thing; use one of them")
-        if self.budget_mass_of is not None and self.budget_mass is None:
-            raise ValueError(
-                f"budget_mass_of={self.budget_mass_of} (--spac-budget-mass-of) has no effect without a share; "
-                "add --spac-budget-mass 0.98"
-            )
-        if (
-            given
-            and self.calibration is None
-            and components.find("budget.rankings", self.budget_ranking).needs_calibration
-        ):
-            raise ValueError(
-                f"budget_ranking={self.budget_ranking} (--spac-budget-ranking) needs calibration (--spac-calibration "
-                "FILE); write the file with `vllm-spac calibrate`"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_the_execution(self) -> SpacConfig:
-        kind, named = self.execution_class, f"execution={self.execution} (--spac-execution)"
-        if kind.needs_addressable_store:
-            store = None if self.store is None else components.find("tiers", self.store)
-            if self.disk_dir is not None or (store is not None and not store.addressable):
-                where = f"store={self.store}" if store is not None and not store.persistent else "a disk"
-                raise ValueError(
-                    f"{named} reads missing experts in place, and {where} has no "
-                    "addresses; use --spac-store host without --spac-disk-dir, or --spac-execution slots"
-                )
-        for name, (idle, problem) in _OF_EXECUTION.items():
-            if name not in kind.knobs and getattr(self, name) not in idle:
-                raise ValueError(problem.format(execution=self.execution))
-        if not kind.needs_host and components.find("policies", self.policy).needs_layers:
-            raise ValueError(
-                f"policy={self.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
-                f"for experts with {named}; use --spac-policy lru, or --spac-execution slots"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_tree(self) -> SpacConfig:
-        given = [name for name in ("tree_shape", "tree_depth", "tree_width") if getattr(self, name) is not None]
-        if given and not self.tree:
-            raise ValueError(f"{given[0]} ({flag(given[0])}) has no effect without a tree; add --spac-tree 16")
-        if self.tree == 1:
-            raise ValueError(
-                "tree=1 (--spac-tree) is a chain of one token; use 2 or more, or 0 and num_speculative_tokens 1"
-            )
-        if self.tree_shape not in (None, "static", "dynamic") and (set(given) - {"tree_shape"}):
-            raise ValueError(
-                f"{given[-1]} ({flag(given[-1])}) has no effect on a shape that is given as paths; drop it"
-            )
-        _ = self.draft_tree
+    def _consistent(self) -> SpacConfig:
+        rules.check(self)
         return self
 
     @cached_property
@@ -257,50 +193,6 @@ class SpacConfig(BaseModel):
         if not self.tree:
             return None
         return shape.parse(self.tree, self.tree_shape or "dynamic", self.tree_depth or 6, self.tree_width or 8)
-
-    @model_validator(mode="after")
-    def _lies_before_a_disk(self) -> SpacConfig:
-        if self.host_memory is not None and self.store is not None:
-            store = components.find("tiers", self.store)
-            if not store.persistent:
-                raise ValueError(
-                    f"host_memory (--spac-host-memory) holds a part of the experts, and store={self.store} "
-                    "(--spac-store) holds all of them in memory; use --spac-store disk, or drop --spac-host-memory"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _has_its_calibration(self) -> SpacConfig:
-        if self.calibration is None and components.find("policies", self.policy).needs_calibration:
-            raise ValueError(
-                f"policy={self.policy} (--spac-policy) needs calibration (--spac-calibration FILE); write the file "
-                "with `vllm-spac calibrate`"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _overwrites_something(self) -> SpacConfig:
-        if self.trace_overwrite and self.trace is None:
-            raise ValueError("trace_overwrite (--spac-trace-overwrite) replaces nothing without --spac-trace FILE")
-        return self
-
-    @model_validator(mode="after")
-    def _one_who_decides(self) -> SpacConfig:
-        decides = self.balancer is not None and components.find("balancers", self.balancer).uses_cpu
-        if self.cpu_experts == "auto" and self.balancer is not None and not decides:
-            raise ValueError(
-                f"cpu_experts=auto (--spac-cpu-experts) lets the balancer decide, and balancer={self.balancer} "
-                "(--spac-balancer) computes none; use --spac-balancer waterfill, or --spac-cpu-experts off"
-            )
-        for name, given in (("balancer", decides), ("profile", self.profile is not None)):
-            if self.cpu_experts != "auto" and given:
-                raise ValueError(
-                    f"{name} ({flag(name)}) decides nothing with cpu_experts={self.cpu_experts}; "
-                    "add --spac-cpu-experts auto"
-                )
-        if self.cpu_kernel is not None and self.cpu_experts == "off":
-            raise ValueError("cpu_kernel (--spac-cpu-kernel) computes nothing without --spac-cpu-experts auto or N")
-        return self
 
     @property
     def execution_class(self) -> type[Any]:
@@ -341,7 +233,10 @@ class SpacConfig(BaseModel):
             mass_of=self.budget_mass_of or "selected",
             ranking=self.budget_ranking,
             coverage=self.budget_coverage,
+            rescue=self.budget_rescue,
             when=self.budget_when,
+            votes=self.budget_votes,
+            votes_alpha=ALPHA if self.budget_votes_alpha is None else self.budget_votes_alpha,
         )
 
     @classmethod
@@ -366,11 +261,6 @@ class SpacConfig(BaseModel):
     @property
     def parsed_slots(self) -> Slots:
         return Slots.parse(self.slots)
-
-
-def flag(name: str) -> str:
-    """Command-line flag of a knob."""
-    return "--spac-" + name.replace("_", "-")
 
 
 def check_knob(name: str, text: str) -> str:

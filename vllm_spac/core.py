@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -21,12 +22,30 @@ class RowKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestRows:
-    """The rows ``[start, stop)`` of one request; the last ``drafts`` of them are draft tokens."""
+    """The rows ``[start, stop)`` of one request; the last ``drafts`` of them are draft tokens.
+
+    Attributes:
+        weights: probability that each row is reached, the request's first row first: 1 for a row that is certain, for
+            a draft row the product of the draft's probabilities along its path. None: 1 for all, or not known.
+    """
 
     start: int
     stop: int
     kind: RowKind
     drafts: int = 0
+    weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.weights is None or len(self.weights) == self.stop - self.start, "a weight for each row"
+
+    def windows(self, rows: int) -> list[RequestRows]:
+        """Returns consecutive parts of at most ``rows`` rows each, without their drafts."""
+        parts = []
+        for start in range(self.start, self.stop, rows):
+            stop, first = min(start + rows, self.stop), start - self.start
+            weights = None if self.weights is None else self.weights[first : first + stop - start]
+            parts.append(RequestRows(start, stop, self.kind, weights=weights))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +81,23 @@ class Step:
         return parts
 
     @property
+    def generating_weights(self) -> list[float] | None:
+        """Weights of the rows of ``generating``, in their order; None if all are 1."""
+        return weights_of([request for request in self.requests if request.kind != RowKind.PREFILL])
+
+    @property
     def kind(self) -> str:
         """``prefill``, ``decode`` or ``verify``; ``mixed`` for several of them; ``dummy`` for none."""
         kinds = {str(request.kind) for request in self.requests}
         return kinds.pop() if len(kinds) == 1 else ("mixed" if kinds else "dummy")
+
+
+def weights_of(requests: Sequence[RequestRows]) -> list[float] | None:
+    """Weights of the rows of ``requests``, in their order; None if no request has any."""
+    if all(request.weights is None for request in requests):
+        return None
+    ones = ((1.0,) * (request.stop - request.start) for request in requests)
+    return [weight for request, one in zip(requests, ones, strict=True) for weight in request.weights or one]
 
 
 @dataclass(frozen=True, slots=True)

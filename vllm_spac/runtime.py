@@ -92,9 +92,9 @@ class Runtime:
             return
         self._step, self._rows = step, step.rows
         self._timed = step, self._drafts, self._clock()
+        votes = self.budget.begin_step(step)
         for execution in self.executions:
-            execution.begin_step(step)
-        self.budget.begin_step(step)
+            execution.begin_step(votes)
         self._chosen.clear()
         if self.trace is not None:
             self.trace.begin_step(step)
@@ -143,9 +143,16 @@ class Runtime:
         """Uses ``settings`` from the next step on; changes nothing if it raises.
 
         Raises:
-            ConfigError, UnsupportedError: as ``BudgetControl.change``, or because layers are replayed from CUDA graphs
-                that were captured without a budget.
+            ConfigError, UnsupportedError: as ``BudgetControl.change``, because layers are replayed from CUDA graphs
+                that were captured without a budget, or because a policy would not count the votes.
         """
+        blind = [each for each in self.executions if settings.votes == "path" and not each.counts_votes]
+        if any(each.residency.policy.predictor is not None for each in blind):
+            raise UnsupportedError(
+                "spac: votes=path (--spac-budget-votes) cannot work here: this engine's policy counts selections, and "
+                "its execution counts each row as one; use uniform votes, or start it with another --spac-policy or "
+                "with --spac-execution slots"
+            )
         if settings.active and not self.budget.captured:
             self.require_host("a budget")
         self.budget.change(settings)

@@ -38,7 +38,7 @@ from scale import Cores, Scale, engines_at_once, head, on
 
 from vllm_spac.checkpoint.headers import read_checkpoint
 from vllm_spac.errors import SpacError
-from vllm_spac.knob_types import Slots
+from vllm_spac.knobs.types import Slots
 
 _DRAFT_OFF = 1.5  # a draft token that takes this many times as long as on the real machine, or 1 / as long, is reported
 _RUNGS = "layer_lru,reuse,prefetch,cpu,drafts"

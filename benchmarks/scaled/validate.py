@@ -34,7 +34,7 @@ from run import PACKED, Settings
 from scale import Cores, Scale, head, on
 
 from vllm_spac.errors import SpacError
-from vllm_spac.knob_types import Slots
+from vllm_spac.knobs.types import Slots
 from vllm_spac.profiling.costs import FORMAT, Costs, Provenance, Rate
 from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.simulation.replay import Outcome

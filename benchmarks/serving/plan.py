@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_spac.checkpoint.headers import Checkpoint
-from vllm_spac.knob_types import Slots
+from vllm_spac.knobs.types import Slots
 
 FULL = "100%"
 # Suffixes of a policy's name, and the knobs that they set. MoE-SpAc is utility+prefetch+cpu+threshold.

@@ -20,6 +20,7 @@ from vllm_spac.budget.coverage import truncate
 from vllm_spac.budget.limits import mass_cut, validate
 from vllm_spac.budget.rankings import base, coactivation, oracle, resident, router, static
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, least_residual, router_mass
+from vllm_spac.budget.votes import vote
 from vllm_spac.errors import ConfigError
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -59,7 +60,7 @@ def step(seed: int, rows: int = 5, voting: int = 3) -> tuple[Tensor, Tensor, Lay
     outputs = torch.randn(rows, EXPERTS, WIDTH, generator=generator)
     fast = torch.rand(EXPERTS, generator=generator) < 0.5
     context = LayerContext(1, resident=fast, mixing=coactivation.natural(probs, TOP_K), outputs=outputs)
-    return probs, torch.arange(rows) < voting, context
+    return probs, (torch.arange(rows) < voting).double(), context
 
 
 def moved(context: LayerContext, rows: Tensor) -> LayerContext:
@@ -96,7 +97,8 @@ def test_only_votes_count(name: str, seed: int) -> None:
 def test_what_can_be_replayed_is_sorted_by_its_scores(name: str, seed: int) -> None:
     """With scores of 0 in rows that do not vote; also where none does."""
     probs, votes, context = step(seed)
-    ranking, silent = built(name), probs.masked_fill(~votes[:, None], 0)
+    votes = votes * votes_of(seed)
+    ranking, silent = built(name), base.weighted(probs, votes)
     if not ranking.replayable:
         with pytest.raises(NotImplementedError):
             ranking.scores(silent, context)
@@ -112,10 +114,65 @@ def test_what_can_be_replayed_is_sorted_by_its_scores(name: str, seed: int) -> N
 @given(seed=seeds)
 def test_by_default_all_rows_vote(name: str, seed: int) -> None:
     probs, _, context = step(seed)
-    everyone = torch.ones(5, dtype=torch.bool)
+    everyone = torch.ones(5, dtype=torch.float64)
     assert torch.equal(
         built(name).rank(probs, None, EXPERTS, context), built(name).rank(probs, everyone, EXPERTS, context)
     )
+
+
+def votes_of(seed: int, rows: int = 5) -> Tensor:
+    """float64 [rows], votes as ``budget.votes`` makes them."""
+    chances = torch.rand(rows, generator=torch.Generator().manual_seed(seed))
+    return torch.tensor([vote(float(chance), 1.0) for chance in chances], dtype=torch.float64)
+
+
+@every_budget
+@settings(max_examples=60, **BUSY)
+@given(seed=seeds, alpha=st.floats(0, 1))
+def test_without_weights_votes_are_what_they_were(name: str, seed: int, alpha: float) -> None:
+    """To the bit: alpha = 0 gives every row the vote 1, and votes of 1 are votes of bool."""
+    probs, voting, context = step(seed)
+    weighed = voting * torch.tensor([vote(float(p), 0.0) for p in probs[:, 0]], dtype=torch.float64)
+    assert torch.equal(weighed, voting)
+    assert torch.equal(base.router_mass(probs, weighed), base.router_mass(probs, voting != 0))
+    assert torch.equal(base.router_mass(probs, weighed), probs[:3].sum(0, dtype=torch.float64))
+    alone = built(name).rank(probs[:3], None, EXPERTS, moved(context, torch.arange(3)))
+    assert torch.equal(built(name).rank(probs, weighed, EXPERTS, context), alone)
+
+
+@every_budget
+@settings(max_examples=60, **BUSY)
+@given(seed=seeds)
+def test_a_row_with_half_a_vote_twice_is_one_row(name: str, seed: int) -> None:
+    """Votes add up. Not for a ranking that takes the greatest score instead of a sum."""
+    if name.startswith("outside"):
+        pytest.skip("it adds nothing up")
+    probs, _, context = step(seed)
+    votes, twice = votes_of(seed), torch.tensor([0, 1, 2, 3, 4, 2])
+    halved = votes[twice].clone()
+    halved[[2, 5]] /= 2
+    order = built(name).rank(probs, votes, EXPERTS, context)
+    assert torch.equal(built(name).rank(probs[twice], halved, EXPERTS, moved(context, twice)), order)
+
+
+@every_budget
+@settings(max_examples=60, **BUSY)
+@given(seed=seeds)
+def test_the_scale_of_the_votes_does_not_matter(name: str, seed: int) -> None:
+    probs, _, context = step(seed)
+    votes = votes_of(seed)
+    order = built(name).rank(probs, votes, EXPERTS, context)
+    assert torch.equal(built(name).rank(probs, votes / 4, EXPERTS, context), order)
+
+
+@pytest.mark.parametrize("name", ["router", "resident", "coactivation", "oracle"])
+def test_a_vote_decides(name: str) -> None:
+    """Two rows want other experts; the first in the shortlist is that of the row with the greater vote."""
+    probs = torch.tensor([[0.8, 0.2] + [0.0] * 6, [0.2, 0.8] + [0.0] * 6])
+    context = LayerContext(1, torch.zeros(8, dtype=torch.bool), probs, torch.eye(8).repeat(2, 1, 1))
+    for votes, first in (([1, 0.5], 0), ([0.5, 1], 1), ([1, 2**-12], 0), ([2**-12, 1], 1)):
+        order = built(name).rank(probs, torch.tensor(votes, dtype=torch.float64), 1, context)
+        assert order.tolist() == [first]
 
 
 @every_budget

@@ -353,6 +353,37 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, rem
 
 
 @pytest.mark.parametrize(
+    ("knobs", "v2", "method", "remedy"),
+    [
+        ({}, False, "eagle3", None),
+        ({}, False, None, None),
+        ({}, False, "ngram", "ngram gives no probabilities.*use EAGLE.*or use --spac-budget-votes uniform"),
+        ({}, True, "eagle3", "VLLM_USE_V2_MODEL_RUNNER=0, or use --spac-budget-votes uniform"),
+        ({"policy": "utility@upper=1"}, False, "eagle3", None),
+        ({"policy": "utility", "execution": "pointers"}, False, "eagle3", "policy=utility.*--spac-policy reuse"),
+    ],
+)
+def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
+    from vllm_spac.config import SpacConfig
+    from vllm_spac.integration import preflight
+
+    drafts = SimpleNamespace(
+        method=method, parallel_drafting=False, use_local_argmax_reduction=False, use_heterogeneous_vocab=False
+    )
+    config = SimpleNamespace(
+        use_v2_model_runner=v2,
+        speculative_config=None if method is None else drafts,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+    )
+    preflight.check_votes(SpacConfig(**knobs), config)
+    if remedy is None:
+        preflight.check_votes(SpacConfig(**knobs, budget_votes="path"), config)
+    else:
+        with pytest.raises(ValueError, match=f"spac: budget_votes=path .--spac-budget-votes.*{remedy}"):
+            preflight.check_votes(SpacConfig(**knobs, budget_votes="path"), config)
+
+
+@pytest.mark.parametrize(
     ("spac", "needed"),
     [
         ({}, True),

@@ -174,10 +174,11 @@ def small(rows: int = 64) -> None:
 def budgeted(ids, weights, count, substitute: bool) -> None:
     """What a layer launches for a budget, by a share of the mass."""
     probs, held, bias = torch.ones(len(ids), count), torch.ones(count).double(), torch.ones(count)
-    votes, share = torch.ones(len(ids), dtype=torch.bool), torch.ones(()).double()
+    votes, share = torch.ones(len(ids)).double(), torch.ones(()).double()
     members, best = shortlist.shortlist(held, None, held, share, empty_last=True)
-    chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, groups=8, top_groups=4)
-    tally.tally(torch.zeros(4).double(), votes, (weights, ids), members, chosen)
+    options = {"groups": 8, "top_groups": 4, "rescue": not substitute}
+    chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, **options)
+    tally.tally(torch.zeros(5).double(), votes, (weights, ids), members, chosen)
 
 
 def admitting(ids, weights, count, names: int = 4) -> None:

@@ -16,7 +16,10 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
 ]
 EXPERTS, TOP_K, ROWS = 128, 8, 16
-STEPS = [Step((RequestRows(0, 5, RowKind.VERIFY), RequestRows(5, rows, RowKind.DECODE))) for rows in (16, 9, 6)]
+VERIFY = RequestRows(0, 5, RowKind.VERIFY, 4, (1.0, 0.7, 0.3, 0.01, 0.0))
+STEPS = [Step((VERIFY, RequestRows(5, rows, RowKind.DECODE))) for rows in (16, 9, 6)]
+COVERAGES = [{"coverage": "substitution"}, {"coverage": "truncation"}, {"coverage": "truncation", "rescue": True}]
+VOTES = [{}, {"votes": "path"}]
 
 
 def routing(seed: int) -> tuple[torch.Tensor, ...]:
@@ -25,7 +28,7 @@ def routing(seed: int) -> tuple[torch.Tensor, ...]:
     return logits, weights / weights.sum(1, keepdim=True), ids.int()
 
 
-@pytest.mark.parametrize("coverage", ["substitution", "truncation"])
+@pytest.mark.parametrize("coverage", COVERAGES, ids=["substitution", "truncation", "rescue"])
 @pytest.mark.parametrize("rule", [RoutingRule(), RoutingRule(groups=8, top_groups=4)], ids=["plain", "groups"])
 @pytest.mark.parametrize("name", ["budget", "mass"])
 def test_a_replay_is_what_the_host_applies(name, rule, coverage):
@@ -33,7 +36,7 @@ def test_a_replay_is_what_the_host_applies(name, rule, coverage):
     layers = [BudgetedLayer("layer", EXPERTS, TOP_K, rule)]
     held, host = BudgetControl(layers, device="cuda"), BudgetControl(layers, device="cuda")
     bounds = [48, 32, 64] if name == "budget" else [0.8, 0.5, 1.0]
-    held.change(BudgetSettings(**{name: bounds[0]}, coverage=coverage))
+    held.change(BudgetSettings(**{name: bounds[0]}, **coverage))
     held.hold_in_graphs(ROWS)
     given = routing(0)
     held.compile(0, *given)
@@ -43,7 +46,8 @@ def test_a_replay_is_what_the_host_applies(name, rule, coverage):
         found = held.capture(0, *given)
     for number, step in enumerate(STEPS * 4):
         for budget in (held, host):
-            budget.change(BudgetSettings(**{name: bounds[number % 3]}, coverage=coverage, when="all"))
+            votes = VOTES[number % 2]
+            budget.change(BudgetSettings(**{name: bounds[number % 3]}, **coverage, **votes, when="all"))
         for tensor, new in zip(given, routing(number), strict=True):
             tensor.copy_(new)
         expected = host.apply(0, *given, step)

@@ -40,6 +40,8 @@ BOUNDS = [
     {"budget": {"layer.0": 4, "layer.1": EXPERTS}},
     *({"mass": mass, "mass_of": of} for mass, of in product((0.3, 0.9, 1.0), ("selected", "scores"))),
 ]
+COVERAGES = [{"coverage": "substitution"}, *({"coverage": "truncation", "rescue": each} for each in (False, True))]
+VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.0, 0.5, 1.0))]
 KINDS = {RowKind.VERIFY: 4, RowKind.DECODE: 1, RowKind.PREFILL: 3}
 RANKINGS = [n for n in components.names("budget.rankings") if components.find("budget.rankings", n).replayable]
 
@@ -57,7 +59,8 @@ def steps(draw) -> Step:
     requests, start = [], 0
     for kind in draw(st.lists(st.sampled_from(list(KINDS)), max_size=6)):
         if start + KINDS[kind] <= ROWS:
-            requests.append(RequestRows(start, start + KINDS[kind], kind))
+            reached = draw(st.none() | st.lists(st.floats(0, 1), min_size=KINDS[kind], max_size=KINDS[kind]).map(tuple))
+            requests.append(RequestRows(start, start + KINDS[kind], kind, weights=reached))
             start += KINDS[kind]
     return Step(tuple(requests))
 
@@ -87,16 +90,19 @@ def same_counts(found: BudgetControl, expected: BudgetControl) -> None:
     rule=st.sampled_from(RULES),
     bound=st.sampled_from(BOUNDS),
     ranking=st.sampled_from(RANKINGS),
-    coverage=st.sampled_from(["substitution", "truncation"]),
+    coverage=st.sampled_from(COVERAGES),
+    votes=st.sampled_from(VOTES),
     when=st.sampled_from(["verify", "decode", "all"]),
     step=steps(),
     seed=st.integers(0, 2**32),
     spread=st.sampled_from([0.1, 1.0, 4.0]),
     coarse=st.booleans(),
 )
-def test_the_same_to_the_bit_as_on_the_host(rule, bound, ranking, coverage, when, step, seed, spread, coarse) -> None:
+def test_the_same_to_the_bit_as_on_the_host(
+    rule, bound, ranking, coverage, votes, when, step, seed, spread, coarse
+) -> None:
     """Rows that do not vote may hold anything, and keep it."""
-    chosen = bound | {"ranking": ranking, "coverage": coverage, "when": when}
+    chosen = bound | coverage | votes | {"ranking": ranking, "when": when}
     host, device = control(rule, **chosen), control(rule, **chosen)
     device.hold_in_graphs(ROWS)
     for index in range(LAYERS):
@@ -112,6 +118,7 @@ def test_the_same_to_the_bit_as_on_the_host(rule, bound, ranking, coverage, when
         found = device.capture(index, logits, weights, ids)
         same(found, expected, step.rows)
         assert (found[1][step.rows :] == -1).all() and found[0][step.rows :].isnan().all()
+    host.begin_step(step)
     device.end_step()
     same_counts(device, host)
 
@@ -136,16 +143,18 @@ class Replayed:
         self.held.begin_step(step)
         self.graph.replay()
         self.held.end_step()
+        if host is not self.held:
+            host.begin_step(step)
         for layer, buffers in enumerate(self.given):
             expected = host.apply(layer, *buffers, step) if host.active else tuple(buffers[1:])
             same(self.found[layer], expected)
 
 
-PROMPT, VERIFY = RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 7, RowKind.VERIFY)
+PROMPT, VERIFY = RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 7, RowKind.VERIFY, 3, (1.0, 0.5, 0.1, 0.0))
 STEPS = [Step((PROMPT, VERIFY)), Step((RequestRows(0, 4, RowKind.VERIFY),)), Step((PROMPT,)), Step()]
 
 
-@pytest.mark.parametrize("coverage", ["substitution", "truncation"])
+@pytest.mark.parametrize("coverage", COVERAGES, ids=["substitution", "truncation", "rescue"])
 @pytest.mark.parametrize(
     "bounds",
     [
@@ -157,14 +166,15 @@ STEPS = [Step((PROMPT, VERIFY)), Step((RequestRows(0, 4, RowKind.VERIFY),)), Ste
 )
 @pytest.mark.parametrize("ranking", RANKINGS)
 def test_a_replay_follows_the_step_and_the_settings(ranking, bounds, coverage) -> None:
-    """Budgets, who votes, on and off: all change between replays of one graph."""
-    kind = {"ranking": ranking, "coverage": coverage}
+    """Budgets, who votes and how much, on and off: all change between replays of one graph."""
+    kind = {"ranking": ranking} | coverage
     host, held = control(RULES[0], **bounds[0], **kind), control(RULES[0], **bounds[0], **kind)
     step = Replayed(held)
     assert set(held.counters.snapshot().values()) == {0}, "a capture is nobody's"
     for number, (bound, when) in enumerate(product(bounds, ("verify", "all"))):
         for each in (host, held):
-            each.change(BudgetSettings(**bound, **kind, when=when) if bound else BudgetSettings())
+            votes = VOTES[number % len(VOTES)]
+            each.change(BudgetSettings(**bound, **kind, **votes, when=when) if bound else BudgetSettings())
         for each in STEPS:
             step.check(host, each, number)
         same_counts(held, host)
@@ -192,6 +202,7 @@ def test_a_budget_that_is_off_may_be_switched_on() -> None:
     [
         ({"budget": 4, "ranking": "static"}, "ranking=static"),
         ({"budget": 4, "coverage": "truncation"}, "coverage=truncation"),
+        ({"budget": 4, "coverage": "truncation", "rescue": True}, "coverage=truncation, rescue"),
         ({"mass": 0.9}, "mass_of=selected"),
         ({"budget": 4, "window": 2}, "window.*--enforce-eager"),
     ],

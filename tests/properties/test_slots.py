@@ -421,6 +421,17 @@ def test_policy_observes_what_a_step_selected(pools: list[Pool]) -> None:
     assert seen == [expected], "prompts and padding do not count, and a prompt alone is no news"
 
 
+def test_policy_observes_selections_by_the_votes_of_their_rows(pools: list[Pool]) -> None:
+    pools.append(pool := Pool(4))
+    seen = []
+    pool.residency.policy.observe = lambda counts: seen.append(counts.tolist())
+    decode, verify = RequestRows(0, 1, RowKind.DECODE), RequestRows(3, 5, RowKind.VERIFY, 1, (1.0, 0.25))
+    pool.begin_step(Step((decode, RequestRows(1, 3, RowKind.PREFILL), verify)))
+    pool.observe(0, torch.tensor([[0, 1, 2], [5, 5, 5], [6, 6, 6], [2, 1, 7], [1, 3, 0]]))
+    pool.end_forward()
+    assert seen == [[1.25, 2.25, 2, 0.25, 0, 0, 0, 1] + [NOT_RUN] * 16]
+
+
 def test_steps_are_counted_by_kind(pools: list[Pool]) -> None:
     pools.append(pool := Pool(4))
     for step in (DECODE, Step((RequestRows(0, 4, RowKind.VERIFY, 3),)), DECODE):

@@ -21,7 +21,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers.staging import BUFFERS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.pointers.streams import ThreadStream
 from vllm_spac.execution.pointers.table import AddressTable
-from vllm_spac.knob_types import Slots
+from vllm_spac.knobs.types import Slots
 from vllm_spac.tiers.host import HostStore
 
 PROMPT = "prompt"

@@ -36,7 +36,7 @@ LEVELS = {
     # mechanisms
     "components": 2,
     "config": 2,
-    "knob_types": 2,
+    "knobs": 2,
     "budget": 2,
     "cache": 2,
     "speculation": 2,

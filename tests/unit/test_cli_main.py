@@ -22,7 +22,7 @@ from vllm_spac.cli import stats
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.knob_types import Slots
+from vllm_spac.knobs.types import Slots
 from vllm_spac.system.atomic_write import partial_of
 from vllm_spac.tiers import disk
 

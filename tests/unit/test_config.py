@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from vllm_spac.cache import prefetcher
-from vllm_spac.config import SpacConfig, check_knob, component_knobs, flag
+from vllm_spac.config import SpacConfig, check_knob, component_knobs
 from vllm_spac.errors import ConfigError
-from vllm_spac.knob_types import Slots
+from vllm_spac.knobs.types import Slots, flag
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,17 @@ def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
         ({"balancer": "threshold"}, r"balancer \(--spac-balancer\).*cpu_experts=off; add --spac-cpu-experts auto"),
         ({"cpu_experts": 2, "profile": "x"}, r"profile \(--spac-profile\).*cpu_experts=2; add --spac-cpu-experts auto"),
         ({"cpu_kernel": "torch"}, r"--spac-cpu-kernel\) computes nothing without"),
+        ({"budget_votes": "equal"}, r"budget_votes='equal' \(--spac-budget-votes\).*'uniform' or 'path'"),
+        (
+            {"budget_votes_alpha": 0.25},
+            r"budget_votes_alpha=0.25 \(--spac-budget-votes-alpha\).*add --spac-budget-votes path",
+        ),
+        (
+            {"budget_votes": "path", "budget_votes_alpha": 1.5},
+            r"\(--spac-budget-votes-alpha\): .*less than or equal to 1",
+        ),
+        ({"budget_votes": "path", "budget_votes_alpha": True}, r"\(--spac-budget-votes-alpha\): use a number"),
+        ({"budget_rescue": True}, r"\(--spac-budget-rescue\).*add --spac-budget-coverage truncation"),
         ({1: 2}, "knobs must be named by strings"),
         ("25%", "must be a mapping of knobs"),
         (None, "must be a mapping of knobs"),
@@ -244,6 +255,8 @@ def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
         ("balancer", "threshold"),
         ("budget_mass_of", "scores"),
         ("trace_overwrite", "true"),
+        ("budget_votes_alpha", "0.25"),
+        ("budget_rescue", "true"),
     ],
 )
 def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_only(name: str, text: str) -> None:
@@ -251,6 +264,16 @@ def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_onl
     assert check_knob(name, text) == text
     with pytest.raises(ConfigError, match=flag(name)):
         SpacConfig.parse({name: text})
+
+
+@pytest.mark.parametrize(
+    ("raw", "alpha"),
+    [({}, None), ({"budget_votes": "path"}, 0.5), ({"budget_votes": "path", "budget_votes_alpha": "0"}, 0)],
+)
+def test_votes_of_a_budget(raw: dict, alpha: float | None) -> None:
+    rescue = {"budget_coverage": "truncation", "budget_rescue": "true"}
+    settings = SpacConfig.parse(raw | rescue).budget_settings(8)
+    assert settings.alpha == alpha and settings.rescue and settings.budget == 8
 
 
 @pytest.mark.parametrize("knob", ["policy", "prefetch", "balancer"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -115,7 +116,8 @@ def test_rows_that_the_shortlist_covers_are_the_router_s_own(monkeypatch) -> Non
     got = budget.apply(0, logits, weights, ids, MIXED)
     assert got[0] is weights and got[1] is ids
     assert budget.counters.snapshot() == {
-        "rows": 6, "dropped_weight": 0, "shortlists": 1, "experts": len(ids[4:10].unique()), "dropped_share": 0
+        "rows": 6, "dropped_weight": 0, "shortlists": 1, "experts": len(ids[4:10].unique()), "emptied": 0,
+        "unweighted": 0, "dropped_share": 0,
     }  # fmt: skip
 
 
@@ -123,7 +125,7 @@ def test_rows_that_the_shortlist_covers_are_the_router_s_own(monkeypatch) -> Non
 def test_what_is_counted_later_is_what_was(coverage: str) -> None:
     """Of more layers than are counted at once, by tensors that are overwritten meanwhile."""
     together, times = control(), 150
-    alone = dict.fromkeys(("rows", "dropped_weight", "shortlists", "experts"), 0)
+    alone = dict.fromkeys(("rows", "dropped_weight", "shortlists", "experts", "emptied"), 0)
     together.change(BudgetSettings(budget=3, coverage=coverage))
     for seed in range(times):
         logits, weights, ids = routing(seed)
@@ -239,6 +241,11 @@ def test_resident_experts_are_preferred() -> None:
         ({"budget": 4, "ranking": "best"}, "has no 'best'"),
         ({"budget": {"layer.1": 4}}, "layer.0"),
         ({"budget": 4, "when": "never"}, "verify"),
+        ({"budget": 4, "votes": "equal"}, "'uniform' or 'path'"),
+        ({"budget": 4, "votes_alpha": 0.25}, "no effect on uniform votes; give votes=path"),
+        ({"budget": 4, "votes": "path", "votes_alpha": 1.5}, "votes_alpha: .*less than or equal to 1"),
+        ({"budget": 4, "votes": "path", "votes_alpha": True}, "use a number"),
+        ({"budget": 4, "rescue": True}, "no effect with substitution"),
         ("16", "is a mapping"),
     ],
     ids=str,
@@ -256,3 +263,112 @@ def test_a_routing_function_of_the_models_own_cannot_be_substituted() -> None:
     with pytest.raises(UnsupportedError, match="--spac-budget-coverage truncation"):
         budget.change(BudgetSettings(budget=4))
     budget.change(BudgetSettings(budget=4, coverage="truncation"))
+    with pytest.raises(UnsupportedError, match="drop --spac-budget-rescue"):
+        budget.change(BudgetSettings(budget=4, coverage="truncation", rescue=True))
+
+
+# --- weighted votes ---------------------------------------------------------------------------------------------------
+
+CERTAIN, LIKELY, RARE = 1.0, 0.25, 0.0
+WEIGHED = Step((DECODE, replace(VERIFY, weights=(CERTAIN, LIKELY, LIKELY, RARE)), OTHER))
+VOTES = torch.tensor([1, 0.5, 0.5, 2**-12, 1, 1], dtype=torch.float64)  # of rows 4 to 9, with alpha 0.5
+
+
+@pytest.mark.parametrize("bound", [{"budget": 3}, {"mass": 0.6}, {"mass": 0.6, "mass_of": "scores"}], ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_count_by_the_probability_that_they_are_reached(bound: dict, seed: int) -> None:
+    """To the power of alpha, in the ranking and in both masses; a row that is never reached is still cut."""
+    logits, weights, ids = routing(seed)
+    budget = control()
+    budget.change(BudgetSettings(**bound, votes="path", coverage="truncation"))
+    cut, used = (found[4:10] for found in budget.apply(0, logits, weights, ids, WEIGHED))
+    mass = (logits[4:10].softmax(-1).double() * VOTES[:, None]).sum(0)
+    held = mass
+    if bound.get("mass") and "mass_of" not in bound:
+        held = torch.zeros(EXPERTS).double()
+        held.index_add_(0, ids[4:10].flatten().long(), (weights[4:10].double() * VOTES[:, None]).flatten())
+    order = [i for i in mass.argsort(descending=True).tolist() if held[i] > 0]
+    count, total = 3, 0.0
+    if "mass" in bound:
+        count = 0
+        while total < 0.6 * float(held.sum()):
+            total, count = total + float(held[order[count]]), count + 1
+    kept = torch.isin(ids[4:10], torch.tensor(order[:count]))
+    assert torch.equal(cut, weights[4:10] * kept) and torch.equal(used[kept], ids[4:10][kept])
+    assert budget.counters.snapshot()["rows"] == 6
+
+
+@pytest.mark.parametrize("settings", [{"votes": "path", "votes_alpha": 0.0}, {}], ids=["alpha 0", "uniform"])
+@pytest.mark.parametrize("window", [None, 2])
+def test_votes_that_are_all_the_same_change_nothing(settings: dict, window: int | None) -> None:
+    """To the bit: the ranking is asked as it is without weights."""
+    plain, weighed = control(), control()
+    plain.change(BudgetSettings(budget=3, window=window))
+    weighed.change(BudgetSettings(budget=3, window=window, **settings))
+    unweighted = Step((DECODE, VERIFY, OTHER))
+    for seed in range(20):
+        found, expected = (b.apply(0, *routing(seed), s) for b, s in ((weighed, WEIGHED), (plain, unweighted)))
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert weighed.begin_step(WEIGHED) == unweighted
+
+
+def test_a_window_has_the_votes_of_its_rows() -> None:
+    asked = []
+    budget = control()
+    budget.change(BudgetSettings(budget=2, votes="path", window=3))
+    rank = budget._ranking.rank
+    budget._ranking.rank = lambda probs, votes, *rest: asked.append(votes) or rank(probs, votes, *rest)
+    budget.apply(0, *routing(), WEIGHED)
+    assert [votes if votes is None else votes.tolist() for votes in asked] == [[1, 0.5, 0.5], [2**-12], None]
+
+
+def test_requests_whose_probabilities_are_not_known_are_counted() -> None:
+    budget = control()
+    budget.begin_step(WEIGHED)
+    assert budget.counters.snapshot()["unweighted"] == 0, "votes are uniform"
+    budget.change(BudgetSettings(votes="path"))
+    for _ in range(2):
+        budget.begin_step(WEIGHED)
+    budget.begin_step(Step((PROMPT, DECODE)))
+    assert budget.counters.snapshot()["unweighted"] == 2, "the second verified request, twice"
+    budget.counters.reset()
+    assert budget.counters.snapshot()["unweighted"] == 0
+
+
+def test_votes_are_refused_where_no_probabilities_are_known() -> None:
+    budget = BudgetControl([BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())], unweighted="because; do this")
+    budget.change(BudgetSettings(budget=4))
+    for bound in ({}, {"budget": 4}):
+        with pytest.raises(UnsupportedError, match="--spac-budget-votes.*because; do this, or use uniform votes"):
+            budget.change(BudgetSettings(**bound, votes="path"))
+    assert budget.settings == BudgetSettings(budget=4) and not budget.weighs
+
+
+def test_the_settings_say_how_rows_vote() -> None:
+    said = BudgetSettings(budget=4, votes="path", coverage="truncation", rescue=True).describe()
+    assert said == "lossy (budget 4, router, truncation with rescue, verify rows, path votes ** 0.5)"
+
+
+# --- rescue -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_a_rescued_row_runs_its_best_expert_at_its_natural_weight(renormalize: bool, scale: float) -> None:
+    """Three rows that outvote a fourth, whose two experts are cut."""
+    many, one = [0.0, 0.0, 0.1, 0.1, 0.0, 0.0, 0.3, 0.5], [0.4, 0.3, 0.05, 0.05, 0.02, 0.03, 0.05, 0.1]
+    probs = torch.tensor([many, many, one, many])
+    weights, ids = probs.topk(2)
+    weights = scale * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
+    budget = control(RoutingRule(renormalize=renormalize, scale=scale))
+    given = probs.clamp(min=1e-30).log(), weights, ids.int(), Step((RequestRows(0, 4, RowKind.VERIFY, 3),))
+    budget.change(BudgetSettings(budget=2, coverage="truncation", rescue=True))
+    cut, used = budget.apply(0, *given)
+    natural = scale * (0.1 / 0.7 if renormalize else 0.1)
+    assert used.tolist() == [[7, 6]] * 2 + [[7, 7]] + [[7, 6]] and used.dtype == torch.int32
+    assert torch.equal(cut[[0, 1, 3]], weights[[0, 1, 3]]), "rows that keep some are as without a rescue"
+    torch.testing.assert_close(cut[2], torch.tensor([natural, 0.0]))
+    assert budget.counters.snapshot()["emptied"] == 1
+    budget.change(BudgetSettings(budget=2, coverage="truncation"))
+    assert budget.apply(0, *given)[0][2].tolist() == [0, 0], "the paper's: nothing is routed"
+    assert budget.counters.snapshot()["emptied"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def test_points_are_all_combinations_that_the_model_can_run() -> None:
     assert skipped == ["substitution with B=2: every token gets 4 experts"]
 
 
+def test_points_are_repeated_with_weighted_votes() -> None:
+    found, _ = quality.points(["router"], ["truncation"], [8], [0.9], FACTS, alphas=[0.25, 1.0])
+    plain, _ = quality.points(["router"], ["truncation"], [8], [0.9], FACTS)
+    assert found == [replace(point, votes_alpha=alpha) for alpha in (None, 0.25, 1.0) for point in plain]
+    with pytest.raises(ConfigError, match="--alphas: 1.5: use numbers from 0"):
+        quality.points(["router"], ["truncation"], [8], [], FACTS, alphas=[0.5, 1.5])
+
+
 def test_a_model_that_routes_by_itself_is_only_truncated() -> None:
     found, skipped = quality.points(["router"], list(quality.COVERAGES), [8], [], FACTS | {"custom": True})
     assert [point.coverage for point in found] == ["truncation"] and "function of its own" in skipped[0]
@@ -64,6 +73,10 @@ def test_settings_are_those_of_the_control() -> None:
     [point], _ = quality.points(["router"], ["truncation"], [], [0.9], FACTS, "scores")
     settings = BudgetSettings.parse(point.settings("all", 9))
     assert (settings.budget, settings.mass, settings.mass_of) == (None, 0.9, "scores")
+    assert settings.alpha is None
+    point = Point("router", "truncation", budget=8, votes_alpha=0.25)
+    assert BudgetSettings.parse(point.settings("all", 9)).alpha == 0.25
+    assert point.label == "B=8, P^0.25" and report.point_of({"mass": None} | asdict(point)) == point
 
 
 def test_results_say_which_mass_and_old_ones_meant_the_scores() -> None:
@@ -85,6 +98,7 @@ def test_rankings_by_default_are_those_that_can_be_had() -> None:
         (("--budgets", "8,x"), "--budgets: invalid literal"),
         (("--mass", "most"), "--mass: could not convert"),
         (("--mass", "0.9", "--mass-of", "softmax"), "selected or scores"),
+        (("--budgets", "8", "--alphas", "half"), "--alphas: could not convert"),
         (("--budgets", "8", "--rankings", "best"), "there is no 'best'"),
         (("--budgets", "8", "--rankings", "router,router"), "names something twice"),
         (("--budgets", "8", "--rankings", "static"), "static needs --calibration FILE"),
@@ -191,6 +205,7 @@ def test_resident_that_ranks_like_router_is_said(results: dict) -> None:
 
 
 def test_pictures(results: dict, tmp_path: Path) -> None:
+    results["points"] += [point | {"votes_alpha": 0.5} for point in results["points"]]
     figures.pareto(results, tmp_path / "pareto.png")
     figures.figures(results, tmp_path / "figures.png")
     results |= {"generation": [], "reconstruction": None}

@@ -127,6 +127,33 @@ def test_nothing_looks_into_a_graph_that_is_there() -> None:
     worker.spac_budget({})  # exact is what a graph is
 
 
+def test_executions_hear_the_votes_and_the_budget_the_probabilities() -> None:
+    heard: list[Step] = []
+    pool = SimpleNamespace(begin_step=heard.append, end_forward=lambda: None, close=lambda: None, counts_votes=True)
+    run = Runtime([pool], BudgetControl([BudgetedLayer("layer", 4, 2, RoutingRule())]))
+    step = Step((RequestRows(0, 2, RowKind.VERIFY, 1, (1.0, 0.25)),))
+    for settings in ({}, {"votes": "path"}, {"votes": "path", "votes_alpha": 1.0}):
+        run.change_budget(BudgetSettings(**settings))
+        run.begin_step(step)
+    assert [each.requests[0].weights for each in heard] == [None, (1.0, 0.5), (1.0, 0.25)]
+    assert run.budget.counters.snapshot()["unweighted"] == 0
+
+
+@pytest.mark.parametrize(("predictor", "refused"), [("utility", True), (None, False)])
+def test_votes_that_a_policy_would_not_count_are_refused(predictor: str | None, refused: bool) -> None:
+    policy = SimpleNamespace(predictor=predictor)
+    residency = SimpleNamespace(policy=policy)
+    pool = SimpleNamespace(counts_votes=False, residency=residency, close=lambda: None)
+    run = Runtime([pool], BudgetControl([]))
+    run.change_budget(BudgetSettings())
+    if refused:
+        with pytest.raises(UnsupportedError, match="--spac-budget-votes.*--spac-execution slots"):
+            run.change_budget(BudgetSettings(votes="path"))
+    else:
+        run.change_budget(BudgetSettings(votes="path"))
+    assert run.budget.weighs is not refused
+
+
 def test_batches_that_warm_up_are_nobodys() -> None:
     calls: list[str] = []
     trace = SimpleNamespace(

@@ -12,7 +12,7 @@ from vllm_spac.budget.control import BudgetControl, BudgetedLayer
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.errors import SpacError
 from vllm_spac.evaluation.reconstruction import combined
-from vllm_spac.integration.evaluation.actions import Calibrating, Evaluation
+from vllm_spac.integration.evaluation.actions import Calibrating, Evaluation, WindowWeights
 from vllm_spac.integration.evaluation.routing_study import Study, fits
 from vllm_spac.integration.evaluation.scoring import Scoring
 
@@ -64,6 +64,27 @@ def test_each_text_is_compared_with_itself(chunk: int) -> None:
     assert found["agreement"] == pytest.approx(sum((i + 1) % 11 == i % 3 for i in rows) / len(rows))
     assert found["kl"] > 1 and found["perplexity_change"] > 1
     assert not model._forward_hooks, "nothing is kept when nobody asks"
+
+
+def test_chances_are_the_reference_s_of_the_tokens_that_follow() -> None:
+    model = Parrot()
+    scoring, texts = Scoring(model), [[i % 11 for i in range(140)], [5, 6, 9]]
+    read(model, scoring, texts)
+    right, wrong = torch.tensor([10.0] + [0.0] * 10).softmax(0)[:2].tolist()
+    model.wrong = 1.5
+    scoring.begin(reference=False)
+    for ids, expected in zip(texts, ([right] * 139, [right, wrong]), strict=True):
+        assert scoring.chances(ids) == pytest.approx(expected)
+        model(torch.tensor(ids))
+        scoring.end_text(ids)
+    scoring.end()
+
+
+def test_rows_of_a_window_are_reached_by_all_before_them() -> None:
+    weights = WindowWeights([0.5, 0.25, 0.1, 0.2, 0.4, 0.3], 3)
+    assert weights.weights("text", (), 7) == pytest.approx((1, 0.5, 0.125, 1, 0.2, 0.08, 1))
+    with pytest.raises(AssertionError, match="one forward"):
+        weights.weights("text", (), 5)
 
 
 def test_rows_that_are_missing_are_noticed() -> None:
@@ -180,6 +201,6 @@ def test_calibrating_records_scores_and_not_logits() -> None:
 
 @pytest.mark.parametrize("action", ["call", "_keep", "__init__", "nothing", "_model"])
 def test_only_actions_can_be_called(action: str) -> None:
-    experts = SimpleNamespace(runtime=SimpleNamespace(budget=None))
+    experts = SimpleNamespace(runtime=SimpleNamespace(budget=None), drafted=None)
     with pytest.raises(SpacError, match="no evaluation"):
         Evaluation(experts, Parrot()).call(action)

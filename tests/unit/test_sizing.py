@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_spac.cache.sizing import check_per_layer, resolve
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
-from vllm_spac.knob_types import Slots
+from vllm_spac.knobs.types import Slots
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 MIB = 2**20

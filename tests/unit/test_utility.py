@@ -56,12 +56,13 @@ def update(estimator: UtilityEstimator, counts: np.ndarray) -> np.ndarray:
     return estimator.scores
 
 
+observed = st.integers(-1, 12) | st.integers(0, 3 * 4096).map(lambda votes: votes / 4096)  # rows, or their votes
 variants = st.sampled_from(["paper", "literal", "released"])
 
 
 @given(
     counts=st.integers(1, 5).flatmap(
-        lambda n: st.lists(st.lists(st.integers(-1, 12), min_size=n, max_size=n), min_size=1, max_size=30)
+        lambda n: st.lists(st.lists(observed, min_size=n, max_size=n), min_size=1, max_size=30)
     ),
     gamma=st.integers(0, 12),
     upper=st.integers(1, 8),
@@ -184,7 +185,7 @@ def test_refuses(knobs):
         UtilityEstimator(**knobs)
 
 
-@pytest.mark.parametrize("counts", [[1], [1, 2, 3], [0.5, 1.0], [-2, 0]])
+@pytest.mark.parametrize("counts", [[1], [1, 2, 3], [-0.5, 1.0], [float("nan"), 0], [-2, 0]])
 def test_malformed_counts(counts):
     with pytest.raises(AssertionError):
         update(UtilityEstimator(2), np.array(counts))

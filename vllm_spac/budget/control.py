@@ -13,13 +13,14 @@ from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.counters import BudgetCounters
 from vllm_spac.budget.coverage import kept, members
 from vllm_spac.budget.limits import check_mass, validate
-from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass
+from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass, weighted
 from vllm_spac.budget.replay import Kernels, Launches, ReplayBuffers
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.budget.settings import BudgetSettings
+from vllm_spac.budget.votes import Group, groups, unknown, voted
 from vllm_spac.core import Step
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.kernels.reference.cover import substituted, truncated, where, within_groups
+from vllm_spac.kernels.reference.cover import rescued, substituted, truncated, where, within_groups
 from vllm_spac.kernels.reference.shortlist import behind_empty, first_members, mass_count
 
 
@@ -54,6 +55,7 @@ class BudgetControl:
         calibration: for the rankings that need one.
         offline: allow rankings that run all experts.
         device: device of the routers' scores.
+        unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class BudgetControl:
         calibration: Calibration | None = None,
         offline: bool = False,
         device: torch.device | str = "cpu",
+        unweighted: str | None = None,
     ) -> None:
         self.layers = list(layers)
         self.counters = BudgetCounters()
@@ -69,8 +72,9 @@ class BudgetControl:
         self._calibration = calibration
         self._offline = offline
         self._device = device
+        self._unweighted = unweighted
         self._ranking: Ranking | None = None
-        self._parts: tuple[Step | None, list[slice | Tensor]] = (None, [])
+        self._parts: tuple[Step | None, list[Group]] = (None, [])
         self._mass = torch.ones((), dtype=torch.float64, device=device)
         self._graphs: tuple[ReplayBuffers, Kernels] | None = None  # what CUDA graphs read and launch
         self._compiled: set[int] = set()  # layers
@@ -79,6 +83,11 @@ class BudgetControl:
     @property
     def active(self) -> bool:
         return self.settings.active
+
+    @property
+    def weighs(self) -> bool:
+        """Whether rows count by the probability that they are reached, also while no budget is in force."""
+        return self.settings.alpha is not None
 
     @property
     def captured(self) -> bool:
@@ -90,9 +99,13 @@ class BudgetControl:
 
         Raises:
             ConfigError: the budget does not fit a layer, or the ranking cannot serve or lacks its calibration.
-            UnsupportedError: substitution for a model with its own routing function, or the captured CUDA graphs hold
-                another kind of budget.
+            UnsupportedError: substitution or a rescue for a model with its own routing function, weighted votes where
+                no probabilities are known, or the captured CUDA graphs hold another kind of budget.
         """
+        if settings.votes == "path" and self._unweighted is not None:
+            raise UnsupportedError(
+                f"spac: votes=path (--spac-budget-votes) cannot work here: {self._unweighted}, or use uniform votes"
+            )
         ranking = None
         if settings.active:
             ranking = self._ranking_of(settings)
@@ -130,9 +143,9 @@ class BudgetControl:
             outputs: float [rows, N, d] for the oracle.
         """
         natural = weights
-        for rows in self._rows(step):
+        for rows, votes in self._groups(step):
             part = weights[rows], ids[rows]
-            covered = self._cut(index, logits[rows], *part, outputs if outputs is None else outputs[rows])
+            covered = self._cut(index, logits[rows], *part, outputs if outputs is None else outputs[rows], votes)
             if covered is None:
                 continue
             if len(part[0]) == len(weights):
@@ -150,10 +163,21 @@ class BudgetControl:
         self.counters.count_on(self._device)
         self.change(self.settings)
 
-    def begin_step(self, step: Step) -> None:
-        """Writes which rows vote; called before a forward of real requests, which may be a replay."""
+    def begin_step(self, step: Step) -> Step:
+        """Begins a forward of real requests, which may be a replay: writes the votes that it reads.
+
+        Args:
+            step: with the probabilities that rows are reached, where they are known.
+
+        Returns:
+            ``step`` with the rows' votes in their place, see ``budget.votes``.
+        """
+        if self.weighs:
+            self.counters.unweighted += unknown(step)
+        votes = voted(step, self.settings.alpha)
         if self._graphs is not None and self.captured and self.active:
-            self._graphs[0].begin_step(step, self.settings.kinds)
+            self._graphs[0].begin_step(votes, self.settings.kinds)
+        return votes
 
     def end_step(self) -> None:
         """Ends a step; in replays until the next step no row votes."""
@@ -164,7 +188,8 @@ class BudgetControl:
         """``apply`` as launches that a CUDA graph can hold: fixed shapes, no read and no decision on the host.
 
         Sums over rows have a term of 0 for each row that does not vote, so the order of additions may differ. They are
-        float64 sums of float32, exact where the terms are within a factor of 2**29 / rows. When a GPU kernel sums the
+        float64 sums of float32, exact where the terms are within a factor of 2**29 / rows; with weighted votes, of
+        2**17 / rows. When a GPU kernel sums the
         weights to renormalise a row, its order of additions differs as well.
 
         Returns:
@@ -193,15 +218,19 @@ class BudgetControl:
         self, buffers: ReplayBuffers, kernels: Kernels, index: int, logits: Tensor, weights: Tensor, ids: Tensor
     ) -> tuple[Tensor, Tensor]:
         layer, votes = self.layers[index], buffers.votes[: len(ids)]
-        silent = ~votes[:, None]
+        silent, counts = (votes == 0)[:, None], votes[:, None]
         probs = layer.rule.probs(logits).masked_fill_(silent, 0)
-        scores = self._used_ranking.scores(probs, self._context(index))
+        weighted = probs * counts
+        scores = self._used_ranking.scores(weighted, self._context(index))
         if self.settings.mass is None:
             inside, best = kernels.shortlist(scores, buffers.bounds[index])
         else:
             selected, least = self.settings.mass_of == "selected", self._least(layer)
-            given = (weights.masked_fill(silent, 0), ids.masked_fill(silent, 0)) if selected else (weights, ids)
-            held = self._held(probs, *given)
+            if selected:
+                given = weights.masked_fill(silent, 0) * counts, ids.masked_fill(silent, 0)
+                held = selected_mass(*given, layer.experts)
+            else:
+                held = router_mass(weighted)
             inside, best = kernels.shortlist(scores, None, held, self._mass, least, empty_last=selected)
         natural = weights.float().contiguous(), ids.contiguous()
         rule, substitute = layer.rule, self.settings.coverage == "substitution"
@@ -211,6 +240,7 @@ class BudgetControl:
             "scale": rule.scale,
             "groups": rule.groups,
             "top_groups": rule.top_groups,
+            "rescue": self.settings.rescue,
         }
         covered = kernels.cover(probs, *natural, votes, inside, best, substitute, **options)
         kernels.tally(self.counters.on_device, votes, natural, inside, covered)
@@ -221,7 +251,9 @@ class BudgetControl:
         assert self._ranking is not None, "no budget is in force, nor held in graphs"
         return self._ranking
 
-    def _cut(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, outputs: Tensor | None):
+    def _cut(
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, outputs: Tensor | None, votes: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         """(weights, ids) of rows that vote together, within their shortlist; None if they already are."""
         layer = self.layers[index]
         bound = self._bound(layer)
@@ -229,7 +261,7 @@ class BudgetControl:
             self.counters.add(weights, torch.ones_like(ids, dtype=torch.bool), weights, ids)
             return None
         probs = layer.rule.probs(logits)
-        inside, best = self._shortlist(index, probs, weights, ids, bound or layer.experts, outputs)
+        inside, best = self._shortlist(index, probs, weights, ids, bound or layer.experts, outputs, votes)
         held = kept(inside, ids)
         if not ids.is_cuda and bool(held.all()):  # nothing to do; on a GPU, finding out would need a synchronisation
             self.counters.add(weights, held, weights, ids)
@@ -238,23 +270,22 @@ class BudgetControl:
         self.counters.add(weights, held, *covered)
         return covered
 
-    def _rows(self, step: Step) -> list[slice | Tensor]:
-        """Groups of rows that vote together (a slice, or row numbers), computed once per step."""
+    def _groups(self, step: Step) -> list[Group]:
+        """Rows that vote together, computed once per step."""
         if self._parts[0] is not step:
-            window = self.settings.window
-            asked = [r for r in step.requests if r.kind in self.settings.kinds]
-            if window is not None:
-                starts = [(start, r.stop) for r in asked for start in range(r.start, r.stop, window)]
-                parts: list[slice | Tensor] = [slice(start, min(start + window, stop)) for start, stop in starts]
-            elif asked and asked[-1].stop - asked[0].start == sum(r.stop - r.start for r in asked):
-                parts = [slice(asked[0].start, asked[-1].stop)]
-            else:
-                parts = [torch.cat([torch.arange(r.start, r.stop) for r in asked])] if asked else []
-            self._parts = step, parts
+            votes = voted(step, self.settings.alpha)
+            self._parts = step, groups(votes, self.settings.kinds, self.settings.window, self._device)
         return self._parts[1]
 
     def _shortlist(
-        self, index: int, probs: Tensor, weights: Tensor, ids: Tensor, bound: int, outputs: Tensor | None
+        self,
+        index: int,
+        probs: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        bound: int,
+        outputs: Tensor | None,
+        votes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The shortlist of rows that all vote: (bool [N], its members; int64 [], the best of them).
 
@@ -265,10 +296,10 @@ class BudgetControl:
         if self._used_ranking.needs_mixing:
             mixing = torch.zeros_like(probs).scatter(1, ids.long(), weights.float())
         context = self._context(index, mixing=mixing, outputs=outputs)
-        order = self._used_ranking.rank(probs, None, bound, context)
+        order = self._used_ranking.rank(probs, votes, bound, context)
         if settings.mass is None:
             return members(order, layer.experts), order[0]
-        held = self._held(probs, weights, ids)
+        held = self._held(probs, weights, ids, votes)
         if settings.mass_of == "selected":
             order = behind_empty(order, held)
         return first_members(order, mass_count(order, held, self._mass, self._least(layer))), order[0]
@@ -277,11 +308,11 @@ class BudgetControl:
         resident = self.layers[index].resident if self._used_ranking.needs_resident else None
         return LayerContext(layer=index, resident=None if resident is None else resident(), **known)
 
-    def _held(self, probs: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def _held(self, probs: Tensor, weights: Tensor, ids: Tensor, votes: Tensor | None) -> Tensor:
         """float64 [N]: each expert's part of the mass that the budget keeps a share of."""
         if self.settings.mass_of == "scores":
-            return router_mass(probs)
-        return selected_mass(weights, ids, probs.shape[1])
+            return router_mass(probs, votes)
+        return selected_mass(weights if votes is None else weighted(weights, votes), ids, probs.shape[1])
 
     def _least(self, layer: BudgetedLayer) -> int:
         """The smallest shortlist that the layer can run with."""
@@ -304,13 +335,17 @@ class BudgetControl:
             held: bool [rows, k], which of the natural ids are members.
         """
         weights, ids = natural
+        rule, open_to, rescue, needed = layer.rule, inside, self.settings.rescue, layer.top_k
         if self.settings.coverage == "truncation":
-            return truncated(probs, weights, ids, held, best)
-        rule, open_to = layer.rule, inside
+            covered, needed = truncated(probs, weights, ids, held, best), 1
+            if not rescue:
+                return covered
         chosen_by = probs if rule.bias is None else probs + rule.bias
         if rule.groups is not None and rule.top_groups is not None:
             summed = 1 if rule.bias is None else 2
-            open_to = within_groups(inside, chosen_by, layer.top_k, rule.groups, rule.top_groups, summed)
+            open_to = within_groups(inside, chosen_by, needed, rule.groups, rule.top_groups, summed)
+        if rescue:
+            return rescued(probs, chosen_by, open_to, ids, held, covered, rule.renormalize, rule.scale)
         covered = substituted(probs, chosen_by, open_to, layer.top_k, rule.renormalize, rule.scale)
         return where(held.all(1), natural, covered)
 
@@ -330,6 +365,11 @@ def _check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
         raise UnsupportedError(
             f"spac: {layer.name} routes by a function of its own, which substitution cannot repeat; "
             "use --spac-budget-coverage truncation"
+        )
+    if settings.rescue and layer.rule.custom:
+        raise UnsupportedError(
+            f"spac: {layer.name} routes by a function of its own, which gives no weight to an expert that it did not "
+            "choose; drop --spac-budget-rescue"
         )
     if isinstance(settings.budget, dict) and layer.name not in settings.budget:
         raise ConfigError(f"spac: the budget names no experts for {layer.name}; name every MoE layer")

@@ -16,11 +16,14 @@ class BudgetCounters:
     graphs count in device memory, which ``snapshot`` reads.
 
     Attributes:
-        on_device: float64 [4], counts of the graphs, in the order of ``snapshot``; None until ``count_on``.
+        on_device: float64 [5], counts of the graphs, in the order of ``snapshot``; None until ``count_on``.
+        unweighted: verified requests that voted as if every row were reached, though votes are weighted: the draft's
+            probabilities were not known. Counted once per step.
     """
 
     def __init__(self) -> None:
         self.on_device: Tensor | None = None
+        self.unweighted = 0
         self._counted = _none()
         self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
@@ -42,7 +45,7 @@ class BudgetCounters:
 
     def reset(self) -> None:
         """Sets all counters to zero."""
-        self._counted, self._pending = _none(), []
+        self._counted, self._pending, self.unweighted = _none(), [], 0
         if self.on_device is not None:
             self.on_device.zero_()
 
@@ -53,13 +56,16 @@ class BudgetCounters:
             ``rows``: rows under the budget, counted once per layer. ``dropped_weight``: sum over these rows of the
             share of the row's routing weights that belongs to experts outside the shortlist. ``shortlists``: number of
             shortlists, one per layer and forward. ``experts``: sum over shortlists of the distinct experts that their
-            rows used. ``dropped_share``: ``dropped_weight`` per row.
+            rows used. ``emptied``: rows none of whose experts was in the shortlist; truncation leaves such a row
+            without routed experts, or with one if it rescues. ``unweighted``: see the class. ``dropped_share``:
+            ``dropped_weight`` per row.
         """
         self._count()
         found = self._counted
         if self.on_device is not None:
             told = self.on_device.tolist()  # waits for the steps that were launched
             found = {name: type(found[name])(found[name] + more) for name, more in zip(found, told, strict=True)}
+        found = {**found, "unweighted": self.unweighted}
         return {**found, "dropped_share": found["dropped_weight"] / found["rows"] if found["rows"] else 0.0}
 
     def _count(self) -> None:
@@ -77,7 +83,8 @@ class BudgetCounters:
         counted["dropped_weight"] += float(lost.sum(dtype=torch.float64))
         counted["shortlists"] += len(pending)
         counted["experts"] += int(seen.sum())
+        counted["emptied"] += int((~kept.any(1)).sum())
 
 
 def _none() -> dict:
-    return {"rows": 0, "dropped_weight": 0.0, "shortlists": 0, "experts": 0}
+    return {"rows": 0, "dropped_weight": 0.0, "shortlists": 0, "experts": 0, "emptied": 0}

@@ -40,21 +40,24 @@ class Launches:
     """The part of a budget that is fixed when a graph is captured; the rest is read from memory by each replay.
 
     Attributes:
-        ranking, coverage: as in ``BudgetSettings``.
+        ranking, coverage, rescue: as in ``BudgetSettings``.
         mass_of: as in ``BudgetSettings`` for a budget by mass; None for one by number of experts.
     """
 
     ranking: str
     coverage: str
     mass_of: str | None
+    rescue: bool = False
 
     @classmethod
     def of(cls, settings: BudgetSettings) -> Launches:
-        return cls(settings.ranking, settings.coverage, None if settings.mass is None else settings.mass_of)
+        mass_of = None if settings.mass is None else settings.mass_of
+        return cls(settings.ranking, settings.coverage, mass_of, settings.rescue)
 
     def describe(self) -> str:
         bound = "budget" if self.mass_of is None else f"mass, mass_of={self.mass_of}"
-        return f"{bound}, ranking={self.ranking}, coverage={self.coverage}"
+        rescue = ", rescue" if self.rescue else ""
+        return f"{bound}, ranking={self.ranking}, coverage={self.coverage}{rescue}"
 
     def check_settings(self, settings: BudgetSettings) -> None:
         """Raises ``UnsupportedError`` if ``settings`` need other launches than these."""
@@ -82,12 +85,12 @@ class ReplayBuffers:
         layers: MoE layers of the model.
 
     Attributes:
-        votes: bool [rows], rows that vote and are cut in the current step.
+        votes: float64 [rows], how much each row counts in the current step; rows above 0 are cut.
         bounds: int64 [layers], experts that each layer may use.
     """
 
     def __init__(self, rows: int, layers: int, device: torch.device | str) -> None:
-        self.votes = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.votes = torch.zeros(rows, dtype=torch.float64, device=device)
         self.bounds = torch.zeros(layers, dtype=torch.int64, device=device)
         self._silent = True
 
@@ -96,15 +99,16 @@ class ReplayBuffers:
         self.bounds.copy_(torch.tensor(experts))
 
     def begin_step(self, step: Step, kinds: Sequence[RowKind]) -> None:
-        """Marks the rows of these kinds as voting; at most one copy."""
-        voting = [slice(request.start, request.stop) for request in step.requests if request.kind in kinds]
+        """Writes the votes of the rows of these kinds, which are the weights of ``step``; at most one copy."""
+        voting = [request for request in step.requests if request.kind in kinds]
         if not voting:
             self.end_step()
             return
-        said = torch.zeros(len(self.votes), dtype=torch.bool, pin_memory=self.votes.is_cuda)
-        for rows in voting:
-            said[rows] = True
-        self.votes.copy_(said, non_blocking=True)
+        votes = torch.zeros(len(self.votes), dtype=torch.float64, pin_memory=self.votes.is_cuda)
+        for request in voting:
+            rows = votes[request.start : request.stop]
+            rows.copy_(torch.tensor(request.weights or [1.0] * len(rows), dtype=torch.float64))
+        self.votes.copy_(votes, non_blocking=True)
         self._silent = False
 
     def end_step(self) -> None:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from vllm_spac.core import RowKind
 from vllm_spac.errors import ConfigError
+from vllm_spac.knobs.types import ALPHA
 from vllm_spac.system.printable import brief, shortened
 
 _KINDS = {
@@ -41,7 +42,12 @@ class BudgetSettings(BaseModel):
             no row selected are ranked last. ``scores``: the routers' scores of all experts (MoE-Spec's s_i).
         ranking: name of a ranking in ``vllm_spac.budget.rankings``.
         coverage: how a row is routed without an expert that is outside the shortlist.
+        rescue: with truncation, a row whose experts are all outside gets the best expert of the shortlist, at that
+            expert's natural weight.
         when: which rows vote and are cut.
+        votes: how much each of these rows counts. ``uniform``: all the same; ``path``: P ** votes_alpha, where P is the
+            probability that the row is reached (``budget.votes``).
+        votes_alpha: from 0, which equals ``uniform``, to 1.
         window: number of consecutive rows of a request that are ranked at a time, as if they were one verify step. For
             evaluation.
     """
@@ -53,7 +59,10 @@ class BudgetSettings(BaseModel):
     mass_of: Literal["selected", "scores"] = "selected"
     ranking: str = "router"
     coverage: Literal["substitution", "truncation"] = "substitution"
+    rescue: bool = False
     when: Literal["verify", "decode", "all"] = "verify"
+    votes: Literal["uniform", "path"] = "uniform"
+    votes_alpha: Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)] = ALPHA
     window: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(_number)] | None = None
 
     @model_validator(mode="after")
@@ -62,6 +71,10 @@ class BudgetSettings(BaseModel):
             raise ValueError("budget and budget_mass bound the same thing; use one of them")
         if self.mass is None and self.mass_of != "selected":
             raise ValueError(f"mass_of={self.mass_of} has no effect without a share; give mass as well")
+        if self.votes == "uniform" and self.votes_alpha != ALPHA:
+            raise ValueError(f"votes_alpha={self.votes_alpha} has no effect on uniform votes; give votes=path as well")
+        if self.rescue and self.coverage != "truncation":
+            raise ValueError("rescue has no effect with substitution, which gives every row experts; use truncation")
         return self
 
     @classmethod
@@ -87,6 +100,11 @@ class BudgetSettings(BaseModel):
         return _KINDS[self.when]
 
     @property
+    def alpha(self) -> float | None:
+        """Exponent of the rows' votes; None for uniform ones."""
+        return self.votes_alpha if self.votes == "path" else None
+
+    @property
     def active(self) -> bool:
         return self.budget is not None or self.mass is not None
 
@@ -97,4 +115,6 @@ class BudgetSettings(BaseModel):
         bound = "by layer" if isinstance(self.budget, dict) else self.budget
         if self.mass is not None:
             bound = f"{self.mass:g} of the mass {self.mass_of}"
-        return f"lossy (budget {bound}, {self.ranking}, {self.coverage}, {self.when} rows)"
+        rescue = " with rescue" if self.rescue else ""
+        votes = "" if self.alpha is None else f", path votes ** {self.alpha:g}"
+        return f"lossy (budget {bound}, {self.ranking}, {self.coverage}{rescue}, {self.when} rows{votes})"

@@ -11,7 +11,7 @@ from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:  # the command line parses sizes, and starts without torch
     from vllm_spac.core import MoEShape
-    from vllm_spac.knob_types import Slots
+    from vllm_spac.knobs.types import Slots
     from vllm_spac.traces.format import TraceFacts
 
 
@@ -105,7 +105,7 @@ def slot_counts(text: str, facts: TraceFacts) -> list[int]:
     Raises:
         ConfigError: a value is malformed, or is ``auto``.
     """
-    from vllm_spac.knob_types import Slots
+    from vllm_spac.knobs.types import Slots
 
     found = []
     for item in parse_list(text):

@@ -53,7 +53,8 @@ def document() -> str:
 
 def rows() -> list[tuple[str, str, str, str, str]]:
     """(knob, flag, values, default, description) of each knob, in the order of the configuration."""
-    from vllm_spac.config import SpacConfig, component_knobs, flag  # imports torch, which takes seconds
+    from vllm_spac.config import SpacConfig, component_knobs  # imports torch, which takes seconds
+    from vllm_spac.knobs.types import flag
 
     found, components = [], component_knobs()
     for name, field in SpacConfig.model_fields.items():

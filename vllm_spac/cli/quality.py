@@ -33,6 +33,12 @@ vllm-spac quality ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 
 [dim]Results are written point by point: the same command runs what is missing, other budgets are added.[/]
 """
 
+ALPHAS = (
+    "Also weigh votes, by these powers, separated by commas: a row counts P^alpha, with P the product of the "
+    "probabilities that the model without a budget gives the tokens of its window up to this row, as a perfectly "
+    "calibrated draft would."
+)
+
 
 def quality(
     model: Model,
@@ -40,6 +46,7 @@ def quality(
     budgets: Annotated[str, typer.Option(help="Experts per layer (B), separated by commas.")] = "",
     mass: Annotated[str, typer.Option(help="Shares of the mass to keep, separated by commas.")] = "",
     mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
+    alphas: Annotated[str, typer.Option(help=ALPHAS)] = "",
     rankings: Annotated[
         str | None, typer.Option(help="router, static, coactivation, resident, oracle.", show_default="all")
     ] = None,
@@ -74,6 +81,7 @@ def quality(
         "budgets": sweeps.bounds(budgets, "--budgets", int),
         "masses": sweeps.bounds(mass, "--mass", float),
         "mass_of": mass_of,
+        "alphas": sweeps.bounds(alphas, "--alphas", float),
     }
     if not asked["budgets"] and not asked["masses"]:
         raise ConfigError("nothing to evaluate; name budgets (--budgets 8,16,32) or masses (--mass 0.9,0.98)")

@@ -21,9 +21,9 @@ def pareto(results: dict, path: Path) -> None:
     speeds = {_name(item): item for item in results["generation"] if item.get("ranking")}
     figure, axes = _figure(1, 3 if speeds else 2, results["title"])
     natural, unit = results["natural"]["distinct"], results["step_bytes_per_expert"] / 2**20
-    for (ranking, coverage), items in _groups(results["points"]):
-        style, moved = _style(ranking, coverage), [unit * item["distinct"] for item in items]
-        label = f"{ranking}, {coverage}"
+    for (ranking, coverage, alpha), items in _groups(results["points"]):
+        style, moved = _style(ranking, coverage, alpha), [unit * item["distinct"] for item in items]
+        label = f"{ranking}, {coverage}" if alpha is None else None
         axes[0].plot(moved, [100 * item["agreement"] for item in items], label=label, **style)
         axes[1].plot(moved, [100 * item["perplexity_change"] for item in items], **style)
         both = [(speeds[_name(item)]["tokens_per_second"], item) for item in items if _name(item) in speeds]
@@ -69,7 +69,7 @@ def figures(results: dict, path: Path) -> None:
         axis.set_xticks(sizes, map(str, sizes))
         axis.minorticks_off()
     _ablations(results, axes[3], axes[4])
-    for (ranking, coverage), items in _groups((results["reconstruction"] or {}).get("points", ())):
+    for (ranking, coverage, _), items in _groups((results["reconstruction"] or {}).get("points", ())):
         if coverage == "truncation":
             style = _style(ranking, coverage) | {"linestyle": "-", "marker": "."}
             axes[5].plot([i["budget"] for i in items], [100 * i["error"] for i in items], label=ranking, **style)
@@ -84,7 +84,8 @@ def _ablations(results: dict, rankings: Any, coverages: Any) -> None:
     """Draws figures 5a and 5b, with perplexity instead of the paper's tasks; the oracle is offline only."""
     best = results["reference"]["perplexity"]
     shown = "substitution" if any(p["coverage"] == "substitution" for p in results["points"]) else "truncation"
-    for (ranking, coverage), items in _groups([p for p in results["points"] if p["budget"] is not None]):
+    uniform = [p for p in results["points"] if p["budget"] is not None and p.get("votes_alpha") is None]
+    for (ranking, coverage, _), items in _groups(uniform):
         kept = [100 * best / item["perplexity"] for item in items]
         style, over = _style(ranking, coverage), [item["budget"] for item in items]
         if coverage == shown:
@@ -95,20 +96,23 @@ def _ablations(results: dict, rankings: Any, coverages: Any) -> None:
     coverages.set(title="5b: coverages (router)", xlabel="budget", ylabel="exact / budgeted perplexity, %")
 
 
-def _groups(points: Sequence[dict]) -> Iterator[tuple[tuple[str, str], list[dict]]]:
-    """Groups points by ranking and coverage, each group sorted by distinct experts."""
-    for pair in dict.fromkeys((point["ranking"], point["coverage"]) for point in points):
-        mine = [point for point in points if (point["ranking"], point["coverage"]) == pair]
-        yield pair, sorted(mine, key=lambda point: point.get("distinct") or point["budget"])
+def _groups(points: Sequence[dict]) -> Iterator[tuple[tuple[str, str, float | None], list[dict]]]:
+    """Groups points by ranking, coverage and ``votes_alpha``, each group sorted by distinct experts."""
+    kinds = [(point["ranking"], point["coverage"], point.get("votes_alpha")) for point in points]
+    for kind in dict.fromkeys(kinds):
+        mine = [point for point, its in zip(points, kinds, strict=True) if its == kind]
+        yield kind, sorted(mine, key=lambda point: point.get("distinct") or point["budget"])
 
 
 def _name(item: dict) -> tuple:
-    return tuple(item.get(key) for key in ("ranking", "coverage", "budget", "mass", "mass_of"))
+    return tuple(item.get(key) for key in ("ranking", "coverage", "budget", "mass", "mass_of", "votes_alpha"))
 
 
-def _style(ranking: str, coverage: str) -> dict:
+def _style(ranking: str, coverage: str, alpha: float | None = None) -> dict:
+    """Points of weighted votes are marked by their ``alpha``."""
     color = _COLORS.get(ranking, _OTHER)
-    return {"color": color, "marker": _MARKS[coverage], "linestyle": _LINES[coverage], "linewidth": 1, "markersize": 4}
+    mark, size = (_MARKS[coverage], 4) if alpha is None else (f"${alpha:g}$", 9)
+    return {"color": color, "marker": mark, "linestyle": _LINES[coverage], "linewidth": 1, "markersize": size}
 
 
 def _figure(rows: int, columns: int, title: str):

@@ -17,22 +17,28 @@ AGREEMENT, PERPLEXITY = 0.99, 0.01
 
 @dataclass(frozen=True)
 class Point:
-    """One setting of the budget: ``budget`` experts per layer, or ``mass``, the share of the mass ``mass_of``."""
+    """One setting of the budget: ``budget`` experts per layer, or ``mass``, the share of the mass ``mass_of``.
+
+    With ``votes_alpha`` rows count P ** votes_alpha, where P is the probability that they are reached; None: uniformly.
+    """
 
     ranking: str
     coverage: str
     budget: int | None = None
     mass: float | None = None
     mass_of: str | None = None
+    votes_alpha: float | None = None
 
     @property
     def label(self) -> str:
-        return f"{self.mass:g} of {self.mass_of}" if self.budget is None else f"B={self.budget}"
+        bound = f"{self.mass:g} of {self.mass_of}" if self.budget is None else f"B={self.budget}"
+        return bound if self.votes_alpha is None else f"{bound}, P^{self.votes_alpha:g}"
 
     def settings(self, when: str, window: int | None = None) -> dict:
         """Returns the arguments for ``spac_budget``."""
         bound = {name: value for name, value in asdict(self).items() if value is not None}
-        return bound | {"when": when, "window": window}
+        votes = {} if self.votes_alpha is None else {"votes": "path"}
+        return bound | votes | {"when": when, "window": window}
 
 
 def rankings(text: str | None, calibrated: bool) -> list[str]:
@@ -77,6 +83,7 @@ def points(
     masses: Sequence[float],
     facts: dict,
     mass_of: str = "selected",
+    alphas: Sequence[float] = (),
 ) -> tuple[list[Point], list[str]]:
     """Returns the points that a sweep runs, and sentences on those skipped because the model cannot run them.
 
@@ -84,6 +91,7 @@ def points(
         rankings: those that need every expert's output are left to the reconstruction study.
         facts: ``experts``, ``top_k``, and ``custom``: whether the model routes by a function of its own.
         mass_of: what ``masses`` are shares of.
+        alphas: each point is also run with votes weighted by these powers.
 
     Raises:
         ConfigError: a bound is out of range, or nothing is left.
@@ -92,6 +100,8 @@ def points(
         validate(budget, facts["experts"], facts["top_k"], "truncation")
     for mass in masses:
         check_mass(mass)
+    if wrong := [alpha for alpha in alphas if not 0 <= alpha <= 1]:
+        raise ConfigError(f"--alphas: {wrong[0]:g}: use numbers from 0, which equals uniform votes, to 1")
     found, skipped = [], []
     for coverage in coverages:
         if coverage == "substitution" and facts["custom"]:
@@ -100,8 +110,9 @@ def points(
         few = [b for b in budgets if coverage == "substitution" and b < facts["top_k"]]
         skipped += [f"substitution with B={b}: every token gets {facts['top_k']} experts" for b in few]
         for ranking in (r for r in rankings if not components.find("budget.rankings", r).offline):
-            found += [Point(ranking, coverage, budget=b) for b in budgets if b not in few]
-            found += [Point(ranking, coverage, mass=m, mass_of=mass_of) for m in masses]
+            for alpha in (None, *alphas):
+                found += [Point(ranking, coverage, budget=b, votes_alpha=alpha) for b in budgets if b not in few]
+                found += [Point(ranking, coverage, None, mass, mass_of, alpha) for mass in masses]
     if not found:
         raise ConfigError(f"no budget is left to evaluate; {'; '.join(skipped) or 'name some with --budgets'}")
     return found, skipped

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_spac.config import SpacConfig
     from vllm_spac.execution._exchange import Exchange
     from vllm_spac.executors._thread import ExecutorThread
-    from vllm_spac.knob_types import Slots
+    from vllm_spac.knobs.types import Slots
 
 
 class LayerKernel(Protocol):
@@ -137,6 +137,7 @@ class Execution(ABC):
         needs_addressable_store: missing experts are read directly from the store's memory.
         keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding. An instance may
             override its class.
+        counts_votes: policies and predictors observe selections weighted by the rows' votes; else each row counts 1.
         layout: layout of experts in slots and in the store: ``kernel``, what vLLM's kernel reads, or ``plain``, that of
             the checkpoint.
         knobs: names of the knobs that have a meaning with this execution; with executions that do not list them they
@@ -150,6 +151,7 @@ class Execution(ABC):
     needs_host: ClassVar[bool] = True
     needs_addressable_store: ClassVar[bool] = False
     keeps_bits: bool = True
+    counts_votes: ClassVar[bool] = False
     layout: ClassVar[Literal["plain", "kernel"]] = "kernel"
     knobs: ClassVar[frozenset[str]] = frozenset()
     offline: ClassVar[str] = ""

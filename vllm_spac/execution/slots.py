@@ -70,6 +70,7 @@ class SlotExecution(Execution):
     """
 
     needs_host: ClassVar[bool] = True
+    counts_votes: ClassVar[bool] = True
     knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch"})
 
     def __init__(
@@ -142,7 +143,7 @@ class SlotExecution(Execution):
             if len(self._routed) >= _COUNT_BATCH or self._pairs >= _COUNT_PAIRS:
                 self._count_hits()
         elif step is not None and self._routed:
-            self._loader.end_step(self._selected(step.generating))
+            self._loader.end_step(self._selected(step.generating, step.generating_weights))
             self._forget_routed()
 
     def observe(self, layer: int, ids: Tensor) -> None:
@@ -341,19 +342,23 @@ class SlotExecution(Execution):
         first = np.array([layer * self.shape.experts for layer, _ in routed])
         return experts + np.repeat(first, [ids.numel() for _, ids in routed])
 
-    def _selected(self, rows: Sequence[slice]) -> np.ndarray | None:
+    def _selected(self, rows: Sequence[slice], weights: Sequence[float] | None = None) -> np.ndarray | None:
         """Returns how many of ``rows`` selected each expert, as in ``Policy.observe``; None if there are none.
 
         The caller leaves out prefill rows, which predict little about the next token.
+
+        Args:
+            weights: of the rows one after another; None: each counts 1.
         """
         if not rows:
             return None
-        counts = np.full(self.shape.total, NOT_RUN)
+        counts = np.full(self.shape.total, NOT_RUN, dtype=np.int64 if weights is None else np.float64)
+        each = None if weights is None else np.repeat(weights, self.shape.top_k)
         by_layer = counts.reshape(-1, self.shape.experts)
         for layer, ids in self._routed:
             found = ids.numpy()
             chosen = found[rows[0]] if len(rows) == 1 else np.concatenate([found[part] for part in rows])
-            by_layer[layer] = by_layer[layer].clip(0) + np.bincount(chosen.ravel(), minlength=self.shape.experts)
+            by_layer[layer] = by_layer[layer].clip(0) + np.bincount(chosen.ravel(), each, minlength=self.shape.experts)
         return counts
 
     def _forget_routed(self) -> None:

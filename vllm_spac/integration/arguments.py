@@ -8,9 +8,10 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from vllm_spac.config import SpacConfig, check_knob, component_knobs, flag
+from vllm_spac.config import SpacConfig, check_knob, component_knobs
 from vllm_spac.errors import ConfigError
 from vllm_spac.integration import patches
+from vllm_spac.knobs.types import flag
 from vllm_spac.system.printable import brief, printable
 
 _PLUGIN_GROUPS = (

@@ -184,6 +184,14 @@ PATCHES = (
         )
     ),
     Patch(
+        "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration.compute_logits",
+        "a budget weighs draft rows by the draft's probabilities; set on the draft model while it drafts",
+        "v1",
+        ("hidden_states",),
+        until="probabilities that a drafter returns of greedy drafts too",
+        on="object",
+    ),
+    Patch(
         f"{RUNNER_V2}.prepare_inputs", "a step begins: its rows by kind", "v2", ("scheduler_output",), until=_STEP_HOOK
     ),
     Patch(f"{RUNNER_V2}.execute_model", "a forward has finished, also a failed one", "v2", until=_STEP_HOOK),

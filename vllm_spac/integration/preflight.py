@@ -18,13 +18,13 @@ from vllm_spac.budget.tuning import read_budgets
 from vllm_spac.cache import sizing
 from vllm_spac.checkpoint import quantisation
 from vllm_spac.config import SpacConfig
-from vllm_spac.config import flag as knob_flag
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration import device
 from vllm_spac.integration.compat import WORKER_EXTENSION
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.integration.stepping.trees import arguments as trees
+from vllm_spac.knobs.types import flag as knob_flag
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.system.printable import printable
 from vllm_spac.traces.writer import check_target
@@ -114,6 +114,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
     check_guard(config, vllm_config)
     trees.check(config, vllm_config)
+    check_votes(config, vllm_config)
     if (facts := device.query()) is not None:
         device.check_device(
             facts,
@@ -176,6 +177,20 @@ def check_guard(config: SpacConfig, vllm_config: VllmConfig) -> None:
     asked = config.guard == "on" and "guard" in config.model_fields_set
     if asked and vllm_config.speculative_config is not None and (reason := drafts.unguarded(vllm_config)):
         raise UnsupportedError(f"spac: guard=on (--spac-guard) cannot work here: {reason}, or use --spac-guard off")
+
+
+def check_votes(config: SpacConfig, vllm_config: VllmConfig) -> None:
+    """Raises ``UnsupportedError`` if votes are weighted by what is not known, or a policy would not count them."""
+    if config.budget_votes != "path":
+        return
+    what = "spac: budget_votes=path (--spac-budget-votes) cannot work here"
+    if (reason := drafts.unweighted(vllm_config)) is not None:
+        raise UnsupportedError(f"{what}: {reason}, or use --spac-budget-votes uniform")
+    if components.find("policies", config.policy).predictor and not config.execution_class.counts_votes:
+        raise UnsupportedError(
+            f"{what}: policy={config.policy} counts selections, and execution={config.execution} counts each row as "
+            "one; use --spac-policy reuse, --spac-execution slots or --spac-budget-votes uniform"
+        )
 
 
 def keeps_on_the_host(config: SpacConfig, experts: int) -> bool:

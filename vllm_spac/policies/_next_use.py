@@ -46,7 +46,7 @@ class NextUse:
         """Updates from a step.
 
         Args:
-            counts: int [keys], rows that selected each expert; -1 where its layer did not run.
+            counts: int or float [keys], above 0 for the experts that were selected; -1 where the layer did not run.
         """
         if self._steps:  # before the first step all experts have the same features
             some = slice(self._steps % self._strides, None, self._strides)

@@ -105,9 +105,10 @@ class Policy(ABC):
         """A forward of the target model has finished. Which keys are held does not change; their order may.
 
         Args:
-            counts: int [keys], rows of the forward that selected each expert, resident or not; -1 for the experts of
-                a layer that did not run. Always of the same length. Prefill rows do not predict the next step: the
-                caller counts the rows of decode and verify only, and does not call after a forward without any.
+            counts: int [keys], rows of the forward that selected each expert, resident or not, or float, the sum of
+                their votes if these are weighted; -1 for the experts of a layer that did not run. Always of the same
+                length. Prefill rows do not predict the next step: the caller counts the rows of decode and verify
+                only, and does not call after a forward without any.
         """
 
     @property

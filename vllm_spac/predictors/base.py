@@ -39,8 +39,8 @@ class Predictor(ABC):
         """Updates the scores after a step (``Signal.COUNTS``).
 
         Args:
-            counts: int [keys], rows that selected each expert; ``NOT_RUN`` (-1) for the experts of a layer that did not
-                run.
+            counts: int [keys], rows that selected each expert, or float, the sum of their votes if these are weighted;
+                ``NOT_RUN`` (-1) for the experts of a layer that did not run.
         """
 
     def observe_layer(self, layer: int, hidden: Tensor, weights: Tensor, ids: Tensor) -> None:

@@ -17,10 +17,10 @@ Variant = Literal["paper", "literal", "released"]
 class UtilityEstimator(Predictor):
     """Utility scores, independent for each expert: pass L * N for all layers of a model together.
 
-    With f_t the rows of step t that selected an expert and d = f_t - f_{t-1} (f_0 = 0), its score rises by one when
-    d >= up, else falls by one when -d >= down, within [0, ``upper``]. Then the boundary on the side of d's sign moves
-    to (1 - forget) * boundary + forget * abs(d). Each expert has its own boundaries (Eq. 6: "expert-specific"), which
-    start at floor(gamma / 2).
+    With f_t the rows of step t that selected an expert (or, ours, the sum of their votes) and d = f_t - f_{t-1}
+    (f_0 = 0), its score rises by one when d >= up, else falls by one when -d >= down, within [0, ``upper``]. Then the
+    boundary on the side of d's sign moves to (1 - forget) * boundary + forget * abs(d). Each expert has its own
+    boundaries (Eq. 6: "expert-specific"), which start at floor(gamma / 2).
 
     Variants:
         ``paper``: boundaries are real numbers, at least 1, and floored only for the comparison.
@@ -76,10 +76,10 @@ class UtilityEstimator(Predictor):
         """As in ``Predictor``. Nothing changes for an expert whose layer did not run; its next change is relative to
         the last step in which the layer ran."""
         counts = np.asarray(counts)
-        assert counts.shape == self.scores.shape and counts.dtype.kind in "iu", "counts are ints, one for each expert"
-        assert counts.size == 0 or counts.min() >= NOT_RUN, "a count below -1"
+        assert counts.shape == self.scores.shape and counts.dtype.kind in "iuf", "a count for each expert"
         ran = counts != NOT_RUN
-        delta = np.where(ran, counts - (self.scores if self.variant == "released" else self.last), 0).astype(np.int64)
+        assert (counts[ran] >= 0).all(), "a count is at least 0, or -1 for a layer that did not run"
+        delta = np.where(ran, counts - (self.scores if self.variant == "released" else self.last), 0)
         up, down = np.floor(self.up), np.floor(self.down)
         rises = ran & (delta >= up)
         falls = ran & ~rises & (-delta >= down)

@@ -11,7 +11,7 @@ SHAPES = [(1, 8, 40), (9, 2, 6), (4, 3, 31)]
 
 
 def drawn(rows: int, k: int, experts: int, coarse: bool = False):
-    """(probs, weights, ids, votes): rows that do not vote hold anything; ``coarse`` scores are often equal."""
+    """(probs, weights, ids, votes): rows with the vote 0 hold anything; ``coarse`` scores are often equal."""
     rng = torch.Generator().manual_seed(rows)
     logits = 2 * torch.randn(rows, experts, generator=rng)
     probs = (logits.round() if coarse else logits).softmax(1)
@@ -19,7 +19,7 @@ def drawn(rows: int, k: int, experts: int, coarse: bool = False):
     votes = torch.rand(rows, generator=rng) < 0.8
     votes[0] = True
     weights[~votes], ids[~votes], probs[~votes] = math.nan, -1, 0
-    return probs, weights, ids.int(), votes
+    return probs, weights, ids.int(), votes.double().mul_(torch.tensor([1.0, 2**-12]).repeat(rows)[:rows])
 
 
 def some(experts: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,6 +44,27 @@ def check(device, *given, equal=True, **options):
 def test_truncation(device, rows, k, experts, coarse):
     for count in (1, experts // 2, experts):
         check(device, *drawn(rows, k, experts, coarse), *some(experts, count), False)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize(("rows", "k", "experts"), [(1, 8, 40), (12, 2, 6), (9, 3, 30)])
+def test_rescue(device, rows, k, experts, coarse, biased, renormalize, grouped):
+    """Of one, of few and of all experts: rows that keep none, some and all of theirs."""
+    bias = torch.randn(experts, generator=torch.Generator().manual_seed(0)) if biased else None
+    options = {"renormalize": renormalize, "bias": bias, "scale": 2.5, "equal": not renormalize, "rescue": True}
+    options |= {"groups": 2, "top_groups": 1} if grouped else {}
+    empty = 0
+    for count in (1, 2, experts // 2, experts):
+        given = drawn(rows, k, experts, coarse)
+        members, best = some(experts, count)
+        got = check(device, *given, members, best, False, **options)
+        alone = (given[3] > 0) & ~members[given[2].masked_fill(given[3][:, None] == 0, 0).long()].any(1)
+        assert (got[0].cpu()[alone] != 0).sum(1).eq(1).all() and members[got[1].cpu()[alone].long()].all()
+        empty += int(alone.sum())
+    assert empty, "no row was rescued"
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -80,7 +101,7 @@ def test_who_keeps_all_and_who_does_not_vote_is_unchanged(device, substitute):
 
 def test_scores_that_underflowed_stay_0(device):
     probs = torch.tensor([[1.0, 0, 0, 0]])
-    given = probs, probs[:, :2].contiguous(), torch.tensor([[0, 1]]), torch.tensor([True])
+    given = probs, probs[:, :2].contiguous(), torch.tensor([[0, 1]]), torch.ones(1).double()
     members = torch.tensor([False, True, False, True])
     got = check(device, *given, members, torch.tensor(3), True, True)
     assert got[0].tolist() == [[0, 0]] and got[1].tolist() == [[1, 3]]

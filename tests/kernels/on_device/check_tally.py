@@ -19,7 +19,7 @@ def drawn(rows: int, k: int, experts: int):
     pairs[1][0][torch.rand(rows, k, generator=rng) < 0.3] = 0
     for weights, ids in pairs:
         weights[~votes], ids[~votes] = math.nan, -1
-    return votes, pairs[0], torch.rand(experts, generator=rng) < 0.5, pairs[1]
+    return votes.double() / 4096, pairs[0], torch.rand(experts, generator=rng) < 0.2, pairs[1]
 
 
 def moved(each, device):
@@ -29,18 +29,20 @@ def moved(each, device):
 @pytest.mark.parametrize(("rows", "k", "experts"), [(1, 8, 40), (9, 2, 6), (7, 3, 31), (90, 6, 160), (600, 1, 8)])
 def test_counts_are_added(device, rows, k, experts):
     given = drawn(rows, k, experts)
-    counted = torch.tensor([5.0, 0.25, 2.0, 7.0], dtype=torch.float64)
+    counted = torch.tensor([5.0, 0.25, 2.0, 7.0, 3.0], dtype=torch.float64)
     expected, got = counted.clone(), counted.to(device)
     for _ in range(2):
         reference.tally(expected, *given)
         tally(got, *(moved(each, device) for each in given))
-    assert torch.equal(got.cpu()[[0, 2, 3]], expected[[0, 2, 3]])
+    assert torch.equal(got.cpu()[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
     torch.testing.assert_close(got.cpu()[1], expected[1], rtol=1e-6, atol=0)
-    assert expected[0] == 5 + 2 * given[0].sum()
+    voting = given[0] > 0
+    assert expected[0] == 5 + 2 * voting.sum()
+    assert expected[4] == 3 + 2 * (~given[2][given[1][1][voting].long()].any(1)).sum()
 
 
 def test_nobody_votes(device):
     votes, *given = drawn(9, 2, 6)
-    counted = torch.arange(4, dtype=torch.float64, device=device)
+    counted = torch.arange(5, dtype=torch.float64, device=device)
     tally(counted, torch.zeros_like(votes).to(device), *(moved(each, device) for each in given))
-    assert counted.tolist() == [0, 1, 2, 3]
+    assert counted.tolist() == [0, 1, 2, 3, 4]

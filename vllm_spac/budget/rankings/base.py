@@ -79,8 +79,8 @@ class Ranking(ABC):
 
         Args:
             probs: float [rows, N], router scores over all experts, before any top-k, bias or renormalisation.
-            votes: bool [rows], rows that vote, at least one; None: all. The values of the other rows are ignored, even
-                NaN.
+            votes: float64 [rows], how much each row counts, at least one above 0; None: all count 1. The values of
+                rows with 0 are ignored, even NaN.
             budget: number of experts, from 1 to N.
             context: the layer, and the other inputs that this ranking needs.
 
@@ -95,7 +95,7 @@ class Ranking(ABC):
         Consists of operations of fixed shapes; no result is read on the host.
 
         Args:
-            probs: as for ``rank``, but 0 in the rows that do not vote; all rows may be such.
+            probs: float64 [rows, N], as for ``rank``, multiplied by the votes (``weighted``); all may be 0.
             context: as for ``rank``.
 
         Returns:
@@ -105,19 +105,33 @@ class Ranking(ABC):
 
 
 def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:
-    """float64 [N]: s_i, the sum of the scores over the rows that vote, by default all (MoE-Spec Eq. 5)."""
+    """float64 [N]: s_i, the sum over rows of the scores times the rows' votes, by default 1 (MoE-Spec Eq. 5).
+
+    Args:
+        probs: float [rows, N].
+        votes: float64 [rows], as in ``Ranking.rank``; bool: 1 for the rows that vote.
+    """
     if votes is None:
         return probs.sum(0, dtype=torch.float64)
-    assert probs.ndim == 2 and votes.shape == probs.shape[:1] and votes.dtype == torch.bool
     assert votes.is_cuda or bool(votes.any()), "no row votes: such a step has no shortlist"
-    return probs.masked_fill(~votes[:, None], 0).sum(0, dtype=torch.float64)
+    return weighted(probs, votes).sum(0, dtype=torch.float64)
+
+
+def weighted(values: Tensor, votes: Tensor) -> Tensor:
+    """float64 [rows, n]: ``values`` (float [rows, n]) times the rows' votes; 0 in rows that do not vote, even for NaN.
+
+    Exact for float32 values, see ``budget.votes``.
+    """
+    assert values.ndim == 2 and votes.shape == values.shape[:1] and votes.dtype in (torch.float64, torch.bool)
+    return values.masked_fill(votes[:, None] == 0, 0) * votes[:, None].double()
 
 
 def selected_mass(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
     """float64 [N]: the sum over rows of the routing weights of the experts selected for them.
 
     Args:
-        weights: float [rows, k], as the router returns them: after top-k, renormalised and scaled if the model does so.
+        weights: float [rows, k], as the router returns them: after top-k, renormalised and scaled if the model does
+            so; times the rows' votes, if these differ.
         ids: int [rows, k], the natural choice.
         experts: N.
     """

@@ -7,17 +7,17 @@ Truncation drops sum_{i not in S} w_ti E_i(h_t) from row t. The squared norm of 
 Outputs are not known before the experts are loaded. Assume that they have equal norms, and that two are similar as far
 as the selections of one expert explain those of the other in the calibration, rho_ij in [0, 1] (``similarity``);
 MoE-Spec's appendix D names this similarity as the reason why the oracle beats the router's ranking. Over the rows that
-vote
+vote, with v [rows] their votes,
 
-    loss(S) = sum_{i, j not in S} rho_ij (W^T W)_ij,    W [rows, N]: natural mixing weights,
+    loss(S) = sum_{i, j not in S} rho_ij G_ij,    G = W^T diag(v) W,    W [rows, N]: natural mixing weights,
 
 and the covered mass loss({}) - loss(S) grows by
 
-    gain(i | S) = (W^T W)_ii + 2 sum_{j not in S + i} rho_ij (W^T W)_ij
+    gain(i | S) = G_ii + 2 sum_{j not in S + i} rho_ij G_ij
 
 when i joins S: the more of i's partners are covered, the smaller the gain. With all rho_ij = 1 a row's loss is the
 square of its uncovered mass; with rho = identity experts are scored one by one, by the square of their weights. The
-greedy choice is ``least_residual`` with rho * W^T W as its matrix of inner products.
+greedy choice is ``least_residual`` with rho * G as its matrix of inner products.
 
 Where the outputs of partners are not in fact similar, most of the gain over ``router`` comes from the squares: a few
 large weights matter more than many small ones. Using the correlation instead of its square would then be harmful.
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from vllm_spac.budget.rankings.base import LayerContext, Ranking, least_residual, router_mass
+from vllm_spac.budget.rankings.base import LayerContext, Ranking, least_residual, router_mass, weighted
 
 if TYPE_CHECKING:
     from vllm_spac.budget.calibration import Calibration
@@ -67,16 +67,17 @@ class Coactivation(Ranking):
 def rank(
     probs: Tensor, votes: Tensor | None, budget: int, alike: Tensor, mixing: Tensor | None = None, prior: float = 0.01
 ) -> Tensor:
-    """float [rows, N], bool [rows], float [N, N], float [rows, N] -> int64 [budget]; see ``Ranking.rank``.
+    """float [rows, N], float64 [rows], float [N, N], float [rows, N] -> int64 [budget]; see ``Ranking.rank``.
 
     Without ``mixing`` the scores of all experts take its place.
     """
     mass = router_mass(probs, votes)
     assert alike.shape == (len(mass), len(mass)), "a similarity for each pair of experts"
     weights = (probs if mixing is None else mixing).to(torch.float64)
+    counted = weights
     if votes is not None:
-        weights = weights.masked_fill(~votes[:, None], 0)
-    gram = alike * (weights.T @ weights)
+        weights, counted = weights.masked_fill(votes[:, None] == 0, 0), weighted(weights, votes)
+    gram = alike * (counted.T @ weights)
     return least_residual(gram, budget, prior=prior * mass * gram.diagonal().sum() / mass.sum())
 
 

@@ -15,10 +15,11 @@ _TIE = 1e-9  # weight of the router's ranking, which decides between experts tha
 
 @dataclass(kw_only=True, eq=False)
 class Oracle(Ranking):
-    """Starts from the empty set and repeatedly adds argmin_i sum_t ||O*_t - sum_{j in S + i} c_j E_j(h_t)||^2.
+    """Starts from the empty set and repeatedly adds argmin_i sum_t w_t ||O*_t - sum_{j in S + i} c_j E_j(h_t)||^2.
 
     O*_t is the unbudgeted output, sum_j mixing_j E_j(h_t). c_j is the natural mixing weight, 0 outside a row's top-k,
-    where the paper has g_j(h_t) for every j. The sum is then the error of truncation, in the checkpoint's scale.
+    where the paper has g_j(h_t) for every j. The sum is then the error of truncation, in the checkpoint's scale. The
+    votes w_t are 1 in the paper.
     """
 
     offline: ClassVar[str] = "it runs every expert, as vllm-spac quality alone does"
@@ -32,11 +33,13 @@ class Oracle(Ranking):
 
 
 def rank(probs: Tensor, votes: Tensor | None, budget: int, outputs: Tensor, mixing: Tensor) -> Tensor:
-    """float [rows, N], bool [rows], float [rows, N, d], float [rows, N] -> int64 [budget]; see ``Ranking.rank``."""
+    """float [rows, N], float64 [rows], float [rows, N, d], float [rows, N] -> int64 [budget]; see ``Ranking.rank``."""
     mass = router_mass(probs, votes)
-    rows = slice(None) if votes is None else votes
+    rows = slice(None) if votes is None else votes != 0
     experts, mixing = outputs[rows].to(torch.float64), mixing[rows].to(torch.float64)
     parts = experts * mixing[:, :, None]
+    if votes is not None:
+        parts *= votes[rows].double().sqrt()[:, None, None]  # squared norms are weighted
     vectors = parts.transpose(0, 1).flatten(1)
     whole = parts.sum(1).flatten()
     gram = vectors @ vectors.T

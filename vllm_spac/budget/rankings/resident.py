@@ -37,7 +37,7 @@ class Resident(Ranking):
 
 
 def rank(probs: Tensor, votes: Tensor | None, budget: int, resident: Tensor, bonus: float = 1.0) -> Tensor:
-    """float [rows, N], bool [rows], bool [N] -> int64 [budget]; see ``Ranking.rank``."""
+    """float [rows, N], float64 [rows], bool [N] -> int64 [budget]; see ``Ranking.rank``."""
     mass = router_mass(probs, votes)
     assert resident.shape == mass.shape, "whether each expert is resident"
     return best(preferred(mass, resident, bonus), budget)

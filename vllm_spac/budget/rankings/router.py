@@ -1,4 +1,4 @@
-"""MoE-Spec's ranking (Eq. 5): the router mass of the rows that vote."""
+"""MoE-Spec's ranking (Eq. 5): the router mass of the rows that vote, weighted by their votes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_spac.budget.rankings.base import LayerContext, Ranking, best, router_m
 
 @dataclass(kw_only=True, eq=False)
 class Router(Ranking):
-    """The experts with the highest s_i = sum_t g_i(h_t)."""
+    """The experts with the highest s_i = sum_t w_t g_i(h_t); in the paper all w_t are 1."""
 
     replayable: ClassVar[bool] = True
 
@@ -24,5 +24,5 @@ class Router(Ranking):
 
 
 def rank(probs: Tensor, votes: Tensor | None, budget: int) -> Tensor:
-    """float [rows, N], bool [rows] -> int64 [budget]; see ``Ranking.rank``."""
+    """float [rows, N], float64 [rows] -> int64 [budget]; see ``Ranking.rank``."""
     return best(router_mass(probs, votes), budget)

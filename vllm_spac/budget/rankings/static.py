@@ -37,6 +37,6 @@ class Static(Ranking):
 
 
 def rank(probs: Tensor, votes: Tensor | None, budget: int, counts: Tensor) -> Tensor:
-    """float [rows, N], bool [rows], selections int64 [N] of the layer -> int64 [budget]; see ``Ranking.rank``."""
+    """float [rows, N], float64 [rows], selections int64 [N] of the layer -> int64 [budget]; see ``Ranking.rank``."""
     assert counts.shape == probs.shape[1:], "one count for each expert"
     return best(counts, budget)

@@ -41,7 +41,7 @@ from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers.base import ExpertStore
 
 if TYPE_CHECKING:
-    from vllm_spac.knob_types import Slots
+    from vllm_spac.knobs.types import Slots
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
 MAX_EXPERTS = 1024  # per layer; the limit of the kernels' routing

@@ -32,7 +32,7 @@ from vllm_spac.cache.sizing import resolve
 from vllm_spac.core import MoEShape
 from vllm_spac.execution.pointers.streams import Event, Stream
 from vllm_spac.execution.pointers.table import AddressTable
-from vllm_spac.knob_types import Slots
+from vllm_spac.knobs.types import Slots
 from vllm_spac.tiers.base import ExpertStore
 
 BUFFERS = 2

@@ -31,7 +31,7 @@ class QualityRun:
         llm: the engine, from ``engine.engine``.
         texts: token ids.
         run: settings that all results of a file share: window, slots, drafts.
-        asked: rankings, coverages, budgets, masses, and ``mass_of``.
+        asked: rankings, coverages, budgets, masses, ``mass_of`` and alphas.
         path: the file of results; those of the same model, texts and run are not run again.
         progress: shows the progress.
     """
@@ -43,6 +43,8 @@ class QualityRun:
         sizes = {"count": len(texts), "tokens": sum(map(len, texts)), "checksum": checksum(texts)}
         self._run = run | {"fingerprint": self._facts["fingerprint"], "texts": sizes}
         self._points, skipped = points.points(**asked, facts=self._facts)
+        for point in [each for each in self._points if each.votes_alpha is not None][:1]:
+            self._sweep.check(point)
         self._results = self._earlier() | {"format": FORMAT, "run": self._run, "window": run["window"]}
         self._results |= {"facts": self._facts, "skipped": skipped}
         self._task: Any = None

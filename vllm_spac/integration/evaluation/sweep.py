@@ -45,6 +45,11 @@ class Sweep:
         """Scores of one point."""
         return self._scored(point.settings("all", self.window))
 
+    def check(self, point: Point) -> None:
+        """Raises what the engine refuses of a point before anything is run."""
+        self._set(point.settings("all", self.window))
+        self._set({})
+
     def study(
         self, layers: Sequence[int], budgets: Sequence[int], rankings: Sequence[str], coverages: Sequence[str]
     ) -> Iterator[dict]:
@@ -60,6 +65,8 @@ class Sweep:
         self._set(settings)
         engine.ask(self.llm, "score", reference)
         for ids in self.texts:
+            if settings.get("votes") == "path":
+                engine.ask(self.llm, "weigh", ids, self.window)
             engine.read(self.llm, ids)
             engine.ask(self.llm, "scored_text", ids)
             if between is not None:

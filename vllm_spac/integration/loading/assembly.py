@@ -76,7 +76,7 @@ def budget(
             calibration = Calibration.load(config.calibration, name, names, experts)
         if config.budget_file is not None:
             bound = read_budgets(config.budget_file, name, names, experts)
-    control = BudgetControl(known, calibration, device=device)
+    control = BudgetControl(known, calibration, device=device, unweighted=drafts.unweighted(vllm_config))
     control.change(config.budget_settings(bound))
     if graphs.hold_budget(config):
         control.hold_in_graphs(graphs.most_rows(vllm_config))

@@ -27,8 +27,9 @@ from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, m
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
 from vllm_spac.integration.stepping.trees import install as trees
-from vllm_spac.knob_types import Slots
+from vllm_spac.knobs.types import Slots
 from vllm_spac.runtime import Runtime
+from vllm_spac.speculation.draft_probabilities import DraftProbabilities
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
 from vllm_spac.tiers.base import ExpertStore, allocate
@@ -60,6 +61,7 @@ class ModelExperts:
         self.runtime: Runtime | None = None
         self.guard: Guard | None = None
         self.trees: TreeDecoding | None = None  # once the KV cache exists
+        self.drafted = DraftProbabilities()
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
         self._shapes: list[MoEShape] = []

@@ -1,4 +1,4 @@
-"""Which part of vLLM decides the draft length, and whether the guard can change it."""
+"""What vLLM's configuration allows with drafts: another length, and weights by the draft's probabilities."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
+
+
 def unguarded(vllm_config: VllmConfig) -> str | None:
     """Why the guard cannot change draft lengths, and what helps; None if it can."""
     if plans_drafts(vllm_config):
@@ -15,6 +18,27 @@ def unguarded(vllm_config: VllmConfig) -> str | None:
             return "V2's scheduler plans drafts in another process; add --distributed-executor-backend uni"
     elif vllm_config.scheduler_config.async_scheduling:
         return "V1 plans the drafts of a step before the last one has finished; add --no-async-scheduling"
+    return None
+
+
+def unweighted(vllm_config: VllmConfig) -> str | None:
+    """Why votes cannot be weighted by the draft's probabilities, and what helps; None if they can.
+
+    Without speculation every row is certain.
+    """
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return None
+    if speculation.method not in _CHAINS or speculation.parallel_drafting:
+        method = f"parallel drafting ({speculation.method})" if speculation.parallel_drafting else speculation.method
+        return f"{method} gives no probabilities along a chain of drafts; use EAGLE, EAGLE-3 or a draft model"
+    for option in ("use_local_argmax_reduction", "use_heterogeneous_vocab"):
+        if getattr(speculation, option):
+            return f"{option} drafts without logits of the whole vocabulary; drop it from --speculative-config"
+    if plans_drafts(vllm_config):
+        return "V2 keeps drafts and their probabilities on the device; set VLLM_USE_V2_MODEL_RUNNER=0"
+    if vllm_config.scheduler_config.async_scheduling:
+        return "V1 plans a step before its drafts are known on the host; add --no-async-scheduling"
     return None
 
 

@@ -81,6 +81,8 @@ def managed_experts(runner: Any):
     return runner._spac_experts
 
 
-def request_rows(start: int, stop: int, prefill: bool, drafts: int) -> RequestRows:
+def request_rows(
+    start: int, stop: int, prefill: bool, drafts: int, weights: tuple[float, ...] | None = None
+) -> RequestRows:
     kind = RowKind.PREFILL if prefill else RowKind.VERIFY if drafts else RowKind.DECODE
-    return RequestRows(start, stop, kind, drafts)
+    return RequestRows(start, stop, kind, drafts, weights)

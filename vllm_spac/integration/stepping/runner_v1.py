@@ -1,4 +1,8 @@
-"""Hooks of vLLM's V1 model runner, which its CPU build uses: steps from its batches, draft lengths from the guard."""
+"""Hooks of vLLM's V1 model runner, which its CPU build uses.
+
+Steps are made from its batches, the guard limits its draft lengths, and the draft's probabilities are kept for a budget
+whose votes are weighted by them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_spac.core import Step
 from vllm_spac.integration import patches
+from vllm_spac.integration.stepping.draft_logits import kept_logits
 from vllm_spac.integration.stepping.runner_hooks import hook_steps, managed_experts, request_rows
 from vllm_spac.integration.stepping.trees.install import trees_of
 
@@ -29,6 +34,8 @@ def install() -> None:
 def _proposing(propose: Callable):
     """Limits the draft length to the guard's. At length 0 the drafter does not run, except in steps with prompts."""
 
+    propose = _weighing(propose)
+
     def proposed(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
         experts = managed_experts(self)
         if (trees := trees_of(self)) is not None:
@@ -43,6 +50,22 @@ def _proposing(propose: Callable):
         scheduler_output.num_spec_tokens_to_schedule = min(length, planned) or 1
         drafts = propose(self, scheduler_output, *args, **kwargs)
         return [ids[:length] for ids in (drafts if isinstance(drafts, list) else drafts.tolist())]
+
+    return proposed
+
+
+def _weighing(propose: Callable):
+    """Keeps the draft's probabilities of the drafts, if votes are weighted by them."""
+
+    def proposed(self, *args: Any, **kwargs: Any):
+        experts = managed_experts(self)
+        if experts is None or not experts.runtime.budget.weighs or trees_of(self) is not None:
+            return propose(self, *args, **kwargs)
+        with kept_logits(self.drafter) as logits:
+            drafts = propose(self, *args, **kwargs)
+        if (probabilities := logits.of(drafts)) is not None:
+            experts.drafted.keep(self.input_batch.req_ids, drafts.tolist(), probabilities.tolist())
+        return drafts
 
     return proposed
 
@@ -62,13 +85,21 @@ def sampled_plainly(runner: GPUModelRunner, scheduled: SchedulerOutput, prepared
 
 
 def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
-    if (trees := trees_of(runner)) is not None:
+    trees = trees_of(runner)
+    if trees is not None:
         trees.begin(scheduled)
     batch, start, requests = runner.input_batch, 0, []
+    experts = managed_experts(runner)
+    drafted = experts.drafted if experts.runtime.budget.weighs else None
+    experts.drafted.forget(scheduled.finished_req_ids)
     for index, request in enumerate(batch.req_ids):
         stop = start + scheduled.num_scheduled_tokens[request]
-        drafts = len(scheduled.scheduled_spec_decode_tokens.get(request, ()))
+        drafts = scheduled.scheduled_spec_decode_tokens.get(request, ())
         prefill = batch.num_computed_tokens_cpu[index] < batch.num_prompt_tokens[index]
-        requests.append(request_rows(start, stop, bool(prefill), drafts))
+        weights = None
+        if drafted is not None:
+            known = drafted if trees is None else trees
+            weights = known.weights(request, drafts, stop - start)
+        requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights))
         start = stop
     return Step(tuple(requests))

@@ -48,6 +48,7 @@ class TreeDecoding:
         self.counters = TreeCounters()
         self._drafted: dict[str, DraftTree] = {}  # by request, until the next step
         self._trees: list[DraftTree] | None = None  # one per request of the batch, until they are verified
+        self._known: dict[str, DraftTree] = {}  # those of the step that the drafter proposed, by request
         self._rows: list[TreeRows] = []  # of those that branch
         self._paths: list[list[int]] = []  # accepted rows of each of ``_rows``
         self._forward: Scattered | None = None  # while the target runs
@@ -75,7 +76,8 @@ class TreeDecoding:
         """The tree whose first drafts a request verifies; drafts that were not ours are verified as a chain."""
         tree = self._drafted.pop(request, None) if drafts else None
         if tree is not None and tuple(drafts) == tree.tokens[: len(drafts)]:
-            return tree.cut(len(drafts))
+            self._known[request] = tree.cut(len(drafts))
+            return self._known[request]
         self.counters.unknown += bool(drafts)
         return DraftTree.chain(drafts)
 
@@ -85,6 +87,7 @@ class TreeDecoding:
         """Takes up the trees of a prepared batch: positions, scratch, and what the hooks of attention need."""
         batch = self._runner.input_batch
         drafts = scheduled.scheduled_spec_decode_tokens
+        self._known = {}
         self._trees = [self._tree_of(request, drafts.get(request, ())) for request in batch.req_ids]
         for request in scheduled.finished_req_ids:
             self._drafted.pop(request, None)
@@ -102,6 +105,11 @@ class TreeDecoding:
             self._runner.positions[rows.start : rows.start + rows.tree.rows] = rows.positions()
         if self._rows:
             self._copy(before_forward(self._rows, self._block_table, self._block_size))
+
+    def weights(self, request: str, drafts: Sequence[int], rows: int) -> tuple[float, ...] | None:
+        """``RequestRows.weights`` of a request of the step; arguments as of ``DraftProbabilities.weights``."""
+        tree = self._known.get(request)
+        return None if tree is None else (1.0,) * (rows - tree.rows) + tree.reached
 
     @property
     def scattered(self) -> Scattered | None:

@@ -17,6 +17,7 @@ def _path(value: Any) -> Any:
     return value if value is None else path_of(value)
 
 
+ALPHA = 0.5  # of weighted votes, by default
 SomePath = Annotated[Path | None, BeforeValidator(_path)]
 _SLOTS_HELP = "use a number of experts per layer (32), a percentage of all experts (25%), or auto"
 
@@ -72,3 +73,8 @@ def _check_cpu_experts(value: str) -> str:
 
 SlotsText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slots)]
 CpuExpertsText = Annotated[str, BeforeValidator(lambda value: str(no_bool(value))), AfterValidator(_check_cpu_experts)]
+
+
+def flag(name: str) -> str:
+    """Command-line flag of a knob."""
+    return "--spac-" + name.replace("_", "-")

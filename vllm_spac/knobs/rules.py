@@ -1,0 +1,153 @@
+"""Which knobs go together: what each combination that is refused lacks, or contradicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_spac import components
+from vllm_spac.knobs.types import flag
+
+# Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
+_OF_EXECUTION = {
+    "cpu_experts": (
+        ("off",),
+        "execution={execution} (--spac-execution) computes missing experts itself; drop --spac-cpu-experts",
+    ),
+    "prefetch": (
+        ("off",),
+        "execution={execution} (--spac-execution) moves experts ahead of need itself; drop --spac-prefetch",
+    ),
+    "host_memory": (
+        (None,),
+        "host_memory (--spac-host-memory) holds experts between slots and disk, and execution={execution} "
+        "(--spac-execution) reads none from a disk; drop --spac-host-memory",
+    ),
+    "staging": (
+        ("auto", "off"),
+        "staging (--spac-staging) applies to execution=pointers only: with slots, prompts pass through the slots; "
+        "add --spac-execution pointers",
+    ),
+    "admission": (
+        (None,),
+        "admission (--spac-admission) applies to execution=pointers only: with slots, each missing expert is loaded "
+        "before its layer computes; add --spac-execution pointers",
+    ),
+}
+
+
+def _check_budget(config: Any) -> None:
+    given = [name for name in ("budget", "budget_mass", "budget_file") if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} bound the same thing; use one of them")
+    if config.budget_mass_of is not None and config.budget_mass is None:
+        raise ValueError(
+            f"budget_mass_of={config.budget_mass_of} (--spac-budget-mass-of) has no effect without a share; "
+            "add --spac-budget-mass 0.98"
+        )
+    if config.budget_votes_alpha is not None and config.budget_votes != "path":
+        raise ValueError(
+            f"budget_votes_alpha={config.budget_votes_alpha} (--spac-budget-votes-alpha) has no effect on uniform "
+            "votes; add --spac-budget-votes path"
+        )
+    if config.budget_rescue and config.budget_coverage != "truncation":
+        raise ValueError(
+            "budget_rescue (--spac-budget-rescue) has no effect with substitution, which gives every row experts; "
+            "add --spac-budget-coverage truncation"
+        )
+    if (
+        given
+        and config.calibration is None
+        and components.find("budget.rankings", config.budget_ranking).needs_calibration
+    ):
+        raise ValueError(
+            f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) needs calibration (--spac-calibration "
+            "FILE); write the file with `vllm-spac calibrate`"
+        )
+
+
+def _check_execution(config: Any) -> None:
+    kind, named = config.execution_class, f"execution={config.execution} (--spac-execution)"
+    if kind.needs_addressable_store:
+        store = None if config.store is None else components.find("tiers", config.store)
+        if config.disk_dir is not None or (store is not None and not store.addressable):
+            where = f"store={config.store}" if store is not None and not store.persistent else "a disk"
+            raise ValueError(
+                f"{named} reads missing experts in place, and {where} has no "
+                "addresses; use --spac-store host without --spac-disk-dir, or --spac-execution slots"
+            )
+    for name, (idle, problem) in _OF_EXECUTION.items():
+        if name not in kind.knobs and getattr(config, name) not in idle:
+            raise ValueError(problem.format(execution=config.execution))
+    if not kind.needs_host and components.find("policies", config.policy).needs_layers:
+        raise ValueError(
+            f"policy={config.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
+            f"for experts with {named}; use --spac-policy lru, or --spac-execution slots"
+        )
+
+
+def _check_tree(config: Any) -> None:
+    given = [name for name in ("tree_shape", "tree_depth", "tree_width") if getattr(config, name) is not None]
+    if given and not config.tree:
+        raise ValueError(f"{given[0]} ({flag(given[0])}) has no effect without a tree; add --spac-tree 16")
+    if config.tree == 1:
+        raise ValueError("tree=1 (--spac-tree) is a chain of one token; use 2 or more, or drop it")
+    if config.tree_shape not in (None, "static", "dynamic") and (set(given) - {"tree_shape"}):
+        raise ValueError(f"{given[-1]} ({flag(given[-1])}) has no effect on a list of paths; drop it")
+    _ = config.draft_tree
+
+
+def _check_host_memory(config: Any) -> None:
+    if config.host_memory is not None and config.store is not None:
+        store = components.find("tiers", config.store)
+        if not store.persistent:
+            raise ValueError(
+                f"host_memory (--spac-host-memory) holds a part of the experts, and store={config.store} "
+                "(--spac-store) holds all of them in memory; use --spac-store disk, or drop --spac-host-memory"
+            )
+
+
+def _check_calibration(config: Any) -> None:
+    if config.calibration is None and components.find("policies", config.policy).needs_calibration:
+        raise ValueError(
+            f"policy={config.policy} (--spac-policy) needs calibration (--spac-calibration FILE); write the file "
+            "with `vllm-spac calibrate`"
+        )
+
+
+def _check_trace(config: Any) -> None:
+    if config.trace_overwrite and config.trace is None:
+        raise ValueError("trace_overwrite (--spac-trace-overwrite) replaces nothing without --spac-trace FILE")
+
+
+def _check_cpu_experts(config: Any) -> None:
+    decides = config.balancer is not None and components.find("balancers", config.balancer).uses_cpu
+    if config.cpu_experts == "auto" and config.balancer is not None and not decides:
+        raise ValueError(
+            f"cpu_experts=auto (--spac-cpu-experts) lets the balancer decide, and balancer={config.balancer} "
+            "(--spac-balancer) computes none; use --spac-balancer waterfill, or --spac-cpu-experts off"
+        )
+    for name, given in (("balancer", decides), ("profile", config.profile is not None)):
+        if config.cpu_experts != "auto" and given:
+            raise ValueError(
+                f"{name} ({flag(name)}) decides nothing with cpu_experts={config.cpu_experts}; "
+                "add --spac-cpu-experts auto"
+            )
+    if config.cpu_kernel is not None and config.cpu_experts == "off":
+        raise ValueError("cpu_kernel (--spac-cpu-kernel) computes nothing without --spac-cpu-experts auto or N")
+
+
+_RULES = (
+    _check_budget,
+    _check_execution,
+    _check_tree,
+    _check_host_memory,
+    _check_calibration,
+    _check_trace,
+    _check_cpu_experts,
+)
+
+
+def check(config: Any) -> None:
+    """Raises ``ValueError`` at the first rule that a ``SpacConfig`` breaks; the message says what to change."""
+    for rule in _RULES:
+        rule(config)
