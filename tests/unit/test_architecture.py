@@ -51,6 +51,7 @@ LEVELS = {
     "simulation": 4,
     "evaluation": 4,
     "diagnosis": 4,
+    "planning": 4,
     "traces.statistics": 4,
     # vLLM, and the command line
     "integration": 5,

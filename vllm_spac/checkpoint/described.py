@@ -85,8 +85,9 @@ def _build(config: dict, folder: Path) -> Any:
     import transformers
 
     for name in config.get("architectures") or ():
-        kind = getattr(transformers, str(name), None)
-        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+        kind: Any = getattr(transformers, str(name), None)
+        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        if is_model:
             return kind(kind.config_class.from_dict(config))
     kinds = transformers.AutoModelForCausalLM._model_mapping
     known = transformers.CONFIG_MAPPING
