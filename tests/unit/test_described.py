@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_spac.checkpoint import quantisation
 from vllm_spac.checkpoint.architecture import Architecture
@@ -105,6 +107,19 @@ def test_quantised_experts_are_smaller_and_embeddings_are_not() -> None:
 def test_refused(changes: dict, said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
         described(MIXTRAL | changes, HERE)
+
+
+_JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+_KEYS = st.sampled_from([*MIXTRAL, "layer_types", "sliding_window", "kv_lora_rank", "head_dim", "text_config"])
+
+
+@given(st.dictionaries(_KEYS, _JSON | st.lists(_JSON, max_size=3) | st.dictionaries(_KEYS, _JSON, max_size=3)))
+def test_whatever_a_config_holds_it_is_read_or_refused(changes: dict) -> None:
+    try:
+        found = Architecture.of(MIXTRAL | changes, HERE)
+    except UnsupportedError:
+        return
+    assert 0 <= found.kv_bytes(3) <= found.kv_bytes(4)
 
 
 def test_widths() -> None:

@@ -29,7 +29,7 @@ from vllm_spac.planning.memory import Load, kv_bytes, largest_percent, slot_byte
 from vllm_spac.planning.model import ServedModel
 from vllm_spac.planning.plan import make_plan
 from vllm_spac.planning.predict import PROMPT, first_token, predict
-from vllm_spac.profiling.costs import Costs
+from vllm_spac.profiling.costs import Capacity, Costs
 from vllm_spac.simulation.simulate import simulate
 from vllm_spac.system.machine import Machine
 from vllm_spac.traces.format import TraceFacts
@@ -295,6 +295,9 @@ def test_a_measured_machine_loads_from_what_was_measured(model: ServedModel, mon
         assert found.costs_of("tiers", model).host == calculated.load
         assert found.costs_of("disk", model).other == calculated.other, "measured here"
     assert PlannedMachine.of(str(path), fast_memory=GIB).gpu == GIB
+    path.write_text(calculated.model_copy(update={"capacity": Capacity(host=GIB)}).model_dump_json())
+    with pytest.raises(ConfigError, match="has none; use --host-memory"):
+        PlannedMachine.of(str(path), fast_memory=GIB)
     path.write_text(calculated.model_copy(update={"capacity": None}).model_dump_json())
     with pytest.raises(ConfigError, match="run vllm-spac profile there again"):
         PlannedMachine.of(str(path))

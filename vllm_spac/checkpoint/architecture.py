@@ -13,6 +13,7 @@ HIDDEN = ("hidden_size", "d_model", "n_embd")
 HEADS = ("num_attention_heads", "n_heads", "n_head")
 INNER = ("moe_intermediate_size", "expert_intermediate_size", "moe_ffn_hidden_size", "intermediate_size", "ffn_dim")
 _KV_BYTES = 2  # of a value: the cache has the model's 16 bits
+_MOST_TOKENS = 1 << 40
 _WITHOUT_KV = ("linear_attention", "mamba", "recurrent", "conv")
 
 
@@ -72,7 +73,7 @@ class Architecture:
             kv_heads=kv_heads,
             head=head,
             tied=any(part.get("tie_word_embeddings") is True for part in quantisation.parts(config)),
-            longest=first_number(config, ("max_position_embeddings", "max_seq_len", "seq_length")),
+            longest=first_number(config, ("max_position_embeddings", "max_seq_len", "seq_length"), _MOST_TOKENS),
             layer_kv=layer_kv,
             windows=_windows(config, needed(*LAYERS)),
         )
@@ -87,6 +88,6 @@ def _windows(config: dict, layers: int) -> tuple[int | None, ...]:
     kinds = next((part["layer_types"] for part in quantisation.parts(config) if part.get("layer_types")), None)
     if not isinstance(kinds, list):
         return (None,) * layers
-    window = first_number(config, ("sliding_window", "attention_chunk_size")) or None
+    window = first_number(config, ("sliding_window", "attention_chunk_size"), _MOST_TOKENS) or None
     kept = [str(kind) for kind in kinds[:layers] if not str(kind).startswith(_WITHOUT_KV)]
     return tuple(window if kind.startswith(("sliding", "chunked")) else None for kind in kept)

@@ -58,8 +58,13 @@ def _element(config: dict) -> tuple[str, int]:
 
 
 def _shapes(config: dict, folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    import torch
-    from transformers.utils import logging
+    try:
+        import torch
+        from transformers.utils import logging
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{folder}/config.json alone needs transformers, a part of vLLM ({error}); install vLLM, or {_INSTEAD}"
+        ) from error
 
     plain = {name: value for name, value in config.items() if name not in quantisation.QUANTISED}
     verbosity = logging.get_verbosity()

@@ -161,17 +161,17 @@ def read_config(path: Path) -> dict:
     return config
 
 
-def first_number(config: dict, names: tuple[str, ...]) -> int:
+def first_number(config: dict, names: tuple[str, ...], most: int = _MOST) -> int:
     """Returns the first of ``names`` that the config or a nested model config has, of a list the largest; 0 for none.
 
     Raises:
-        UnsupportedError: it is no number that a model can have.
+        UnsupportedError: it is no number from 0 to ``most``.
     """
     found = (part[name] for part in quantisation.parts(config) for name in names if part.get(name))
     value = next(found, 0)
     values = value if isinstance(value, list) else [value]
-    if not all(type(number) is int and 0 <= number <= _MOST for number in values):
-        raise UnsupportedError(f"config.json says {names[0]}={brief(value)}; it must be a number up to {_MOST}")
+    if not all(type(number) is int and 0 <= number <= most for number in values):
+        raise UnsupportedError(f"config.json says {names[0]}={brief(value)}; it must be a number up to {most}")
     return max(values)
 
 

@@ -110,8 +110,10 @@ def _show(console: Console, found: Plan) -> None:
     console.print(_choices(found))
     for problem in found.problems:
         console.print(f"[yellow]does not fit:[/] {shown(problem)}", highlight=False, soft_wrap=True)
-    even = found.best.even
-    if even is not None:
+    even, resident = found.best.even, found.best.choice.store == "none"
+    if resident:
+        console.print("all experts fit: nothing is offloaded, and stock vLLM serves this model too", highlight=False)
+    elif even is not None:
         text = f"range: routing as local as published of Qwen3-30B-A3B; with no locality at all {_speed(even)} tokens/s"
         console.print(f"{text}; --trace of this model narrows it", highlight=False, soft_wrap=True)
     for text in assumptions(found):
@@ -170,11 +172,15 @@ def _cells(row: Row) -> tuple[str, ...]:
         stores[choice.store],
         "auto" if choice.cpu else "-",
         f"ngram, {choice.drafts}" if choice.drafts else "-",
-        f"{_speed(low)} - {_speed(high)}",
-        f"{100 * low.hit_rate:.0f} - {100 * high.hit_rate:.0f}%",
+        _range(_speed(low), _speed(high)),
+        _range(f"{100 * low.hit_rate:.0f}%", f"{100 * high.hit_rate:.0f}%"),
         limits,
-        " - ".join(f"{seconds:.2g}" for seconds in row.first_token) + " s",
+        _range(*(f"{seconds:.2g} s" for seconds in row.first_token)),
     )
+
+
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low} - {high}"
 
 
 def _speed(prediction: Prediction) -> str:

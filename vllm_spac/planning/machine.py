@@ -47,10 +47,10 @@ class PlannedMachine:
         """Returns the machine ``name``: ``here``, a packaged profile, or a file of ``vllm-spac profile``.
 
         Args:
-            fast_memory, host_memory: bytes, instead of the profile's; the first is ignored without a GPU.
+            fast_memory, host_memory: bytes, instead of the profile's; the first is of a GPU.
 
         Raises:
-            ConfigError: there is no such profile, or it lacks what planning needs.
+            ConfigError: there is no such profile, it lacks what planning needs, or there is no GPU to have memory.
         """
         costs = _profile_here() if name == HERE else Costs.read(name)
         capacity = costs.capacity
@@ -61,7 +61,9 @@ class PlannedMachine:
         here = name == HERE
         gpu, host = capacity.gpu, available_host_bytes() if here else capacity.host
         found = cls(name, costs, gpu, host, _free(DISK_DIR.expanduser()) if here else None)
-        if fast_memory is not None and gpu:
+        if fast_memory is not None:
+            if not gpu:
+                raise ConfigError(f"--fast-memory is that of a GPU, and {name} has none; use --host-memory")
             found = replace(found, gpu=fast_memory)
         return found if host_memory is None else replace(found, host=host_memory)
 
