@@ -85,6 +85,15 @@ def test_the_sizes_of_a_model(model: ServedModel) -> None:
     assert model.source == "config.json"
 
 
+def test_headers_are_read_where_there_are_any(tmp_path: Path) -> None:
+    toy = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
+    whole = ServedModel.read(str(toy))
+    assert whole.source == "headers"
+    (tmp_path / "config.json").write_text((toy / "config.json").read_text())
+    alone = ServedModel.read(str(tmp_path))
+    assert (alone.source, alone.checkpoint, alone.architecture) == ("config.json", whole.checkpoint, whole.architecture)
+
+
 @given(fast=st.integers(GIB, 4 * GIB), context=st.integers(2, 8192), concurrency=st.integers(1, 64))
 def test_memory_adds_up_and_one_more_percent_would_not_fit(
     model: ServedModel, fast: int, context: int, concurrency: int

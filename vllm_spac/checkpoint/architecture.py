@@ -11,7 +11,14 @@ from vllm_spac.errors import UnsupportedError
 
 HIDDEN = ("hidden_size", "d_model", "n_embd")
 HEADS = ("num_attention_heads", "n_heads", "n_head")
-INNER = ("moe_intermediate_size", "expert_intermediate_size", "moe_ffn_hidden_size", "intermediate_size", "ffn_dim")
+INNER = (
+    "moe_intermediate_size",
+    "expert_intermediate_size",
+    "moe_ffn_hidden_size",
+    "expert_ffn_hidden_size",
+    "intermediate_size",
+    "ffn_dim",
+)
 _KV_BYTES = 2  # of a value: the cache has the model's 16 bits
 _MOST_TOKENS = 1 << 40
 _WITHOUT_KV = ("linear_attention", "mamba", "recurrent", "conv")

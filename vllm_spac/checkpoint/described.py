@@ -94,10 +94,10 @@ def _build(config: dict, folder: Path) -> Any:
         is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
         if is_model:
             return kind(kind.config_class.from_dict(config))
-    kinds = transformers.AutoModelForCausalLM._model_mapping
-    known = transformers.CONFIG_MAPPING
-    family = config.get("model_type")
-    if family not in known or known[family] not in kinds:
-        found = f"transformers {transformers.__version__} has no model of type {brief(family)}"
-        raise UnsupportedError(f"{folder}: {found}; {_INSTEAD}")
-    return kinds[known[family]](known[family].from_dict(config))
+    known, family = transformers.CONFIG_MAPPING, config.get("model_type")
+    for kinds in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        if family in known and known[family] in kinds._model_mapping:
+            return kinds._model_mapping[known[family]](known[family].from_dict(config))
+    raise UnsupportedError(
+        f"{folder}: transformers {transformers.__version__} has no model of type {brief(family)}; {_INSTEAD}"
+    )
