@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.diagnosis import gather
-from vllm_spac.diagnosis.checks import OLD_DAYS, cpus_named, diagnose
+from vllm_spac.diagnosis.checks import OLD_DAYS, diagnose
 from vllm_spac.diagnosis.disk_rate import read_rate
 from vllm_spac.diagnosis.facts import Device, Disk, Facts, Installation, Library, Model, PackedFolder, System
 from vllm_spac.integration import installation
+from vllm_spac.system.cpu_affinity import cpus_named
 from vllm_spac.tiers.disk import DiskStore
 
 GIB = 1 << 30
@@ -169,8 +170,7 @@ def test_whatever_the_facts_a_fault_has_a_remedy_and_the_rest_has_none(facts: Fa
 
 
 def test_lists_of_cpus() -> None:
-    assert cpus_named("0-2,5|7") == gather.cpus_of("0-2,5,7") == {0, 1, 2, 5, 7}
-    assert gather.cpus_of("") == cpus_named("") == set()
+    assert cpus_named("0-2,5|7") == {0, 1, 2, 5, 7} and cpus_named("") == cpus_named("auto") == set()
     assert (gather.quota_of("150000 100000"), gather.quota_of("max 100000"), gather.quota_of("")) == (1.5, None, None)
 
 

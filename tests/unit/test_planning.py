@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,6 +249,16 @@ def test_the_first_token_waits_for_the_experts_of_its_prompt(model: ServedModel)
 # -- choices --
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fewer steps are simulated."""
+    monkeypatch.setattr(routing, "STEPS", 2)
+    monkeypatch.setattr(routing, "FEWEST", 20)
+    routing.routed.cache_clear()
+    yield
+    routing.routed.cache_clear()
+
+
 def stores_of(model: ServedModel, found: PlannedMachine) -> set[str]:
     return {choice.store for choice in plans.choices(model, found, ONE)}
 
@@ -263,6 +274,7 @@ def test_stores_that_there_is_room_for(model: ServedModel) -> None:
     assert all(choice.host_bytes <= GIB // 2 for choice in plans.choices(model, machine(fast, GIB // 2), ONE))
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_best_has_the_highest_low_end_and_smaller_shares_are_shown(model: ServedModel) -> None:
     found = make_plan(model, machine(GIB * 1.25, 2 * GIB), ONE, routing.assumed())
     most = max(row.low.tokens_per_second for row in found.rows)
@@ -326,6 +338,7 @@ def run(*arguments: object, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
+@pytest.mark.usefixtures("quick")
 def test_output(model: ServedModel) -> None:
     text = run(model.name, "--machine", "rtx4090", "--fast-memory", "1.4GiB", "--host-memory", "8GiB")
     for part in (
@@ -339,6 +352,7 @@ def test_output(model: ServedModel) -> None:
     assert "Examples vllm-spac plan" in run("--help")
 
 
+@pytest.mark.usefixtures("quick")
 def test_json_has_what_is_printed(model: ServedModel) -> None:
     options = (model.name, "--machine", "rtx4090", "--fast-memory", "1.4GiB", "--context", 1024, "--concurrency", 2)
     found = json.loads(run(*options, "--json"))
@@ -348,6 +362,7 @@ def test_json_has_what_is_printed(model: ServedModel) -> None:
     assert split_["room"] == split_["fast"] - split_["weights"] - split_["kv"] - split_["working"]
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_config_alone_and_a_trace(model: ServedModel, tmp_path: Path) -> None:
     config = Path(model.name) / "config.json"
     options = (config, "--machine", "rtx4090", "--fast-memory", "1.4GiB")
@@ -416,10 +431,10 @@ import json, sys
 import vllm_spac; vllm_spac.register()
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+parser.add_argument("model_tag")
+EngineArgs.add_cli_args(parser)
 for line in json.load(sys.stdin):
-    parser = FlexibleArgumentParser()
-    parser.add_argument("model_tag")
-    EngineArgs.add_cli_args(parser)
     args = EngineArgs.from_cli_args(parser.parse_args(line))
     print(json.dumps([args.additional_config["spac"], args.max_model_len, args.kv_cache_memory_bytes,
                       args.speculative_config]))

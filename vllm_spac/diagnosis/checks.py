@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_spac.diagnosis.facts import Facts
+from vllm_spac.system.cpu_affinity import cpus_named
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.printable import printable
 
@@ -179,16 +180,6 @@ def _binding(facts: Facts) -> Iterator[Finding]:
     if outside:
         text = f"VLLM_CPU_OMP_THREADS_BIND={value} names processors that this process may not use: {outside}"
         yield Finding("binding", "problem", text, "unset it, or name some of " + _ranges(facts.system.cpus))
-
-
-def cpus_named(text: str) -> set[int]:
-    """Returns the CPUs of a list as vLLM takes it: ``0-3,8|9-11``."""
-    found: set[int] = set()
-    for part in filter(None, text.replace("|", ",").split(",")):
-        first, _, last = part.partition("-")
-        if first.isdigit() and (last or first).isdigit():
-            found.update(range(int(first), min(int(last or first), int(first) + 4096) + 1))
-    return found
 
 
 def memory(facts: Facts) -> Iterator[Finding]:

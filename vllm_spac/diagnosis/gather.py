@@ -19,6 +19,7 @@ from vllm_spac.checkpoint.packed_format import MARK
 from vllm_spac.diagnosis.disk_rate import read_directly, read_rate
 from vllm_spac.diagnosis.facts import Disk, Model, PackedFolder, System
 from vllm_spac.errors import SpacError
+from vllm_spac.system.cpu_affinity import cpus_named
 from vllm_spac.system.host_memory import available_host_bytes
 
 VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "VLLM_CPU_OMP_THREADS_BIND")
@@ -95,19 +96,10 @@ def quota_of(text: str) -> float | None:
     return int(parts[0]) / int(parts[1]) if len(parts) == 2 and parts[0].isdigit() else None
 
 
-def cpus_of(text: str) -> set[int]:
-    """Parses a list of CPUs as the kernel writes it: ``0-3,8``."""
-    found: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
-
-
 def _nodes() -> dict[int, set[int]]:
     """Returns the CPUs of each NUMA node; empty where the system tells none."""
     paths = _NODES.glob("node[0-9]*/cpulist")
-    return {int(path.parent.name.removeprefix("node")): cpus_of(_text(path)) for path in paths}
+    return {int(path.parent.name.removeprefix("node")): cpus_named(_text(path)) for path in paths}
 
 
 def _read_ahead(folder: Path) -> int | None:

@@ -13,6 +13,7 @@ import os
 logger = logging.getLogger("vllm.spac")
 
 VARIABLE = "SPAC_CPUS"
+_MOST_CPUS = 4096  # in a range that an environment variable names
 
 
 def note() -> None:
@@ -24,6 +25,16 @@ def cpus() -> set[int]:
     """Returns the recorded CPUs; else those of the calling thread."""
     noted = os.environ.get(VARIABLE)
     return {int(cpu) for cpu in noted.split(",")} if noted else os.sched_getaffinity(0)
+
+
+def cpus_named(text: str) -> set[int]:
+    """Parses a list of CPUs as the kernel and vLLM write it: ``0-3,8|9-11``; what is no number is left out."""
+    found: set[int] = set()
+    for part in text.replace("|", ",").split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            found.update(range(int(first), min(int(last or first), int(first) + _MOST_CPUS) + 1))
+    return found
 
 
 def unbind() -> None:
