@@ -158,7 +158,7 @@ _TEXTS = st.text(max_size=20)
             limit=st.none() | _SIZES,
             memlock=st.none() | _SIZES,
             huge_pages=st.sampled_from(["", "always", "madvise", "never"]),
-            environment=st.dictionaries(st.sampled_from(gather.VARIABLES), _TEXTS | st.from_regex(r"\d{1,9}-?\d{0,9}")),
+            environment=st.dictionaries(st.sampled_from(gather.VARIABLES), _TEXTS | st.from_regex(r"\d+-?\d*")),
         ),
         st.builds(Disk, folder=st.just(Path("/x")), free=_SIZES, rate=st.none() | st.floats(0, 1e12)),
         st.none() | st.builds(Model, name=_TEXTS, experts=_SIZES, smallest=_SIZES, others=_SIZES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -149,7 +150,7 @@ def threads(facts: Facts) -> Iterator[Finding]:
     """OpenMP uses as many processors as there are, and binds threads to those of this process."""
     system, count = facts.system, len(facts.system.cpus)
     given = system.environment.get("OMP_NUM_THREADS", "")
-    asked = int(given) if given.isdigit() else None
+    asked = int(given) if re.fullmatch(r"[0-9]{1,9}", given) else None
     allowed = count if system.quota is None else min(count, max(1, int(system.quota)))
     if given and asked is None:
         remedy = f"export OMP_NUM_THREADS={allowed}"
@@ -174,7 +175,7 @@ def _binding(facts: Facts) -> Iterator[Finding]:
             text = f"{name}={value} binds the threads that vLLM's CPU build binds itself"
             yield Finding("binding", "note", text, f"unset {name}; VLLM_CPU_OMP_THREADS_BIND names processors")
     value = environment.get("VLLM_CPU_OMP_THREADS_BIND", "")
-    if not value or not value.replace(",", "").replace("-", "").replace("|", "").isdigit():
+    if not re.fullmatch(r"[0-9,|-]+", value):
         return  # auto, nobind, or what vLLM refuses itself
     outside = sorted(cpus_named(value) - facts.system.cpus)
     if outside:

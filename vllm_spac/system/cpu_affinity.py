@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 
 logger = logging.getLogger("vllm.spac")
 
 VARIABLE = "SPAC_CPUS"
-_MOST_CPUS = 4096  # in a range that an environment variable names
 
 
 def note() -> None:
@@ -28,12 +28,11 @@ def cpus() -> set[int]:
 
 
 def cpus_named(text: str) -> set[int]:
-    """Parses a list of CPUs as the kernel and vLLM write it: ``0-3,8|9-11``; what is no number is left out."""
+    """Parses a list of CPUs as the kernel and vLLM write it: ``0-3,8|9-11``; only numbers up to 99999 count."""
     found: set[int] = set()
-    for part in text.replace("|", ",").split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit() and (last or first).isdigit():
-            found.update(range(int(first), min(int(last or first), int(first) + _MOST_CPUS) + 1))
+    for part in re.split(r"[,|]", text):
+        if match := re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part.strip()):
+            found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return found
 
 
