@@ -50,6 +50,8 @@ LEVELS = {
     "profiling": 4,
     "simulation": 4,
     "evaluation": 4,
+    "diagnosis": 4,
+    "planning": 4,
     "traces.statistics": 4,
     # vLLM, and the command line
     "integration": 5,

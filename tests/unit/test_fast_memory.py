@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_spac.cache.working import MoEWidths, Working
 from vllm_spac.integration.loading import fast_memory
 
 
@@ -71,7 +72,7 @@ def test_a_draft_of_unknown_size_is_named(folders, said) -> None:
 # -- what runs ---------------------------------------------------------------------------------------------
 
 MIB = 1 << 20
-QWEN = fast_memory.MoEWidths(top_k=8, hidden=2048, inner=768)  # Qwen3-30B-A3B
+QWEN = MoEWidths(top_k=8, hidden=2048, inner=768)  # Qwen3-30B-A3B
 
 
 def serving(
@@ -108,8 +109,8 @@ def serving(
     )
 
 
-def working(device: str = "cuda", **asked) -> fast_memory.Working:
-    return fast_memory.Working.of(serving(**asked), torch.device(device), [QWEN])
+def working(device: str = "cuda", **asked) -> Working:
+    return fast_memory.working(serving(**asked), torch.device(device), [QWEN])
 
 
 def test_logits_are_those_of_every_request_and_its_drafts() -> None:
@@ -125,11 +126,11 @@ def test_activations_are_those_of_the_largest_forward() -> None:
     )  # more than attention's 2 * (96 + 16) * 128 and a dense layer's 2 * 3 * 6144
     assert working().activations == 16384 * row
     assert working(rows=64, mode="FULL", most=512).activations == 512 * row, "padded for a graph"
-    wide = fast_memory.MoEWidths(top_k=2, hidden=4096, inner=14336)
-    assert fast_memory.Working.of(serving(rows=1), torch.device("cuda"), [QWEN, wide]).activations == 2 * (
+    wide = MoEWidths(top_k=2, hidden=4096, inner=14336)
+    assert fast_memory.working(serving(rows=1), torch.device("cuda"), [QWEN, wide]).activations == 2 * (
         3 * 2048 + 2 * (14336 + 28672)
     )
-    assert fast_memory.Working.of(serving(rows=1), torch.device("cuda"), []).activations == 2 * (3 * 2048 + 3 * 6144)
+    assert fast_memory.working(serving(rows=1), torch.device("cuda"), []).activations == 2 * (3 * 2048 + 3 * 6144)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,6 @@ def test_it_is_read_from_what_vllm_really_has(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(facts))
     args = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_num_seqs=4, max_num_batched_tokens=64)
     made = args.create_engine_config()
-    found = fast_memory.Working.of(made, torch.device("cpu"), [fast_memory.MoEWidths(2, 64, 96)])
+    found = fast_memory.working(made, torch.device("cpu"), [MoEWidths(2, 64, 96)])
     assert found.sampling == 4 * 512 * 4 * 3
     assert found.activations == 64 * 2 * (3 * 64 + 2 * (96 + 192))

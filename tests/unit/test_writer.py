@@ -19,7 +19,7 @@ from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import ConfigError
 from vllm_spac.traces import writer as trace_writer
 from vllm_spac.traces.format import FORMAT, PADDING, ROW_KINDS, Trace, TraceFacts
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.traces.synthetic import decoded, synthetic_trace
 from vllm_spac.traces.writer import TraceWriter, check_target
 
 FACTS = TraceFacts(layers=3, experts=8, top_k=2, expert_bytes=100, model="toy")
@@ -388,6 +388,17 @@ def test_synthetic_traces_are_deterministic_and_valid() -> None:
     assert (np.diff(np.sort(trace.ids, axis=1), axis=1) > 0).all(), "a token uses an expert once"
     assert trace.step_tokens.min() >= 1 and trace.step_tokens.max() <= 4
     assert np.allclose(trace.weights.astype(np.float32).sum(axis=1), 1, atol=1e-2)
+
+
+def test_requests_decode_together_and_continue_where_their_steps_ended() -> None:
+    """Token t of request r is routed to expert 8 r + t in both layers."""
+    facts = TraceFacts(layers=2, experts=16, top_k=1)
+    tokens = np.arange(16, dtype=np.uint8).reshape(2, 8, 1, 1).repeat(2, axis=2)
+    trace = decoded(facts, tokens, None, np.array([[0, 2, 0], [1, 0, 1]]), drafts=2)
+    steps = [[0, 1, 2, 8, 9, 10], [1, 2, 3, 10, 11, 12], [4, 5, 6, 11, 12, 13]]
+    assert trace.ids.reshape(3, 2, 6).tolist() == [[step, step] for step in steps]
+    assert trace.row_kind.reshape(3, 2, 3).tolist() == [[[2, 3, 3]] * 2] * 3
+    assert trace.step_tokens.tolist() == [3, 4, 3]
 
 
 def test_skew_and_reuse_do_what_they_say() -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,19 +96,32 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         UnsupportedError: there is no such checkpoint, or it has no experts.
     """
-    config = _read_config(folder)
-    experts, top_k = _first(config, EXPERTS), _first(config, TOP_K)
+    return count(read_config(folder / "config.json"), folder, _tensors(folder))
+
+
+def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]]) -> Checkpoint:
+    """Adds up the experts and everything else of a checkpoint.
+
+    Args:
+        config: content of ``config.json``.
+        folder: named in errors.
+        tensors: name and safetensors header entry of each.
+
+    Raises:
+        UnsupportedError: there are no experts, or config and tensors contradict each other.
+    """
+    experts, top_k = first_number(config, EXPERTS), first_number(config, TOP_K)
     if not experts:
         raise UnsupportedError(f"{folder} is a dense model: it has no experts to keep outside; serve it without spac")
     if not top_k:
         raise UnsupportedError(f"{folder}/config.json does not say how many experts a token uses ({', '.join(TOP_K)})")
     if top_k > experts:
         raise UnsupportedError(f"{folder}/config.json says that a token uses {top_k} of {experts} experts")
-    layers = _first(config, LAYERS) or math.inf
+    layers = first_number(config, LAYERS) or math.inf
     layer_bytes: Counter[int] = Counter()
     dtypes, draft, other, named = set(), 0, 0, set()
     quantised = quantisation.of(config)
-    for name, entry in _tensors(folder):
+    for name, entry in tensors:
         size = entry["data_offsets"][1] - entry["data_offsets"][0]
         match = _EXPERT.match(name)
         if name.startswith("mtp.") or (match and int(match["index"]) >= layers):
@@ -137,22 +150,28 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def _read_config(folder: Path) -> dict:
+def read_config(path: Path) -> dict:
+    """Reads a ``config.json``; raises ``UnsupportedError`` if it is none."""
     try:
-        config = parse_json(read_text(folder / "config.json"), strict=False)
+        config = parse_json(read_text(path), strict=False)
     except (OSError, ValueError) as error:
-        raise UnsupportedError(f"{folder}/config.json cannot be read: {error}") from error
+        raise UnsupportedError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise UnsupportedError(f"{folder}/config.json is no mapping")
+        raise UnsupportedError(f"{path} is no mapping")
     return config
 
 
-def _first(config: dict, names: tuple[str, ...]) -> int:
+def first_number(config: dict, names: tuple[str, ...], most: int = _MOST) -> int:
+    """Returns the first of ``names`` that the config or a nested model config has, of a list the largest; 0 for none.
+
+    Raises:
+        UnsupportedError: it is no number from 0 to ``most``.
+    """
     found = (part[name] for part in quantisation.parts(config) for name in names if part.get(name))
     value = next(found, 0)
     values = value if isinstance(value, list) else [value]
-    if not all(type(number) is int and 0 <= number <= _MOST for number in values):
-        raise UnsupportedError(f"config.json says {names[0]}={brief(value)}; it must be a number up to {_MOST}")
+    if not all(type(number) is int and 0 <= number <= most for number in values):
+        raise UnsupportedError(f"config.json says {names[0]}={brief(value)}; it must be a number up to {most}")
     return max(values)
 
 

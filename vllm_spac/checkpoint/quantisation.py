@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 # Where multimodal models describe their language model, and what vLLM calls the quantisation in either place.
@@ -75,6 +76,33 @@ def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: i
         return 2 * math.prod(shape) if last == "scales" else nbytes
     fp8 = method(quantisation) == "fp8" or any(_is_fp8(group) for group in _groups(quantisation))
     return 4 * math.prod(shape) if fp8 and last.startswith("weight_scale") else nbytes
+
+
+def stored_bytes(quantisation: Mapping, shape: Sequence[int]) -> int:
+    """Returns the bytes of a weight [..., rows, columns] in a slot, with its scales and zero points.
+
+    From ``quantization_config`` alone, for one of the quantisations that ``refusal`` lets pass.
+    """
+    weights, *matrix = math.prod(shape), shape[-2], shape[-1]
+    group = next((group for group in _groups(quantisation) if _group(group) is None), {})
+    given = _mapping(group.get("weights")) or quantisation
+    if method(quantisation) == "fp8" or _is_fp8(group):
+        block = quantisation.get("weight_block_size") or given.get("block_structure") or (1, matrix[1])
+        blocks = math.prod(-(-size // step) for size, step in zip(matrix, block, strict=True))
+        return weights + 4 * blocks * (weights // math.prod(matrix))
+    bits = int(given.get("bits") or given.get("num_bits") or 4)
+    groups = weights // int(given.get("group_size") or 128)
+    zero_points = _has_zero_points(quantisation) if method(quantisation) in _WNA16 else given.get("symmetric") is False
+    return weights * bits // 8 + 2 * groups + (groups * bits // 8 if zero_points else 0)
+
+
+def excluded(quantisation: Mapping, name: str) -> bool:
+    """Returns whether the module ``name`` stays unquantised."""
+    names = [*(quantisation.get("modules_to_not_convert") or ()), *(quantisation.get("ignore") or ())]
+    return any(
+        bool(re.match(entry[3:], name)) if entry.startswith("re:") else entry in name
+        for entry in map(str, ("lm_head", "embed_tokens", *names))
+    )
 
 
 def _unknown(_: Mapping) -> str:

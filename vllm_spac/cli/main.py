@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from vllm_spac import __version__
-from vllm_spac.cli import calibrate, inspect, knobs, packed, profile, quality, simulate, stats, trace
+from vllm_spac.cli import calibrate, doctor, inspect, knobs, packed, plan, profile, quality, simulate, stats, trace
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError
 
@@ -53,7 +53,9 @@ def _reported(command: Callable) -> Callable:
 
 
 for _examples, _command in (
+    (doctor.EXAMPLES, doctor.doctor),
     (inspect.EXAMPLES, inspect.inspect),
+    (plan.EXAMPLES, plan.plan),
     (knobs.EXAMPLES, knobs.knobs),
     (stats.EXAMPLES, stats.stats),
     (packed.EXAMPLES, packed.packed),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -259,9 +259,23 @@ def require_names(*where: Where) -> None:
     Raises:
         UnsupportedError: names the first that is missing.
     """
+    for error in missing(*where):
+        raise error
+
+
+def missing(*where: Where) -> Iterator[UnsupportedError]:
+    """Yields an error for each name of these places that ``require_names`` would refuse."""
     for patch in PATCHES:
         if patch.where in where:
-            _find(patch)
+            try:
+                _find(patch)
+            except UnsupportedError as error:
+                yield error
+
+
+def is_wrapped(target: str) -> bool:
+    """Returns whether ``wrap`` has replaced ``target`` in this process."""
+    return getattr(_find(_BY_TARGET[target])[2], "__spac__", False)
 
 
 def _find(patch: Patch) -> tuple[Any, str, Any]:

@@ -63,6 +63,13 @@ class Provenance(_Frozen):
     store: str = ""
 
 
+class Capacity(_Frozen):
+    """Memory of a machine in bytes; ``gpu`` is 0 where there is no GPU, and fast memory is then host memory."""
+
+    gpu: int = Field(0, ge=0)
+    host: int = Field(gt=0)
+
+
 class Costs(_Frozen):
     """A machine's profile of costs.
 
@@ -73,6 +80,8 @@ class Costs(_Frozen):
         load_at_once: loads in flight whose ``fixed`` parts overlap.
         host: cost of bringing an expert from host memory beside the store that ``load`` reads, if that is a disk; None
             where it was not measured.
+        disk: cost of bringing an expert from disk, if ``load`` reads host memory; None where it is not known.
+        capacity: memory of the machine; None in files of older versions.
         cpu: cost of computing an expert on the CPU from host memory.
         other: seconds per step outside of the experts.
         draft: seconds per draft token.
@@ -85,6 +94,8 @@ class Costs(_Frozen):
     load: Rate
     cpu: Rate
     host: Rate | None = None
+    disk: Rate | None = None
+    capacity: Capacity | None = None
     load_at_once: int = Field(1, ge=1)
     other: float = Field(0.0, ge=0)
     draft: float = Field(0.0, ge=0)

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.errors import ConfigError
-from vllm_spac.profiling.costs import FORMAT, Costs, Provenance, Rate
+from vllm_spac.profiling.costs import FORMAT, Capacity, Costs, Provenance, Rate
 from vllm_spac.profiling.expert_size import WIDTH, ExpertSize
 from vllm_spac.profiling.fit import fit_compute, fit_load
 from vllm_spac.profiling.timing import ROWS, median
@@ -100,16 +101,23 @@ def measure(
         fast = fit_compute(points["GPU expert by rows"], size.nbytes, fixed)
     store = store or ("host" if gpu else "disk")
     load = fit_load(points[f"{store} reads at once"], size.nbytes)
-    host = None
+    host = disk = None
+    if store == "host":
+        disk = fit_load(points["disk reads at once"], size.nbytes)
     if store == "disk":  # on a machine without a GPU, a load from host memory is a copy
         copied = Rate(bytes_per_second=size.nbytes / points["memory copy of bytes"][size.nbytes])
         host = fit_load(points["host reads at once"], size.nbytes) if gpu else copied
     given = "draft and other were given, not measured" if draft or other else "draft and other are left out"
     origin = _provenance(source, size, store, kernel, given, folder, points)
     return Costs(
-        format=FORMAT, name="here", provenance=origin, fast=fast, load=load, host=host, cpu=cpu,
-        load_at_once=io_threads + 1, draft=draft, other=other,
+        format=FORMAT, name="here", provenance=origin, fast=fast, load=load, host=host, disk=disk, cpu=cpu,
+        capacity=_capacity(gpu), load_at_once=io_threads + 1, draft=draft, other=other,
     )  # fmt: skip
+
+
+def _capacity(gpu: bool) -> Capacity:
+    total = torch.cuda.get_device_properties(0).total_memory if gpu else 0
+    return Capacity(gpu=total, host=psutil.virtual_memory().total)
 
 
 def _provenance(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 
 logger = logging.getLogger("vllm.spac")
 
@@ -24,6 +25,15 @@ def cpus() -> set[int]:
     """Returns the recorded CPUs; else those of the calling thread."""
     noted = os.environ.get(VARIABLE)
     return {int(cpu) for cpu in noted.split(",")} if noted else os.sched_getaffinity(0)
+
+
+def cpus_named(text: str) -> set[int]:
+    """Parses a list of CPUs as the kernel and vLLM write it: ``0-3,8|9-11``; only numbers up to 99999 count."""
+    found: set[int] = set()
+    for part in re.split(r"[,|]", text):
+        if match := re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part.strip()):
+            found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found
 
 
 def unbind() -> None:

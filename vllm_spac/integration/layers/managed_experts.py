@@ -10,11 +10,11 @@ from torch import Tensor
 
 from vllm_spac.budget.control import BudgetedLayer
 from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.cache.working import MoEWidths
 from vllm_spac.execution.base import Execution
 from vllm_spac.integration.layers import triton_tiles
 from vllm_spac.integration.layers.custom_ops import run_experts
 from vllm_spac.integration.layers.staged_experts import StagedExperts
-from vllm_spac.integration.loading.fast_memory import MoEWidths
 
 
 class SlotKernel:

@@ -4,97 +4,48 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
+from vllm_spac.cache.working import Batch, MoEWidths, Widths, Working
 from vllm_spac.integration import graphs
-from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.system.host_memory import available_host_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.spac")
 
-_SAMPLER_COPIES = 3  # float32 logits; the same after penalties and temperature; probabilities
-_GRAPH = 8 << 20  # bytes per captured graph, in addition to the shared pool; assumed, not measured
-_SLACK = 512 << 20  # bytes: workspaces of cuBLAS and attention, fragmentation of the allocator; assumed, not measured
 _FULL_REQUESTS = 4  # requests of maximum length whose KV cache must fit next to the experts
 
 
-@dataclass(frozen=True)
-class MoEWidths:
-    """Sizes that determine the activations of a MoE layer: experts per token, hidden size, width of an expert."""
-
-    top_k: int
-    hidden: int
-    inner: int
-
-
-@dataclass(frozen=True)
-class Working:
-    """Bytes of fast memory that vLLM needs at run time, in addition to weights and KV cache.
-
-    Attributes:
-        sampling: logits of every request and of its drafts, in float32, ``_SAMPLER_COPIES`` times.
-        activations: those of the largest forward that vLLM profiles. Per row: three vectors of the hidden size, and the
-            largest of the layers' intermediate results. These are: the two buffers of vLLM's Triton MoE kernel, with
-            max(inner, hidden) and max(2 inner, hidden) values per pair of row and expert; attention's projections,
-            twice, and its output; gate, up and their product in a dense layer.
-        graphs: the graph pool, as large as the activations of the largest captured forward, and ``_GRAPH`` per graph.
-        slack: ``_SLACK``.
-    """
-
-    sampling: int
-    activations: int
-    graphs: int
-    slack: int
-
-    @classmethod
-    def of(cls, vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEWidths]) -> Working:
-        """Computes them from a checked configuration; ``layers``: the distinct kinds of MoE layers of the model."""
-        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        compilation, speculation = vllm_config.compilation_config, vllm_config.speculative_config
-        most = graphs.most_rows(vllm_config)
-        drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
-        sampled = min(most, scheduler.max_num_seqs * (1 + drafts))
-        row = _row_bytes(vllm_config, layers)
-        captured, sizes = 0, 0
-        mode = compilation.cudagraph_mode
-        if device.type != "cpu" and mode is not None and mode.name != "NONE":
-            captured = compilation.max_cudagraph_capture_size or 0
-            kinds = {mode.decode_mode().name, mode.mixed_mode().name} - {"NONE"}
-            sizes = len(compilation.cudagraph_capture_sizes or ()) * len(kinds)
-        return cls(
-            sampling=sampled * model.get_vocab_size() * 4 * _SAMPLER_COPIES,
-            activations=most * row,
-            graphs=captured * row + sizes * _GRAPH,
-            slack=_SLACK,
-        )
-
-    @property
-    def total(self) -> int:
-        return self.sampling + self.activations + self.graphs + self.slack
-
-    def describe(self) -> str:
-        """A description for the log."""
-        return (
-            f"{gib(self.total)} for run-time buffers: logits and sampling {gib(self.sampling)}, activations "
-            f"{gib(self.activations)}, CUDA graphs {gib(self.graphs)}, slack {gib(self.slack)}"
-        )
-
-
-def _row_bytes(vllm_config: VllmConfig, layers: Iterable[MoEWidths]) -> int:
-    """Bytes of activations per row that a forward holds at a time, see ``Working``."""
+def working(vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEWidths]) -> Working:
+    """Computes the run-time buffers from a checked configuration; ``layers``: the kinds of MoE layers of the model."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    heads, kv = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
-    insides = [(3 * heads + 4 * kv) * model.get_head_size()]
-    insides += [w.top_k * (max(w.inner, w.hidden) + max(2 * w.inner, w.hidden)) for w in layers]
-    insides.append(3 * (getattr(model.hf_text_config, "intermediate_size", None) or 0))
-    return (3 * model.get_hidden_size() + max(insides)) * model.dtype.itemsize
+    scheduler, speculation = vllm_config.scheduler_config, vllm_config.speculative_config
+    compilation = vllm_config.compilation_config
+    most = graphs.most_rows(vllm_config)
+    drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
+    captured, sizes = 0, 0
+    mode = compilation.cudagraph_mode
+    if device.type != "cpu" and mode is not None and mode.name != "NONE":
+        captured = compilation.max_cudagraph_capture_size or 0
+        kinds = {mode.decode_mode().name, mode.mixed_mode().name} - {"NONE"}
+        sizes = len(compilation.cudagraph_capture_sizes or ()) * len(kinds)
+    widths = Widths(
+        hidden=model.get_hidden_size(),
+        heads=model.get_num_attention_heads(parallel),
+        kv_heads=model.get_num_kv_heads(parallel),
+        head=model.get_head_size(),
+        dense=getattr(model.hf_text_config, "intermediate_size", None) or 0,
+        moe=tuple(layers),
+        itemsize=model.dtype.itemsize,
+    )
+    sampled = min(most, scheduler.max_num_seqs * (1 + drafts))
+    return Working.of(widths, model.get_vocab_size(), Batch(most, sampled, captured, sizes))
 
 
 def budget(

@@ -105,7 +105,7 @@ class ModelExperts:
         routers.install(model, self._layers)
         self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device, self.model_name)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
-        working = fast_memory.Working.of(self.vllm_config, self.device, {layer.spac_widths for layer in self._layers})
+        working = fast_memory.working(self.vllm_config, self.device, {layer.spac_widths for layer in self._layers})
         if self.config.parsed_slots == Slots():
             kv = gib(fast_memory.kv_bytes(self.vllm_config))
             logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())

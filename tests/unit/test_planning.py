@@ -1,0 +1,462 @@
+"""``vllm-spac plan``: memory adds up, predictions are the simulator's, the best is picked, vLLM takes the command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from vllm_spac.checkpoint.architecture import Architecture
+from vllm_spac.checkpoint.headers import Checkpoint
+from vllm_spac.cli.main import app
+from vllm_spac.config import SpacConfig
+from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.planning import machine as machines
+from vllm_spac.planning import plan as plans
+from vllm_spac.planning import routing
+from vllm_spac.planning.choice import Choice, command
+from vllm_spac.planning.machine import HOST_RESERVE, UTILIZATION, PlannedMachine
+from vllm_spac.planning.memory import Load, kv_bytes, largest_percent, slot_bytes, split
+from vllm_spac.planning.model import ServedModel
+from vllm_spac.planning.plan import make_plan
+from vllm_spac.planning.predict import PROMPT, first_token, predict
+from vllm_spac.profiling.costs import Capacity, Costs
+from vllm_spac.simulation.simulate import simulate
+from vllm_spac.system.machine import Machine
+from vllm_spac.traces.format import TraceFacts
+from vllm_spac.traces.locality import Locality
+from vllm_spac.traces.published import PUBLISHED
+from vllm_spac.traces.synthetic import synthetic_trace
+
+GIB, MIB = 1 << 30, 1 << 20
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_hidden_layers": 8,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 8192,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+W_E = 3 * 1024 * 512 * 2
+ALL = 8 * 32 * W_E  # 0.75 GiB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return ServedModel.read(str(folder))
+
+
+def machine(fast: float, host: float, *, gpu: bool = True, disk_free: int | None = None, name: str = "rtx4090"):
+    """A machine with ``fast`` usable bytes of GPU memory and ``host`` bytes for experts."""
+    costs = Costs.read(name)
+    if not gpu:
+        origin = costs.provenance.model_copy(update={"store": "disk"})
+        update = {"load": costs.disk, "host": costs.load, "disk": None, "provenance": origin}
+        return PlannedMachine("cpu", costs.model_copy(update=update), 0, int(fast / UTILIZATION), disk_free)
+    return PlannedMachine(name, costs, int(fast / UTILIZATION) + 1, int(host) + HOST_RESERVE, disk_free)
+
+
+ONE = Load(2048, 1)
+
+
+def test_the_sizes_of_a_model(model: ServedModel) -> None:
+    assert model.experts_bytes == ALL and model.expert_bytes == W_E and model.layers == 8
+    assert model.read_bytes == model.checkpoint.other_bytes - 2 * 1000 * 1024
+    assert model.source == "config.json"
+
+
+def test_headers_are_read_where_there_are_any(tmp_path: Path) -> None:
+    toy = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
+    whole = ServedModel.read(str(toy))
+    assert whole.source == "headers"
+    (tmp_path / "config.json").write_text((toy / "config.json").read_text())
+    alone = ServedModel.read(str(tmp_path))
+    assert (alone.source, alone.checkpoint, alone.architecture) == ("config.json", whole.checkpoint, whole.architecture)
+
+
+@given(fast=st.integers(GIB, 4 * GIB), context=st.integers(2, 8192), concurrency=st.integers(1, 64))
+def test_memory_adds_up_and_one_more_percent_would_not_fit(
+    model: ServedModel, fast: int, context: int, concurrency: int
+) -> None:
+    load = Load(context, concurrency)
+    found = split(model, machine(fast, 0), load)
+    assert found.weights + found.kv + found.working + found.room == found.fast
+    assert found.kv >= concurrency * context * 8 * 2 * 2 * 128 * 2
+    try:
+        percent = largest_percent(model, found)
+    except ConfigError as error:
+        assert "nothing fits" in str(error)
+        assert slot_bytes(model, model.checkpoint.smallest_percent()) > found.room
+        return
+    assert slot_bytes(model, percent) <= found.room
+    assert percent == 100 or slot_bytes(model, percent + 1) > found.room
+
+
+def test_more_requests_tokens_and_drafts_leave_less_room(model: ServedModel) -> None:
+    big, room = machine(4 * GIB, 0), split(model, machine(4 * GIB, 0), ONE).room
+    for load in (Load(4096, 1), Load(2048, 2), Load(2048, 1, drafts=4)):
+        assert split(model, big, load).room < room
+
+
+# -- routing --
+
+
+def test_the_assumed_routing_is_as_local_as_published() -> None:
+    published = {one.figure: one.value for one in PUBLISHED if one.model == "Qwen3-30B-A3B"}
+
+    def figures(assumed: routing.Routing) -> dict[str, float]:
+        traces = (
+            synthetic_trace(layers=4, experts=128, steps=400, skew=assumed.skew, reuse=assumed.reuse, seed=seed)
+            for seed in (1, 2)
+        )
+        means = [Locality.of(trace).means() for trace in traces]
+        return {figure: float(np.mean([mean[figure] for mean in means])) for figure in published}
+
+    high, low, even = map(figures, (routing.HIGH, routing.LOW, routing.EVEN))
+    assert high == pytest.approx(published, abs=0.02)
+    assert low["overlap"] == pytest.approx(published["overlap"], abs=0.02)
+    assert low["lru_small"] < published["lru_small"] - 0.1
+    assert even["overlap"] == pytest.approx(8 / 128, abs=0.02) and even["lru_small"] == pytest.approx(0.19, abs=0.02)
+
+
+# -- predictions --
+
+
+def all_resident(model: ServedModel, found: PlannedMachine) -> float:
+    """Seconds of a token that reads everything once."""
+    each = model.layers * 4 * float(found.costs.fast.seconds(W_E))
+    return each + model.read_bytes / found.costs.fast.bytes_per_second
+
+
+def test_without_misses_a_token_reads_each_weight_once(model: ServedModel) -> None:
+    big = machine(4 * GIB, 0)
+    found = predict(Choice(100, "none"), model, big, ONE, routing.EVEN)
+    assert found.tokens_per_second == pytest.approx(1 / all_resident(model, big), rel=1e-6)
+    assert (found.hit_rate, found.limit) == (1.0, "compute")
+
+
+@pytest.mark.parametrize(("store", "rate", "limit"), [("host", 31.5e9, "link"), ("disk", 7.45e9, "disk")])
+def test_misses_cost_what_their_store_takes(model: ServedModel, store, rate: float, limit: str) -> None:
+    found = predict(Choice(25, store), model, machine(GIB, GIB), ONE, routing.EVEN)
+    misses = (1 - found.hit_rate) * model.layers * 4
+    expected = all_resident(model, machine(GIB, GIB)) + misses * W_E / rate
+    assert found.tokens_per_second == pytest.approx(1 / expected, rel=1e-3)
+    assert found.hit_rate == pytest.approx(0.25, abs=0.04) and found.limit == limit
+
+
+def test_host_memory_and_processors_help(model: ServedModel) -> None:
+    def speed(choice: Choice, assumed: routing.Routing = routing.LOW) -> float:
+        return predict(choice, model, machine(GIB, GIB), ONE, assumed).tokens_per_second
+
+    assert speed(Choice(25, "disk")) < speed(Choice(25, "tiers", ALL // 2)) < speed(Choice(25, "host"))
+    assert speed(Choice(25, "host")) < speed(Choice(25, "host", cpu=True))
+    assert speed(Choice(25, "host")) < speed(Choice(50, "host")) < speed(Choice(100, "none"))
+    assert speed(Choice(25, "host"), routing.EVEN) < speed(Choice(25, "host")) < speed(Choice(25, "host"), routing.HIGH)
+
+
+def test_a_deeper_model_is_slower_in_proportion(model: ServedModel) -> None:
+    """Layers that are not simulated count."""
+    layers = {layer: 32 * W_E for layer in range(16)}
+    deep = replace(model, checkpoint=replace(model.checkpoint, layer_bytes=layers, other_bytes=2 * model.read_bytes))
+    shallow = replace(model, checkpoint=replace(model.checkpoint, other_bytes=model.read_bytes))
+    speeds = [
+        predict(Choice(25, "host"), one, machine(GIB, GIB), ONE, routing.LOW).tokens_per_second
+        for one in (replace(shallow, architecture=tied(model)), replace(deep, architecture=tied(model)))
+    ]
+    assert speeds[0] == pytest.approx(2 * speeds[1], rel=1e-6)
+
+
+def tied(model: ServedModel) -> Architecture:
+    return replace(model.architecture, tied=True)
+
+
+def test_several_requests_share_what_is_loaded(model: ServedModel) -> None:
+    one, four = (
+        predict(Choice(50, "host"), model, machine(GIB, GIB), Load(2048, count), routing.HIGH).tokens_per_second
+        for count in (1, 4)
+    )
+    assert one < four < 4 * one
+
+
+def test_a_plan_with_a_trace_is_what_simulate_says(model: ServedModel) -> None:
+    """A model of as many layers as are simulated."""
+    checkpoint = replace(model.checkpoint, layer_bytes={layer: 32 * W_E for layer in range(4)})
+    small = replace(model, checkpoint=checkpoint)
+    trace = synthetic_trace(layers=4, experts=32, top_k=4, steps=routing.STEPS, skew=0.9, reuse=0.6, expert_bytes=W_E)
+    (assumed, _) = routing.recorded(trace, small, "run.trace")
+    here = machine(GIB, GIB)
+    for choice in (Choice(25, "host"), Choice(50, "disk"), Choice(25, "tiers", 32 * W_E), Choice(25, "host", cpu=True)):
+        said = simulate(
+            trace,
+            slot_bytes(small, choice.percent) // W_E,
+            here.costs_of(choice.store, small),
+            policy="reuse",
+            balancer="waterfill" if choice.cpu else "none",
+            host_bytes=choice.host_bytes,
+        )
+        found = predict(choice, small, here, ONE, assumed)
+        assert said.tpot and found.tokens_per_second == pytest.approx(1 / said.tpot)
+        assert found.hit_rate == said.hit_rate
+
+
+def test_a_trace_must_be_of_the_model_and_have_text(model: ServedModel) -> None:
+    with pytest.raises(ConfigError, match="of 4 layers of 32 experts with top-4, and the model has 8 of 32"):
+        routing.recorded(synthetic_trace(layers=4, experts=32, top_k=4), model, "a.trace")
+    with pytest.raises(ConfigError, match="10 rows that are known to be text"):
+        routing.recorded(synthetic_trace(layers=8, experts=32, top_k=4, steps=10), model, "a.trace")
+
+
+def test_drafts_and_requests_from_a_trace(model: ServedModel) -> None:
+    trace = synthetic_trace(layers=8, experts=32, top_k=4, steps=300)
+    (few, many) = routing.recorded(trace, model, "a.trace")
+    facts = TraceFacts(8, 32, 4, W_E)
+    made = routing.routed(many, facts, requests=3, drafts=2)
+    assert made.facts.layers == routing.LAYERS and set(made.step_rows.tolist()) == {9}
+    assert made.step_tokens.sum() > routing.routed(few, facts, requests=3, drafts=2).step_tokens.sum()
+
+
+def test_the_first_token_waits_for_the_experts_of_its_prompt(model: ServedModel) -> None:
+    here = machine(GIB, GIB)
+    least, most = first_token(Choice(25, "host"), model, here, ONE)
+    assert most - least == pytest.approx(0.25 * ALL / 31.5e9, rel=0.01), "those in slots may be needed again"
+    assert least > 0.75 * ALL / 31.5e9
+    assert first_token(Choice(25, "disk"), model, here, ONE)[0] > 0.75 * ALL / 7.45e9
+    short, long = (first_token(Choice(100, "none"), model, here, Load(n, 1)) for n in (64, 2 * PROMPT))
+    assert short[0] == short[1] < long[0]
+
+
+# -- choices --
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fewer steps are simulated."""
+    monkeypatch.setattr(routing, "STEPS", 2)
+    monkeypatch.setattr(routing, "FEWEST", 20)
+    routing.routed.cache_clear()
+    yield
+    routing.routed.cache_clear()
+
+
+def stores_of(model: ServedModel, found: PlannedMachine) -> set[str]:
+    return {choice.store for choice in plans.choices(model, found, ONE)}
+
+
+def test_stores_that_there_is_room_for(model: ServedModel) -> None:
+    fast = GIB * 1.2
+    assert stores_of(model, machine(2.5 * GIB, 0)) == {"none"}
+    assert stores_of(model, machine(fast, 2 * GIB)) == {"host", "disk"}
+    assert stores_of(model, machine(fast, GIB // 2)) == {"disk", "tiers"}
+    assert stores_of(model, machine(fast, 0)) == {"disk"}
+    assert stores_of(model, machine(fast, 0, disk_free=100)) == set()
+    assert stores_of(model, machine(fast, 0, gpu=False)) == {"disk"}
+    assert all(choice.host_bytes <= GIB // 2 for choice in plans.choices(model, machine(fast, GIB // 2), ONE))
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_best_has_the_highest_low_end_and_smaller_shares_are_shown(model: ServedModel) -> None:
+    found = make_plan(model, machine(GIB * 1.25, 2 * GIB), ONE, routing.assumed())
+    most = max(row.low.tokens_per_second for row in found.rows)
+    assert found.best.low.tokens_per_second == most
+    assert {row.choice.percent for row in found.rows} > {found.best.choice.percent}
+    for row in found.rows:
+        assert row.low.tokens_per_second <= row.high.tokens_per_second and row.even is not None
+    assert any("stock vLLM would need" in problem for problem in found.problems)
+
+
+def test_where_all_experts_fit_nothing_is_offloaded(model: ServedModel) -> None:
+    found = make_plan(model, machine(3 * GIB, 0), ONE, routing.assumed())
+    assert {row.choice.store for row in found.rows} == {"none"} and found.best.choice.percent == 100
+    assert not any("stock" in problem for problem in found.problems)
+
+
+def test_a_plan_that_cannot_be_made(model: ServedModel) -> None:
+    with pytest.raises(ConfigError, match="--context 9000 is more than the 8192 tokens"):
+        make_plan(model, machine(GIB, GIB), Load(9000, 1), routing.assumed())
+    with pytest.raises(ConfigError, match="nothing fits: .* of weights"):
+        make_plan(model, machine(GIB // 2, GIB), ONE, routing.assumed())
+    with pytest.raises(ConfigError, match="nothing fits: the experts take"):
+        make_plan(model, machine(GIB * 1.2, 0, disk_free=100), ONE, routing.assumed())
+
+
+# -- the machine --
+
+
+def test_a_measured_machine_loads_from_what_was_measured(model: ServedModel, monkeypatch, tmp_path: Path) -> None:
+    calculated = Costs.read("rtx4090")
+    origin = calculated.provenance.model_copy(update={"how": "measured", "machine": Machine.here(), "store": "disk"})
+    changes = {"provenance": origin, "load": calculated.disk, "host": calculated.load, "disk": None}
+    path = tmp_path / "profile.json"
+    path.write_text(calculated.model_copy(update=changes).model_dump_json())
+    monkeypatch.setattr(machines, "PROFILE", path)
+    for found in (PlannedMachine.of("here"), PlannedMachine.of(str(path), host_memory=64 * GIB)):
+        assert found.disk == calculated.disk and found.link == calculated.load
+        assert found.costs_of("host", model).load == calculated.load
+        assert found.costs_of("tiers", model).host == calculated.load
+        assert found.costs_of("disk", model).other == calculated.other, "measured here"
+    assert PlannedMachine.of(str(path), fast_memory=GIB).gpu == GIB
+    path.write_text(calculated.model_copy(update={"capacity": Capacity(host=GIB)}).model_dump_json())
+    with pytest.raises(ConfigError, match="has none; use --host-memory"):
+        PlannedMachine.of(str(path), fast_memory=GIB)
+    path.write_text(calculated.model_copy(update={"capacity": None}).model_dump_json())
+    with pytest.raises(ConfigError, match="run vllm-spac profile there again"):
+        PlannedMachine.of(str(path))
+
+
+def test_other_weights_are_those_of_the_model(model: ServedModel) -> None:
+    found = machine(GIB, GIB).costs_of("host", model)
+    assert found.other == model.read_bytes / 1008e9 and found.draft == 0, "not those of the profile's model"
+
+
+# -- the command line --
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.mark.usefixtures("quick")
+def test_output(model: ServedModel) -> None:
+    text = run(model.name, "--machine", "rtx4090", "--fast-memory", "1.4GiB", "--host-memory", "8GiB")
+    for part in (
+        "calculated",
+        "KV cache, 1 x 4,096 tokens",
+        "does not fit: stock vLLM",
+        "run: vllm serve",
+        "data sheets",
+    ):
+        assert part in text
+    assert "Examples vllm-spac plan" in run("--help")
+
+
+@pytest.mark.usefixtures("quick")
+def test_json_has_what_is_printed(model: ServedModel) -> None:
+    options = (model.name, "--machine", "rtx4090", "--fast-memory", "1.4GiB", "--context", 1024, "--concurrency", 2)
+    found = json.loads(run(*options, "--json"))
+    assert found["calculated"] is True and found["model"]["experts"] == 32
+    assert found["command"] == found["choices"][0]["command"] and found["command"] in run(*options)
+    split_ = found["fast_memory"]
+    assert split_["room"] == split_["fast"] - split_["weights"] - split_["kv"] - split_["working"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_config_alone_and_a_trace(model: ServedModel, tmp_path: Path) -> None:
+    config = Path(model.name) / "config.json"
+    options = (config, "--machine", "rtx4090", "--fast-memory", "1.4GiB")
+    assert f"vllm serve {model.name} " in run(*options)
+    synthetic_trace(layers=8, experts=32, top_k=4, steps=100).save(tmp_path / "run.trace")
+    text = run(*options, "--trace", tmp_path / "run.trace")
+    assert "no locality" not in text
+    assert "of 2 layers" in run(*options, "--trace", saved(tmp_path, layers=2), code=1)
+
+
+def saved(folder: Path, layers: int) -> Path:
+    synthetic_trace(layers=layers, experts=32, top_k=4, steps=100).save(folder / "other.trace")
+    return folder / "other.trace"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--machine", "tractor"], "no profile tractor; name a file or one of h200, rtx4090"),
+        (["--machine", "rtx4090", "--fast-memory", "much"], "--fast-memory much: use a number of bytes"),
+        (["--machine", "rtx4090", "--host-memory", "0"], "--host-memory 0: use a number of bytes"),
+        (["--machine", "rtx4090", "--fast-memory", "100MiB"], "nothing fits"),
+        (["--machine", "rtx4090", "--context", "100000"], "--context 100000 is more"),
+        (["--machine", "rtx4090", "--trace", "absent.trace"], "absent.trace cannot be read"),
+    ],
+)
+def test_bad_options(model: ServedModel, options: list[str], said: str) -> None:
+    assert said in run(model.name, *options, code=1)
+
+
+def test_this_machine_must_be_measured_first(model: ServedModel, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machines, "PROFILE", tmp_path / "absent.json")
+    assert "was not measured" in run(model.name, code=1)
+
+
+def test_bad_models(tmp_path: Path) -> None:
+    at = ("--machine", "rtx4090")
+    assert "is not a folder" in run(tmp_path / "absent", *at, code=1)
+    assert "config.json cannot be read" in run(tmp_path, *at, code=1)
+    assert "plan needs no more than its config.json" in run("nobody/nothing", *at, code=1)
+    for text, said in (
+        ("{", "cannot be read"),
+        ("[]", "is no mapping"),
+        (json.dumps(CONFIG | {"num_experts": 0}), "is a dense model"),
+        (json.dumps(CONFIG | {"quantization_config": {"quant_method": "mxfp4"}}), "quantised experts (mxfp4)"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        assert said in run(tmp_path, *at, code=1)
+
+
+def test_float32_is_served_as_16_bits(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "float32"}))
+    found = ServedModel.read(str(tmp_path))
+    assert found.halved and found.expert_bytes == W_E
+    with pytest.raises(UnsupportedError):
+        ServedModel.read(str(tmp_path / "absent"))
+
+
+COMMANDS = [
+    Choice(25, "host", cpu=True),
+    Choice(30, "tiers", 3 << 28, drafts=4),
+    Choice(100, "none"),
+]
+PARSED = """
+import json, sys
+import vllm_spac; vllm_spac.register()
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+parser.add_argument("model_tag")
+EngineArgs.add_cli_args(parser)
+for line in json.load(sys.stdin):
+    args = EngineArgs.from_cli_args(parser.parse_args(line))
+    print(json.dumps([args.additional_config["spac"], args.max_model_len, args.kv_cache_memory_bytes,
+                      args.speculative_config]))
+"""
+
+
+def test_the_command_is_one_that_vllm_takes(model: ServedModel) -> None:
+    """In a process of its own, where the plugin adds its flags to vLLM's."""
+    lines = [shlex.split(command(choice, model, machine(GIB, GIB), ONE))[2:] for choice in COMMANDS]
+    done = subprocess.run(
+        [sys.executable, "-c", PARSED], input=json.dumps(lines), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    host, tiers, all_in = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
+    assert host[0] == {"slots": "25%", "store": "host", "cpu_experts": "auto"}
+    assert SpacConfig.parse(tiers[0]).host_memory == 3 << 28
+    assert tiers[0]["store"] == "disk" and tiers[3]["num_speculative_tokens"] == 4
+    assert all_in[0] == {"slots": "100%"} and all_in[1:3] == [2048, kv_bytes(model, ONE)]
+
+
+def test_flags_of_quantised_experts_are_separate_words(model: ServedModel) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    checkpoint: Checkpoint = replace(model.checkpoint, quantisation=settings)
+    line = command(Choice(25, "host"), replace(model, checkpoint=checkpoint), machine(GIB, GIB), ONE)
+    assert line.endswith(" --quantization moe_wna16 --moe-backend triton")

@@ -1,0 +1,209 @@
+"""``vllm-spac plan``: calculates how to serve a model on a machine and what to expect, and prints the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_spac.cli.text import shown
+from vllm_spac.errors import ConfigError
+from vllm_spac.system.host_memory import gib
+
+if TYPE_CHECKING:
+    from vllm_spac.planning.model import ServedModel
+    from vllm_spac.planning.plan import Plan, Row
+    from vllm_spac.planning.predict import Prediction
+    from vllm_spac.planning.routing import Routing
+
+EXAMPLES = """[bold]Examples[/]
+
+vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090
+
+vllm-spac plan ./Qwen3-235B-A22B/config.json --machine h200   [dim]# before the weights are downloaded[/]
+
+vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# this machine, after vllm-spac profile[/]
+
+vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
+"""
+
+CONTEXT = 4096
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="Folder of a checkpoint, a config.json, or a name in the Hugging Face cache.")
+    ],
+    machine: Annotated[
+        str, typer.Option(help="here (measured by vllm-spac profile), rtx4090, h200, or a file of vllm-spac profile.")
+    ] = "here",
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens per request, prompt included.", min=2, show_default=f"{CONTEXT}, or the model's"),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests that are served at once.", min=1, max=1024)] = 1,
+    trace: Annotated[
+        Path | None, typer.Option(help="Routing of this model, written by --spac-trace, instead of an assumption.")
+    ] = None,
+    fast_memory: Annotated[str | None, typer.Option(help="Memory of the GPU, e.g. 24GiB, instead of its own.")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Memory of the host, e.g. 128GiB, instead of its own.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Calculate how to serve a model: memory, tokens per second and time to first token of each way; the command."""
+    from vllm_spac.planning.machine import PlannedMachine
+    from vllm_spac.planning.memory import Load
+    from vllm_spac.planning.model import ServedModel
+    from vllm_spac.planning.plan import make_plan
+
+    sizes = {name: _bytes(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
+    planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
+    with Console(stderr=True).status("reading the model") as status:
+        served = ServedModel.read(model)
+        context = context or min(CONTEXT, served.architecture.longest or CONTEXT)
+        found = make_plan(
+            served,
+            planned,
+            Load(context, concurrency),
+            _routings(trace, served),
+            lambda text: status.update(shown(text)),
+        )
+    if as_json:
+        print(json.dumps(_content(found), indent=2))
+    else:
+        _show(Console(), found)
+
+
+def _routings(trace: Path | None, model: ServedModel) -> tuple[Routing, ...]:
+    from vllm_spac.planning import routing
+    from vllm_spac.traces.format import Trace
+
+    return routing.assumed() if trace is None else routing.recorded(Trace.load(trace), model, str(trace))
+
+
+def _bytes(name: str, text: str | None) -> int | None:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    if text is None:
+        return None
+    try:
+        found = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        found = 0
+    if found <= 0:
+        raise ConfigError(f"--{name}-memory {text}: use a number of bytes, e.g. 24GiB")
+    return found
+
+
+def _show(console: Console, found: Plan) -> None:
+    from vllm_spac.planning.choice import command
+    from vllm_spac.planning.plan import assumptions
+
+    console.print(_memory(found))
+    console.print(_choices(found))
+    for problem in found.problems:
+        console.print(f"[yellow]does not fit:[/] {shown(problem)}", highlight=False, soft_wrap=True)
+    even, resident = found.best.even, found.best.choice.store == "none"
+    if resident:
+        console.print("all experts fit: nothing is offloaded, and stock vLLM serves this model too", highlight=False)
+    elif even is not None:
+        text = f"range: routing as local as published of Qwen3-30B-A3B; with no locality at all {_speed(even)} tokens/s"
+        console.print(f"{text}; --trace of this model narrows it", highlight=False, soft_wrap=True)
+    for text in assumptions(found):
+        console.print(f"[dim]assumed: {shown(text)}[/]", highlight=False, soft_wrap=True)
+    if found.best.choice.cpu:
+        console.print(
+            "CPU experts are exact up to rounding; without them, see the rows below the first", highlight=False
+        )
+    best = command(found.best.choice, found.model, found.machine, found.best.load)
+    console.print(f"[green]run:[/] {shown(best)}", highlight=False, soft_wrap=True)
+
+
+def _memory(found: Plan) -> Table:
+    split, model, best = found.split, found.model, found.best.choice
+    title = f"{shown(model.name)} ({shown(model.checkpoint.name)}) on {shown(found.machine.name)}: memory, calculated"
+    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    slots = model.checkpoint.slots(best.percent)
+    held = sum(count * size for count, size in slots)
+    count = sum(count for count, _ in slots)
+    load = f"{found.load.concurrency} x {found.load.context:,} tokens"
+    table.add_row("weights that are no experts", gib(split.weights), "fast memory")
+    table.add_row(f"KV cache, {load}", gib(split.kv), "fast memory")
+    table.add_row("run-time buffers", gib(split.working), "fast memory")
+    table.add_row(f"slots: {count:,} of {model.checkpoint.total:,} experts", gib(held), "fast memory")
+    table.add_row("left", gib(split.room - held), f"of {gib(split.fast)} of fast memory")
+    if best.store == "host":
+        table.add_row("all experts", gib(model.experts_bytes), "host memory")
+    if best.host_bytes:
+        table.add_row("experts between slots and disk", gib(best.host_bytes), "host memory")
+    if best.store in ("disk", "tiers"):
+        table.add_row("all experts", gib(model.experts_bytes), "disk")
+    return table
+
+
+def _choices(found: Plan) -> Table:
+    title = "what to expect, calculated: low - high"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    columns = ("slots", "others in", "CPU experts", "drafts", "tokens/s", "hits", "limited by", "first token")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("others in", "limited by") else "right")
+    for row in found.rows:
+        style = "bold green" if row is found.best else None
+        table.add_row(*_cells(row), style=style)
+    return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    choice, low, high = row.choice, row.low, row.high
+    stores = {"none": "-", "host": "host", "disk": "disk", "tiers": "host, disk"}
+    limits = " - ".join(dict.fromkeys((low.limit, high.limit)))
+    return (
+        f"{choice.percent}%",
+        stores[choice.store],
+        "auto" if choice.cpu else "-",
+        f"ngram, {choice.drafts}" if choice.drafts else "-",
+        _range(_speed(low), _speed(high)),
+        _range(f"{100 * low.hit_rate:.0f}%", f"{100 * high.hit_rate:.0f}%"),
+        limits,
+        _range(*(f"{seconds:.2g} s" for seconds in row.first_token)),
+    )
+
+
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low} - {high}"
+
+
+def _speed(prediction: Prediction) -> str:
+    return f"{prediction.tokens_per_second:.3g}"
+
+
+def _content(found: Plan) -> dict:
+    from vllm_spac.planning.choice import command
+    from vllm_spac.planning.plan import assumptions
+
+    def of_row(row: Row) -> dict:
+        line = command(row.choice, found.model, found.machine, row.load)
+        return asdict(row) | {"command": line}
+
+    checkpoint = asdict(found.model.checkpoint) | {"dtypes": sorted(found.model.checkpoint.dtypes)}
+    return {
+        "calculated": True,
+        "model": {"name": found.model.name, "source": found.model.source, **checkpoint},
+        "architecture": asdict(found.model.architecture),
+        "machine": found.machine.costs.model_dump(mode="json") | {"name": found.machine.name},
+        "fast_memory": asdict(found.split) | {"room": found.split.room},
+        "does_not_fit": list(found.problems),
+        "assumptions": list(assumptions(found)),
+        "choices": [of_row(row) for row in found.rows],
+        "command": of_row(found.best)["command"],
+    }

@@ -1,0 +1,54 @@
+"""One way to serve a model on a machine, and the command that does it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+
+from vllm_spac.checkpoint import quantisation
+from vllm_spac.planning.machine import PlannedMachine, Store
+from vllm_spac.planning.memory import Load, kv_bytes
+from vllm_spac.planning.model import ServedModel
+
+DRAFTS = 4  # of a chain
+NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 4}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to serve.
+
+    Attributes:
+        percent: ``--spac-slots``.
+        store: where the other experts are; ``none``: there are no others; ``tiers``: host memory before a disk.
+        host_bytes: with ``tiers``, host memory between slots and disk.
+        cpu: the CPU computes a share of the missing experts.
+        drafts: tokens that are drafted per step.
+    """
+
+    percent: int
+    store: Store
+    host_bytes: int = 0
+    cpu: bool = False
+    drafts: int = 0
+
+
+def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load) -> str:
+    """Returns the command that serves so; the KV cache is given, so that memory is divided as planned."""
+    options = ["--plugin", "spac", "--spac-slots", f"{choice.percent}%"]
+    if choice.store in ("disk", "tiers"):
+        options += ["--spac-store", "disk"]
+    elif choice.store == "host":
+        options += ["--spac-store", "host"]
+    if choice.host_bytes:
+        options += ["--spac-host-memory", f"{choice.host_bytes >> 20}MiB"]
+    if choice.cpu:
+        options += ["--spac-cpu-experts", "auto"]
+    options += ["--max-model-len", str(load.context), "--max-num-seqs", str(load.concurrency)]
+    options += ["--kv-cache-memory-bytes", str(kv_bytes(model, load))]
+    if choice.drafts:
+        options += ["--speculative-config", json.dumps(NGRAM)]
+    if model.checkpoint.quantisation:
+        options += " ".join(quantisation.flags(model.checkpoint.quantisation)).split()
+    return shlex.join(["vllm", "serve", model.name, *options])

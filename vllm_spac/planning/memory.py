@@ -1,0 +1,96 @@
+"""Divides fast memory between weights, KV cache, run-time buffers and slots, as an engine would. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_spac.cache.working import Batch, MoEWidths, Widths, Working
+from vllm_spac.errors import ConfigError
+from vllm_spac.planning.machine import PlannedMachine
+from vllm_spac.planning.model import ServedModel
+from vllm_spac.system.host_memory import gib
+
+_ROWS = 2048  # vLLM's --max-num-batched-tokens when it serves
+_ROWS_LARGE, _LARGE = 8192, 70 << 30  # the same with a GPU of at least so many bytes
+_GRAPHS_EACH = 8  # vLLM captures graphs of 1, 2, 4 and multiples of 8 rows
+_MOST_CAPTURED = 512
+_BLOCK = 128  # tokens: a request's KV cache is whole blocks, of at most this size
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of an engine: ``concurrency`` requests of up to ``context`` tokens, with ``drafts`` drafts each."""
+
+    context: int
+    concurrency: int
+    drafts: int = 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """Bytes of fast memory.
+
+    Attributes:
+        fast: that vLLM may use.
+        weights: everything but experts.
+        kv: KV cache of the load.
+        working: run-time buffers.
+    """
+
+    fast: int
+    weights: int
+    kv: int
+    working: int
+
+    @property
+    def room(self) -> int:
+        """Bytes left for slots; negative if the others do not fit."""
+        return self.fast - self.weights - self.kv - self.working
+
+
+def rows(machine: PlannedMachine) -> int:
+    """Returns the most rows of a forward, by vLLM's default for such a machine."""
+    return _ROWS_LARGE if machine.gpu >= _LARGE else _ROWS
+
+
+def split(model: ServedModel, machine: PlannedMachine, load: Load) -> Split:
+    """Divides the fast memory of ``machine``."""
+    shape = model.architecture
+    moe = MoEWidths(model.checkpoint.top_k, shape.hidden, shape.inner)
+    widths = Widths(shape.hidden, shape.heads, shape.kv_heads, shape.head, shape.dense, (moe,), itemsize=2)
+    sampled = load.concurrency * (1 + load.drafts)
+    captured = min(2 * sampled, _MOST_CAPTURED) if machine.gpu else 0
+    graphs = 3 + captured // _GRAPHS_EACH if captured else 0
+    most = max(rows(machine), sampled)
+    working = Working.of(widths, shape.vocabulary, Batch(most, sampled, captured, graphs))
+    return Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, load), working.total)
+
+
+def kv_bytes(model: ServedModel, load: Load) -> int:
+    """Returns the bytes of KV cache of all requests, each with a block to spare."""
+    tokens = (-(-load.context // _BLOCK) + 1) * _BLOCK
+    return load.concurrency * model.architecture.kv_bytes(tokens)
+
+
+def slot_bytes(model: ServedModel, percent: int) -> int:
+    """Returns the bytes of the slots at ``--spac-slots percent%``."""
+    return sum(count * size for count, size in model.checkpoint.slots(percent))
+
+
+def largest_percent(model: ServedModel, room: Split) -> int:
+    """Returns the largest share of slots that fits, in whole percent.
+
+    Raises:
+        ConfigError: not even the fewest slots fit.
+    """
+    smallest = model.checkpoint.smallest_percent()
+    fitting = [percent for percent in range(smallest, 101) if slot_bytes(model, percent) <= room.room]
+    if fitting:
+        return max(fitting)
+    needed = room.weights + room.kv + room.working + slot_bytes(model, smallest)
+    raise ConfigError(
+        f"nothing fits: {gib(room.weights)} of weights that are no experts, {gib(room.kv)} of KV cache, "
+        f"{gib(room.working)} of run-time buffers and {gib(slot_bytes(model, smallest))} of the fewest slots "
+        f"({smallest}%) need {gib(needed)} of fast memory, and {gib(room.fast)} may be used; lower --context or "
+        "--concurrency, use a quantised checkpoint, or name a machine with more memory"
+    )

@@ -1,0 +1,82 @@
+"""The sizes of a model that is to be served: from its headers, or from its ``config.json`` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint.architecture import Architecture
+from vllm_spac.checkpoint.described import described
+from vllm_spac.checkpoint.headers import Checkpoint, find_folder, read_checkpoint, read_config
+from vllm_spac.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as it is served: in 16 bits if its weights are in float32.
+
+    Attributes:
+        name: what ``vllm serve`` is given.
+        checkpoint: sizes of its weights; ``architecture``: everything else.
+        source: what the sizes are read from.
+        halved: the weights are in float32, and the sizes half of theirs.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    architecture: Architecture
+    source: Literal["headers", "config.json"]
+    halved: bool = False
+
+    @classmethod
+    def read(cls, model: str) -> ServedModel:
+        """Reads ``model``: a folder, a ``config.json``, or a name in the Hugging Face cache.
+
+        Raises:
+            UnsupportedError: there is none, it has no experts, or it cannot be served.
+        """
+        path = Path(model)
+        path, name = (path, str(path.parent)) if path.is_file() else (_folder(model) / "config.json", model)
+        config, folder = read_config(path), path.parent
+        whole = path.name == "config.json" and any(folder.glob("*.safetensors"))
+        checkpoint = read_checkpoint(folder) if whole else described(config, folder)
+        if checkpoint.quantisation and (reason := quantisation.refusal(checkpoint.quantisation)):
+            raise UnsupportedError(f"{model} has {reason}")
+        halved = checkpoint.dtypes == {"F32"}
+        if halved:
+            layers = {layer: count // 2 for layer, count in checkpoint.layer_bytes.items()}
+            checkpoint = replace(checkpoint, layer_bytes=layers, other_bytes=checkpoint.other_bytes // 2)
+        return cls(name, checkpoint, Architecture.of(config, path), "headers" if whole else "config.json", halved)
+
+    @property
+    def layers(self) -> int:
+        """Number of MoE layers."""
+        return len(self.checkpoint.layer_bytes)
+
+    @property
+    def experts_bytes(self) -> int:
+        """Bytes of all experts."""
+        return sum(self.checkpoint.layer_bytes.values())
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert, the mean where layers differ."""
+        return self.experts_bytes // self.checkpoint.total
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the other weights that a step reads: all but an input embedding, of which it reads few rows."""
+        shape = self.architecture
+        return max(0, self.checkpoint.other_bytes - (0 if shape.tied else 2 * shape.vocabulary * shape.hidden))
+
+
+def _folder(model: str) -> Path:
+    try:
+        return find_folder(model)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{str(error).replace('run: hf download', 'for its sizes run: hf download')}; plan needs no more than its "
+            "config.json"
+        ) from error

@@ -1,0 +1,192 @@
+"""Lists the sensible ways to serve a model on a machine, predicts each, and picks one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.planning.choice import DRAFTS, Choice
+from vllm_spac.planning.machine import HOST_RESERVE, UTILIZATION, PlannedMachine, Store
+from vllm_spac.planning.memory import Load, Split, largest_percent, slot_bytes, split
+from vllm_spac.planning.model import ServedModel
+from vllm_spac.planning.predict import Prediction, first_token, predict
+from vllm_spac.planning.routing import Routing
+from vllm_spac.system.host_memory import gib
+
+_FEWER = (50, 25, 10)  # further shares of slots
+_TIER_STEP = 1 << 28  # bytes: host memory between slots and disk is a multiple of it
+
+
+@dataclass(frozen=True)
+class Row:
+    """A choice with what it would achieve.
+
+    Attributes:
+        predictions: by routing, the slowest assumption first.
+        first_token: least and most seconds to the first token of a prompt.
+    """
+
+    choice: Choice
+    load: Load
+    predictions: tuple[Prediction, ...]
+    first_token: tuple[float, float]
+
+    @property
+    def low(self) -> Prediction:
+        """The prediction at the low end of the range; ``even`` routing is outside of it."""
+        return next(found for found in self.predictions if found.routing != "even")
+
+    @property
+    def high(self) -> Prediction:
+        """The prediction at the high end of the range."""
+        return self.predictions[-1]
+
+    @property
+    def even(self) -> Prediction | None:
+        """The prediction without any locality; None with a trace."""
+        return self.predictions[0] if self.predictions[0].routing == "even" else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan.
+
+    Attributes:
+        split: of fast memory for ``best``.
+        rows: every choice, ``best`` first.
+        problems: what does not fit.
+    """
+
+    model: ServedModel
+    machine: PlannedMachine
+    load: Load
+    split: Split
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def best(self) -> Row:
+        return self.rows[0]
+
+
+def make_plan(
+    model: ServedModel,
+    machine: PlannedMachine,
+    load: Load,
+    routings: Sequence[Routing],
+    tell: Callable[[str], object] = lambda text: None,
+) -> Plan:
+    """Plans how to serve ``model`` on ``machine``.
+
+    The best choice is the one with the most tokens per second at the low end of its range. All stores, CPU experts and
+    drafts are compared with as many slots as fit, and the best of them with fewer slots.
+
+    Args:
+        tell: called before each prediction.
+
+    Raises:
+        ConfigError: nothing fits, or the context is longer than the model's.
+    """
+    longest = model.architecture.longest
+    if longest and load.context > longest:
+        raise ConfigError(f"--context {load.context} is more than the {longest} tokens that the model was made for")
+    rows = [_row(choice, model, machine, load, routings, tell) for choice in choices(model, machine, load)]
+    if not rows:
+        raise ConfigError(_no_store(model, machine))
+    best = max(rows, key=lambda row: row.low.tokens_per_second)
+    fewer = [percent for percent in _FEWER if model.checkpoint.smallest_percent() <= percent < best.choice.percent]
+    if best.choice.store != "none":
+        for choice in (_with_slots(best.choice, percent, model, machine) for percent in fewer[:2]):
+            rows.append(_row(choice, model, machine, load, routings, tell))
+    rows.sort(key=lambda row: (row is not best, -row.low.tokens_per_second))
+    return Plan(
+        model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
+    )
+
+
+def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[Choice]:
+    """Yields each store, with and without CPU experts and drafts, with as many slots as fit."""
+    for drafts in (0, DRAFTS):
+        percent = largest_percent(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
+        for store in stores(model, machine, percent):
+            choice = _with_slots(Choice(percent, store, drafts=drafts), percent, model, machine)
+            yield choice
+            if store == "host" and machine.gpu:
+                yield Choice(percent, store, cpu=True, drafts=drafts)
+
+
+def stores(model: ServedModel, machine: PlannedMachine, percent: int) -> Iterator[Store]:
+    """Yields the stores that this machine has room for; three tiers only where host memory cannot hold all experts."""
+    if percent == 100:
+        yield "none"
+        return
+    if machine.gpu and machine.link is not None and model.experts_bytes <= machine.spare:
+        yield "host"
+    if machine.disk is not None and (machine.disk_free is None or model.experts_bytes <= machine.disk_free):
+        yield "disk"
+        if machine.link is not None and _TIER_STEP <= machine.spare < model.experts_bytes:
+            yield "tiers"
+
+
+def problems(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[str]:
+    """Yields what does not fit, in sentences."""
+    found = split(model, machine, load)
+    everything = found.fast - found.room + model.experts_bytes
+    memory = "GPU memory" if machine.gpu else "memory"
+    if everything > found.fast:
+        yield f"stock vLLM would need {gib(everything)} of {memory}, and {gib(found.fast)} may be used"
+    if machine.gpu and model.experts_bytes > machine.spare:
+        yield f"store=host needs {gib(model.experts_bytes)} of host memory, and {gib(machine.spare)} are to spare"
+    if machine.disk_free is not None and model.experts_bytes > machine.disk_free:
+        yield f"store=disk needs {gib(model.experts_bytes)} on the disk, and {gib(machine.disk_free)} are free"
+
+
+def assumptions(plan: Plan) -> Iterator[str]:
+    """Yields what the plan takes for granted."""
+    model, machine, costs = plan.model, plan.machine, plan.machine.costs
+    yield f"costs of {machine.name}: {costs.provenance.how} ({costs.provenance.source})"
+    yield from costs.provenance.assumes[:2]
+    if model.source == "config.json":
+        yield "sizes are calculated from config.json, without a checkpoint"
+    if model.halved:
+        yield "weights in float32 are served as 16 bits, half of their size"
+    yield f"vLLM may use {UTILIZATION:.0%} of fast memory (--gpu-memory-utilization), and KV cache has 16 bits"
+    if machine.gpu:
+        yield f"{gib(HOST_RESERVE)} of host memory are left to the system and to vLLM"
+    yield "kernel launches, host work and sampling take no time: real speeds are lower"
+
+
+def _row(
+    choice: Choice,
+    model: ServedModel,
+    machine: PlannedMachine,
+    load: Load,
+    routings: Sequence[Routing],
+    tell: Callable[[str], object],
+) -> Row:
+    asked, found = Load(load.context, load.concurrency, choice.drafts), []
+    for routing in routings:
+        tell(f"{choice.percent}% slots, {choice.store}")
+        found.append(predict(choice, model, machine, asked, routing))
+    if found[0].routing != "even":
+        found.sort(key=lambda prediction: prediction.tokens_per_second)
+    else:
+        found[1:] = sorted(found[1:], key=lambda prediction: prediction.tokens_per_second)
+    return Row(choice, asked, tuple(found), first_token(choice, model, machine, asked))
+
+
+def _with_slots(choice: Choice, percent: int, model: ServedModel, machine: PlannedMachine) -> Choice:
+    """Returns the choice with other slots, and with ``tiers`` with the host memory that the rest of them can use."""
+    outside = model.experts_bytes - slot_bytes(model, percent)
+    host = min(machine.spare, outside) // _TIER_STEP * _TIER_STEP if choice.store == "tiers" else 0
+    return Choice(percent, choice.store, host, choice.cpu, choice.drafts)
+
+
+def _no_store(model: ServedModel, machine: PlannedMachine) -> str:
+    where = f"{gib(machine.spare)} of host memory" if machine.gpu else "fast memory"
+    disk = "" if machine.disk_free is None else f" and {gib(machine.disk_free)} of disk"
+    return (
+        f"nothing fits: the experts take {gib(model.experts_bytes)}, and {where}{disk} have no room for them; free "
+        "some, or measure a disk: run vllm-spac profile --store disk there"
+    )
