@@ -61,7 +61,8 @@ def budget_arms(
     for coverage in coverages:
         for budget in budgets:
             settings = BudgetSettings.parse({"budget": budget, "coverage": coverage, **more})
-            found.append(Arm(f"B = {budget}, {coverage}", without, settings.model_dump()))
+            weighted = "" if settings.votes == "uniform" else ", votes by path"
+            found.append(Arm(f"B = {budget}, {coverage}{weighted}", without, settings.model_dump()))
     return found
 
 

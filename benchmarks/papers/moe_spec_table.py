@@ -6,8 +6,8 @@ acceptance length is 1 + accepted / drafts. Quality is the perplexity of the ans
 also the share of an answer's tokens before the first that differs from the exact answer's. At temperature 1 every seed
 is a run of all prompts, and deviations are over seeds.
 
-Drafts are a chain where the paper has trees of 63 tokens (arXiv:2602.16052), and experts are loaded over a link, where
-the paper's are in the GPU's memory. Budgets are lossy. Times are [bold]scaled[/], see benchmarks/README.md.
+Drafts are a chain, or with --tree a tree as in the paper (63 tokens; arXiv:2602.16052), and experts are loaded over a
+link, where the paper's are in the GPU's memory. Budgets are lossy. Times are [bold]scaled[/], see benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ EXAMPLES = """[bold]Examples[/]
 moe_spec_table.py .cache/toy/local-mid --slots 25%
 
 moe_spec_table.py .cache/toy/local-mid --budgets 16,24,32 --coverage truncation,substitution --seeds 2 --prompts 4
+
+moe_spec_table.py .cache/toy/local-mid --tree 63 --votes uniform,path --output benchmarks/results/scaled_trees_toy.json
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
@@ -57,9 +59,11 @@ def main(
     budgets: Annotated[str, typer.Option(help="Experts per layer.")] = "12,16,24,32",
     ranking: Annotated[str, typer.Option(help="That needs no calibration.")] = "router",
     coverage: Annotated[str, typer.Option(help="truncation, substitution or both.")] = "substitution",
+    votes: Annotated[str, typer.Option(help="uniform, path or both.")] = "uniform",
+    tree: Annotated[int, typer.Option(min=0, help="Nodes of a draft tree; 0: a chain.")] = 0,
     seeds: Annotated[int, typer.Option(min=2, help="Runs at temperature 1.")] = 5,
     count: Annotated[int, typer.Option("--prompts", min=2, help="Prompts of a run.")] = 6,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per step.")] = 8,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a chain.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 48,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: MODEL-eagle3.")] = None,
@@ -70,20 +74,25 @@ def main(
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(120, Console().width))
-    drafts = plan.Drafts(draft_tokens, eagle3 or model.with_name(f"{model.name}-eagle3"), model)
+    drafts = plan.Drafts(tree or draft_tokens, eagle3 or model.with_name(f"{model.name}-eagle3"), model)
     try:
         without, exact = Arm("no drafts", ("speculation",), {}), Arm("EAGLE-3", ("guard",), {})
-        budgeted = budget_arms(plan.split(budgets), plan.split(coverage), ("guard",), ranking=ranking)
+        budgeted = [
+            arm
+            for vote in plan.split(votes)
+            for arm in budget_arms(plan.split(budgets), plan.split(coverage), ("guard",), ranking=ranking, votes=vote)
+        ]
         cores, real, arms = Cores.here(), Proportions.of(machine), [without, exact, *budgeted]
         settings = Settings(
             model, (1,), prompt_tokens, output_tokens, 0, True, None, disk_dir, drafts, timeout,
             environment=cores.environment(),
         )  # fmt: skip
         knobs = {"slots": slots, "policy": "reuse", **PACED, **(WATERFILL if cpu else {}), "guard": "on"}
+        knobs |= {"tree": str(tree)} if tree else {}
         side = Side("EAGLE-3", knobs, "eagle3")
         side.job(settings)  # refuses a missing head before anything is measured
         asked = prompts.load(model, 1 + count, prompt_tokens, 0)
-        result = head(machine, asked, settings) | {"slots": slots, "draft_tokens": draft_tokens, "knobs": knobs}
+        result = head(machine, asked, settings) | {"slots": slots, "draft_tokens": drafts.tokens, "knobs": knobs}
         runs = [(0.0, 0), *((1.0, seed) for seed in range(seeds))]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with (

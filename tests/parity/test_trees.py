@@ -74,3 +74,22 @@ def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
     )
     assert_same(found, stock)
     assert found["preempted"] > 0 and trees_of(found)["trees"] > 100
+
+
+@pytest.mark.full
+def test_a_budget_ranks_experts_across_the_tree() -> None:
+    """Votes to the power 0 are uniform ones, token by token; the drafter's probabilities weigh every tree."""
+    budgeted = EXACT | {"store": "host", "tree": 16, "budget": 24}
+    weighted = {
+        "uniform": {},
+        "path 0": {"budget_votes": "path", "budget_votes_alpha": 0},
+        "path": {"budget_votes": "path"},
+    }
+    found = {
+        name: tree_runs.run(budgeted | more, ("greedy",), speculative_config=tree_runs.EAGLE3)
+        for name, more in weighted.items()
+    }
+    said = {name: [answer["tokens"] for answer in run["answers"]["greedy"]] for name, run in found.items()}
+    assert said["path 0"] == said["uniform"] != said["path"]
+    budget = found["path"]["stats"]["budget"]
+    assert budget["unweighted"] <= 1 and 0 < budget["experts"] <= 24 * budget["shortlists"]

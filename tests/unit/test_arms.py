@@ -68,6 +68,7 @@ def test_budgets_are_checked_before_anything_runs() -> None:
         "B = 16, truncation", "B = 24, truncation", "B = 16, substitution", "B = 24, substitution"
     ]  # fmt: skip
     assert all(arm.without == ("guard",) and arm.budget["when"] == "decode" for arm in found)
+    assert arms.budget_arms(["16"], ["truncation"], votes="path")[0].name == "B = 16, truncation, votes by path"
     with pytest.raises(ConfigError, match="coverage"):
         arms.budget_arms(["16"], ["nothing"])
 
