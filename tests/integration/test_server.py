@@ -84,6 +84,7 @@ def test_the_budget_changes_while_serving(server, answers):
     for body, text in (
         ('{"budget": 7}', "every token 8 experts"),
         ('{"budgets": 9}', "known: budget"),
+        ('{"budget": 8, "votes": "path"}', "ngram gives no probabilities"),
         ("8", "mapping"),
     ):
         with pytest.raises(urllib.error.HTTPError) as refused:
