@@ -71,6 +71,7 @@ def rendered() -> Values:
     """Returns the text of each name."""
     sections: tuple[Callable[[], Values], ...] = (
         acceptance,
+        trees,
         serving,
         paired,
         one_after_the_other,
@@ -110,6 +111,21 @@ def acceptance() -> Values:
         "acceptance.requests": _one({str(run["requests"]) for run in runs}),
         "acceptance.equal": _one({str(run["requests_equal_to_no_speculation"]) for run in runs}),
         "acceptance": table(("routing", *columns.values()), lines),
+    }
+
+
+def trees() -> Values:
+    found = result("toy_trees")
+    lines = []
+    for row in found["rows"]:
+        drafts = f"{row['kind']}, {row['drafts']}" if row["kind"] == "chain" else f"{row['kind']} tree, {row['drafts']}"
+        numbers = row["acceptance_length"], row["experts_per_step"], row["experts_per_token"]
+        lines.append(["none" if row["kind"] == "none" else drafts, *(f"{number:.2f}" for number in numbers)])
+    head = ("drafts", "tokens per step", "experts per layer and step", "per emitted token")
+    return {
+        "trees": table(head, lines),
+        "trees.prompts": str(found["prompts"]["count"]),
+        "trees.equal": _one({str(row["equal"]) for row in found["rows"]}),
     }
 
 

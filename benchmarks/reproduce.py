@@ -244,6 +244,12 @@ FIGURES = {
         inputs=("benchmarks/traces",),
         minutes=1,
     ),
+    "trees": Figure(
+        "Results: draft trees",
+        ("toy_trees.json", "toy_trees.png"),
+        (f"python benchmarks/papers/moe_spec_trees.py {MODELS}/target --eagle3 {MODELS}/eagle3",),
+        minutes=15,
+    ),
     "executions": Figure(
         "Pointers: what ways to reach experts take, calculated",
         ("toy_executions.json", "toy_executions.png"),
