@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.errors import ConfigError
+from vllm_spac.system.printable import brief
 
 Path = tuple[int, ...]  # of a node: the rank of each step among its siblings, e.g. (0, 2): third child of the first
 
@@ -139,18 +140,19 @@ class StaticShape(TreeShape):
         Raises:
             ConfigError: the text is no such list.
         """
+        named = "tree_shape (--spac-tree-shape)"
         try:
             paths = [tuple(path) for path in json.loads(text)]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             paths = []
         if not paths or not all(p and all(type(r) is int and 0 <= r < MOST_NODES for r in p) for p in paths):
-            raise ConfigError(f"spac: {text!r} is not a list of paths such as [[0],[1],[0,0]]")
+            raise ConfigError(f"spac: {named}={brief(text)}: use static, dynamic, or a list such as [[0],[1],[0,0]]")
         if len(set(paths)) < len(paths):
-            raise ConfigError("spac: a path is given twice")
+            raise ConfigError(f"spac: {named} gives a path twice")
         known = {(), *paths}
         for path in paths:
             if path[:-1] not in known:
-                raise ConfigError(f"spac: the path {list(path)} has no parent {list(path[:-1])}; add it")
+                raise ConfigError(f"spac: {named}: {list(path)} has no parent {list(path[:-1])}; add it")
         return cls(tuple(sorted(paths, key=_order)))
 
     @property
