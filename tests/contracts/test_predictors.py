@@ -6,9 +6,9 @@ import copy
 import dataclasses
 from functools import cache
 
+import imagined as made
 import numpy as np
 import pytest
-import samples as made
 import torch
 
 from vllm_spac import components

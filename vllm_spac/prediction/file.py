@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +26,7 @@ from vllm_spac.system.untrusted import parse_json
 
 FORMAT = "spac-predictors-1"
 DTYPES = {"I64", "I16", "F32", "F16", "BF16"}
-_MOST = 1 << 20  # layers, experts or dimensions that a file may claim
+_MOST, _MOST_LAYERS, _MOST_REACH = 1 << 20, 1024, 8  # experts or dimensions, and others, that a file may claim
 _AGAIN = "write it again with `vllm-spac train-predictor`"
 _SIZES = tuple(field.name for field in fields(Sizes) if field.name != "layers")
 
@@ -95,7 +96,8 @@ class PredictorFile:
     def _of(cls, metadata: dict[str, str], tensors: dict[str, Tensor]) -> PredictorFile:
         layers = layer_names(metadata["layers"])
         numbers = {name: int(metadata[name]) for name in _SIZES}
-        check(max(numbers.values()) <= _MOST, "impossible sizes")
+        check(max(numbers.values()) <= _MOST and numbers["reach"] <= _MOST_REACH, "impossible sizes")
+        check(len(layers) <= _MOST_LAYERS, "impossible sizes")
         sizes, names = Sizes(layers=len(layers), **numbers), parse_json(metadata["names"])
         left_out = parse_json(metadata["left_out"])
         known = [name for name in kinds() if name in names]
@@ -140,6 +142,7 @@ class PredictorFile:
         return {"format": FORMAT} | identity | lists | {name: str(getattr(self.sizes, name)) for name in _SIZES}
 
 
+@cache
 def kinds() -> dict[str, type[Trained]]:
     """Returns the trained predictors by name, each after those that it uses."""
     found = {name: components.find("predictors", name) for name in components.names("predictors")}
