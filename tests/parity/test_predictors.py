@@ -45,26 +45,10 @@ def trained(tmp_path_factory) -> Path:
 
 
 def test_recall_on_held_out_text(trained: Path) -> None:
+    texts, file, out = trained / "held.jsonl", trained / "p.safetensors", trained / "out"
     said = vllm_spac(
-        *(
-            "predictors",
-            MODELS / "target",
-            "--prompts",
-            trained / "held.jsonl",
-            "--slots",
-            "25%",
-            "--disk-dir",
-            trained,
-        ),
-        *(
-            "--predictor",
-            trained / "p.safetensors",
-            "--json",
-            trained / "r.json",
-            "--pictures",
-            trained / "out",
-            *ENGINE,
-        ),
+        *("predictors", MODELS / "target", "--prompts", texts, "--predictor", file, "--json", trained / "r.json"),
+        *("--pictures", out, "--slots", "25%", "--disk-dir", trained, *ENGINE),
     )
     found = json.loads((trained / "r.json").read_text())
     names = {"frequency", "token_table", "gate", "quasi_hidden", "linear", "neural", "hybrid", "utility"}
@@ -79,9 +63,9 @@ def test_recall_on_held_out_text(trained: Path) -> None:
     assert list(found["gate"]["by_horizon"]) == ["1", "2"] and found["gate"]["by_layer"][0] is None
     assert found["gate"]["by_horizon"]["1"]["recall_at_k"] > found["gate"]["by_horizon"]["2"]["recall_at_k"]
     assert found["hybrid"]["by_layer"][0]["recall_at_k"] == found["token_table"]["by_layer"][0]["recall_at_k"]
-    assert {path.name for path in (trained / "out").iterdir()} == {"layers.png", "horizons.png"}
-    file = PredictorFile.read(trained / "p.safetensors")
-    assert (file.sizes.layers, file.sizes.experts, file.sizes.top_k) == (LAYERS, EXPERTS, TOP_K)
+    assert {path.name for path in out.iterdir()} == {"layers.png", "horizons.png"}
+    sizes = PredictorFile.read(file).sizes
+    assert (sizes.layers, sizes.experts, sizes.top_k) == (LAYERS, EXPERTS, TOP_K)
 
 
 def test_predictors_of_another_model_are_refused(trained: Path) -> None:

@@ -20,6 +20,7 @@ from vllm_spac.checkpoint import routers
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.evaluation import collection
 from vllm_spac.integration.evaluation.collection import Collection, chosen_by, gates_of
+from vllm_spac.predictors._trained import Gates
 
 CONFIG = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
 
@@ -100,9 +101,7 @@ def test_layers_of_different_sizes_are_refused() -> None:
 # -- the checkpoint's routers ------------------------------------------------------------------------------------------
 
 
-def write(
-    folder: Path, *, gate: str = "gate", norm: str = "post_attention_layernorm", prefix: str = "model.", bias=False
-):
+def write(folder: Path, gate="gate", norm="post_attention_layernorm", prefix="model.", bias=False) -> Gates:
     model, tensors = made.gates(bias=float(bias)), {}
     for layer in range(made.LAYERS):
         block = f"{prefix}layers.{layer}"
