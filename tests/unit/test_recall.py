@@ -91,7 +91,7 @@ def test_the_oracle_is_always_right() -> None:
 
 def test_counts_are_of_the_rows_before() -> None:
     """A predictor that names what the last row selected is right as often as rows repeat themselves."""
-    ids = [[[0, 1], [1, 0], [2, 3], [2, 1]]]
+    ids = [[[0, 1], [1, 0], [2, 3], [3, 2]]]
 
     class Last(Predictor):
         scores = np.zeros(6, dtype=np.int64)
@@ -103,7 +103,7 @@ def test_counts_are_of_the_rows_before() -> None:
             self.scores = counts
 
     found = recall.measure(Last(), samples(ids), torch.ones(1, 4, 2).bool())
-    assert found["recall_at_k"] == (2 + 2 + 0 + 1) / 8, "the first row finds 0 and 1, the lowest of equal ones"
+    assert found["recall_at_k"] == (2 + 2 + 0 + 2) / 8, "the first row finds 0 and 1, the lowest of equal ones"
     assert set(recall.history(samples(ids))) == {"utility"}
 
 
