@@ -244,6 +244,12 @@ FIGURES = {
         inputs=("benchmarks/traces",),
         minutes=1,
     ),
+    "recall": Figure(
+        "Results: recall of predictors of the next layers' experts",
+        ("toy_predictors.json", "toy_predictors.png", "toy_local_predictors.png"),
+        ("python benchmarks/toy/predictors.py",),
+        minutes=10,
+    ),
     "executions": Figure(
         "Pointers: what ways to reach experts take, calculated",
         ("toy_executions.json", "toy_executions.png"),
