@@ -39,7 +39,8 @@ def measured(name: str, model: str) -> dict[str, Any]:
         "train-predictor", model, "--prompts", WORK / "training.jsonl", "--output", file, "--reach", str(REACH), *ENGINE
     )
     texts = ("--prompts", WORK / "held-out.jsonl", "--predictor", file, "--slots", f"{SLOTS}%")
-    vllm_spac("predictors", model, *texts, "--json", output, "--pictures", WORK / name, *ENGINE)
+    title = ("--title", f"toy model, {name} routing")
+    vllm_spac("predictors", model, *texts, "--json", output, "--pictures", WORK / name, *title, *ENGINE)
     shutil.copyfile(ROOT / WORK / name / "layers.png", RESULTS / PICTURES[name])
     found = json.loads((ROOT / output).read_text())
     return {predictor: {k: v for k, v in one.items() if k != "us_per_layer"} for predictor, one in found.items()}

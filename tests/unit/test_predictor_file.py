@@ -84,6 +84,15 @@ def test_a_shorter_reach_is_the_same_without_the_later_layers(file: PredictorFil
     assert one.first == other.first and torch.equal(one.scores, other.scores)
 
 
+def test_bytes_are_those_of_what_is_used_too_each_counted_once(file: PredictorFile) -> None:
+    table, linear_ = file.build("token_table"), file.build("linear")
+    maps = len(file.sizes.jumps()) * 4 * made.EXPERTS * (made.WIDTH + 2 * made.EXPERTS + 1)
+    assert linear_.nbytes == table.nbytes + maps
+    near = {name: file.build(name, reach=1).nbytes for name in file.names if kinds()[name].uses is not None}
+    hybrid = file.build("hybrid")
+    assert hybrid.nbytes - hybrid._choice.nbytes <= sum(near.values()) - near["token_table"]
+
+
 def test_the_file_is_as_documented(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()

@@ -80,6 +80,7 @@ def predictors(
     predictor: Annotated[Path, typer.Option(help="File from vllm-spac train-predictor.")],
     json_output: Annotated[Path, typer.Option("--json", help="File to write the results to.")],
     pictures: Annotated[Path | None, typer.Option(help="Folder for pictures of recall by layer and horizon.")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the pictures.", show_default="MODEL")] = None,
     slots: Annotated[
         str, typer.Option(help="Experts in fast memory, as --spac-slots; misses are those of an LRU cache per layer.")
     ] = "25%",
@@ -104,7 +105,7 @@ def predictors(
         _, found = _collect(llm, pieces, 0, progress)
     results = _measured(file, found.samples, size)
     _write_json(json_output, results)
-    title = f"{file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
+    title = f"{title or file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
     _show(results, file, title)
     if pictures is not None:
         _draw(results, title, pictures)

@@ -72,10 +72,8 @@ class PredictorFile:
         """
         found = cls.read(path)
         other = found.identity
-        if (other.fingerprint, other.layers) != (
-            identity.fingerprint,
-            identity.layers,
-        ) or found.sizes.experts != experts:
+        same = (other.fingerprint, other.layers) == (identity.fingerprint, identity.layers)
+        if not same or found.sizes.experts != experts:
             raise ConfigError(
                 f"spac: {path} was made for {other.model} ({other.fingerprint[:12]}, {len(other.layers)} layers of "
                 f"{found.sizes.experts} experts), not for this model or revision ({identity.fingerprint[:12]}, "
@@ -126,10 +124,16 @@ class PredictorFile:
         Args:
             reach: layers that it looks ahead at most, 1 or more. Those that it uses look one layer ahead.
         """
+        return self._build(name, reach, {})
+
+    def _build(self, name: str, reach: int | None, built: dict[str, Trained]) -> Trained:
+        """Returns a predictor; those that it uses are in ``built``, or added to it."""
+        uses = needed(name, self.names)
+        for other in uses:
+            if other not in built:
+                built[other] = self._build(other, 1, built)
         sizes = self.sizes if reach is None else replace(self.sizes, reach=min(reach, self.sizes.reach))
-        return kinds()[name](
-            sizes, self.tensors[name], {other: self.build(other, 1) for other in needed(name, self.names)}
-        )
+        return kinds()[name](sizes, self.tensors[name], {other: built[other] for other in uses})
 
     def save(self, path: str | Path) -> None:
         """Writes the file atomically; ``ConfigError`` when it cannot be written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -142,14 +142,17 @@ class Trained(Predictor):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it holds."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor)) + sum(
-            value.nbytes
-            for group in vars(self).values()
-            if isinstance(group, dict)
-            for value in group.values()
-            if isinstance(value, Tensor)
-        )
+        """Bytes of memory that it holds, with those of the predictors that it uses."""
+        return sum(_storages(self).values())
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """Returns address -> bytes of all memory of tensors in ``value``: a tensor, a mapping or a predictor."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    inner = vars(value) if isinstance(value, Trained) else value if isinstance(value, Mapping) else {}
+    return {address: count for item in inner.values() for address, count in _storages(item).items()}
 
 
 def mixing(ids: Tensor, weights: Tensor, experts: int) -> Tensor:

@@ -48,11 +48,6 @@ class Hybrid(Trained):
                     if self.chosen[layer] == name and (seen.layer == START or layer == seen.layer + 1):
                         yield Guess(layer * experts, scores)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the predictors that it uses."""
-        return sum(predictor.nbytes for predictor in self._used.values())
-
 
 def recall(predictor: Trained, material: Material) -> Tensor:
     """Returns float [layers]: recall of the last guess about each layer, on texts not fitted to; -1 without guess."""
