@@ -41,6 +41,7 @@ def trained(tmp_path_factory) -> Path:
         *("--output", folder / "p.safetensors", "--disk-dir", folder, "--slots", "60%", *ENGINE),
     )
     assert "2,688 tokens of 14 texts" in said and "left out" not in said
+    assert not (folder / "p.safetensors.progress").exists()
     return folder
 
 

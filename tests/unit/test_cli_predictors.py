@@ -122,7 +122,17 @@ def test_an_interrupted_training_continues(
     last = training()
     commands._train(last, progress)
     assert "resuming after 2 of" in capsys.readouterr().err
-    assert last.done == last.stages and not progress.exists()
+    assert last.done == last.stages
+
+
+def test_a_reach_beyond_the_layers_is_refused() -> None:
+    for reach, layers in ((1, 1), (1, 2), (5, 6)):
+        commands._check_reach(reach, layers)
+    for reach, layers, most in ((2, 1, 1), (2, 2, 1), (6, 6, 5)):
+        with pytest.raises(
+            ConfigError, match=f"--reach {reach}: the model has {layers} MoE layers; use at most {most}"
+        ):
+            commands._check_reach(reach, layers)
 
 
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:

@@ -64,11 +64,15 @@ def train_predictor(
     texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
     with offline.engine(model, spac, text_tokens + 1, _encodes(texts), **options) as llm, bar(_console()) as progress:
         pieces, others = _split(_limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens))
-        identity, found = _collect(llm, pieces + others, len(pieces), progress)
+        identity = _identity(offline.ask(llm, "facts"))
+        _check_reach(reach, len(identity.layers))
+        found = _collect(llm, pieces + others, len(pieces), progress)
     training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others))
-    _train(training, output.with_name(f"{output.name}.progress"))
+    progress_file = output.with_name(f"{output.name}.progress")
+    _train(training, progress_file)
     made = training.result()
     made.save(output)
+    progress_file.unlink(missing_ok=True)
     _left_out(made)
     written = f"{shown(output)}: {', '.join(made.names)}; {made.tokens:,} tokens of {len(pieces)} texts"
     Console().print(written, highlight=False, soft_wrap=True)
@@ -102,7 +106,7 @@ def predictors(
         facts = offline.ask(llm, "facts")
         file = PredictorFile.load(predictor, _identity(facts), facts["experts"])
         pieces = _limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens)
-        _, found = _collect(llm, pieces, 0, progress)
+        found = _collect(llm, pieces, 0, progress)
     results = _measured(file, found.samples, size)
     _write_json(json_output, results)
     title = f"{title or file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
@@ -111,13 +115,11 @@ def predictors(
         _draw(results, title, pictures)
 
 
-def _collect(llm: Any, texts: list[list[int]], fitted: int, progress: Progress) -> tuple[Identity, Collected]:
+def _collect(llm: Any, texts: list[list[int]], fitted: int, progress: Progress) -> Collected:
     from vllm_spac.integration.evaluation.collection import collect
-    from vllm_spac.integration.evaluation.engine import ask
 
     task = progress.add_task("reading texts", total=sum(map(len, texts)))
-    found = collect(llm, texts, fitted, lambda rows: progress.update(task, completed=rows))
-    return _identity(ask(llm, "facts")), found
+    return collect(llm, texts, fitted, lambda rows: progress.update(task, completed=rows))
 
 
 def _training(model: str, identity: Identity, found: Collected, asked: tuple[int, int], source: str) -> Training:
@@ -129,8 +131,6 @@ def _training(model: str, identity: Identity, found: Collected, asked: tuple[int
     every = found.samples
     samples, others = every.texts(0, fitted), every.texts(fitted, len(every.starts))
     shape = every.layers, every.experts, every.top_k, every.hidden.shape[2]
-    if reach >= max(2, every.layers):
-        raise ConfigError(f"--reach {reach}: the model has {every.layers} MoE layers; use at most {every.layers - 1}")
     sizes = Sizes(*shape, reach, len(samples.tokens.unique()))
     gates = gates_of(model, identity.layers, samples)
     return Training(Material(sizes, samples, others, gates, found.outputs), identity, source)
@@ -155,7 +155,6 @@ def _train(training: Training, progress_file: Path) -> None:
                 progress.stop()
                 console.print(f"stopped after {training.done} of {training.stages} stages; the same command continues")
                 raise typer.Exit(130)
-    progress_file.unlink(missing_ok=True)
 
 
 def _measured(file: PredictorFile, samples: Samples, slots: Any) -> dict[str, dict]:
@@ -221,6 +220,11 @@ def _split(pieces: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     if not fitted:
         raise ConfigError("there is one text only; use two or more, or a smaller --text-tokens, which splits it")
     return fitted, others
+
+
+def _check_reach(reach: int, layers: int) -> None:
+    if reach >= max(2, layers):
+        raise ConfigError(f"--reach {reach}: the model has {layers} MoE layers; use at most {max(1, layers - 1)}")
 
 
 def _slots(text: str) -> Any:
