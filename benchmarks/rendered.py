@@ -80,6 +80,7 @@ def rendered() -> Values:
         policies,
         budgets,
         predictors,
+        recall,
         executions,
         papers,
         reuse_of_experts,
@@ -370,6 +371,32 @@ def predictors() -> Values:
     }
 
 
+def recall() -> Values:
+    content = result("toy_predictors")
+    models = content["models"]
+    names = sorted(models["flat"], key=lambda name: models["flat"][name]["recall_at_k"])
+    shown = ("recall_at_k", "recall_at_2k", "recall_on_misses")
+    lines = [
+        [f"`{name}`", *(_percent(models[model][name][kind]) for model in models for kind in shown)] for name in names
+    ]
+    horizons = [str(ahead) for ahead in range(1, 1 + max(one["reach"] for one in models["flat"].values()))]
+    far = [name for name in names if set(horizons) <= set(models["flat"][name]["by_horizon"])]
+    ahead = [
+        [f"`{name}`", *(_percent(models[m][name]["by_horizon"][h]["recall_at_k"]) for m in models for h in horizons)]
+        for name in far
+    ]
+    heads = [f"{model}: {kind}" for model in models for kind in ("first k", "first 2k", "first k, of misses")]
+    heads_ahead = [f"{model}: {h} ahead" for model in models for h in horizons]
+    return {
+        "recall": table(("", *heads), lines),
+        "recall.ahead": table(("first k", *heads_ahead), ahead),
+        "recall.tokens": f"{content['texts']['held-out']['tokens']:,}",
+        "recall.files": str(content["texts"]["held-out"]["files"]),
+        "recall.training": f"{content['texts']['training']['tokens']:,}",
+        "recall.slots": str(content["slots_percent"]),
+    }
+
+
 def executions() -> Values:
     content = result("toy_executions")
     times: dict[tuple, dict[tuple, float]] = {}
@@ -453,6 +480,10 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def _rate(row: dict[str, Any]) -> str:
     return f"{row['tokens_per_second']['median']:.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
 
 
 def _range(percent: Iterable[float]) -> str:

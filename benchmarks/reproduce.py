@@ -250,6 +250,12 @@ FIGURES = {
         (f"python benchmarks/papers/moe_spec_trees.py {MODELS}/target --eagle3 {MODELS}/eagle3",),
         minutes=15,
     ),
+    "recall": Figure(
+        "Results: recall of predictors of the next layers' experts",
+        ("toy_predictors.json", "toy_predictors.png", "toy_local_predictors.png"),
+        ("python benchmarks/toy/predictors.py",),
+        minutes=10,
+    ),
     "executions": Figure(
         "Pointers: what ways to reach experts take, calculated",
         ("toy_executions.json", "toy_executions.png"),

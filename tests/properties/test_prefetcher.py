@@ -279,7 +279,7 @@ class Backwards(UtilityEstimator):
 
 
 class OfRouters(UtilityEstimator):
-    looks_at = frozenset(Signal)
+    needs = frozenset({Signal.COUNTS, Signal.ROUTER_INPUT})
 
 
 def prefetcher_of(prefetch: str, policy: str) -> Prefetcher:
@@ -313,7 +313,7 @@ def test_a_policy_lends_its_scores() -> None:
 
 
 def test_a_predictor_that_looks_at_more_is_refused() -> None:
-    with pytest.raises(ConfigError, match="looks at router, which is not passed on"):
+    with pytest.raises(ConfigError, match="looks at router_input, which is not passed on"):
         PrefetchSettings(prefetch=f"{__name__}:OfRouters")
 
 

@@ -20,6 +20,9 @@ from vllm_spac.budget.tuning import read_budgets, write_budgets
 from vllm_spac.checkpoint import headers, packed_format
 from vllm_spac.cli.main import app
 from vllm_spac.errors import SpacError
+from vllm_spac.prediction.file import Identity, PredictorFile, kinds
+from vllm_spac.predictors._trained import Sizes
+from vllm_spac.predictors.base import START, Seen
 from vllm_spac.profiling import costs
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.traces import statistics
@@ -143,6 +146,35 @@ def test_calibrations(folder, calibration, data) -> None:
     loads_or_refuses(lambda: Calibration.read(path), len(content), 64)
     remembers = CalibrationRecorder("0123", "toy", ("a", "b"), 8, 2, 2)
     loads_or_refuses(lambda: remembers.resume(path), len(content), 64)
+
+
+@pytest.fixture(scope="module")
+def predictors(folder) -> bytes:
+    sizes, generator = Sizes(layers=2, experts=4, top_k=2, width=3, reach=1, words=2), torch.Generator().manual_seed(0)
+    tensors: dict[str, dict] = {
+        name: {part: torch.rand(shape, generator=generator).to(dtype) for part, (dtype, shape) in specs.items()}
+        for name, specs in ((name, kinds()[name].specs(sizes)) for name in kinds() if name != "neural")
+    }
+    tensors["token_table"]["tokens"] = torch.tensor([3, 7])
+    made = PredictorFile(Identity("0123", "toy", ("a", "b")), sizes, 9, tensors, {"neural": "too slow"})
+    return content_of(made.save, folder / "predictors")
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_predictors(folder, predictors, data) -> None:
+    path, content = folder / "p", data.draw(damaged(predictors))
+    path.write_bytes(content)
+
+    def look() -> None:
+        found = PredictorFile.read(path)
+        for name in found.names:
+            predictor = found.build(name)
+            for layer in (START, 0):
+                list(predictor.guesses(Seen(layer, torch.tensor([3]), torch.ones(1, found.sizes.width), ids, weights)))
+
+    ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
+    loads_or_refuses(look, len(content), 64)
 
 
 JSON = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner))

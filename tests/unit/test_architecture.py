@@ -39,6 +39,7 @@ LEVELS = {
     "knobs": 2,
     "budget": 2,
     "cache": 2,
+    "prediction": 2,
     "speculation": 2,
     "execution": 2,
     "profiling.costs": 2,

@@ -11,11 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vllm_spac.budget import calibration as module
 from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
 from vllm_spac.budget.tuning import tune
 from vllm_spac.errors import ConfigError
-from vllm_spac.system import atomic_write
+from vllm_spac.system import atomic_write, tensor_file
 
 LAYERS, EXPERTS, TOP_K, WINDOW = ("model.layers.0.mlp", "model.layers.1.mlp"), 6, 2, 4
 FINGERPRINT = "0123456789abcdef" * 2
@@ -240,7 +239,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", half)
+    monkeypatch.setattr(tensor_file, "save_file", half)
     with pytest.raises(ConfigError, match="cannot be written.*No space.*name another file"):
         recorded(1).save(tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == before and len(list(tmp_path.iterdir())) == 1

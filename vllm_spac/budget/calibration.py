@@ -22,15 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_spac.budget.limits import MASSES
 from vllm_spac.errors import ConfigError
-from vllm_spac.system.atomic_write import replacing
-from vllm_spac.system.printable import brief
-from vllm_spac.system.untrusted import parse_json, read_header
+from vllm_spac.system import tensor_file
+from vllm_spac.system.tensor_file import check, layer_names
 
 FORMAT = "spac-calibration-2"
 PROGRESS_FORMAT = "spac-calibration-progress-2"
@@ -97,7 +94,7 @@ class Calibration:
     @classmethod
     def read(cls, path: str | Path) -> Calibration:
         """Reads a calibration of any model; ``ConfigError`` when it cannot be read, is damaged or no calibration."""
-        metadata, tensors = _read(Path(path), FORMAT, "a calibration", _AGAIN)
+        metadata, tensors = tensor_file.read(Path(path), FORMAT, "a calibration", _AGAIN, _DTYPES)
         try:
             return cls._of(metadata, tensors)
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -105,11 +102,11 @@ class Calibration:
 
     @classmethod
     def _of(cls, metadata: dict[str, str], tensors: dict[str, Tensor]) -> Calibration:
-        layers, experts = _names(metadata["layers"]), int(metadata["experts"])
+        layers, experts = layer_names(metadata["layers"]), int(metadata["experts"])
         pairs, curves, counts = tensors["pairs"], tensors["curves"], tensors["counts"]
-        _check(pairs.shape == (len(layers), experts, experts) and pairs.dtype == torch.int64, "pairs has another type")
+        check(pairs.shape == (len(layers), experts, experts) and pairs.dtype == torch.int64, "pairs has another type")
         shape = len(MASSES), len(layers), experts
-        _check(curves.shape == shape and curves.dtype == torch.float32, "curves has another type")
+        check(curves.shape == shape and curves.dtype == torch.float32, "curves has another type")
         found = cls(
             fingerprint=metadata["fingerprint"],
             model=metadata["model"],
@@ -120,16 +117,16 @@ class Calibration:
             pairs=pairs,
             curves=curves,
         )
-        _check(counts.dtype == torch.int64 and torch.equal(counts, found.counts), "counts and pairs differ")
-        _check(0 < found.top_k <= experts and found.window > 0, "impossible model")
-        _check(bool((found.counts.sum(1) == found.tokens * found.top_k).all()), "counts and tokens differ")
-        _check(bool(curves.isfinite().all()), "a curve is not a number")
+        check(counts.dtype == torch.int64 and torch.equal(counts, found.counts), "counts and pairs differ")
+        check(0 < found.top_k <= experts and found.window > 0, "impossible model")
+        check(bool((found.counts.sum(1) == found.tokens * found.top_k).all()), "counts and tokens differ")
+        check(bool(curves.isfinite().all()), "a curve is not a number")
         return found
 
     def save(self, path: str | Path) -> None:
         """Writes the file atomically; ``ConfigError`` when it cannot be written."""
         tensors = {"pairs": self.pairs, "counts": self.counts, "curves": self.curves}
-        _write(Path(path), tensors, self._metadata(FORMAT))
+        tensor_file.write(Path(path), tensors, self._metadata(FORMAT))
 
     def _metadata(self, format: str) -> dict[str, str]:
         names = ("fingerprint", "model", "experts", "top_k", "window", "tokens")
@@ -237,7 +234,7 @@ class CalibrationRecorder:
     def save_progress(self, path: str | Path) -> None:
         """Writes the state between two texts, atomically; ``ConfigError`` when it cannot be written."""
         assert not self._open, "a text is not over"
-        _write(Path(path), self._sums, {"format": PROGRESS_FORMAT, "texts": str(self.texts)} | self.facts)
+        tensor_file.write(Path(path), self._sums, {"format": PROGRESS_FORMAT, "texts": str(self.texts)} | self.facts)
 
     def resume(self, path: str | Path) -> None:
         """Restores what ``save_progress`` wrote; the caller then skips the first ``texts`` texts.
@@ -246,7 +243,7 @@ class CalibrationRecorder:
             ConfigError: the file cannot be read or belongs to another model, window or ``source``.
         """
         remedy = "delete it to start from the first text"
-        metadata, sums = _read(Path(path), PROGRESS_FORMAT, "the progress of a calibration", remedy)
+        metadata, sums = tensor_file.read(Path(path), PROGRESS_FORMAT, "the progress of a calibration", remedy, _DTYPES)
         same = all(metadata.get(name) == value for name, value in self.facts.items())
         same = same and metadata.get("texts", "").isdecimal()
         if not same or {k: (v.shape, v.dtype) for k, v in sums.items()} != {
@@ -255,39 +252,3 @@ class CalibrationRecorder:
             raise ConfigError(f"spac: {path} is the progress of another model, window or set of texts; {remedy}")
         self.texts, self._sums = int(metadata["texts"]), sums
         self._open.clear()
-
-
-def _read(path: Path, format: str, what: str, remedy: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    try:
-        metadata, entries = read_header(path)
-        if metadata.get("format") != format:
-            found = brief(metadata.get("format", "unknown"))
-            raise ConfigError(f"spac: {path} is not {what} of format {format} but of {found}; {remedy}")
-        _check({entry["dtype"] for entry in entries.values()} <= _DTYPES, "it has tensors of other types")
-        with safe_open(str(path), framework="pt") as file:
-            return metadata, {name: file.get_tensor(name) for name in entries}
-    except ConfigError:
-        raise
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ConfigError(f"spac: {path} cannot be read as {what}: {error}; {remedy}") from error
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """Parses the JSON list of layer names."""
-    names = parse_json(text)
-    _check(isinstance(names, list) and all(isinstance(name, str) for name in names), "layers are no list of names")
-    _check(0 < len(names) == len(set(names)), "a layer is named twice, or none is")
-    return tuple(names)
-
-
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    try:
-        with replacing(path) as partial:
-            save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial, metadata)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"spac: {path} cannot be written: {error}; name another file") from error
-
-
-def _check(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ValueError(problem)

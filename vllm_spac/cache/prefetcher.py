@@ -17,7 +17,7 @@ from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.errors import ConfigError
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
-from vllm_spac.predictors.base import Predictor, Signal
+from vllm_spac.predictors.base import Guess, Predictor, Seen, Signal
 from vllm_spac.system.printable import brief
 
 SETTINGS = ("threshold", "depth", "background")  # that a name with arguments may set, next to the predictor's
@@ -57,12 +57,12 @@ class PrefetchSettings:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        known = components.names("predictors")
+        known = components.serving("predictors")
         if self.prefetch not in ("off", *known) and ":" not in self.prefetch:
             raise ConfigError(f"spac: prefetch={self.prefetch!r} is not known; use off or {', '.join(known)}")
         if self.threshold < 1 or self.depth < 1 or (self.background is not None and self.background < 1):
             raise ConfigError("spac: threshold, depth and background of the prefetcher must be at least 1")
-        others = self.build(1).looks_at - {Signal.COUNTS}  # also refuses wrong options now, not in the first forward
+        others = self.build(1).needs - {Signal.COUNTS}  # also refuses wrong options now, not in the first forward
         if others:
             raise ConfigError(
                 f"spac: prefetch={self.prefetch!r} looks at {', '.join(sorted(others))}, which is not passed on to "
@@ -106,6 +106,9 @@ class _Lent(Predictor):
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.scores = policy.scores
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        return ()  # the prefetcher reads the scores
 
     def observe_step(self, counts: np.ndarray) -> None:
         self.scores = self._policy.scores

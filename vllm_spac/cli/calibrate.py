@@ -68,7 +68,7 @@ def calibrate(
     from vllm_spac.integration.evaluation import engine as offline
 
     output = output or Path(f"{re.split('[/]', model.rstrip('/'))[-1]}.calibration.safetensors")
-    _check_target(output)
+    check_target(output)
     texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
     tokenizer = any(isinstance(text, str) for text in texts)
     with offline.engine(model, spac, text_tokens + 1, tokenizer, **options) as llm:
@@ -120,7 +120,7 @@ def tune(
     asked: dict[str, Any] = {"mass": mass, "mass_of": mass_of, "coverage": coverage}
     console.print(_table(found, budgets, **asked))
     if output is not None:
-        _check_target(output)
+        check_target(output)
         write_budgets(output, found.fingerprint, budgets, asked)
         console.print(f"written: {shown(output)}", highlight=False, soft_wrap=True)
 
@@ -148,8 +148,8 @@ def bar(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def _check_target(path: Path) -> None:
+def check_target(path: Path, option: str = "--output") -> None:
     """Raises ``ConfigError`` if ``path`` has no folder to be written to; called before minutes of work."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = "is a folder" if path.is_dir() else f"cannot be written: {path.absolute().parent} is no folder"
-        raise ConfigError(f"{path} {problem}; name another file with --output")
+        raise ConfigError(f"{path} {problem}; name another file with {option}")

@@ -10,7 +10,20 @@ import typer
 from rich.console import Console
 
 from vllm_spac import __version__
-from vllm_spac.cli import calibrate, doctor, inspect, knobs, packed, plan, profile, quality, simulate, stats, trace
+from vllm_spac.cli import (
+    calibrate,
+    doctor,
+    inspect,
+    knobs,
+    packed,
+    plan,
+    predictors,
+    profile,
+    quality,
+    simulate,
+    stats,
+    trace,
+)
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError
 
@@ -64,6 +77,8 @@ for _examples, _command in (
     (calibrate.EXAMPLES, calibrate.calibrate),
     (calibrate.TUNE_EXAMPLES, calibrate.tune),
     (quality.EXAMPLES, quality.quality),
+    (predictors.TRAIN_EXAMPLES, predictors.train_predictor),
+    (predictors.EXAMPLES, predictors.predictors),
 ):
     app.command(epilog=_examples)(_reported(_command))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,44 +13,88 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
+START = -1  # in place of a layer's number: the step has not begun
+
 
 class Signal(StrEnum):
     """Input that a predictor may need."""
 
-    COUNTS = "counts"  # rows that selected each expert, after a step
-    ROUTER = "router"  # input and choice of a layer's router, before the layer's experts are loaded
+    COUNTS = "counts"  # rows that selected each expert, after a step: ``Predictor.observe_step``
+    TOKENS = "tokens"  # token of each row, from the start of a step
+    ROUTER_INPUT = "router_input"  # what a layer's router reads, before the layer's experts are loaded
+    ROUTING = "routing"  # what that router chose
+    FUTURE = "future"  # what all routers of the step will choose; offline only
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What is known of the rows of a step when a predictor is asked; inputs that it does not need are None.
+
+    Attributes:
+        layer: ``START`` before the first layer, else the layer whose router has just chosen, before its experts are
+            loaded.
+        tokens: int64 [rows].
+        hidden: float [rows, d], input of the layer's router, without padding.
+        ids, weights: int and float [rows, k], the layer's experts and their routing weights.
+        future: int [layers, rows, k], the experts of all layers.
+    """
+
+    layer: int
+    tokens: Tensor | None = None
+    hidden: Tensor | None = None
+    ids: Tensor | None = None
+    weights: Tensor | None = None
+    future: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """Scores of the experts of one layer, or of several consecutive ones.
+
+    Attributes:
+        first: key of the first expert that is scored; layer number times experts per layer.
+        scores: [rows, n], or [1, n] if all rows have the same; n is a multiple of the experts per layer. The greater,
+            the likelier; comparable between experts of one row and layer only.
+    """
+
+    first: int
+    scores: Tensor
 
 
 class Predictor(ABC):
-    """Scores experts by how much they will be needed. Moves nothing, and is deterministic.
+    """Scores experts by how likely they will be needed. Moves nothing, and is deterministic.
 
-    Built with ``num_experts``, the number of keys: the experts of all layers together.
+    ``guesses`` is called once at the start of a step and, if ``reach`` is not 0, in each layer as soon as its router
+    has chosen. The caller ranks experts over layers, and decides what to read or to keep because of a guess.
+
+    Built with ``num_experts``, the number of keys (the experts of all layers together), or from a file of
+    ``vllm-spac train-predictor``.
 
     Attributes:
-        looks_at: the signals that it must be passed; a prefetcher refuses a predictor that needs a signal it lacks.
+        needs: the signals that it must be passed; a prefetcher refuses a predictor that needs a signal it lacks.
+        reach: layers that it sees ahead of a router; 0: it is asked at the start of a step only, for all of its layers.
         offline: why no engine can serve with it; empty if one can.
-        scores: int64 [keys]; 0 for an expert that is not worth fetching. Updates replace the array, none writes to it.
+        scores: int64 [keys], of a predictor that needs counts: its scores after the last step; 0 for an expert that is
+            not worth fetching. Updates replace the array, none writes to it.
     """
 
-    looks_at: ClassVar[frozenset[Signal]] = frozenset({Signal.COUNTS})
+    needs: frozenset[Signal] = frozenset({Signal.COUNTS})
+    reach: int = 0
     offline: ClassVar[str] = ""
     scores: np.ndarray
 
     @abstractmethod
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        """Returns scores of layers that have not run, from what is known now; nothing if it knows nothing about them.
+
+        Args:
+            seen: the step at its start, or one of its layers; its tensors are not modified.
+        """
+
     def observe_step(self, counts: np.ndarray) -> None:
         """Updates the scores after a step (``Signal.COUNTS``).
 
         Args:
             counts: int [keys], rows that selected each expert, or float, the sum of their votes if these are weighted;
                 ``NOT_RUN`` (-1) for the experts of a layer that did not run.
-        """
-
-    def observe_layer(self, layer: int, hidden: Tensor, weights: Tensor, ids: Tensor) -> None:
-        """Updates the scores after a layer's router has chosen (``Signal.ROUTER``).
-
-        Args:
-            layer: number of the layer.
-            hidden: [rows, d], input of the router, without padding.
-            weights: float [rows, k], router weights of the experts ``ids``.
-            ids: int [rows, k], the chosen experts.
         """

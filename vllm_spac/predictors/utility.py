@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
+import torch
 
 from vllm_spac.core import NOT_RUN
-from vllm_spac.predictors.base import Predictor
+from vllm_spac.predictors.base import START, Guess, Predictor, Seen
 
 RELEASED_UP, RELEASED_DOWN = 5, 1
 
@@ -88,6 +90,10 @@ class UtilityEstimator(Predictor):
         if not self.fixed:
             self.up = self._moved(self.up, delta, delta > 0)
             self.down = self._moved(self.down, -delta, delta < 0)
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        if seen.layer == START:
+            yield Guess(0, torch.from_numpy(self.scores)[None])
 
     def _moved(self, boundary: np.ndarray, change: np.ndarray, where: np.ndarray) -> np.ndarray:
         moved = (1 - self.forget) * boundary + self.forget * change

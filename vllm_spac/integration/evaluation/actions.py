@@ -1,4 +1,4 @@
-"""Actions of ``vllm-spac calibrate`` and ``quality`` in the worker, while the model processes texts one by one."""
+"""Actions of ``vllm-spac calibrate``, ``quality`` and ``predictors`` in the worker, while the model processes texts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
 from vllm_spac.budget.control import BudgetedLayer
 from vllm_spac.errors import SpacError
+from vllm_spac.integration.evaluation.collection import Collected, Collection
 from vllm_spac.integration.evaluation.routing_study import Study
 from vllm_spac.integration.evaluation.scoring import Scoring
 from vllm_spac.speculation.draft_probabilities import DraftProbabilities
@@ -67,6 +68,7 @@ class Evaluation:
         self._runtime, self._control = experts.runtime, experts.runtime.budget
         self._calibrating: Calibrating | None = None
         self._study: Study | None = None
+        self._collection: Collection | None = None
         self._scoring = Scoring(model)
         self._drafted = experts.drafted
 
@@ -167,6 +169,30 @@ class Evaluation:
     def reconstruction(self, layer: int, budgets: list[int], rankings: list[str], coverages: list[str]) -> dict:
         """See ``Study.reconstruction``."""
         return self._captured.reconstruction(layer, budgets, rankings, coverages)
+
+    # -- samples for predictors ----------------------------------------------------------------------------
+
+    def collect(self, rows: int) -> None:
+        """Starts to keep what routers read and choose, of at most ``rows`` rows; see ``Collection``."""
+        layers = self._control.layers
+        self._collection = Collection(self._experts.vllm_config, layers, _managed(self._model), rows)
+        self._runtime.listeners.append(self._collection)
+
+    def collected_text(self, ids: list[int], outputs: bool) -> int:
+        """Ends the text ``ids``; returns the number of rows so far.
+
+        Args:
+            outputs: whether the experts' outputs for this text count towards their means.
+        """
+        assert self._collection is not None, "collect comes first"
+        return self._collection.end_text(ids, outputs)
+
+    def collected(self) -> Collected:
+        """Ends the collection. Its result is not plain: the engine is in the process that asks."""
+        assert self._collection is not None, "collect comes first"
+        self._runtime.listeners.remove(self._collection)
+        found, self._collection = self._collection.result(), None
+        return found
 
     @property
     def _listening(self) -> Calibrating:

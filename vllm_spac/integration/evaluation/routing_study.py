@@ -13,6 +13,7 @@ from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
 from vllm_spac.budget.control import BudgetControl, BudgetedLayer
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
+from vllm_spac.integration.evaluation.layer_run import run_layer
 
 if TYPE_CHECKING:
     from vllm_spac.integration.loading.model_experts import ModelExperts
@@ -124,10 +125,7 @@ class Study:
         return float((kernel - ours).norm() / kernel.norm().clamp_min(1e-30))
 
     def _run(self, layer: int, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        from vllm.forward_context import set_forward_context
-
-        with set_forward_context(None, self._vllm_config):
-            return self._modules[layer].spac_forward(hidden, weights, ids)
+        return run_layer(self._vllm_config, self._modules[layer], hidden, weights, ids)
 
     def _distinct(self, size: int, budget: int, coverage: str) -> float:
         control = BudgetControl([replace(layer, resident=None) for layer in self._control.layers])

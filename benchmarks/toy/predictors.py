@@ -1,0 +1,62 @@
+"""Trains predictors of experts on both toy models and measures their recall on files that training never saw.
+
+    python benchmarks/toy/predictors.py
+
+All numbers are of the toy models and not representative of a real one. None is a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from texts import chosen
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import RESULTS, ROOT, provenance, write_result
+
+MODELS = {"flat": "benchmarks/toy/models/target", "local": "benchmarks/toy/models/local/target"}
+PICTURES = {"flat": "toy_predictors.png", "local": "toy_local_predictors.png"}
+WORK = Path(".cache") / "toy" / "predictors"  # from the checkout's root
+TEXTS = {"training": (True, 120, 512), "held-out": (False, 10, 384)}  # whether training saw them, files, tokens of each
+REACH, SLOTS = 3, 25
+ENGINE = ("--engine", '{"gpu_memory_utilization": 0.2}', "--disk-dir", WORK / "packed", "--limit-tokens", "100000")
+
+
+def vllm_spac(*arguments: str | Path) -> None:
+    """Runs one command from the checkout's root, so that it needs no absolute path."""
+    subprocess.run([Path(sys.executable).parent / "vllm-spac", *map(str, arguments)], cwd=ROOT, check=True)
+
+
+def measured(name: str, model: str) -> dict[str, Any]:
+    """Trains and measures on one model; returns the results by predictor, without times."""
+    file, output = WORK / f"{name}.predictors.safetensors", WORK / f"{name}.json"
+    vllm_spac(
+        "train-predictor", model, "--prompts", WORK / "training.jsonl", "--output", file, "--reach", str(REACH), *ENGINE
+    )
+    texts = ("--prompts", WORK / "held-out.jsonl", "--predictor", file, "--slots", f"{SLOTS}%")
+    title = ("--title", f"toy model, {name} routing")
+    vllm_spac("predictors", model, *texts, "--json", output, "--pictures", WORK / name, *title, *ENGINE)
+    shutil.copyfile(ROOT / WORK / name / "layers.png", RESULTS / PICTURES[name])
+    found = json.loads((ROOT / output).read_text())
+    return {predictor: {k: v for k, v in one.items() if k != "us_per_layer"} for predictor, one in found.items()}
+
+
+def main() -> None:
+    """Write the texts, measure on both models, and write the result."""
+    result: dict[str, Any] = {"provenance": provenance(), "toy_model": True, "slots_percent": SLOTS, "texts": {}}
+    (ROOT / WORK).mkdir(parents=True, exist_ok=True)
+    for kind, (training, count, length) in TEXTS.items():
+        lines = [json.dumps(text) + "\n" for text in chosen(training, count, length)]
+        (ROOT / WORK / f"{kind}.jsonl").write_text("".join(lines))
+        result["texts"][kind] = {"files": count, "tokens": count * length}
+    result["models"] = {name: measured(name, model) for name, model in MODELS.items()}
+    write_result(RESULTS / "toy_predictors.json", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""``vllm-spac train-predictor`` and ``predictors`` on the toy model, each command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_spac.prediction.file import PredictorFile
+
+MODELS = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
+TEXTS = Path(__file__).parents[2] / "benchmarks" / "toy" / "texts.py"
+LAYERS, EXPERTS, TOP_K = 6, 64, 8
+ENGINE = ("--engine", '{"dtype": "bfloat16", "gpu_memory_utilization": 0.2}')
+
+
+def command(program: list, code: int = 0) -> str:
+    """What a program prints, both streams."""
+    environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
+    done = subprocess.run([str(part) for part in program], capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == code, done.stderr[-4000:] + done.stdout
+    return done.stdout + done.stderr
+
+
+def vllm_spac(*arguments, code: int = 0) -> str:
+    return command([sys.executable, "-c", "from vllm_spac.cli.main import app; app()", *arguments], code)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Folder with predictors, and held-out texts."""
+    folder = tmp_path_factory.mktemp("trained")
+    command([sys.executable, TEXTS, folder / "train.jsonl", "--training", "--count", "16"])
+    command([sys.executable, TEXTS, folder / "held.jsonl", "--count", "4"])
+    said = vllm_spac(
+        *("train-predictor", MODELS / "target", "--prompts", folder / "train.jsonl", "--reach", "2"),
+        *("--output", folder / "p.safetensors", "--disk-dir", folder, "--slots", "60%", *ENGINE),
+    )
+    assert "2,688 tokens of 14 texts" in said and "left out" not in said
+    assert not (folder / "p.safetensors.progress").exists()
+    return folder
+
+
+def test_recall_on_held_out_text(trained: Path) -> None:
+    texts, file, out = trained / "held.jsonl", trained / "p.safetensors", trained / "out"
+    said = vllm_spac(
+        *("predictors", MODELS / "target", "--prompts", texts, "--predictor", file, "--json", trained / "r.json"),
+        *("--pictures", out, "--slots", "25%", "--disk-dir", trained, *ENGINE),
+    )
+    found = json.loads((trained / "r.json").read_text())
+    names = {"frequency", "token_table", "gate", "quasi_hidden", "linear", "neural", "hybrid", "utility"}
+    assert set(found) == names and all(name in said for name in names)
+    recall = {name: one["recall_at_k"] for name, one in found.items()}
+    chance = TOP_K / EXPERTS
+    assert chance < recall["frequency"] < 0.5 < recall["gate"] < recall["linear"] < 1
+    assert recall["token_table"] > 0.5 and recall["hybrid"] > recall["gate"]
+    for one in found.values():
+        assert one["recall_at_k"] < one["recall_at_2k"] and one["bytes"] > 0 and one["us_per_layer"] > 0
+        assert len(one["by_layer"]) == LAYERS
+    assert list(found["gate"]["by_horizon"]) == ["1", "2"] and found["gate"]["by_layer"][0] is None
+    assert found["gate"]["by_horizon"]["1"]["recall_at_k"] > found["gate"]["by_horizon"]["2"]["recall_at_k"]
+    assert found["hybrid"]["by_layer"][0]["recall_at_k"] == found["token_table"]["by_layer"][0]["recall_at_k"]
+    assert {path.name for path in out.iterdir()} == {"layers.png", "horizons.png"}
+    sizes = PredictorFile.read(file).sizes
+    assert (sizes.layers, sizes.experts, sizes.top_k) == (LAYERS, EXPERTS, TOP_K)
+
+
+def test_predictors_of_another_model_are_refused(trained: Path) -> None:
+    said = vllm_spac(
+        *("predictors", MODELS / "local" / "target", "--prompts", trained / "held.jsonl", "--disk-dir", trained),
+        *("--predictor", trained / "p.safetensors", "--json", trained / "other.json", *ENGINE),
+        code=1,
+    )
+    assert "was made for target" in said and "not for this model or revision" in said
+    assert not (trained / "other.json").exists()

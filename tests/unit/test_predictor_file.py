@@ -1,0 +1,283 @@
+"""Files of predictors: what is written and read back, what is refused, and training that goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
+import imagined as made
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.prediction.file import Identity, PredictorFile, flat, kinds
+from vllm_spac.prediction.training import Training
+from vllm_spac.predictors import linear, neural
+
+IDENTITY = Identity("0123456789abcdef" * 2, "imagined", made.NAMES)
+AGAIN = "vllm-spac train-predictor"
+MATERIAL = made.material()
+
+
+def training(**others) -> Training:
+    return Training(**{"material": MATERIAL, "identity": IDENTITY, "source": "texts"} | others)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short() -> None:
+    """Few gradient steps: what is tested is what happens around them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_STEPS", 3)
+        patch.setattr(neural, "_STEPS", 3)
+        yield
+
+
+@cache
+def whole() -> PredictorFile:
+    run = training()
+    assert [name for name in run.run()][-1] == "hybrid"
+    return run.result()
+
+
+@pytest.fixture
+def file() -> PredictorFile:
+    return whole()
+
+
+@pytest.fixture
+def path(file: PredictorFile, tmp_path: Path) -> Path:
+    file.save(tmp_path / "p")
+    return tmp_path / "p"
+
+
+def same(one: PredictorFile, other: PredictorFile) -> bool:
+    ours, theirs = flat(one.tensors), flat(other.tensors)
+    facts = ("identity", "sizes", "tokens", "left_out")
+    return all(getattr(one, name) == getattr(other, name) for name in facts) and (
+        ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    )
+
+
+def test_saved_and_loaded(file: PredictorFile, path: Path) -> None:
+    found = PredictorFile.load(path, IDENTITY, made.EXPERTS)
+    assert same(found, file) and found.names == file.names == list(kinds())
+    assert found.tokens == MATERIAL.samples.rows and [p.name for p in path.parent.iterdir()] == ["p"]
+    seen = MATERIAL.others.seen(0, slice(0, 9), found.build("linear").needs)
+    for one, other in zip(found.build("linear").guesses(seen), file.build("linear").guesses(seen), strict=True):
+        assert torch.equal(one.scores, other.scores)
+
+
+def test_a_shorter_reach_is_the_same_without_the_later_layers(file: PredictorFile) -> None:
+    far, near = file.build("linear"), file.build("linear", reach=1)
+    seen = MATERIAL.others.seen(1, slice(0, 9), far.needs)
+    (one, _), [other] = far.guesses(seen), near.guesses(seen)
+    assert (far.reach, near.reach) == (2, 1) and near.nbytes < far.nbytes
+    assert one.first == other.first and torch.equal(one.scores, other.scores)
+
+
+def test_bytes_are_those_of_what_is_used_too_each_counted_once(file: PredictorFile) -> None:
+    table, linear_ = file.build("token_table"), file.build("linear")
+    maps = len(file.sizes.jumps()) * 4 * made.EXPERTS * (made.WIDTH + 2 * made.EXPERTS + 1)
+    assert linear_.nbytes == table.nbytes + maps
+    near = {name: file.build(name, reach=1).nbytes for name in file.names if kinds()[name].uses is not None}
+    hybrid = file.build("hybrid")
+    assert hybrid.nbytes - hybrid._choice.nbytes <= sum(near.values()) - near["token_table"]
+
+
+def test_the_file_is_as_documented(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "spac-predictors-1" and json.loads(metadata["layers"]) == list(made.NAMES)
+    assert json.loads(metadata["names"]) == list(kinds()) and json.loads(metadata["left_out"]) == {}
+    sizes = {name: int(metadata[name]) for name in ("experts", "top_k", "width", "reach", "words", "tokens")}
+    expected = {"experts": made.EXPERTS, "top_k": made.TOP_K, "width": made.WIDTH, "reach": 2}
+    assert sizes == expected | {"words": len(MATERIAL.samples.tokens.unique()), "tokens": MATERIAL.samples.rows}
+    tensors = load_file(path)
+    assert tensors["linear.map.2.3"].shape == (made.WIDTH + 2 * made.EXPERTS, made.EXPERTS)
+    assert tensors["linear.map.2.3"].dtype == torch.bfloat16 and tensors["frequency.counts"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("other", "experts"),
+    [({"fingerprint": "f" * 32}, 12), ({"layers": made.NAMES[:2]}, 12), ({"layers": made.NAMES[::-1]}, 12), ({}, 13)],
+    ids=str,
+)
+def test_of_another_model_is_refused(path: Path, other: dict, experts: int) -> None:
+    with pytest.raises(ConfigError, match=f"made for imagined .*not for this model or revision.*{AGAIN}"):
+        PredictorFile.load(path, dataclasses.replace(IDENTITY, **other), experts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": {"format": "spac-predictors-2"}},
+        {"metadata": {"format": None}},
+        {"metadata": {"layers": "["}},
+        {"metadata": {"layers": '["a"]'}},
+        {"metadata": {"tokens": "many"}},
+        {"metadata": {"width": None}},
+        {"metadata": {"width": "9"}},
+        {"metadata": {"reach": "1"}},
+        {"metadata": {"reach": "9"}},
+        {"metadata": {"experts": str(1 << 40)}},
+        {"metadata": {"names": "7"}},
+        {"metadata": {"names": "[]"}},
+        {"metadata": {"names": '["gate", "psychic"]'}},
+        {"metadata": {"left_out": "[]"}},
+        {"metadata": {"left_out": '{"gate": "why"}'}},
+        {"gate.map.1.1": None},
+        {"gate.map.1.1": torch.zeros(made.WIDTH, made.EXPERTS)},
+        {"gate.map.1.1": torch.zeros(made.WIDTH, made.EXPERTS, dtype=torch.float64)},
+        {"gate.map.1.1": torch.zeros(made.EXPERTS, made.WIDTH, dtype=torch.bfloat16)},
+        {"gate.map.1.1": torch.full((made.WIDTH, made.EXPERTS), float("nan"), dtype=torch.bfloat16)},
+        {"gate.more": torch.zeros(2)},
+        {"psychic.map": torch.zeros(2)},
+        {"hybrid.choice": torch.full((made.LAYERS,), 99)},
+        {"hybrid.choice": torch.full((made.LAYERS,), -1)},
+        {"frequency.counts": torch.full((made.LAYERS, made.EXPERTS), -1)},
+        {"token_table.tokens": torch.zeros(20, dtype=torch.int64)},
+        {"token_table.ids": torch.full((made.LAYERS, 20, made.EXPERTS), made.EXPERTS, dtype=torch.int16)},
+    ],
+    ids=str,
+)
+def test_a_damaged_file_is_refused(path: Path, change: dict) -> None:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() | change.pop("metadata", {})
+    content = load_file(path)
+    assert set(change) - {"gate.more", "psychic.map"} <= set(content)
+    content |= change
+    kept = {k: v for k, v in content.items() if v is not None}
+    save_file(kept, path, {k: v for k, v in metadata.items() if v is not None})
+    with pytest.raises(ConfigError, match=AGAIN) as caught:
+        PredictorFile.load(path, IDENTITY, made.EXPERTS)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000, -1])
+def test_a_truncated_file_is_refused(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ConfigError, match=f"cannot be read as a file of predictors.*{AGAIN}"):
+        PredictorFile.load(path, IDENTITY, made.EXPERTS)
+
+
+def test_a_folder_that_is_not_there(file: PredictorFile, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        file.save(tmp_path / "no" / "p")
+
+
+# -- training that is interrupted --------------------------------------------------------------------------------------
+
+STAGES = 5 + 5 + 5 + 3 + 3  # gate, quasi-hidden, linear; the network of each layer but the first; one each
+
+
+@given(cuts=st.lists(st.integers(0, STAGES), max_size=4).map(sorted))
+@settings(max_examples=12)
+def test_an_interrupted_training_gives_the_same_file(tmp_path_factory, cuts: list[int]) -> None:
+    """Stopped after any stages and resumed by another process, which has nothing but the texts and the file."""
+    path = tmp_path_factory.mktemp("training") / "progress"
+    for cut in cuts:
+        run = training()
+        assert run.stages == STAGES
+        if path.exists():
+            run.resume(path)
+        stages = run.run()
+        while run.done < cut:
+            next(stages)
+        run.save_progress(path)
+    last = training()
+    if path.exists():
+        last.resume(path)
+        assert last.done == cuts[-1]
+    assert len(list(last.run())) == STAGES - (cuts[-1] if cuts else 0)
+    assert same(last.result(), whole())
+
+
+@pytest.fixture
+def progress(tmp_path: Path) -> Path:
+    run = training()
+    stages = run.run()
+    while run.done < 10:
+        next(stages)
+    run.save_progress(tmp_path / "progress")
+    return tmp_path / "progress"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"source": "others"},
+        {"identity": dataclasses.replace(IDENTITY, fingerprint="f" * 32)},
+        {"material": made.material(reach=1)},
+    ],
+    ids=["texts", "model", "reach"],
+)
+def test_progress_of_another_run_is_refused(progress: Path, other: dict) -> None:
+    with pytest.raises(ConfigError, match="of another model or set of texts; delete it"):
+        training(**other).resume(progress)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": {"done": "9"}},
+        {"metadata": {"done": "11"}},
+        {"metadata": {"done": "-1"}},
+        {"metadata": {"done": "100"}},
+        {"metadata": {"done": "x"}},
+        {"gate.map.1.1": None},
+        {"gate.map.1.1": torch.zeros(1)},
+        {"psychic.map": torch.zeros(1)},
+    ],
+    ids=str,
+)
+def test_damaged_progress_is_refused(progress: Path, change: dict) -> None:
+    with safe_open(progress, framework="pt") as file:
+        metadata = file.metadata() | change.pop("metadata", {})
+    content = {k: v for k, v in (load_file(progress) | change).items() if v is not None}
+    save_file(content, progress, metadata)
+    with pytest.raises(ConfigError, match="delete it"):
+        training().resume(progress)
+
+
+def test_progress_is_no_file_nor_the_other_way_round(progress: Path, path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not the progress"):
+        training().resume(path)
+    with pytest.raises(ConfigError, match="is not a file of predictors"):
+        PredictorFile.read(progress)
+
+
+def test_a_failed_resume_changes_nothing(progress: Path) -> None:
+    run = training()
+    next(run.run())
+    progress.write_bytes(progress.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run.resume(progress)
+    assert run.done == 1
+
+
+def test_what_does_not_fit_is_left_out_and_said_so(tmp_path: Path) -> None:
+    run = training(material=dataclasses.replace(MATERIAL, gates="it has no gate"))
+    list(run.run())
+    made_of = run.result()
+    made_of.save(tmp_path / "p")
+    found = PredictorFile.read(tmp_path / "p")
+    assert found.left_out == {"gate": "it has no gate", "quasi_hidden": "it has no gate"}
+    assert not {"gate", "quasi_hidden"} & set(found.names) and "hybrid" in found.names
+    assert set(found.build("hybrid").chosen) <= set(found.names)
+
+
+def test_nobody_uses_what_is_not_trained_before() -> None:
+    before: set[str] = set()
+    for name, kind in kinds().items():
+        assert set(kind.uses or ()) <= before, name
+        before.add(name)
+    assert list(kinds())[-1] == "hybrid"

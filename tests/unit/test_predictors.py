@@ -1,0 +1,248 @@
+"""Trained predictors against their definitions: folded gates, quasi-hidden states, ridge regression, token tables."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
+import imagined as made
+
+from vllm_spac.predictors._fitting import distil, penalty, ridge
+from vllm_spac.predictors._trained import Gates, Sizes, mixing
+from vllm_spac.predictors.base import START, Seen
+from vllm_spac.predictors.gate import Gate, folded
+from vllm_spac.predictors.hybrid import Hybrid
+from vllm_spac.predictors.linear import Linear, logarithm
+from vllm_spac.predictors.neural import Neural
+from vllm_spac.predictors.oracle import Oracle
+from vllm_spac.predictors.quasi_hidden import ratio, through_norm
+from vllm_spac.predictors.token_table import Means, TokenTable
+
+DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_folded_gate_is_norm_and_gate() -> None:
+    """For any residual; the weights of both norms of either sign."""
+    residual, gate, norm, own = random(50, 16), random(12, 16, seed=1), random(16, seed=2), random(16, seed=3)
+    hidden = made.normed(residual, own)
+    expected = made.normed(residual, norm) @ gate.T
+    torch.testing.assert_close(hidden @ folded(gate, norm, own), expected, **DOUBLE)
+
+
+@pytest.mark.parametrize("bias", [0.0, 1.0])
+def test_gate_ranks_as_the_later_router_on_the_earlier_residual(bias: float) -> None:
+    model = made.gates(bias=bias)
+    material = made.material(reach=2, model=model)
+    tensors = {name: t for stage in range(5) for name, t in Gate.train(stage, material, {}).items()}
+    predictor = Gate(material.sizes, tensors, {})
+    _, residual = made.residuals(30, seed=7)
+    hidden = made.normed(residual[1], model.norm[1])
+    one, two = predictor.guesses(Seen(1, hidden=hidden))
+    for guess, target in ((one, 2), (two, 3)):
+        assert guess.first == target * made.EXPERTS
+        expected = made.normed(residual[1], model.norm[target]) @ model.weight[target].T + model.bias[target]
+        torch.testing.assert_close(guess.scores, expected, rtol=0.05, atol=0.1)  # maps are in bf16
+
+
+def test_the_quasi_hidden_state_splits_into_residual_and_default_vectors() -> None:
+    """gate(norm(r + D)) = (rms(r) * h @ F + m @ P) / rms(r + D), so both rank alike."""
+    residual, outputs = random(40, 16), random(12, 16, seed=1)
+    gate, norm, own = random(12, 16, seed=2), random(16, seed=3), random(16, seed=4)
+    mixed = random(40, 12, seed=5).softmax(1)
+    moved = residual + mixed @ outputs
+    size = residual.square().mean(-1, keepdim=True).sqrt()
+    parts = size * (made.normed(residual, own) @ folded(gate, norm, own)) + mixed @ through_norm(outputs, gate, norm)
+    expected = made.normed(moved, norm) @ gate.T
+    torch.testing.assert_close(parts / moved.square().mean(-1, keepdim=True).sqrt(), expected, **DOUBLE)
+
+
+def test_the_ratio_of_two_parts_is_found() -> None:
+    parts = [random(30, 8), random(30, 8, seed=1)]
+    offset = random(30, 1, seed=2)  # of rows, which changes no ranking
+    assert ratio(parts, 2.5 * parts[0] - 0.5 * parts[1] + offset).tolist() == pytest.approx([2.5, -0.5])
+
+
+@pytest.mark.parametrize("strength", [1e-4, 1e-2, 1.0])
+def test_ridge_is_least_squares_with_the_penalty_as_rows(strength: float) -> None:
+    inputs, targets = random(200, 10), random(200, 6, seed=1)
+    extra = penalty(inputs, strength) ** 0.5 * torch.eye(10, dtype=torch.float64)
+    centred = targets - targets.mean(1, keepdim=True)
+    rows, wanted = torch.cat([inputs, extra]), torch.cat([centred, torch.zeros(10, 6, dtype=torch.float64)])
+    torch.testing.assert_close(ridge(inputs, targets, strength), torch.linalg.lstsq(rows, wanted).solution, **DOUBLE)
+
+
+def test_ridge_of_what_is_linear_is_exact() -> None:
+    inputs, matrix = random(300, 8), random(8, 5, seed=1)
+    matrix -= matrix.mean(1, keepdim=True)
+    torch.testing.assert_close(ridge(inputs, inputs @ matrix, 1e-14), matrix, rtol=1e-6, atol=1e-6)
+    assert ridge(torch.zeros(10, 3), torch.zeros(10, 2)).isfinite().all(), "nothing to fit"
+
+
+def test_distilling_lowers_the_divergence_and_repeats_itself() -> None:
+    inputs, logits = random(400, 8).float(), (3 * random(400, 6, seed=1)).float()
+
+    def loss(matrix: torch.Tensor) -> float:
+        return float(-(logits.softmax(-1) * (inputs @ matrix).log_softmax(-1)).sum(-1).mean())
+
+    found = []
+    for _ in range(2):
+        matrix = torch.zeros(8, 6)
+        before = loss(matrix)
+        distil([matrix], lambda rows, m=matrix: rows @ m, inputs, logits, steps=60, rate=1e-2, seed=3)
+        assert loss(matrix) < before and not matrix.requires_grad
+        found.append(matrix)
+    assert torch.equal(*found)
+
+
+def test_linear_scores_are_its_features_times_its_map() -> None:
+    material = made.material(reach=1)
+    table = TokenTable(material.sizes, TokenTable.train(0, material, {}), {})
+    tensors = {name: t for stage in range(3) for name, t in Linear.train(stage, material, {}).items()}
+    predictor = Linear(material.sizes, tensors, {"token_table": table})
+    samples = material.others
+    seen = samples.seen(1, slice(0, 20), predictor.needs)
+    [guess] = predictor.guesses(seen)
+    entries = table.scores_of(2, table.places(seen.tokens))
+    chosen = mixing(seen.ids, seen.weights, made.EXPERTS)
+    features = torch.cat([seen.hidden, chosen, logarithm(entries), torch.ones(20, 1)], 1)
+    whole = torch.cat([tensors["map.1.2"].float(), tensors["bias.1.2"][None]])
+    torch.testing.assert_close(guess.scores, features @ whole)
+
+
+def test_neural_undoes_the_normalisation_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shifting and scaling all inputs before the training changes no score (but for bf16)."""
+    monkeypatch.setattr("vllm_spac.predictors.neural._STEPS", 40)
+    material = made.material(reach=1)
+    moved = replace(material.samples, hidden=3 * material.samples.hidden + 1)
+    scores = []
+    for samples, seen in (
+        (material.samples, material.others),
+        (moved, replace(material.others, hidden=3 * material.others.hidden + 1)),
+    ):
+        tensors = {
+            name: t for s in range(3) for name, t in Neural.train(s, replace(material, samples=samples), {}).items()
+        }
+        [guess] = Neural(material.sizes, tensors, {}).guesses(seen.seen(0, slice(0, 20), Neural.needs))
+        scores.append(guess.scores.softmax(-1))
+    torch.testing.assert_close(*scores, rtol=0, atol=0.05)
+
+
+# -- token table -------------------------------------------------------------------------------------------------------
+
+
+def table_of(material) -> TokenTable:
+    return TokenTable(material.sizes, TokenTable.train(0, material, {}), {})
+
+
+def test_an_entry_is_the_smoothed_mean_of_its_rows() -> None:
+    """With as many experts as are stored, the table is dense: an entry is what it is defined as."""
+    material = made.material()
+    table, samples = table_of(material), material.samples
+    tokens = samples.tokens.unique()
+    for layer in range(made.LAYERS):
+        probs = samples.logits[layer].softmax(-1)
+        scores = table.scores_of(layer, table.places(tokens))
+        for place, token in enumerate(tokens.tolist()):
+            rows = probs[samples.tokens == token]
+            expected = (rows.sum(0) + 4 * probs.mean(0)) / (len(rows) + 4)
+            torch.testing.assert_close(scores[place], expected, rtol=1e-3, atol=1e-4)  # stored in fp16
+
+
+def test_tokens_that_the_texts_did_not_have_get_the_mean() -> None:
+    material = made.material()
+    table = table_of(material)
+    for token in (-1, made.WORDS + 1, 1 << 40):
+        scores = table.scores_of(0, table.places(torch.tensor([token])))
+        torch.testing.assert_close(scores[0], material.samples.logits[0].softmax(-1).mean(0), rtol=1e-3, atol=1e-4)
+
+
+def test_what_an_entry_leaves_out_is_spread_like_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_spac.predictors.token_table.WIDTH", 4)
+    material = made.material()
+    table, means = table_of(material), Means.of(material.samples, 2)
+    full = means.smoothed(means.sums, means.counts)
+    scores = table.scores_of(2, table.places(material.samples.tokens.unique()))
+    torch.testing.assert_close(scores.sum(1), torch.ones(len(scores)), rtol=1e-3, atol=1e-3)
+    kept = full.topk(4).indices
+    torch.testing.assert_close(scores.gather(1, kept), full.gather(1, kept), rtol=1e-3, atol=1e-3)
+    others = torch.ones_like(full).scatter(1, kept, 0).bool()
+    ratio = scores / means.prior
+    for row, mask in zip(ratio, others, strict=True):
+        torch.testing.assert_close(row[mask], row[mask][:1].expand(int(mask.sum())))
+
+
+def test_a_row_is_judged_without_itself() -> None:
+    """The entry of a token that occurs once is then the mean over all rows."""
+    samples = made.material().samples
+    tokens = samples.tokens.clone()
+    tokens[17] = 999
+    means = Means.of(replace(samples, tokens=tokens), 1)
+    torch.testing.assert_close(means.without_the_row()[17], means.prior, rtol=1e-4, atol=1e-5)
+    others = [row for row in range(samples.rows) if tokens[row] == tokens[0] and row != 0]
+    probs = samples.logits[1].softmax(-1)
+    expected = (probs[others].sum(0) + 4 * probs.mean(0)) / (len(others) + 4)
+    torch.testing.assert_close(means.without_the_row()[0], expected, rtol=1e-4, atol=1e-5)
+
+
+# -- hybrid and oracle -------------------------------------------------------------------------------------------------
+
+
+def test_hybrid_asks_the_predictor_that_was_right_most_often_on_other_texts() -> None:
+    """Two of the file's predictors; one is made useless for layer 3. It looks two layers ahead, one counts."""
+    material = made.material(reach=2)
+    gate = {name: t for s in range(5) for name, t in Gate.train(s, material, {}).items()}
+    gate["map.1.3"] = -gate["map.1.3"]
+    beside = {"gate": Gate(material.sizes, gate, {}), "token_table": table_of(material)}
+    tensors = Hybrid.train(0, material, beside)
+    hybrid = Hybrid(material.sizes, tensors, beside)
+    assert hybrid.chosen == ["token_table", "gate", "gate", "token_table"], "no router is before layer 0"
+    assert hybrid.reach == 1
+    found = [(layer, guess.first // made.EXPERTS) for layer, _, guess in material.others.asked(hybrid)]
+    assert found == [(START, 0), (START, 3), (0, 1), (1, 2)]
+    assert hybrid.needs == beside["gate"].needs | beside["token_table"].needs
+
+
+def test_hybrid_refuses_a_choice_of_nobody() -> None:
+    material = made.material()
+    with pytest.raises(ValueError, match="no predictor"):
+        Hybrid(material.sizes, {"choice": torch.tensor([0, 0, 1, 0])}, {"token_table": table_of(material)})
+
+
+def test_the_oracle_names_what_is_chosen() -> None:
+    samples = made.samples(texts=1)
+    oracle = Oracle(made.LAYERS * made.EXPERTS)
+    [guess] = oracle.guesses(samples.seen(START, slice(0, 9), oracle.needs))
+    for layer, scores in enumerate(guess.scores.split(made.EXPERTS, 1)):
+        assert torch.equal(scores.topk(made.TOP_K).indices.sort(1).values, samples.ids[layer, :9].long().sort(1).values)
+
+
+# -- whether the checkpoint's routers are those that ran ---------------------------------------------------------------
+
+
+def test_the_routers_that_ran_are_recognised() -> None:
+    model = made.gates(bias=0.5)
+    samples = made.samples(model=model)
+    assert model.problem(samples) == ""
+    other = made.gates(seed=3)
+    for changed, says in (
+        (Gates(other.weight, model.bias, model.norm), "router 0 are not its gate times its input"),
+        (Gates(model.weight, 0 * model.bias, model.norm), "router 0 are not its gate times its input"),
+        (Gates(model.weight, model.bias, other.norm), "not the output of an RMSNorm"),
+        (Gates(model.weight, model.bias, 0 * model.norm), "has a weight of 0"),
+    ):
+        assert says in changed.problem(samples)
+
+
+@pytest.mark.parametrize("wrong", [{"reach": 4}, {"reach": 0}, {"top_k": 13}, {"layers": 0}, {"words": 0}], ids=str)
+def test_impossible_sizes(wrong: dict) -> None:
+    with pytest.raises(ValueError, match="impossible"):
+        Sizes(**{"layers": 4, "experts": 12, "top_k": 3, "width": 8, "reach": 3, "words": 5} | wrong)

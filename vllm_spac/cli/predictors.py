@@ -1,0 +1,253 @@
+"""``vllm-spac train-predictor`` and ``predictors``: trains predictors of experts, and measures their recall."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_spac.cli.calibrate import DiskDir, Engine, Model, Prompts, Slots, TextTokens, bar, check_target
+from vllm_spac.cli.text import shown
+from vllm_spac.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from vllm_spac.integration.evaluation.collection import Collected
+    from vllm_spac.prediction.file import Identity, PredictorFile
+    from vllm_spac.prediction.training import Training
+    from vllm_spac.predictors._samples import Samples
+
+TRAIN_EXAMPLES = """[bold]Examples[/]
+
+vllm-spac train-predictor allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --output olmoe.predictors.safetensors
+
+vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
+
+[dim]Interrupted with Ctrl-C, the same command reads the texts again and continues with the next predictor.[/]
+"""
+EXAMPLES = """[bold]Examples[/]
+
+vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
+
+vllm-spac predictors ./model --prompts held-out.jsonl --predictor model.predictors.safetensors --json recall.json
+--slots 50% --pictures recall
+
+[dim]Use other texts than for train-predictor.[/]
+"""
+LimitTokens = Annotated[int, typer.Option(help="Stop after this many tokens; all are kept in memory.", min=4)]
+
+_SAVE_SECONDS = 10
+_OTHERS = 8  # of so many texts, one is not fitted to
+
+
+def train_predictor(
+    model: Model,
+    prompts: Prompts,
+    output: Annotated[Path, typer.Option(help="File to write, e.g. model.predictors.safetensors.")],
+    reach: Annotated[int, typer.Option(help="Layers that predictors look ahead.", min=1, max=8)] = 1,
+    slots: Slots = "auto",
+    disk_dir: DiskDir = None,
+    text_tokens: TextTokens = 512,
+    limit_tokens: LimitTokens = 50_000,
+    engine: Engine = None,
+) -> None:
+    """Train predictors of the next layers' experts on texts: for predictors, which measures them."""
+    from vllm_spac.evaluation.prompts import checksum, read
+    from vllm_spac.integration.evaluation import engine as offline
+
+    check_target(output)
+    texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
+    with offline.engine(model, spac, text_tokens + 1, _encodes(texts), **options) as llm, bar(_console()) as progress:
+        pieces, others = _split(_limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens))
+        identity = _identity(offline.ask(llm, "facts"))
+        _check_reach(reach, len(identity.layers))
+        found = _collect(llm, pieces + others, len(pieces), progress)
+    training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others))
+    progress_file = output.with_name(f"{output.name}.progress")
+    _train(training, progress_file)
+    made = training.result()
+    made.save(output)
+    progress_file.unlink(missing_ok=True)
+    _left_out(made)
+    written = f"{shown(output)}: {', '.join(made.names)}; {made.tokens:,} tokens of {len(pieces)} texts"
+    Console().print(written, highlight=False, soft_wrap=True)
+
+
+def predictors(
+    model: Model,
+    prompts: Prompts,
+    predictor: Annotated[Path, typer.Option(help="File from vllm-spac train-predictor.")],
+    json_output: Annotated[Path, typer.Option("--json", help="File to write the results to.")],
+    pictures: Annotated[Path | None, typer.Option(help="Folder for pictures of recall by layer and horizon.")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the pictures.", show_default="MODEL")] = None,
+    slots: Annotated[
+        str, typer.Option(help="Experts in fast memory, as --spac-slots; misses are those of an LRU cache per layer.")
+    ] = "25%",
+    disk_dir: DiskDir = None,
+    text_tokens: TextTokens = 512,
+    limit_tokens: LimitTokens = 50_000,
+    engine: Engine = None,
+) -> None:
+    """Measure how many of the experts that routers choose each predictor names before, on other texts."""
+    from vllm_spac.evaluation.prompts import read
+    from vllm_spac.integration.evaluation import engine as offline
+    from vllm_spac.prediction.file import PredictorFile
+
+    check_target(json_output, "--json")
+    size = _slots(slots)
+    PredictorFile.read(predictor)  # refused before minutes of work; which model it is of, only the engine knows
+    texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
+    with offline.engine(model, spac, text_tokens + 1, _encodes(texts), **options) as llm, bar(_console()) as progress:
+        facts = offline.ask(llm, "facts")
+        file = PredictorFile.load(predictor, _identity(facts), facts["experts"])
+        pieces = _limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens)
+        found = _collect(llm, pieces, 0, progress)
+    results = _measured(file, found.samples, size)
+    _write_json(json_output, results)
+    title = f"{title or file.identity.model}: {found.samples.rows:,} tokens, misses with {slots} of the experts"
+    _show(results, file, title)
+    if pictures is not None:
+        _draw(results, title, pictures)
+
+
+def _collect(llm: Any, texts: list[list[int]], fitted: int, progress: Progress) -> Collected:
+    from vllm_spac.integration.evaluation.collection import collect
+
+    task = progress.add_task("reading texts", total=sum(map(len, texts)))
+    return collect(llm, texts, fitted, lambda rows: progress.update(task, completed=rows))
+
+
+def _training(model: str, identity: Identity, found: Collected, asked: tuple[int, int], source: str) -> Training:
+    from vllm_spac.integration.evaluation.collection import gates_of
+    from vllm_spac.prediction.training import Training
+    from vllm_spac.predictors._trained import Material, Sizes
+
+    fitted, reach = asked
+    every = found.samples
+    samples, others = every.texts(0, fitted), every.texts(fitted, len(every.starts))
+    shape = every.layers, every.experts, every.top_k, every.hidden.shape[2]
+    sizes = Sizes(*shape, reach, len(samples.tokens.unique()))
+    gates = gates_of(model, identity.layers, samples)
+    return Training(Material(sizes, samples, others, gates, found.outputs), identity, source)
+
+
+def _train(training: Training, progress_file: Path) -> None:
+    from vllm_spac.integration.evaluation.engine import Interruptible
+
+    console = _console()
+    if progress_file.exists():
+        training.resume(progress_file)
+        console.print(f"resuming after {training.done} of {training.stages} stages", highlight=False)
+    saved = time.monotonic()
+    with Interruptible() as interruption, bar(console) as progress:
+        task = progress.add_task("training", total=training.stages, completed=training.done)
+        for name in training.run():
+            progress.update(task, completed=training.done, description=f"training {name}")
+            if interruption.asked or time.monotonic() - saved > _SAVE_SECONDS:
+                training.save_progress(progress_file)
+                saved = time.monotonic()
+            if interruption.asked and training.done < training.stages:
+                progress.stop()
+                console.print(f"stopped after {training.done} of {training.stages} stages; the same command continues")
+                raise typer.Exit(130)
+
+
+def _measured(file: PredictorFile, samples: Samples, slots: Any) -> dict[str, dict]:
+    from vllm_spac.evaluation.recall import cache_of, history, measure, misses
+
+    missed = misses(samples, cache_of(slots, samples.experts))
+    found = {name: file.build(name) for name in file.names} | history(samples)
+    results = {}
+    with bar(_console()) as progress:
+        for name, one in progress.track(sorted(found.items()), description="measuring"):
+            results[name] = measure(one, samples, missed)
+    return results
+
+
+def _show(results: dict[str, dict], file: PredictorFile, title: str) -> None:
+    from vllm_spac.evaluation.recall_report import table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # so that the table is not folded in a log
+    caption = f"R@k: share of the {file.sizes.top_k} chosen experts among the first {file.sizes.top_k} that were named"
+    console.print(table(results, shown(title), caption))
+    _left_out(file)
+
+
+def _draw(results: dict[str, dict], title: str, folder: Path) -> None:
+    from vllm_spac.evaluation.recall_report import pictures
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--pictures: {folder} cannot be made: {error.strerror}; name another folder") from error
+    written = ", ".join(str(path) for path in pictures(results, title, folder))
+    Console().print(f"pictures: {shown(written)}", highlight=False, soft_wrap=True)
+
+
+def _left_out(file: PredictorFile) -> None:
+    for name, why in file.left_out.items():
+        Console().print(f"left out: {name}: {shown(why)}", highlight=False, soft_wrap=True)
+
+
+def _write_json(path: Path, results: dict[str, dict]) -> None:
+    from vllm_spac.system.atomic_write import replacing
+
+    try:
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file") from error
+
+
+def _limited(pieces: list[list[int]], limit: int) -> list[list[int]]:
+    """Returns ``pieces``, and says so if they may be cut off at the limit."""
+    if (tokens := sum(map(len, pieces))) >= limit - 1:
+        _console().print(f"the first {tokens:,} tokens are used: --limit-tokens {limit}", highlight=False)
+    return pieces
+
+
+def _split(pieces: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the texts to fit to, and others, one in ``_OTHERS``, by which ``hybrid`` chooses."""
+    others = pieces[_OTHERS - 1 :: _OTHERS] or pieces[-1:]
+    fitted = [piece for piece in pieces if not any(piece is other for other in others)]
+    if not fitted:
+        raise ConfigError("there is one text only; use two or more, or a smaller --text-tokens, which splits it")
+    return fitted, others
+
+
+def _check_reach(reach: int, layers: int) -> None:
+    if reach >= max(2, layers):
+        raise ConfigError(f"--reach {reach}: the model has {layers} MoE layers; use at most {max(1, layers - 1)}")
+
+
+def _slots(text: str) -> Any:
+    from vllm_spac.knobs.types import Slots as Size
+
+    try:
+        size = Size.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--slots: {error}") from error
+    if size == Size():
+        raise ConfigError("--slots auto: misses depend on it; use a number of experts per layer or a percentage")
+    return size
+
+
+def _identity(facts: dict) -> Identity:
+    from vllm_spac.prediction.file import Identity
+
+    return Identity(facts["fingerprint"], facts["model"], tuple(facts["layers"]))
+
+
+def _encodes(texts: list) -> bool:
+    return any(isinstance(text, str) for text in texts)
+
+
+def _console() -> Console:
+    return Console(stderr=True)

@@ -1,0 +1,176 @@
+"""Files of trained predictors: the tensors of all predictors that fit a model, in one safetensors file.
+
+Format ``spac-predictors-1``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
+order of execution), ``tokens`` (rows that were fitted to), ``names`` (JSON, the predictors), ``left_out`` (JSON,
+predictor -> why it does not fit the model), and ``experts``, ``top_k``, ``width``, ``reach``, ``words`` (``Sizes``). A
+tensor is called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes (``Trained.specs``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.errors import ConfigError
+from vllm_spac.predictors._trained import Sizes, Trained
+from vllm_spac.system import tensor_file
+from vllm_spac.system.tensor_file import check, layer_names
+from vllm_spac.system.untrusted import parse_json
+
+FORMAT = "spac-predictors-1"
+DTYPES = {"I64", "I16", "F32", "F16", "BF16"}
+_MOST, _MOST_LAYERS, _MOST_REACH = 1 << 20, 1024, 8  # experts or dimensions, and others, that a file may claim
+_AGAIN = "write it again with `vllm-spac train-predictor`"
+_SIZES = tuple(field.name for field in fields(Sizes) if field.name != "layers")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The model that predictors are of.
+
+    Attributes:
+        fingerprint: identifies the model, its revision and its weights.
+        model: the model's name, for messages.
+        layers: names of the MoE layers, in the order of execution.
+    """
+
+    fingerprint: str
+    model: str
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PredictorFile:
+    """Trained predictors in memory; the module's docstring describes the format.
+
+    Attributes:
+        sizes: of the model and its predictors.
+        tokens: rows that the predictors were fitted to.
+        tensors: predictor -> its tensors.
+        left_out: predictor -> why it is not in the file.
+    """
+
+    identity: Identity
+    sizes: Sizes
+    tokens: int
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    left_out: Mapping[str, str]
+
+    @classmethod
+    def load(cls, path: str | Path, identity: Identity, experts: int) -> PredictorFile:
+        """Reads a file of this model.
+
+        Raises:
+            ConfigError: the file cannot be read, is damaged or of another kind, or of another model or revision.
+        """
+        found = cls.read(path)
+        other = found.identity
+        same = (other.fingerprint, other.layers) == (identity.fingerprint, identity.layers)
+        if not same or found.sizes.experts != experts:
+            raise ConfigError(
+                f"spac: {path} was made for {other.model} ({other.fingerprint[:12]}, {len(other.layers)} layers of "
+                f"{found.sizes.experts} experts), not for this model or revision ({identity.fingerprint[:12]}, "
+                f"{len(identity.layers)} layers of {experts}); run `vllm-spac train-predictor` for this one"
+            )
+        return found
+
+    @classmethod
+    def read(cls, path: str | Path) -> PredictorFile:
+        """Reads a file of any model; ``ConfigError`` when it cannot be read, is damaged or of another kind."""
+        metadata, tensors = tensor_file.read(Path(path), FORMAT, "a file of predictors", _AGAIN, DTYPES)
+        try:
+            return cls._of(metadata, tensors)
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ConfigError(f"spac: {path} is damaged: {error!r}; {_AGAIN}") from error
+
+    @classmethod
+    def _of(cls, metadata: dict[str, str], tensors: dict[str, Tensor]) -> PredictorFile:
+        layers = layer_names(metadata["layers"])
+        numbers = {name: int(metadata[name]) for name in _SIZES}
+        check(max(numbers.values()) <= _MOST and numbers["reach"] <= _MOST_REACH, "impossible sizes")
+        check(len(layers) <= _MOST_LAYERS, "impossible sizes")
+        sizes, names = Sizes(layers=len(layers), **numbers), parse_json(metadata["names"])
+        left_out = parse_json(metadata["left_out"])
+        known = [name for name in kinds() if name in names]
+        check(isinstance(names, list) and len(known) == len(names) > 0, "its predictors are not known")
+        check(isinstance(left_out, dict) and not set(left_out) & set(names), "what it left out is no mapping")
+        grouped: dict[str, dict[str, Tensor]] = {name: {} for name in known}
+        for full, value in tensors.items():
+            name, _, tensor = full.partition(".")
+            grouped[name][tensor] = value
+        for name in known:
+            check_tensors(name, kinds()[name].specs(sizes), grouped[name])
+        identity = Identity(metadata["fingerprint"], metadata["model"], layers)
+        found = cls(identity, sizes, int(metadata["tokens"]), grouped, {str(k): str(v) for k, v in left_out.items()})
+        for name in known:
+            found.build(name)  # refuses values that a predictor cannot have
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """The predictors of the file, in the order in which they can be trained."""
+        return [name for name in kinds() if name in self.tensors]
+
+    def build(self, name: str, reach: int | None = None) -> Trained:
+        """Returns a predictor of the file; ``KeyError`` if it has none of this name.
+
+        Args:
+            reach: layers that it looks ahead at most, 1 or more. Those that it uses look one layer ahead.
+        """
+        return self._build(name, reach, {})
+
+    def _build(self, name: str, reach: int | None, built: dict[str, Trained]) -> Trained:
+        """Returns a predictor; those that it uses are in ``built``, or added to it."""
+        uses = needed(name, self.names)
+        for other in uses:
+            if other not in built:
+                built[other] = self._build(other, 1, built)
+        sizes = self.sizes if reach is None else replace(self.sizes, reach=min(reach, self.sizes.reach))
+        return kinds()[name](sizes, self.tensors[name], {other: built[other] for other in uses})
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file atomically; ``ConfigError`` when it cannot be written."""
+        tensor_file.write(Path(path), flat(self.tensors), self._metadata())
+
+    def _metadata(self) -> dict[str, str]:
+        identity = {"fingerprint": self.identity.fingerprint, "model": self.identity.model}
+        identity |= {"layers": json.dumps(self.identity.layers), "tokens": str(self.tokens)}
+        lists = {"names": json.dumps(self.names), "left_out": json.dumps(dict(self.left_out))}
+        return {"format": FORMAT} | identity | lists | {name: str(getattr(self.sizes, name)) for name in _SIZES}
+
+
+@cache
+def kinds() -> dict[str, type[Trained]]:
+    """Returns the trained predictors by name, each after those that it uses."""
+    found = {name: components.find("predictors", name) for name in components.names("predictors")}
+    trained = {name: cast(type[Trained], kind) for name, kind in found.items() if issubclass(kind, Trained)}
+    return dict(sorted(trained.items(), key=lambda item: (item[1].uses is None, len(item[1].uses or ()), item[0])))
+
+
+def needed(name: str, names: Sequence[str]) -> list[str]:
+    """Returns those of ``names`` that the predictor ``name`` uses."""
+    uses = kinds()[name].uses
+    if uses is None:
+        return [other for other in names if kinds()[other].uses is not None]
+    return list(uses)
+
+
+def check_tensors(name: str, specs: Mapping, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ``ValueError`` unless the tensors of a predictor have the names, dtypes and shapes of ``specs``."""
+    check(set(tensors) == set(specs), f"{name} has other tensors than its sizes say")
+    for tensor, (dtype, shape) in specs.items():
+        value = tensors[tensor]
+        check(value.dtype == dtype and value.shape == shape, f"{name}.{tensor} has another type or shape")
+        check(not dtype.is_floating_point or bool(value.isfinite().all()), f"{name}.{tensor} holds no numbers")
+
+
+def flat(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the tensors by ``PREDICTOR.TENSOR``."""
+    return {f"{name}.{tensor}": value for name, group in tensors.items() for tensor, value in group.items()}

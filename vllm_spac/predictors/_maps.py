@@ -1,0 +1,72 @@
+"""Shared by predictors that score a later layer with one matrix: features of a layer times a map."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_spac.predictors._trained import Material, Sizes, Specs, Trained
+from vllm_spac.predictors.base import START, Guess, Seen, Signal
+
+
+class Maps(Trained):
+    """Scores of layer l + a = features of layer l @ map(a, l + a) + bias(a, l + a), for a = 1 .. reach.
+
+    Maps are stored in bfloat16, and computed with in float32.
+    """
+
+    needs = frozenset({Signal.ROUTER_INPUT})
+    uses: ClassVar[tuple[str, ...] | None] = ()
+
+    def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
+        super().__init__(sizes, tensors, beside)
+        self.reach = sizes.reach
+        self._maps = {jump: tensors["map.{}.{}".format(*jump)].float() for jump in sizes.jumps()}
+        self._bias = {jump: tensors["bias.{}.{}".format(*jump)] for jump in sizes.jumps()}
+
+    @classmethod
+    def specs(cls, sizes: Sizes) -> Specs:
+        shape = cls.features_of(sizes), sizes.experts
+        found: Specs = {f"map.{ahead}.{target}": (torch.bfloat16, shape) for ahead, target in sizes.jumps()}
+        return found | {f"bias.{ahead}.{target}": (torch.float32, shape[1:]) for ahead, target in sizes.jumps()}
+
+    @classmethod
+    def stages(cls, sizes: Sizes) -> int:
+        return len(sizes.jumps())
+
+    @classmethod
+    def train(cls, stage: int, material: Material, beside: Mapping[str, Trained]) -> dict[str, Tensor]:
+        ahead, target = material.sizes.jumps()[stage]
+        weight, bias = cls.fit(ahead, target, material, beside)
+        return {f"map.{ahead}.{target}": weight.bfloat16(), f"bias.{ahead}.{target}": bias.float().clone()}
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        if seen.layer == START:
+            return
+        jumps = [(ahead, seen.layer + ahead) for ahead in range(1, self.reach + 1)]
+        features = self.features(seen) if jumps[0] in self._maps else None
+        for jump in jumps:
+            if features is not None and jump in self._maps:
+                yield Guess(jump[1] * self.sizes.experts, self.scores_of(jump, features, seen))
+
+    def scores_of(self, jump: tuple[int, int], features: Tensor, seen: Seen) -> Tensor:
+        """Returns float32 [rows, N], the scores of one layer."""
+        return torch.addmm(self._bias[jump], features, self._maps[jump])
+
+    @classmethod
+    @abstractmethod
+    def features_of(cls, sizes: Sizes) -> int:
+        """Returns the number of features."""
+
+    @classmethod
+    @abstractmethod
+    def fit(cls, ahead: int, target: int, material: Material, beside: Mapping[str, Trained]) -> tuple[Tensor, Tensor]:
+        """Returns map [features, N] and bias [N] for scores of layer ``target``, ``ahead`` layers earlier."""
+
+    @abstractmethod
+    def features(self, seen: Seen) -> Tensor:
+        """Returns float32 [rows, features] of a layer."""
