@@ -248,7 +248,7 @@ FIGURES = {
         "Results: draft trees",
         ("toy_trees.json", "toy_trees.png"),
         (f"python benchmarks/papers/moe_spec_trees.py {MODELS}/target --eagle3 {MODELS}/eagle3",),
-        minutes=15,
+        minutes=30,
     ),
     "recall": Figure(
         "Results: recall of predictors of the next layers' experts",
