@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -70,6 +71,7 @@ class Layer(ManagedExperts, Kernel):
         )
         list(execution.fill())
         self.spac = SimpleNamespace(runtime=Runtime([execution], BudgetControl([])), device="cpu")
+        _BUILT.append(self.spac.runtime)
         self.spac_execution, self.spac_index, self.layer_name, self.ran = execution, 0, "layer", []
         self.activation, self._expert_map, self.seen = SimpleNamespace(value="silu"), None, []
         self.spac_kernel = SlotKernel(self, lambda *given: Kernel.forward_modular(self, *given), on_cpu)
@@ -135,6 +137,17 @@ def test_off_the_cpu_ids_that_all_count_stay_where_they_are(slots: int) -> None:
     layer.spac.runtime.begin_step(Step((RequestRows(0, 3, RowKind.DECODE),)))
     layer.spac_forward(torch.rand(4, WIDTH), torch.rand(4, TOP_K), padded(1, [-1, -1]))
     assert up[-1] == (4, TOP_K)
+
+
+_BUILT: list[Runtime] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Closes what a test built, at its end: a garbage collection while a thread starts cannot wait for threads."""
+    yield
+    while _BUILT:
+        _BUILT.pop().close()
 
 
 @pytest.fixture
