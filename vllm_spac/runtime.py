@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
 from vllm_spac.execution.pointers.streams import capturing
 from vllm_spac.speculation.guard import Guard
+from vllm_spac.system.closing import Closer
 from vllm_spac.traces.writer import TraceWriter
 
 _SAVE_SECONDS = 5.0
@@ -75,7 +76,7 @@ class Runtime:
         self._drafts = 0
         self._save_at = -math.inf
         # Finishes the trace, stops threads and closes stores: once, when called, garbage-collected or at exit.
-        self.close = weakref.finalize(self, _close, trace, tuple(executions))
+        self.close = Closer(self, partial(_close, trace, tuple(executions)))
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
