@@ -27,6 +27,7 @@ class RequestRows:
     Attributes:
         weights: probability that each row is reached, the request's first row first: 1 for a row that is certain, for
             a draft row the product of the draft's probabilities along its path. None: 1 for all, or not known.
+        parents: what each draft follows: 0 the row before the drafts, i the i-th of them. None: a chain.
     """
 
     start: int
@@ -34,8 +35,10 @@ class RequestRows:
     kind: RowKind
     drafts: int = 0
     weights: tuple[float, ...] | None = None
+    parents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        assert self.parents is None or len(self.parents) == self.drafts, "a parent for each draft"
         assert self.weights is None or len(self.weights) == self.stop - self.start, "a weight for each row"
 
     def windows(self, rows: int) -> list[RequestRows]:

@@ -214,16 +214,17 @@ class Runtime:
         """Whether ``end_step`` uses the numbers of tokens, so that it is worth waiting for them."""
         return self._timed is not None and (self.trace is not None or self.guard is not None)
 
-    def end_step(self, tokens: Sequence[int] | None) -> None:
+    def end_step(self, tokens: Sequence[int] | None, paths: Sequence[Sequence[int]] | None = None) -> None:
         """Ends a step.
 
         Args:
             tokens: number of tokens that each request of the step emitted; None when it is not known on the host.
+            paths: numbers of each request's accepted drafts, ascending; None: they are the first of its drafts.
         """
         timed, self._timed = self._timed, None
         if self.trace is not None:
             self._write(self.trace)
-            self.trace.end_step(None if tokens is None else sum(tokens))
+            self.trace.end_step(tokens, paths)
             self._save_sometimes(self.trace)
         if self.guard is not None and tokens is not None and timed is not None:
             step, drafts, start = timed

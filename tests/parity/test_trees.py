@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tree_runs
+
+from vllm_spac.traces.format import Trace
+from vllm_spac.traces.text import Text
 
 LOGPROB = 1e-4  # float32 sums in another order move a logit by some 1e-6; a wrong key moves it by far more
 EXACT = {"slots": "25%", "guard": "off"}
@@ -93,3 +97,22 @@ def test_a_budget_ranks_experts_across_the_tree() -> None:
     assert said["path 0"] == said["uniform"] != said["path"]
     budget = found["path"]["stats"]["budget"]
     assert budget["unweighted"] <= 1 and 0 < budget["experts"] <= 24 * budget["shortlists"]
+
+
+@pytest.mark.full
+def test_the_trace_of_a_tree_has_the_text_that_plain_decoding_has(tmp_path) -> None:
+    """Which rows of a tree are text, and which experts its tokens chose, follow from the trace alone."""
+    runs = {"plain": ({}, None), "tree": ({"tree": 16}, tree_runs.EAGLE3)}
+    texts, traces = {}, {}
+    for name, (knobs, speculation) in runs.items():
+        options = {} if speculation is None else {"speculative_config": speculation}
+        spac = {"slots": "25%", "store": "host", "trace": str(tmp_path / name)} | knobs
+        tree_runs.run(spac | ({"guard": "off"} if speculation else {}), ("to the end",), **options)
+        traces[name] = Trace.load(tmp_path / name)
+        texts[name] = Text.of(traces[name])
+    assert traces["tree"].steps < 0.8 * traces["plain"].steps and traces["tree"].row_back.max() > 1
+    assert len(texts["plain"].start) == len(texts["tree"].start) == 2, "one request"
+    tokens = min(len(texts["plain"]), len(texts["tree"]))  # the last step of the tree may accept more than is asked for
+    assert tokens > 300
+    same = np.sort(texts["plain"].ids[:tokens], axis=2) == np.sort(texts["tree"].ids[:tokens], axis=2)
+    assert same.all(axis=(1, 2)).mean() > 0.99, "but for ties of routers, between rows alone and rows of a batch"

@@ -126,7 +126,6 @@ def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
         ({"tree": 3, "tree_shape": "[[0],[1],[1,0]]", "tree_width": 2}, r"--spac-tree-width\) has no effect on a list"),
         ({"tree": 2, "tree_shape": "[[0],[1],[1,0]]"}, r"tree=2 \(--spac-tree\): the shape has 3 nodes; use that"),
         ({"tree": 9, "tree_depth": 1}, r"--spac-tree-depth or --spac-tree-width, or use --spac-tree 8"),
-        ({"tree": 9, "trace": "/tmp/trace"}, r"trace \(--spac-trace\) records .* a chain"),
         ({1: 2}, "knobs must be named by strings"),
         ("25%", "must be a mapping of knobs"),
         (None, "must be a mapping of knobs"),

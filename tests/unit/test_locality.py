@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.traces import locality
 from vllm_spac.traces.format import ROW_KINDS, Trace, TraceFacts
 from vllm_spac.traces.locality import Locality
 from vllm_spac.traces.published import PUBLISHED
 from vllm_spac.traces.synthetic import synthetic_trace
 from vllm_spac.traces.text import Text
+from vllm_spac.traces.writer import TraceWriter
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
 KINDS = {letter: ROW_KINDS.index(kind) for letter, kind in zip("pdvx-", ROW_KINDS, strict=True)}
@@ -91,6 +93,30 @@ def sequences(steps: list[tuple[str, int]], drop: int | None = None) -> list[lis
 )
 def test_which_rows_are_text(steps: list[tuple[str, int]], expected: list[list[int]]) -> None:
     assert sequences(steps) == expected
+
+
+TREE = Step((RequestRows(0, 4, RowKind.VERIFY, 3, parents=(0, 0, 1)), RequestRows(4, 6, RowKind.VERIFY, 1)))
+MIXED = Step((RequestRows(0, 4, RowKind.VERIFY, 3, parents=(0, 0, 1)), RequestRows(4, 5, RowKind.DECODE)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([(TREE, [3, 1], [[0, 2], []])], [[0, 1, 3], [4]]),
+        ([(TREE, [2, 2], [[1], [0]]), (TREE, [1, 1], [[], []])], [[0, 2, 6], [4, 5, 10]]),
+        ([(TREE, None, None), (TREE, [1, 2], [[], [0]])], [[6], [10, 11]]),
+        ([(MIXED, [3, 1], [[0, 2], []])], []),  # the runner may reorder the two
+    ],
+)
+def test_accepted_drafts_of_several_requests_are_text(tmp_path: Path, steps, expected) -> None:
+    rows = np.cumsum([0] + [step.rows for step, *_ in steps])
+    writer = TraceWriter(tmp_path / "t", TraceFacts(1, 16, 1), weights=False)
+    for first, (step, tokens, paths) in zip(rows, steps, strict=False):
+        writer.begin_step(step)
+        writer.observe([0], np.arange(first, first + step.rows)[None, :, None])
+        writer.end_step(tokens, paths)
+    text = Text.of(Trace.load(writer.finish()))
+    assert [text.ids[a:b, 0, 0].tolist() for a, b in zip(text.start[:-1], text.start[1:], strict=True)] == expected
 
 
 def test_a_step_that_lacks_a_layer_ends_the_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,12 +19,15 @@ from safetensors.numpy import load_file, save_file
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import ConfigError
 from vllm_spac.traces import writer as trace_writer
+from vllm_spac.traces.drafts import accepted_by_depth, draft_depths
 from vllm_spac.traces.format import FORMAT, PADDING, ROW_KINDS, Trace, TraceFacts
 from vllm_spac.traces.synthetic import decoded, synthetic_trace
+from vllm_spac.traces.text import Text
 from vllm_spac.traces.writer import TraceWriter, check_target
 
 FACTS = TraceFacts(layers=3, experts=8, top_k=2, expert_bytes=100, model="toy")
-COLUMNS = ("step_kind", "step_rows", "step_tokens", "row_kind", "record_step", "record_layer", "ids", "weights")
+STEPS, ROWS = ("step_kind", "step_rows", "step_tokens"), ("row_kind", "row_back", "row_accepted")
+COLUMNS = (*STEPS, *ROWS, "record_step", "record_layer", "ids", "weights")
 
 
 def decode(rows: int = 1) -> Step:
@@ -56,7 +60,7 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     writer.begin_step(first)
     for layer in range(3):
         observe(writer, layer, (ids + layer) % 8, weights)
-    writer.end_step(tokens=2)
+    writer.end_step([0, 2])
     writer.begin_step(Step())
     observe(writer, 1, ids, weights)
     writer.end_step()
@@ -69,6 +73,8 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
     assert trace.step_kind.tolist() == [3, 1] and trace.step_tokens.tolist() == [2, 2]
     assert trace.step_rows.tolist() == [6, 2]
     assert [ROW_KINDS[kind] for kind in trace.row_kind] == ["prefill"] * 3 + ["verify"] + ["draft"] * 2 + ["decode"] * 2
+    assert trace.row_back.tolist() == [0] * 4 + [1, 1] + [0] * 2
+    assert trace.row_accepted.tolist() == [1] * 5 + [0] + [1] * 2
     assert trace.record_step.tolist() == [0, 0, 0, 1] and trace.record_layer.tolist() == [0, 1, 2, 2]
     assert trace.ids.tolist() == np.concatenate([ids, (ids + 1) % 8, (ids + 2) % 8, ids[:2]]).tolist()
     assert np.array_equal(trace.weights[:6], weights.astype(np.float16))
@@ -80,6 +86,31 @@ def test_a_run_by_hand(tmp_path: Path) -> None:
         assert both[layer * 8 : layer * 8 + 8].tolist() == expected.tolist()
     assert plain[:16].tolist() == [-1] * 16, "layers 0 and 1 did not run"
     assert plain[16:].tolist() == np.bincount(ids[:2].ravel(), minlength=8).tolist()
+
+
+def written(path: Path, request: RequestRows, *end: list) -> Trace:
+    """The trace of one step of one request."""
+    writer = TraceWriter(path, FACTS)
+    writer.begin_step(Step((request,)))
+    observe(writer, 0, *chosen(request.stop))
+    writer.end_step(*end)
+    return Trace.load(writer.finish())
+
+
+def test_a_tree_by_hand(tmp_path: Path) -> None:
+    """Drafts 0 and 1 follow the row before them, 2 and 4 follow 0, 3 follows 1; 1 and 3 are accepted."""
+    tree = RequestRows(0, 6, RowKind.VERIFY, drafts=5, parents=(0, 0, 1, 2, 1))
+    trace = written(tmp_path / "t", tree, [3], [[1, 3]])
+    assert trace.row_back.tolist() == [0, 1, 2, 2, 2, 4]
+    assert trace.row_accepted.tolist() == [1, 0, 1, 0, 1, 0]
+    assert draft_depths(trace).tolist() == [0, 1, 1, 2, 2, 2]
+    assert accepted_by_depth(trace) == [(2, 1), (3, 1)]
+
+
+def test_drafts_of_which_the_number_of_tokens_is_not_known(tmp_path: Path) -> None:
+    trace = written(tmp_path / "t", RequestRows(0, 3, RowKind.VERIFY, drafts=2))
+    assert trace.row_accepted.tolist() == [1, 2, 2] and accepted_by_depth(trace) == []
+    assert trace.step_tokens.tolist() == [0]
 
 
 def test_layers_together_are_layers_one_by_one(tmp_path: Path) -> None:
@@ -344,7 +375,15 @@ def test_files_that_are_no_traces(tmp_path: Path, saved: Path) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda c, m: m.update(format="spac-trace-2"),
+        lambda c, m: m.update(format="spac-trace-3"),
+        lambda c, m: m.update(format="spac-trace-1"),
+        lambda c, m: c.pop("row_back"),
+        lambda c, m: c.update(row_back=c["row_back"][:-1]),
+        lambda c, m: c.update(row_back=np.zeros_like(c["row_back"])),
+        lambda c, m: c.update(row_back=2 * c["row_back"]),
+        lambda c, m: c.update(row_back=np.ones_like(c["row_back"])),
+        lambda c, m: c.update(row_accepted=np.zeros_like(c["row_accepted"])),
+        lambda c, m: c.update(row_accepted=c["row_accepted"] + np.uint8(2)),
         lambda c, m: m.pop("experts"),
         lambda c, m: m.update(layers="many"),
         lambda c, m: m.update(layers="1"),
@@ -376,6 +415,24 @@ def test_contradictions_are_refused(saved: Path, spoil) -> None:
     save_file(columns, saved, metadata)
     with pytest.raises(ConfigError):
         Trace.load(saved)
+
+
+def test_accepted_drafts_form_a_path(tmp_path: Path) -> None:
+    tree = {"drafts": 3, "parents": (0, 0, 1)}
+    for number, path in enumerate(([2], [0, 1], [1, 2])):
+        with pytest.raises(ConfigError, match="an accepted draft follows|two accepted drafts"):
+            written(tmp_path / str(number), RequestRows(0, 4, RowKind.VERIFY, **tree), [len(path) + 1], [path])
+
+
+def test_traces_of_chains_are_read_and_stay_what_they_are(tmp_path: Path) -> None:
+    """As written before drafts could be trees."""
+    trace = synthetic_trace(layers=2, experts=8, top_k=2, steps=5, drafts=2)
+    chains = dataclasses.replace(trace, row_back=None, row_accepted=None)
+    chains.save(tmp_path / "t")
+    found = Trace.load(tmp_path / "t")
+    assert set(load_file(tmp_path / "t")) == set(COLUMNS) - {"row_back", "row_accepted"}
+    assert found.row_back is None and draft_depths(found).tolist() == draft_depths(trace).tolist() == [0, 1, 2] * 5
+    assert Text.of(found).ids.tolist() == Text.of(trace).ids.tolist()
 
 
 # --- synthetic traces ------------------------------------------------------------------------------------------------

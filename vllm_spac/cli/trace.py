@@ -64,6 +64,7 @@ def show(
 def _facts(file: Path, trace: Trace) -> Table:
     import numpy as np
 
+    from vllm_spac.traces.drafts import accepted_by_depth
     from vllm_spac.traces.format import ROW_KINDS, STEP_KINDS
 
     def kinds(codes: np.ndarray, names: tuple[str, ...]) -> str:
@@ -79,6 +80,8 @@ def _facts(file: Path, trace: Trace) -> Table:
     table.add_row("steps", kinds(trace.step_kind, STEP_KINDS))
     table.add_row("rows", kinds(trace.row_kind, ROW_KINDS))
     table.add_row("tokens emitted", f"{int(trace.step_tokens.sum()):,}")
+    if depths := accepted_by_depth(trace):
+        table.add_row("drafts accepted, by depth", ", ".join(f"{took:,} of {drafts:,}" for drafts, took in depths))
     table.add_row("weights", "no" if trace.weights is None else "yes")
     return table
 

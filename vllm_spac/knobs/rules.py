@@ -93,11 +93,6 @@ def _check_tree(config: Any) -> None:
         raise ValueError("tree=1 (--spac-tree) is a chain of one token; use 2 or more, or drop it")
     if config.tree_shape not in (None, "static", "dynamic") and (set(given) - {"tree_shape"}):
         raise ValueError(f"{given[-1]} ({flag(given[-1])}) has no effect on a list of paths; drop it")
-    if config.tree and config.trace is not None:
-        raise ValueError(
-            "trace (--spac-trace) records the drafts of a step as a chain, which those of a tree are not; drop one of "
-            "--spac-trace and --spac-tree"
-        )
     _ = config.draft_tree
 
 

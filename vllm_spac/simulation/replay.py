@@ -10,10 +10,10 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.traces.format import DRAFT, PREFILL, ROW_KINDS, STEP_KINDS, Trace
+from vllm_spac.traces.drafts import draft_depths
+from vllm_spac.traces.format import PREFILL, STEP_KINDS, Trace
 
 _PREFILL = STEP_KINDS.index("prefill")
-_VERIFY = ROW_KINDS.index("verify")
 
 Work = TypeVar("Work")
 
@@ -83,6 +83,7 @@ class Replay(ABC, Generic[Work]):
     def __init__(self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome) -> None:
         self.trace, self.costs, self.nbytes, self.outcome = trace, costs, nbytes, outcome
         most = np.arange(int(trace.step_rows.max(initial=0)) + 1)
+        self._depths = draft_depths(trace)
         self.fast = np.asarray(costs.fast.seconds(nbytes, most)).tolist()  # seconds of a hit, by its rows
 
     @abstractmethod
@@ -135,7 +136,6 @@ class Replay(ABC, Generic[Work]):
         return bool((self.trace.row_kind[rows] == PREFILL).any())
 
     def _drafting(self, step: int) -> float:
-        """Returns the seconds that drafting a step's tokens took."""
-        kinds = self.trace.row_kind[self.trace.row_start[step] : self.trace.row_start[step + 1]]
-        verifying, drafts = int(np.count_nonzero(kinds == _VERIFY)), int(np.count_nonzero(kinds == DRAFT))
-        return -(-drafts // max(1, verifying)) * self.costs.draft  # requests draft concurrently
+        """Returns the seconds that drafting a step's tokens took: requests draft concurrently, a tree by levels."""
+        depths = self._depths[self.trace.row_start[step] : self.trace.row_start[step + 1]]
+        return int(depths.max(initial=0)) * self.costs.draft

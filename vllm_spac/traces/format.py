@@ -1,12 +1,14 @@
 """Routing traces: the experts that routers chose, as columns in one safetensors file.
 
-Format ``spac-trace-1``. Metadata: ``format``, ``model``, ``layers``, ``experts``, ``top_k``, ``expert_bytes`` (text).
+Format ``spac-trace-2``. Metadata: ``format``, ``model``, ``layers``, ``experts``, ``top_k``, ``expert_bytes`` (text).
 S steps (forwards of the target model), R records (a MoE layer in a step), rows in the order of the forward:
 
     step_kind    uint8   [S]                 index into STEP_KINDS
     step_rows    uint32  [S]                 rows of the forward, without trailing padding
     step_tokens  uint32  [S]                 tokens that the step emitted; 0: unknown, or part of a prompt
     row_kind     uint8   [sum step_rows]     index into ROW_KINDS
+    row_back     uint8   [sum step_rows]     of a draft: rows back to the row that it follows, 1 in a chain; else 0
+    row_accepted uint8   [sum step_rows]     of a draft: 1 accepted, 0 rejected, 2 not known; else 1
     record_step  uint32  [R]                 ascending
     record_layer uint16  [R]                 in the order of execution
     ids          uint8   [sum rows, top_k]   experts; uint16 when there are more than 256; the rows of a record are
@@ -14,6 +16,9 @@ S steps (forwards of the target model), R records (a MoE layer in a step), rows 
     weights      float16 [sum rows, top_k]   the router's weights; absent if not recorded
 
 ``top_k`` bytes per row and layer, three times as much with weights: 10^5 tokens of 6 layers, top-8, take 4.8 MB.
+
+Format ``spac-trace-1`` has no ``row_back`` and no ``row_accepted``: its drafts are chains, and those of a step with one
+request are accepted as far as ``step_tokens`` tells.
 """
 
 from __future__ import annotations
@@ -31,10 +36,11 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.untrusted import read_header
 
-FORMAT = "spac-trace-1"
+FORMAT, CHAINS = "spac-trace-2", "spac-trace-1"
 STEP_KINDS = ("prefill", "decode", "verify", "mixed")
 ROW_KINDS = ("prefill", "decode", "verify", "draft", "padding")  # draft: a row of verify that holds a draft token
 PREFILL, DRAFT, PADDING = 0, 3, 4
+REJECTED, ACCEPTED, UNKNOWN = 0, 1, 2
 DTYPES = {"U32": np.uint32, "U16": np.uint16, "F16": np.float16, "U8": np.uint8}
 _MOST_LAYERS, _MOST_TOTAL, _MOST_BYTES = 1024, 1 << 20, 1 << 40  # limits on what a reader allocates, whatever the file
 
@@ -79,6 +85,7 @@ class Trace:
     """A routing trace in memory; the columns of the file and two derived ones.
 
     Attributes:
+        row_back, row_accepted: None in a trace of chains (``spac-trace-1``).
         row_start: int64 [S + 1], where the rows of each step begin in ``row_kind``.
         record_start: int64 [R + 1], where the rows of each record begin in ``ids`` and ``weights``.
     """
@@ -94,6 +101,8 @@ class Trace:
     weights: np.ndarray | None
     row_start: np.ndarray
     record_start: np.ndarray
+    row_back: np.ndarray | None = None
+    row_accepted: np.ndarray | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -106,10 +115,10 @@ class Trace:
 
         try:
             metadata, entries = read_header(path)
-            if metadata.get("format") != FORMAT:
+            if (found := metadata.get("format")) not in (FORMAT, CHAINS):
                 raise ConfigError(f"{path} is no routing trace of format {FORMAT}; record one with --spac-trace")
             facts = TraceFacts.of(metadata)
-            expected = columns_of(facts, "weights" in entries)
+            expected = columns_of(facts, "weights" in entries, found == FORMAT)
             _check(set(entries) == set(expected), f"its columns are {', '.join(sorted(entries))}")
             for name, (dtype, width) in expected.items():
                 _check(entries[name]["dtype"] == dtype, f"column {name} has another type")
@@ -143,7 +152,7 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Writes the file atomically; raises ``ConfigError`` if it cannot be written."""
-        columns = {name: getattr(self, name) for name in columns_of(self.facts, self.weights is not None)}
+        columns = {name: getattr(self, name) for name in self._columns()}
         write_file(Path(path), self.facts, {name: (value.shape, value.tobytes()) for name, value in columns.items()})
 
     def counted(self) -> np.ndarray:
@@ -176,10 +185,14 @@ class Trace:
             counts[np.repeat(idle, self.facts.experts)] = -1
             yield counts
 
+    def _columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        _check((self.row_back is None) == (self.row_accepted is None), "one of row_back and row_accepted is missing")
+        return columns_of(self.facts, self.weights is not None, self.row_back is not None)
+
     def _validate(self) -> None:
         facts = self.facts
         facts.validate()
-        for name, (dtype, width) in columns_of(facts, self.weights is not None).items():
+        for name, (dtype, width) in self._columns().items():
             column = getattr(self, name)
             _check(column.dtype == DTYPES[dtype] and column.shape[1:] == width, f"column {name} has another type")
         _check(self.step_kind.shape == self.step_rows.shape == self.step_tokens.shape, "steps differ in number")
@@ -196,9 +209,24 @@ class Trace:
         ):
             column = getattr(self, name)
             _check(column.size == 0 or column.max() < limit, f"column {name} has a value beyond {limit - 1}")
+        if self.row_back is not None:
+            self._validate_drafts()
+
+    def _validate_drafts(self) -> None:
+        back, accepted, drafts = self.row_back, self.row_accepted, self.row_kind == DRAFT
+        assert back is not None and accepted is not None
+        _check(back.shape == accepted.shape == self.row_kind.shape, "rows and their drafts differ in number")
+        _check(bool(((back > 0) == drafts).all()), "drafts, and no other rows, follow a row of their step")
+        _check(bool((accepted[~drafts] == ACCEPTED).all() and (accepted <= UNKNOWN).all()), "impossible acceptance")
+        rows = np.arange(len(drafts))
+        root = np.maximum.accumulate(np.where(drafts, -1, rows)) if len(rows) else rows
+        _check(bool((rows - back >= np.maximum(root, 0))[drafts].all()), "a draft follows a row of another request")
+        parents = (rows - back)[drafts & (accepted == ACCEPTED)]
+        _check(bool((accepted[parents] == ACCEPTED).all()), "an accepted draft follows one that was not")
+        _check(len(np.unique(parents)) == len(parents), "two accepted drafts follow one row")
 
 
-def columns_of(facts: TraceFacts, weights: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+def columns_of(facts: TraceFacts, weights: bool, drafts: bool = True) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns (dtype, shape of a row) of each column; wide types first, so that all are aligned in the file."""
     columns = {
         "step_rows": ("U32", ()),
@@ -208,17 +236,22 @@ def columns_of(facts: TraceFacts, weights: bool) -> dict[str, tuple[str, tuple[i
         "weights": ("F16", (facts.top_k,)),
         "ids": ("U8" if facts.experts <= 256 else "U16", (facts.top_k,)),
         "row_kind": ("U8", ()),
+        "row_back": ("U8", ()),
+        "row_accepted": ("U8", ()),
         "step_kind": ("U8", ()),
     }
-    if not weights:
-        del columns["weights"]
+    absent = () if weights else ("weights",)
+    for name in absent if drafts else (*absent, "row_back", "row_accepted"):
+        del columns[name]
     return dict(sorted(columns.items(), key=lambda item: -np.dtype(DTYPES[item[1][0]]).itemsize))
 
 
 def write_file(path: Path, facts: TraceFacts, columns: dict) -> None:
     """Writes columns (shape and bytes, or shape and an open file with the bytes) to one safetensors file."""
-    header: dict = {"__metadata__": {"format": FORMAT} | {f.name: str(getattr(facts, f.name)) for f in fields(facts)}}
-    types, offset = columns_of(facts, "weights" in columns), 0
+    drafts = "row_back" in columns
+    metadata = {"format": FORMAT if drafts else CHAINS} | {f.name: str(getattr(facts, f.name)) for f in fields(facts)}
+    header: dict = {"__metadata__": metadata}
+    types, offset = columns_of(facts, "weights" in columns, drafts), 0
     for name, (shape, _) in columns.items():
         dtype = types[name][0]
         end = offset + int(np.prod(shape)) * np.dtype(DTYPES[dtype]).itemsize

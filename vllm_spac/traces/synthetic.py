@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_spac.traces.format import ROW_KINDS, STEP_KINDS, Trace, TraceFacts
+from vllm_spac.traces.format import ACCEPTED, DRAFT, REJECTED, ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 
 _CHUNK = 256
 
@@ -69,13 +69,16 @@ def decoded(
         return found.transpose(1, 3, 0, 2, 4).reshape(-1, facts.top_k)
 
     kind = "verify" if drafts else "decode"
-    row_kind = ([ROW_KINDS.index(kind)] + [ROW_KINDS.index("draft")] * drafts) * requests
+    row_kind = ([ROW_KINDS.index(kind)] + [DRAFT] * drafts) * requests
+    taken = np.arange(drafts + 1) <= accepted.T[:, :, None]  # [steps, requests, rows]
     return Trace.of(
         facts,
         step_kind=np.full(steps, STEP_KINDS.index(kind), dtype=np.uint8),
         step_rows=np.full(steps, requests * (drafts + 1), dtype=np.uint32),
         step_tokens=(accepted + 1).sum(axis=0).astype(np.uint32),
         row_kind=np.tile(np.array(row_kind, dtype=np.uint8), steps),
+        row_back=np.tile(np.array(row_kind, dtype=np.uint8) == DRAFT, steps).astype(np.uint8),
+        row_accepted=np.where(taken, ACCEPTED, REJECTED).astype(np.uint8).ravel(),
         record_step=np.repeat(np.arange(steps, dtype=np.uint32), facts.layers),
         record_layer=np.tile(np.arange(facts.layers, dtype=np.uint16), steps),
         ids=by_layer(tokens),

@@ -3,18 +3,17 @@
 A trace has the rows of steps, without the names of requests. These rows are known to follow one another in the text of
 one request, and are counted:
 
-* a step in which one request generates and no prompt is processed: its row, and as many of its drafts as the step
-  emitted tokens beyond the first. Rejected drafts are not text. If the trace does not tell how many tokens the step
-  emitted, the row alone, and the sequence ends with it;
-* a step in which several requests generate without drafts and no prompt is processed: row i of the next such step
-  continues row i of this one, since a request joins the batch in a step that processes its prompt, and when one leaves,
-  their number changes;
+* a step in which one request generates and no prompt is processed: its row and its accepted drafts. Rejected drafts are
+  not text. If the trace does not tell which were accepted, the row alone, and the sequence ends with it;
+* a step in which several requests generate, either all with drafts or none, and no prompt is processed: request i of
+  the next such step continues request i of this one, since a request joins the batch in a step that processes its
+  prompt, and when one leaves, their number changes. Runners reorder requests only where some have drafts and some not;
 * steps of prompt rows alone, the last of which emitted one token and the ones before it none, if the next step
   generates for one request: its prompt, which its generated text continues.
 
 All other steps end every sequence and are not counted: prompts beside other rows, prompts of several requests, prompts
-after which nothing was generated, drafts of several requests (the trace has the sum of their accepted tokens only),
-padding between rows, and steps that lack a layer.
+after which nothing was generated, drafts of several requests in a trace that has only the sum of their accepted tokens
+(``spac-trace-1``), padding between rows, and steps that lack a layer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_spac.traces.format import DRAFT, PADDING, PREFILL, Trace
+from vllm_spac.traces.format import ACCEPTED, DRAFT, PADDING, PREFILL, REJECTED, UNKNOWN, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +108,7 @@ class _Sequences:
             elif (kinds == PREFILL).any():
                 self._end()
             else:
-                self._read_generated(first, last - first, int((kinds != DRAFT).sum()), emitted)
+                self._read_generated(first, kinds, emitted)
         self._end()
         return self._done
 
@@ -119,20 +118,35 @@ class _Sequences:
         if emitted <= 1:
             self._prompt, self._prompt_ends = [*earlier, *rows], emitted == 1
 
-    def _read_generated(self, first: int, rows: int, requests: int, emitted: int) -> None:
-        """Reads ``rows`` rows of ``requests`` requests."""
-        if requests != 1 and rows != requests:
+    def _read_generated(self, first: int, kinds: np.ndarray, emitted: int) -> None:
+        """Reads a step without prompts, whose rows begin at ``first``, and whose requests emitted so many tokens."""
+        starts = np.flatnonzero(kinds != DRAFT)
+        accepted = self._accepted(first, kinds, emitted)
+        drafts = np.diff([*starts, len(kinds)]) - 1
+        unknown = bool((accepted == UNKNOWN).any())
+        if len(starts) > 1 and (unknown or ((drafts > 0).any() and not (drafts > 0).all())):
             self._end()
             return
-        if len(self._open) != requests:
-            prompt = self._prompt if requests == 1 and self._prompt_ends else []
+        if len(self._open) != len(starts):
+            prompt = self._prompt if len(starts) == 1 and self._prompt_ends else []
             self._end()
-            self._open = [list(prompt) for _ in range(requests)]
-        accepted = min(max(1, emitted), rows) if requests == 1 else 1
-        for place, sequence in enumerate(self._open):
-            sequence += range(first + place, first + place + accepted)
-        if emitted == 0 and rows > requests:
+            self._open = [list(prompt) for _ in starts]
+        taken = np.flatnonzero(accepted == ACCEPTED)
+        for sequence, rows in zip(self._open, np.split(taken, np.searchsorted(taken, starts[1:])), strict=True):
+            sequence += (first + rows).tolist()
+        if unknown:
             self._end()
+
+    def _accepted(self, first: int, kinds: np.ndarray, emitted: int) -> np.ndarray:
+        """``Trace.row_accepted`` of a step; of a trace of chains as far as it is known."""
+        if self._trace.row_accepted is not None:
+            return self._trace.row_accepted[first : first + len(kinds)]
+        accepted = np.full(len(kinds), ACCEPTED)
+        if emitted and (kinds != DRAFT).sum() == 1:
+            accepted[emitted:] = REJECTED
+        else:
+            accepted[kinds == DRAFT] = UNKNOWN
+        return accepted
 
     def _end(self) -> None:
         self._done += self._open

@@ -15,12 +15,16 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.system.atomic_write import remove_leftovers
 from vllm_spac.system.untrusted import read_header
 from vllm_spac.traces.format import (
+    ACCEPTED,
+    CHAINS,
     DRAFT,
     DTYPES,
     FORMAT,
     PADDING,
+    REJECTED,
     ROW_KINDS,
     STEP_KINDS,
+    UNKNOWN,
     TraceFacts,
     columns_of,
     write_file,
@@ -45,7 +49,8 @@ class _Recorded:
     layers: list[int] = field(default_factory=list)
     ids: list[bytes] = field(default_factory=list)
     weights: list[bytes] = field(default_factory=list)
-    tokens: int | None = None
+    tokens: Sequence[int] | None = None
+    paths: Sequence[Sequence[int]] | None = None
 
 
 class TraceWriter:
@@ -105,12 +110,18 @@ class TraceWriter:
             assert weights is not None and weights.shape == ids.shape, "one weight for each expert"
             pending.weights.append(weights[:, :rows].astype(np.float32, copy=False).tobytes())
 
-    def end_step(self, tokens: int | None = None) -> None:
-        """Ends the step, which emitted ``tokens``; default: one per request if none of them verifies."""
+    def end_step(self, tokens: Sequence[int] | None = None, paths: Sequence[Sequence[int]] | None = None) -> None:
+        """Ends the step.
+
+        Args:
+            tokens: number that each request emitted; default: one each if none of them verifies, else not known.
+            paths: numbers of the accepted drafts of each request, ascending; default: as many of the first ones as it
+                emitted tokens beyond one.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        pending.tokens = tokens
+        pending.tokens, pending.paths = tokens, paths
         self._recorded.append(pending)
         self._held += (1 + self._weights) * sum(map(len, pending.ids))
         if self._held >= _FLUSH_BYTES:
@@ -161,8 +172,10 @@ class TraceWriter:
         flat = {
             "step_kind": [STEP_KINDS.index(step.kind) for step in steps],
             "step_rows": [item.rows for item in recorded],
-            "step_tokens": [_emitted(item.step) if item.tokens is None else item.tokens for item in recorded],
+            "step_tokens": [_emitted(item.step) if item.tokens is None else sum(item.tokens) for item in recorded],
             "row_kind": np.concatenate(kinds) if kinds else [],
+            "row_back": np.concatenate([_backs(step) for step in steps]) if steps else [],
+            "row_accepted": np.concatenate([_accepted(item) for item in recorded]) if recorded else [],
             "record_step": np.repeat(self._steps + np.arange(len(recorded)), records),
             "record_layer": [layer for item in recorded for layer in item.layers],
             "ids": np.frombuffer(b"".join(part for item in recorded for part in item.ids), dtype=np.int32),
@@ -195,7 +208,7 @@ def check_target(path: str | Path, overwrite: bool = False) -> TraceFacts | None
             return None
     try:
         metadata, _ = read_header(path)
-        if metadata.get("format") == FORMAT:
+        if metadata.get("format") in (FORMAT, CHAINS):
             return TraceFacts.of(metadata)
     except (OSError, KeyError, ValueError):  # not a trace
         pass
@@ -213,6 +226,31 @@ def _kinds(step: Step) -> np.ndarray:
         kinds[request.start : request.stop] = ROW_KINDS.index(str(request.kind))
         kinds[request.stop - request.drafts : request.stop] = DRAFT
     return kinds
+
+
+def _backs(step: Step) -> np.ndarray:
+    """Returns int [rows]: how many rows before it is the row that each draft follows; 0 for other rows."""
+    backs = np.zeros(step.rows, dtype=np.int64)
+    for request in step.requests:
+        if request.drafts:
+            parents = range(request.drafts) if request.parents is None else request.parents
+            backs[request.stop - request.drafts : request.stop] = 1 + np.arange(request.drafts) - np.asarray(parents)
+    return backs
+
+
+def _accepted(item: _Recorded) -> np.ndarray:
+    """Returns int [rows]: whether the text goes through each row."""
+    accepted = np.full(item.rows, ACCEPTED)
+    for number, request in enumerate(item.step.requests):
+        drafts = accepted[request.stop - request.drafts : request.stop]
+        if item.paths is not None:
+            drafts[:] = REJECTED
+            drafts[list(item.paths[number])] = ACCEPTED
+        elif item.tokens is not None:
+            drafts[max(0, item.tokens[number] - 1) :] = REJECTED
+        else:
+            drafts[:] = UNKNOWN
+    return accepted
 
 
 def _emitted(step: Step) -> int:

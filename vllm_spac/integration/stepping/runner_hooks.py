@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac.core import RequestRows, RowKind, Step
@@ -18,6 +18,7 @@ def hook_steps(
     prepare_name: str,
     step_of: Callable[[Any, Any, Any], Step],
     changed: Callable[[Any, Any, Any], Any] = lambda runner, scheduled, prepared: prepared,
+    paths_of: Callable[[Any], Sequence[Sequence[int]] | None] = lambda runner: None,
 ) -> None:
     """Wraps a model runner to begin a step when a real batch is prepared and to end it when its tokens are sampled.
 
@@ -26,6 +27,7 @@ def hook_steps(
         prepare_name: its method that prepares the inputs of a batch.
         step_of: (runner, scheduler's output, prepared inputs) -> ``Step``.
         changed: (runner, scheduler's output, prepared inputs) -> the inputs to use instead.
+        paths_of: runner -> accepted drafts of each request of a sampled step, as of ``Runtime.end_step``.
     """
 
     def preparing(prepare: Callable):
@@ -52,7 +54,11 @@ def hook_steps(
         def sampled(self, *args: Any, **kwargs: Any):
             output = sample_tokens(self, *args, **kwargs)
             if (experts := managed_experts(self)) is not None:
-                experts.runtime.end_step(tokens_of(output) if experts.runtime.counts_tokens else None)
+                runtime = experts.runtime
+                if runtime.counts_tokens:
+                    runtime.end_step(tokens_of(output), paths_of(self))
+                else:
+                    runtime.end_step(None)
             return output
 
         return sampled
@@ -82,7 +88,12 @@ def managed_experts(runner: Any):
 
 
 def request_rows(
-    start: int, stop: int, prefill: bool, drafts: int, weights: tuple[float, ...] | None = None
+    start: int,
+    stop: int,
+    prefill: bool,
+    drafts: int,
+    weights: tuple[float, ...] | None = None,
+    parents: tuple[int, ...] | None = None,
 ) -> RequestRows:
     kind = RowKind.PREFILL if prefill else RowKind.VERIFY if drafts else RowKind.DECODE
-    return RequestRows(start, stop, kind, drafts, weights)
+    return RequestRows(start, stop, kind, drafts, weights, parents)

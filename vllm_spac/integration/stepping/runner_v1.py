@@ -27,6 +27,7 @@ def install() -> None:
         "_prepare_inputs",
         lambda runner, scheduled, prepared: _step(runner, scheduled),
         sampled_plainly,
+        _paths,
     )
     patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", _proposing)
 
@@ -100,6 +101,12 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
         if drafted is not None:
             known = drafted if trees is None else trees
             weights = known.weights(request, drafts, stop - start)
-        requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights))
+        parents = None if trees is None else trees.parents(request)
+        requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights, parents))
         start = stop
     return Step(tuple(requests))
+
+
+def _paths(runner: GPUModelRunner) -> list[list[int]] | None:
+    trees = trees_of(runner)
+    return None if trees is None else trees.accepted

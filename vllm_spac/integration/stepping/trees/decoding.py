@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +51,7 @@ class TreeDecoding:
         self._known: dict[str, DraftTree] = {}  # those of the step that the drafter proposed, by request
         self._rows: list[TreeRows] = []  # of those that branch
         self._paths: list[list[int]] = []  # accepted rows of each of ``_rows``
+        self.accepted: list[list[int]] | None = None  # drafts of each request of the step; None if none had any
         self._forward: Scattered | None = None  # while the target runs
         self._drafting: list[int] = []  # requests that the drafter continues
         drafter = runner.drafter
@@ -91,7 +92,7 @@ class TreeDecoding:
         self._trees = [self._tree_of(request, drafts.get(request, ())) for request in batch.req_ids]
         for request in scheduled.finished_req_ids:
             self._drafted.pop(request, None)
-        self._rows, self._paths = [], []
+        self._rows, self._paths, self.accepted = [], [], None
         stop = 0
         for index, (request, tree) in enumerate(zip(batch.req_ids, self._trees, strict=True)):
             count = scheduled.num_scheduled_tokens[request]
@@ -110,6 +111,11 @@ class TreeDecoding:
         """``RequestRows.weights`` of a request of the step; arguments as of ``DraftProbabilities.weights``."""
         tree = self._known.get(request)
         return None if tree is None else (1.0,) * (rows - tree.rows) + tree.reached
+
+    def parents(self, request: str) -> tuple[int, ...] | None:
+        """``RequestRows.parents`` of a request of the step."""
+        tree = self._known.get(request)
+        return tree.parents[1:] if tree is not None and tree.branches else None
 
     @property
     def scattered(self) -> Scattered | None:
@@ -143,6 +149,7 @@ class TreeDecoding:
         outputs = self._runner.input_batch.req_output_token_ids
         walk, output = verified(self._runner.sampler, logits, sampling, trees, outputs)
         self._paths = [walk.paths[rows.request] for rows in self._rows]
+        self.accepted = [[row - 1 for row in path] for path in walk.paths]
         self._copy(after_walk(self._rows, self._paths, self._block_table, self._block_size))
         for tree, path in zip(trees, walk.paths, strict=True):
             if tree.tokens:
@@ -198,31 +205,3 @@ class TreeDecoding:
         """Whether vLLM's masks for a request, of structured output, assume that its drafts follow one another."""
         parameters = self._runner.requests[request].sampling_params
         return parameters is not None and parameters.structured_outputs is not None
-
-
-def proposing(trees: TreeDecoding, propose: Callable) -> Callable:
-    """Wraps ``propose_draft_token_ids``: the step is a chain before it runs."""
-
-    def proposed(
-        scheduler_output: SchedulerOutput,
-        sampled_token_ids: Sequence[Sequence[int]],
-        sampling_metadata: SamplingMetadata,
-        hidden_states: Tensor,
-        sample_hidden_states: Tensor,
-        aux_hidden_states: Sequence[Tensor] | None,
-        *args: Any,
-        **kwargs: Any,
-    ):
-        trees.restore(sampled_token_ids, [hidden_states, *(aux_hidden_states or ())])
-        return propose(
-            scheduler_output,
-            sampled_token_ids,
-            sampling_metadata,
-            hidden_states,
-            sample_hidden_states,
-            aux_hidden_states,
-            *args,
-            **kwargs,
-        )
-
-    return proposed
