@@ -26,6 +26,7 @@ from vllm_spac.metrics import Counters
 from vllm_spac.system.atomic_write import partial_of
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers import disk
+from vllm_spac.tiers.base import allocate
 from vllm_spac.tiers.disk import PAGE, DiskStore
 
 LAYERS = ("model.layers.3.mlp.experts", "model.layers.5.mlp.experts")
@@ -36,7 +37,9 @@ SPECS = {
 }
 SHAPE = MoEShape(LAYERS, 3, 2, SPECS)
 # Data that ends with its page: reading stops there for another reason than in a page that is cut off.
-WHOLE_PAGES = MoEShape(LAYERS, 3, 2, {"w": TensorSpec((3, 1024), torch.float32)})
+WHOLE_PAGES = MoEShape(
+    LAYERS, 3, 2, {"w": TensorSpec((3, 1024), torch.float32), "v": TensorSpec((2048,), torch.bfloat16)}
+)
 FINGERPRINT, OTHER = "a" * 32, "b" * 32
 
 each_shape = pytest.mark.parametrize("shape", [SHAPE, WHOLE_PAGES], ids=["odd", "whole pages"])
@@ -48,10 +51,10 @@ def expert(shape: MoEShape, key: int) -> dict[str, Tensor]:
 
 
 def blank(shape: MoEShape, slots: int | None = None) -> dict[str, Tensor]:
-    """NaN in the place of a slot, or of several."""
-    lead = () if slots is None else (slots,)
+    """NaN in the place of a slot, or of several; allocated as slots are."""
+    block = allocate(shape.tensors, slots or 1, "cpu")
     return {
-        name: torch.full((*lead, *spec.shape), float("nan"), dtype=spec.dtype) for name, spec in shape.tensors.items()
+        name: tensor.fill_(float("nan")) if slots else tensor[0].fill_(float("nan")) for name, tensor in block.items()
     }
 
 
@@ -116,6 +119,26 @@ def test_paths_are_readable(tmp_path: Path) -> None:
 def test_second_store_needs_no_packing(shape: MoEShape, tmp_path: Path) -> None:
     packed(tmp_path, shape)
     assert_holds(DiskStore(shape, FINGERPRINT, tmp_path), *range(shape.total))
+
+
+def test_whole_pages_are_read_straight_into_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into any slot; memory that does not begin on a page is filled through a buffer."""
+    store, slots, copies = packed(tmp_path, WHOLE_PAGES), blank(WHOLE_PAGES, 3), []
+    copy = disk.copy_bytes
+    monkeypatch.setattr(disk, "copy_bytes", lambda *given: copies.append(given) or copy(*given))
+    for slot, key in enumerate((4, 0, 5)):
+        store.read(key, {name: tensor[slot] for name, tensor in slots.items()})
+    assert not copies
+    for name, tensor in slots.items():
+        assert torch.equal(tensor, torch.stack([expert(WHOLE_PAGES, key)[name] for key in (4, 0, 5)]))
+    shifted = {}
+    for name, spec in WHOLE_PAGES.tensors.items():
+        block = torch.empty(spec.nbytes + 2 * PAGE, dtype=torch.uint8)
+        start = 64 - block.data_ptr() % PAGE
+        shifted[name] = block[start % PAGE :][: spec.nbytes].view(spec.dtype).view(spec.shape)
+    store.read(4, shifted)
+    assert all(torch.equal(shifted[name], tensor) for name, tensor in expert(WHOLE_PAGES, 4).items())
+    assert len(copies) == (2 if store.direct else 0)
 
 
 def test_packing_that_was_stopped_goes_on(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spac.checkpoint.packed_format import PAGE
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 
@@ -120,8 +121,20 @@ class ExpertStore(ABC):
 
 
 def allocate(specs: Mapping[str, TensorSpec], count: int, device: torch.device | str) -> dict[str, Tensor]:
-    """Allocates uninitialised memory for ``count`` experts: name -> tensor of shape [count, ...]."""
-    return {name: torch.empty((count, *spec.shape), dtype=spec.dtype, device=device) for name, spec in specs.items()}
+    """Allocates uninitialised memory for ``count`` experts: name -> tensor of shape [count, ...].
+
+    On a CPU each tensor begins on a page, so that files can be read into it with O_DIRECT.
+    """
+    return {name: _on_a_page(spec, count, device) for name, spec in specs.items()}
+
+
+def _on_a_page(spec: TensorSpec, count: int, device: torch.device | str) -> Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.empty((count, *spec.shape), dtype=spec.dtype, device=device)
+    nbytes = count * spec.nbytes
+    block = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    start = -block.data_ptr() % PAGE
+    return block[start : start + nbytes].view(spec.dtype).view(count, *spec.shape)
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:

@@ -14,7 +14,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
@@ -48,6 +48,7 @@ class DiskStore(ExpertStore):
         self.folder = folder / fingerprint
         self.file_bytes = HEADER + shape.expert_bytes
         self._blank = self._headers_example()
+        self._headers: dict[int, tuple[bytes, bytes]] = {}  # before and after the checksum
         self._local = threading.local()
         self._held = {key for key in range(shape.total) if self._intact(key)}
         self._read_only = _why_unwritable(self.folder)
@@ -97,8 +98,13 @@ class DiskStore(ExpertStore):
                 path.unlink(missing_ok=True)
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
-        for name, source in self._checked(key).items():
-            copy_bytes(into[name], torch.from_numpy(source))
+        buffer = self._buffer()
+        if (tensors := self._readable(into)) is not None:  # straight to where they belong
+            self._check(key, [buffer.header, *tensors, buffer.rest], buffer.header, tensors)
+        else:
+            self._check(key, [buffer.whole], buffer.header, list(buffer.tensors.values()))
+            for name, source in buffer.tensors.items():
+                copy_bytes(into[name], torch.from_numpy(source))
         return self.shape.expert_bytes
 
     @property
@@ -133,62 +139,77 @@ class DiskStore(ExpertStore):
             return False
 
     def _problem(self, key: int) -> str | None:
+        buffer = self._buffer()
         try:
-            self._checked(key)
+            self._check(key, [buffer.whole], buffer.header, list(buffer.tensors.values()))
         except StoreError as error:
             return str(error)
         return None
 
-    def _checked(self, key: int) -> dict[str, np.ndarray]:
-        """Reads and checks an expert; returns its tensors as bytes in this thread's buffer."""
-        buffer, views = self._buffer()
+    def _readable(self, into: Mapping[str, Tensor]) -> list[np.ndarray] | None:
+        """Returns the tensors of a slot as bytes, in the order of a file, if the file can be read into them."""
+        found = []
+        for name in self._offsets:
+            tensor = into[name]
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                return None
+            if self.direct and (tensor.data_ptr() % PAGE or tensor.nbytes % PAGE):  # O_DIRECT refuses
+                return None
+            found.append(tensor.reshape(-1).view(torch.uint8).numpy())
+        return found
+
+    def _check(self, key: int, parts: Sequence[np.ndarray], header: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+        """Reads the file of an expert into consecutive ``parts`` and checks the header and tensors in them.
+
+        Raises:
+            StoreError: it cannot be read, or is not what was packed.
+        """
         path = self.path(key)
         try:
-            size = self._read_file(path, buffer)
+            size = self._read_file(path, parts)
         except OSError as error:
             self._mark()
             raise StoreError(f"spac: cannot read {path}: {error.strerror}; {self._remedy(key)}") from error
         problem = None
         if size != self.file_bytes:
             problem = f"has {size} bytes, not {self.file_bytes}"
-        elif buffer[:HEADER] != self._header(key, xxhash.xxh3_128_hexdigest(memoryview(buffer)[HEADER:size])):
-            problem = "is not what was packed (checksum or header differ)"
+        else:
+            checksum = xxhash.xxh3_128()
+            for tensor in tensors:
+                checksum.update(tensor)
+            if header.tobytes() != self._header(key, checksum.hexdigest()):
+                problem = "is not what was packed (checksum or header differ)"
         if problem is not None:
             self._mark()
             self._set_aside(path)
             raise StoreError(f"spac: {path} {problem}; {self._remedy(key)}")
-        return views
 
     def _mark(self) -> None:
         with contextlib.suppress(OSError):  # the error being handled is more informative
             (self.folder / MARK).touch()
 
-    def _read_file(self, path: Path, buffer: mmap.mmap) -> int:
-        """Reads ``path`` into ``buffer``; returns the bytes read, at most a page more than expected."""
+    def _read_file(self, path: Path, parts: Sequence[np.ndarray]) -> int:
+        """Reads ``path`` into consecutive parts; returns the bytes read."""
         descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
         try:
-            done = 0
-            while done < len(buffer):
-                count = os.preadv(descriptor, [memoryview(buffer)[done:]], done)
+            left, done = [memoryview(part) for part in parts], 0
+            while left:
+                count = os.preadv(descriptor, left, done)
                 done += count
                 if count == 0 or (self.direct and done % PAGE):  # the end of the file
                     break
+                left = _after(left, count)
             if not self.direct:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             return done
         finally:
             os.close(descriptor)
 
-    def _buffer(self) -> tuple[mmap.mmap, dict[str, np.ndarray]]:
-        """Returns this thread's page-aligned buffer, and each tensor of an expert as bytes in it."""
+    def _buffer(self) -> _Buffer:
+        """Returns this thread's buffer."""
         if not hasattr(self._local, "buffer"):
-            # One page more than a file, so that a file that is too long is noticed.
-            buffer = mmap.mmap(-1, -(-self.file_bytes // PAGE) * PAGE + PAGE)
-            views = {}
-            for name, (start, stop) in self._offsets.items():
-                views[name] = np.frombuffer(buffer, np.uint8, stop - start, HEADER + start)
-            self._local.buffer, self._local.views = buffer, views
-        return self._local.buffer, self._local.views
+            self._local.buffer = _Buffer(self._offsets, self.file_bytes)
+        return self._local.buffer
 
     def _headers_example(self) -> dict:
         """Returns the header that safetensors writes for this layout, and sets the offset of each tensor."""
@@ -199,17 +220,21 @@ class DiskStore(ExpertStore):
         return entries
 
     def _header(self, key: int, checksum: str) -> bytes:
-        layer, expert = self.shape.split(key)
-        metadata = {
-            "format": FORMAT,
-            "fingerprint": self.fingerprint,
-            "layer": self.shape.layers[layer],
-            "expert": str(expert),
-            "xxh3_128": checksum,
-        }
-        text = json.dumps({"__metadata__": metadata, **self._blank}).encode()
-        assert len(text) <= HEADER - 8, "the header outgrew its page"
-        return (HEADER - 8).to_bytes(8, "little") + text.ljust(HEADER - 8)
+        if key not in self._headers:  # written once: reads of many threads compare it
+            layer, expert = self.shape.split(key)
+            metadata = {
+                "format": FORMAT,
+                "fingerprint": self.fingerprint,
+                "layer": self.shape.layers[layer],
+                "expert": str(expert),
+                "xxh3_128": _NO_CHECKSUM,
+            }
+            text = json.dumps({"__metadata__": metadata, **self._blank}).encode()
+            assert len(text) <= HEADER - 8, "the header outgrew its page"
+            before, _, after = text.rpartition(_NO_CHECKSUM.encode())
+            self._headers[key] = (HEADER - 8).to_bytes(8, "little") + before, after
+        before, after = self._headers[key]
+        return (before + checksum.encode() + after).ljust(HEADER)
 
     def _remedy(self, key: int) -> str:
         layer, expert = self.shape.split(key)
@@ -228,6 +253,25 @@ class DiskStore(ExpertStore):
                 f"spac: {path} is damaged and cannot be moved aside: {error.strerror}; run `vllm-spac packed --repair` "
                 "where it can be written to, or name another folder with --spac-disk-dir DIR"
             ) from error
+
+
+class _Buffer:
+    """Page-aligned memory for a file: header, tensors, and a page more, so that a file that is too long is noticed."""
+
+    def __init__(self, offsets: Mapping[str, tuple[int, int]], file_bytes: int) -> None:
+        self.whole = np.frombuffer(mmap.mmap(-1, -(-file_bytes // PAGE) * PAGE + PAGE), np.uint8)
+        self.header, self.rest = self.whole[:HEADER], self.whole[file_bytes:]
+        self.tensors = {name: self.whole[HEADER + start : HEADER + stop] for name, (start, stop) in offsets.items()}
+
+
+def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Returns what of consecutive parts follows the first ``count`` bytes."""
+    left = []
+    for part in parts:
+        if count < len(part):
+            left.append(part[count:])
+        count = max(0, count - len(part))
+    return left
 
 
 def _data_of(serialized: bytes) -> memoryview:
