@@ -113,6 +113,6 @@ def test_the_trace_of_a_tree_has_the_text_that_plain_decoding_has(tmp_path) -> N
     assert traces["tree"].steps < 0.8 * traces["plain"].steps and traces["tree"].row_back.max() > 1
     assert len(texts["plain"].start) == len(texts["tree"].start) == 2, "one request"
     tokens = min(len(texts["plain"]), len(texts["tree"]))  # the last step of the tree may accept more than is asked for
-    assert tokens > 300
+    assert tokens > 200
     same = np.sort(texts["plain"].ids[:tokens], axis=2) == np.sort(texts["tree"].ids[:tokens], axis=2)
     assert same.all(axis=(1, 2)).mean() > 0.99, "but for ties of routers, between rows alone and rows of a batch"
