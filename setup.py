@@ -60,7 +60,11 @@ setup(
         "xxhash",
     ],
     # kt-kernel pins a torch of its own: `pip install --no-deps kt-kernel` where vLLM brings another.
-    extras_require={"kt": ["kt-kernel"], "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "ruff"]},
+    extras_require={
+        "kt": ["kt-kernel"],
+        "peers": ["gguf", "xllamacpp"],
+        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "ruff"],
+    },
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],
         "vllm.general_plugins": ["spac = vllm_spac:register"],

@@ -1,0 +1,350 @@
+"""Compares the plugin with llama.cpp on a CPU: the same weights, each prompt to both in turns, at equal memory.
+
+For each size of the slots, llama.cpp maps the GGUF file in up to three processes: [bold]all[/], with as much memory as
+it wants; [bold]weights[/], where as many bytes of weights fit as the plugin has in RAM; [bold]process[/], with as much
+memory as the plugin's process takes in all, vLLM, torch and KV cache included. A control group limits the last two; it
+counts the pages of the mapped file. Each has its own copy of the file, since pages that another process has read cost
+nothing. Read-ahead decides how fast mapped files are, and large values ruin random reads: --read-ahead-kib 128, a
+common default, sets it for the run. Limits and read-ahead need root.
+
+Needs: pip install "vllm-spac[peers]" (llama.cpp in the wheel xllamacpp)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+import gguf_model
+import memory
+import plan
+import prompts
+from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
+from paired import Side, interval, orders
+from processes import EngineError, LiveEngine, LiveProcess
+from run import PACKED, PackedFolder, Settings
+
+from vllm_spac.checkpoint.headers import Checkpoint, read_checkpoint
+from vllm_spac.errors import ConfigError, UnsupportedError
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+LLAMA = Path(__file__).with_name("llama.py")
+KINDS = ("all", "weights", "process")
+_QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive"}  # threads that spin would take the cores of the other side
+_PAUSE = 0.3  # seconds between two answers
+_SLACK = 8 << 20  # bytes of a control group that its kernel structures take
+_EPILOG = """[bold]Examples[/]
+
+python benchmarks/peers/compare.py .cache/toy/mid --slots 25%
+
+python benchmarks/peers/compare.py MODEL --slots 10%,25%,50%,100% --read-ahead-kib 128
+"""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@dataclass
+class Measured:
+    """One participant: what it took for each turn, and its memory at the end.
+
+    Attributes:
+        limit: bytes that it may take; None: as many as it wants.
+        seconds, tpot, ttft: per turn. ``tokens``: what it said. ``hits``, ``misses``: the plugin's, of all turns.
+        used: CPU seconds and bytes read from disks, of all turns.
+        memory: bytes, see ``memory.taken``.
+    """
+
+    name: str
+    limit: int | None = None
+    seconds: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    hits: int = 0
+    misses: int = 0
+    used: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def add(self, answer: dict) -> None:
+        self.seconds.append(answer["seconds"])
+        self.tpot.append(answer["tpot"][0])
+        self.ttft.append(answer["ttft"][0])
+        self.tokens.append(answer["tokens"][0])
+        counters = answer.get("counters", {})
+        self.hits, self.misses = self.hits + counters.get("hits", 0), self.misses + counters.get("misses", 0)
+
+
+class Llama(LiveProcess):
+    """llama.cpp with a file of its own, in a control group if its memory is limited."""
+
+    def __init__(self, file: Path, context: int, threads: int, limit: memory.MemoryLimit | None, timeout: float):
+        job = {"model": str(file), "context": context, "threads": threads, "mapped": True}
+        self._limit = limit
+
+        def command(folder: Path) -> list[str]:
+            (folder / "job.json").write_text(json.dumps(job))
+            return [sys.executable, str(LLAMA), str(folder / "job.json")]
+
+        memory.forget_file(file)
+        super().__init__(command, timeout, _QUIET_OPENMP, limit.join if limit else None)
+
+    def turn(self, prompt: list[int], tokens: int) -> dict:
+        return self.ask({"prompt": prompt, "tokens": tokens})
+
+    def close(self) -> None:
+        super().close()
+        if self._limit is not None:
+            self._limit.close()
+
+
+@app.command(help=__doc__, epilog=_EPILOG)
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of a Qwen3-MoE in bf16.", exists=True, file_okay=False)],
+    slots: Annotated[str, typer.Option(help="Values of --spac-slots, one comparison each.")] = "25%",
+    knobs: Annotated[str, typer.Option(help="Further knobs of the plugin, as knob=value knob=value.")] = "",
+    against: Annotated[str, typer.Option(help=f"llama.cpp's memory: of {', '.join(KINDS)}.")] = ",".join(KINDS),
+    turns: Annotated[int, typer.Option(min=2, help="Turns that count, each with a prompt of its own.")] = 20,
+    warm: Annotated[int, typer.Option(min=1, help="Turns before them.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per turn.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of llama.cpp.")] = 2,
+    read_ahead_kib: Annotated[int | None, typer.Option(min=0, help="Of the disk; default: as it is.")] = None,
+    disk_dir: PackedFolder = PACKED,
+    work: Annotated[Path, typer.Option(help="Folder of the GGUF files.", show_default=".cache/peers")] = ROOT
+    / ".cache"
+    / "peers",
+    eager: Annotated[bool, typer.Option("--eager/--compile", help="enforce_eager of vLLM.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the prompts and of the order of a turn.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
+    output: Annotated[Path, typer.Option(help="JSON; a picture beside it.", show_default=False)] = RESULTS
+    / "peers_toy.json",
+) -> None:
+    exit_on_sigterm()
+    console = Console(width=max(120, Console().width))
+    settings = Settings(
+        model, (1,), prompt_tokens, output_tokens, seed, eager, None, disk_dir, plan.Drafts(4, model, model), timeout,
+        environment=_QUIET_OPENMP,
+    )  # fmt: skip
+    try:
+        kinds = plan.split(against)
+        if unknown := sorted(set(kinds) - set(KINDS)):
+            raise plan.PlanError(f"--against {unknown[0]}: use {', '.join(KINDS)}")
+        sides = {size: Side.parse(f"spac {knobs}", size) for size in plan.split(slots)}
+        checkpoint, gguf = read_checkpoint(model), work / f"{model.name}.gguf"
+        work.mkdir(parents=True, exist_ok=True)
+        if not gguf.exists():
+            gguf_model.convert(model, gguf)
+        asked = prompts.load(model, warm + turns, prompt_tokens, seed)
+        result: dict[str, Any] = {
+            "label": "toy model" if is_toy(model) else None,
+            "model": model.name,
+            "knobs": knobs,
+            "prompts": asked.describe(),
+            "output_tokens": output_tokens,
+            "warm_turns": warm,
+            "threads": threads,
+            "enforce_eager": eager,
+            "seed": seed,
+            "gguf_bytes": gguf.stat().st_size,
+            "rows": [],
+            "provenance": provenance(),
+        }
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with (
+            memory.read_ahead(work, read_ahead_kib) as found,
+            Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+        ):
+            result["read_ahead_kib"] = found
+            task = progress.add_task("", total=len(sides) * (warm + turns))
+            for size, side in sides.items():
+                progress.update(task, description=size)
+                compared = Comparison(side.job(settings), settings, checkpoint, gguf, kinds, threads)
+                for _ in compared.run(asked.ids, warm):
+                    progress.advance(task)
+                result |= {"llama": compared.llama}
+                result["rows"].append(compared.row(size, seed))
+                write_result(output, result)
+    except (plan.PlanError, ConfigError, UnsupportedError, gguf_model.UnsupportedModelError, ImportError) as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}")
+        raise typer.Exit(2) from error
+    except (EngineError, memory.LimitError) as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from error
+    show(console, result)
+    draw(result, output.with_suffix(".png"))
+    console.print(f"wrote {output} and {output.with_suffix('.png')}", soft_wrap=True)
+
+
+class Comparison:
+    """One size of the slots: an engine of the plugin and llama.cpp's processes, which take turns."""
+
+    def __init__(
+        self, job: dict, settings: Settings, checkpoint: Checkpoint, gguf: Path, kinds: Sequence[str], threads: int
+    ) -> None:
+        self._job, self._settings, self._checkpoint, self._gguf = job, settings, checkpoint, gguf
+        self._kinds, self._threads = kinds, threads
+        self.plugin = Measured("spac")
+        self.peers: list[Measured] = []
+        self.llama: dict = {}
+        self.choices: dict = {}
+
+    def run(self, ids: list[list[int]], warm: int) -> Iterator[None]:
+        """Runs all turns; yields after each."""
+        with ExitStack() as stack:
+            engine = stack.enter_context(closing(LiveEngine(self._job, False, self._settings.timeout)))
+            first = engine.turn(ids[0], self._settings.output_tokens)
+            self.choices = first["choices"]
+            taken = memory.taken(engine.pid)["total"]
+            peers = self._start_peers(stack, ids[0], taken)
+            everyone = [(self.plugin, engine), *zip(self.peers, peers, strict=True)]
+            before: list[dict] = []
+            for number, (prompt, order) in enumerate(
+                zip(ids, orders(self._settings.seed, len(everyone)), strict=False)
+            ):
+                if number == warm:
+                    before = [memory.used(process.pid) for _, process in everyone]
+                for which in order:
+                    time.sleep(_PAUSE)
+                    answer = everyone[which][1].turn(prompt, self._settings.output_tokens)
+                    if number >= warm:
+                        everyone[which][0].add(answer)
+                yield
+            for (measured, process), start in zip(everyone, before, strict=True):
+                measured.used = {name: value - start[name] for name, value in memory.used(process.pid).items()}
+                measured.memory = memory.taken(process.pid)
+
+    def row(self, slots: str, seed: int) -> dict:
+        """Returns what was measured, and the plugin's speed over llama.cpp's per turn."""
+        return {
+            "slots": slots,
+            "weights_bytes": self._weights(),
+            "hit_rate": self.plugin.hits / max(1, self.plugin.hits + self.plugin.misses),
+            "plugin": summary(self.plugin),
+            "peers": [summary(peer) | compared(self.plugin, peer, seed) for peer in self.peers],
+        }
+
+    def _weights(self) -> int:
+        """Bytes of weights that the plugin has in RAM."""
+        dense = self._checkpoint.other_bytes
+        experts = sum(self._checkpoint.layer_bytes.values())
+        return dense + round(experts * self.choices["slots"] / self._checkpoint.total)
+
+    def _start_peers(self, stack: ExitStack, prompt: list[int], taken: int) -> list[Llama]:
+        """Starts llama.cpp once per kind of limit. Its needs beside weights are measured in a process without one."""
+        context = self._settings.prompt_tokens + self._settings.output_tokens + 8
+        options = context, self._threads
+        free = Llama(self._gguf, *options, None, self._settings.timeout)
+        closing_free = stack.enter_context(closing(free))
+        free.turn(prompt, self._settings.output_tokens)
+        self.llama = free.ready
+        besides = memory.taken(free.pid)["anonymous"] + _SLACK
+        limits = {"weights": besides + self._weights(), "process": taken}
+        found = []
+        for kind in self._kinds:
+            self.peers.append(Measured(kind, limits.get(kind)))
+            if kind == "all":
+                found.append(free)
+                continue
+            limit = memory.MemoryLimit(kind, limits[kind])
+            file = Path(shutil.copyfile(self._gguf, self._gguf.with_suffix(f".{kind}.gguf")))
+            stack.callback(file.unlink)
+            found.append(stack.enter_context(closing(Llama(file, *options, limit, self._settings.timeout))))
+        if "all" not in self._kinds:
+            closing_free.close()
+        return found
+
+
+def summary(measured: Measured) -> dict:
+    """Returns the medians of a participant, and its totals per token."""
+    tokens = sum(map(len, measured.tokens))
+    return {
+        "name": measured.name,
+        "limit_bytes": measured.limit,
+        "memory": measured.memory,
+        "tokens_per_second": 1 / statistics.median(measured.tpot),
+        "ttft": statistics.median(measured.ttft),
+        "cpu_seconds_per_token": measured.used["cpu_seconds"] / tokens,
+        "read_bytes_per_token": measured.used["read_bytes"] / tokens,
+        "turns": {name: asdict(measured)[name] for name in ("seconds", "tpot", "ttft")},
+    }
+
+
+def compared(plugin: Measured, peer: Measured, seed: int) -> dict:
+    """Returns how much faster the plugin decodes, per turn, and how far both said the same tokens."""
+    ratios = [theirs / ours for ours, theirs in zip(plugin.tpot, peer.tpot, strict=True)]
+    pairs = list(zip(plugin.tokens, peer.tokens, strict=True))
+    return {
+        "ratio": statistics.median(ratios),
+        "interval": list(interval(ratios, seed)),
+        "equal_answers": sum(ours == theirs for ours, theirs in pairs),
+        "equal_first_tokens": statistics.median(_agreed(ours, theirs) for ours, theirs in pairs),
+    }
+
+
+def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns the length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def show(console: Console, result: dict) -> None:
+    title = f"spac over llama.cpp, decoding, {result['model']}, read-ahead {result['read_ahead_kib']} KiB"
+    table = Table(title=title, title_justify="left")
+    names = ("slots", "llama.cpp's memory", "spac", "llama.cpp", "ratio", "95 %", "same answers", "CPU s", "MiB read")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        ours = row["plugin"]
+        for peer in row["peers"]:
+            memory_of = peer["memory"]["total"] if peer["limit_bytes"] is None else peer["limit_bytes"]
+            table.add_row(
+                row["slots"],
+                f"{peer['name']}: {memory_of / 2**20:,.0f} MiB of {ours['memory']['total'] / 2**20:,.0f}",
+                *(f"{side['tokens_per_second']:.1f}" for side in (ours, peer)),
+                f"{peer['ratio']:.2f}",
+                "{:.2f} - {:.2f}".format(*peer["interval"]),
+                f"{peer['equal_answers']} of {len(peer['turns']['tpot'])}",
+                " / ".join(f"{side['cpu_seconds_per_token']:.3f}" for side in (ours, peer)),
+                " / ".join(f"{side['read_bytes_per_token'] / 2**20:.1f}" for side in (ours, peer)),
+            )
+    console.print(table)
+    console.print("CPU seconds and MiB read are per token, spac / llama.cpp, prompts included")
+
+
+def draw(result: dict, path: Path) -> None:
+    rows = result["rows"]
+    figure, axes = plt.subplots(figsize=(2 + 2 * len(rows), 4), layout="constrained")
+    bars = ["spac", *(peer["name"] for peer in rows[0]["peers"])]
+    for number, name in enumerate(bars):
+        sides = [row["plugin"] if number == 0 else row["peers"][number - 1] for row in rows]
+        places = [place + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for place in range(len(rows))]
+        label = name if number == 0 else f"llama.cpp, {name}"
+        axes.bar(places, [side["tokens_per_second"] for side in sides], 0.75 / len(bars), label=label)
+    axes.set_xticks(range(len(rows)), [row["slots"] for row in rows])
+    axes.set(xlabel="slots", ylabel="tokens per second (median of turns)")
+    axes.legend(fontsize="small")
+    if result["label"]:
+        figure.supxlabel(result["label"], fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    app()
