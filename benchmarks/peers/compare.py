@@ -214,7 +214,8 @@ class Comparison:
             self.choices = first["choices"]
             taken = memory.taken(engine.pid)["total"]
             peers = self._start_peers(stack, ids[0], taken)
-            everyone = [(self.plugin, engine), *zip(self.peers, peers, strict=True)]
+            everyone: list[tuple[Measured, LiveEngine | Llama]] = [(self.plugin, engine)]
+            everyone += zip(self.peers, peers, strict=True)
             before: list[dict] = []
             for number, (prompt, order) in enumerate(
                 zip(ids, orders(self._settings.seed, len(everyone)), strict=False)

@@ -64,8 +64,8 @@ class LiveProcess:
         self._timeout = timeout
         self._scratch = tempfile.TemporaryDirectory(prefix="spac-serving-")
         folder = Path(self._scratch.name)
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._child = _start(command(folder), environment, folder, preexec_fn=before, **pipes)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._child = _start(command(folder), environment, folder, before, **pipes)
         assert self._child.stdin is not None and self._child.stdout is not None, "both are pipes"
         self._asked, self._answers = self._child.stdin, self._child.stdout
         try:
@@ -157,12 +157,17 @@ def _environment(job: dict, is_stock: bool) -> dict[str, str]:
 
 
 def _start(
-    command: Sequence[str], environment: Mapping[str, str], folder: Path, **options: Any
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    before: Callable[[], None] | None = None,
+    **pipes: int,
 ) -> subprocess.Popen[str]:
     """Starts a command in a process group of its own; output without a pipe goes to ``folder / "log"``."""
     with open(folder / "log", "w") as log:
-        options = {"stdout": log, "stderr": log, "start_new_session": True, "text": True} | options
-        return subprocess.Popen(command, env=os.environ | environment, **options)
+        streams: dict[str, Any] = {"stdout": log, "stderr": log} | pipes
+        env = {**os.environ, **environment}
+        return subprocess.Popen(command, env=env, start_new_session=True, text=True, preexec_fn=before, **streams)
 
 
 def _ending(code: int, folder: Path) -> str:

@@ -176,7 +176,7 @@ class DiskStore(ExpertStore):
         else:
             checksum = xxhash.xxh3_128()
             for tensor in tensors:
-                checksum.update(tensor)
+                checksum.update(tensor.data)
             if header.tobytes() != self._header(key, checksum.hexdigest()):
                 problem = "is not what was packed (checksum or header differ)"
         if problem is not None:
@@ -192,7 +192,7 @@ class DiskStore(ExpertStore):
         """Reads ``path`` into consecutive parts; returns the bytes read."""
         descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
         try:
-            left, done = [memoryview(part) for part in parts], 0
+            left, done = [part.data for part in parts], 0
             while left:
                 count = os.preadv(descriptor, left, done)
                 done += count
