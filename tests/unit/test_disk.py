@@ -26,7 +26,7 @@ from vllm_spac.metrics import Counters
 from vllm_spac.system.atomic_write import partial_of
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers import disk
-from vllm_spac.tiers.base import allocate
+from vllm_spac.tiers.base import Slot, allocate
 from vllm_spac.tiers.disk import PAGE, DiskStore
 
 LAYERS = ("model.layers.3.mlp.experts", "model.layers.5.mlp.experts")
@@ -124,8 +124,8 @@ def test_second_store_needs_no_packing(shape: MoEShape, tmp_path: Path) -> None:
 def test_whole_pages_are_read_straight_into_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into any slot; memory that does not begin on a page is filled through a buffer."""
     store, slots, copies = packed(tmp_path, WHOLE_PAGES), blank(WHOLE_PAGES, 3), []
-    copy = disk.copy_bytes
-    monkeypatch.setattr(disk, "copy_bytes", lambda *given: copies.append(given) or copy(*given))
+    fill = Slot.fill
+    monkeypatch.setattr(Slot, "fill", lambda *given: copies.append(given) or fill(*given))
     for slot, key in enumerate((4, 0, 5)):
         store.read(key, {name: tensor[slot] for name, tensor in slots.items()})
     assert not copies

@@ -11,7 +11,7 @@ from torch import Tensor, uint8
 from vllm_spac.cache.host_tier import HostTier, Move
 from vllm_spac.cache.link import Moved
 from vllm_spac.system.host_blocks import HostBlock
-from vllm_spac.tiers.base import ExpertStore, copy_bytes
+from vllm_spac.tiers.base import ExpertStore, Slot, Slots, rows_of
 
 HOST = "host"
 
@@ -45,7 +45,9 @@ class Mover:
     """
 
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], path: str, rows: HostRows | None) -> None:
-        self._store, self._slots, self._path, self._rows = store, slots, path, rows
+        self._store, self._path, self._rows = store, path, rows
+        self._slots = Slots(slots)
+        self._row_memory = {} if rows is None else rows_of(rows.tensors)
         self._saved: set[int] = set()  # keys whose move has filled its row; every thread adds only its own
         self._to_poison: set[int] = set()
 
@@ -55,15 +57,14 @@ class Mover:
 
     def perform(self, move: Move) -> Moved:
         """Fills the slot of ``move``; raises ``StoreError`` as ``ExpertStore.read``."""
-        slot = {name: tensor[move.slot] for name, tensor in self._slots.items()}
+        slot = self._slots[move.slot]
         if move.saved is not None:
             self._save(slot, move)
         if move.slot in self._to_poison:
             self._fill(move.slot)
         if move.source is not None:
-            assert self._rows is not None
-            for name, rows in self._rows.tensors.items():
-                copy_bytes(slot[name], rows[move.source].reshape(-1).view(uint8))
+            for name, rows in self._row_memory.items():
+                slot.fill(name, rows[move.source])
             return Moved(HOST, self._store.shape.expert_bytes)
         nbytes = self._store.read(move.key, slot)
         if move.row is not None and move.saved is None:
@@ -100,7 +101,7 @@ class Mover:
     def fill_row(self, row: int, key: int) -> None:
         """Reads ``key`` into a row of host memory; in any thread, raises as ``ExpertStore.read``."""
         assert self._rows is not None
-        self._store.read(key, {name: rows[row] for name, rows in self._rows.tensors.items()})
+        self._store.read(key, Slot({name: rows[row] for name, rows in self._rows.tensors.items()}))
 
     def close(self) -> None:
         """Releases host memory; nothing is read any more."""
@@ -118,14 +119,15 @@ class Mover:
             self._to_poison.add(slot)
 
     def _fill(self, slot: int) -> None:
-        for tensor in self._slots.values():
-            tensor[slot].reshape(-1).view(uint8).fill_(0xFF)
+        for tensor in self._slots[slot].values():
+            tensor.view(-1).view(uint8).fill_(0xFF)
 
-    def _save(self, slot: Mapping[str, Tensor], move: Move) -> None:
+    def _save(self, slot: Slot, move: Move) -> None:
         assert self._rows is not None and move.row is not None
-        for name, rows in self._rows.tensors.items():
-            if slot[name].device.type == "cpu":
-                copy_bytes(rows[move.row], slot[name].reshape(-1).view(uint8))
-            else:
-                rows[move.row].copy_(slot[name])
+        if slot.memory is not None:
+            for name, rows in self._row_memory.items():
+                np.copyto(rows[move.row], slot.memory[name])
+        else:
+            for name, tensor in slot.items():
+                self._rows.tensors[name][move.row].copy_(tensor)
         self._saved.add(move.key)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -17,11 +18,11 @@ from torch import Tensor
 
 from vllm_spac.cache.background import Background
 from vllm_spac.cache.host_tier import Move
-from vllm_spac.cache.link import reads_ahead
+from vllm_spac.cache.link import Moved, reads_ahead
 from vllm_spac.cache.mover import HOST, HostRows, Mover
 from vllm_spac.metrics import Counters
 from vllm_spac.system.cpu_affinity import unbind
-from vllm_spac.system.futures import finish, outcome
+from vllm_spac.system.futures import finish, given_up
 from vllm_spac.tiers.base import ExpertStore
 
 
@@ -52,6 +53,7 @@ class Transfers:
         self._slots = slots
         self._mover = Mover(store, slots, path, rows)
         self._device = next(iter(slots.values())).device
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io", initializer=unbind)
         self.ahead = Background(self._mover, reads_ahead(threads, background), self._device)
 
@@ -70,18 +72,19 @@ class Transfers:
         start = self.clock()
         if self._device.type == "cuda":  # a kernel that was launched before may still read the slots
             torch.cuda.current_stream(self._device).synchronize()
-        moves = [self._mover.plan(key, slot) for key, slot in loads]
-        jobs: dict[int, Future] = {}
+        planned = [self._mover.plan(key, slot) for key, slot in loads]
+        left, results = deque(planned[1:]), dict[int, Moved | BaseException]()
         failed: dict[int, BaseException] = {}
         with self.ahead.paused():
-            try:
-                jobs.update((move.key, self._submit(move)) for move in moves[1:])
-                jobs.update((move.key, self._here(move)) for move in moves[:1])
-                finish(list(jobs.values()))
+            helpers = self._submit(min(self._threads, len(left)), left, results)
+            try:  # the calling thread would only wait otherwise
+                self._perform(deque(planned[:1]), results)
+                self._perform(left, results)
             finally:
-                _settle(list(jobs.values()))
-                for move in moves:
-                    result = outcome(jobs[move.key]) if move.key in jobs else InterruptedError("the load was given up")
+                left.clear()  # it was interrupted
+                _settle(helpers)
+                for move in planned:
+                    result = results.get(move.key) or given_up()
                     self._mover.ended(move, result)
                     if isinstance(result, BaseException):
                         failed[move.key] = result
@@ -117,22 +120,27 @@ class Transfers:
         self.ahead.close()
         self._mover.close()
 
-    def _submit(self, move: Move) -> Future:
+    def _submit(self, count: int, left: deque[Move], results: dict[int, Moved | BaseException]) -> list[Future]:
+        """Starts up to ``count`` threads that perform what is left; those that come too late find nothing."""
         try:
-            return self._pool.submit(self._mover.perform, move)
-        except RuntimeError:  # closed: reported like any other failure
-            dropped: Future = Future()
-            dropped.cancel()
-            return dropped
+            return [self._pool.submit(self._perform, left, results, BaseException) for _ in range(count)]
+        except RuntimeError:  # closed: each move is reported as given up
+            left.clear()
+            return []
 
-    def _here(self, move: Move) -> Future:
-        """Reads in the calling thread, which would only wait otherwise."""
-        done: Future = Future()
-        try:
-            done.set_result(self._mover.perform(move))
-        except Exception as error:  # handed to the caller with the errors of the threads
-            done.set_exception(error)
-        return done
+    def _perform(
+        self, left: deque[Move], results: dict[int, Moved | BaseException], caught: type[BaseException] = Exception
+    ) -> None:
+        """Performs what is left, move by move, in any thread; errors of the type ``caught`` are results."""
+        while left:
+            try:
+                move = left.popleft()
+            except IndexError:  # another thread took it
+                return
+            try:
+                results[move.key] = self._mover.perform(move)
+            except caught as error:  # handed to the caller of ``load``
+                results[move.key] = error
 
 
 def _settle(jobs: Sequence[Future]) -> None:

@@ -21,6 +21,9 @@ def finish(jobs: Iterable[Future]) -> None:
 
 def outcome(job: Future[T]) -> T | BaseException:
     """Returns the result of ``job``, or the error if it failed or was cancelled."""
-    if job.cancelled():
-        return StoreError("spac: no expert is read any more, the engine is shutting down; start it again")
-    return job.exception() or job.result()
+    return given_up() if job.cancelled() else job.exception() or job.result()
+
+
+def given_up() -> StoreError:
+    """Returns the error of a read that never began."""
+    return StoreError("spac: no expert is read any more, the engine is shutting down; start it again")

@@ -68,6 +68,9 @@ class ExpertStore(ABC):
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
         """Copies expert ``key`` into the tensors of one slot; returns the bytes moved.
 
+        ``Slot.of(into).fill`` copies bytes without torch on a CPU: several threads read at once, and each call into
+        torch may wait for the interpreter's lock.
+
         Raises:
             StoreError: the expert is missing or differs from what was packed. ``into`` is then undefined.
         """
@@ -137,9 +140,50 @@ def _on_a_page(spec: TensorSpec, count: int, device: torch.device | str) -> Tens
     return block[start : start + nbytes].view(spec.dtype).view(count, *spec.shape)
 
 
-def copy_bytes(target: Tensor, source: Tensor) -> None:
-    """Copies ``source`` (uint8 on the CPU, of equal size) into one tensor of a slot; complete when it returns."""
-    if target.device.type == "cpu":  # numpy's copy uses no OpenMP threads, which the kernels need
-        np.copyto(target.reshape(-1).view(torch.uint8).numpy(), source.numpy())
-    else:
-        target.view(-1).view(torch.uint8).copy_(source)
+class Slot(dict[str, Tensor]):
+    """The tensors of one slot by name.
+
+    Attributes:
+        memory: name -> uint8 [bytes], the same memory; None on a GPU.
+        whole_pages: each tensor on a CPU begins and ends with a page, so files can be read into it with O_DIRECT.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.memory: dict[str, np.ndarray] | None = None
+        self.whole_pages = False
+        if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors.values()):
+            self.memory = {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
+            ends = (end for tensor in tensors.values() for end in (tensor.data_ptr(), tensor.nbytes))
+            self.whole_pages = all(end % PAGE == 0 for end in ends)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Slot:
+        """Returns ``tensors`` as a slot."""
+        return tensors if isinstance(tensors, Slot) else cls(tensors)
+
+    def fill(self, name: str, source: np.ndarray) -> None:
+        """Copies bytes, uint8 of equal size in CPU memory, into one tensor; complete when it returns."""
+        if self.memory is not None:  # numpy's copy uses no OpenMP threads, which the kernels need
+            np.copyto(self.memory[name], source)
+        else:
+            self[name].view(-1).view(torch.uint8).copy_(torch.from_numpy(source))
+
+
+def rows_of(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Returns contiguous CPU tensors [rows, ...] as bytes, uint8 [rows, bytes]: the same memory."""
+    return {name: tensor.reshape(len(tensor), -1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
+
+
+class Slots:
+    """The slots of tensors [slots, ...], each made when it is first needed. Threads may ask at once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._made: dict[int, Slot] = {}
+
+    def __getitem__(self, number: int) -> Slot:
+        slot = self._made.get(number)
+        if slot is None:
+            slot = self._made[number] = Slot({name: tensor[number] for name, tensor in self._tensors.items()})
+        return slot

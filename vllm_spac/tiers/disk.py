@@ -31,7 +31,7 @@ from vllm_spac.errors import StoreError
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.host_memory import gib
-from vllm_spac.tiers.base import ExpertStore, copy_bytes
+from vllm_spac.tiers.base import ExpertStore, Slot
 
 _RESERVE = 256 << 20  # left free on the disk
 _NO_CHECKSUM = "0" * 32
@@ -98,13 +98,13 @@ class DiskStore(ExpertStore):
                 path.unlink(missing_ok=True)
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
-        buffer = self._buffer()
-        if (tensors := self._readable(into)) is not None:  # straight to where they belong
+        buffer, slot = self._buffer(), Slot.of(into)
+        if (tensors := self._readable(slot)) is not None:  # straight to where they belong
             self._check(key, [buffer.header, *tensors, buffer.rest], buffer.header, tensors)
         else:
             self._check(key, [buffer.whole], buffer.header, list(buffer.tensors.values()))
             for name, source in buffer.tensors.items():
-                copy_bytes(into[name], torch.from_numpy(source))
+                slot.fill(name, source)
         return self.shape.expert_bytes
 
     @property
@@ -146,17 +146,11 @@ class DiskStore(ExpertStore):
             return str(error)
         return None
 
-    def _readable(self, into: Mapping[str, Tensor]) -> list[np.ndarray] | None:
+    def _readable(self, slot: Slot) -> list[np.ndarray] | None:
         """Returns the tensors of a slot as bytes, in the order of a file, if the file can be read into them."""
-        found = []
-        for name in self._offsets:
-            tensor = into[name]
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                return None
-            if self.direct and (tensor.data_ptr() % PAGE or tensor.nbytes % PAGE):  # O_DIRECT refuses
-                return None
-            found.append(tensor.reshape(-1).view(torch.uint8).numpy())
-        return found
+        if slot.memory is None or (self.direct and not slot.whole_pages):  # O_DIRECT refuses
+            return None
+        return [slot.memory[name] for name in self._offsets]
 
     def _check(self, key: int, parts: Sequence[np.ndarray], header: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
         """Reads the file of an expert into consecutive ``parts`` and checks the header and tensors in them.

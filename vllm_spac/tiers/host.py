@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
 from vllm_spac.system.host_blocks import HostBlock, block_bytes
 from vllm_spac.system.host_memory import available_host_bytes, gib
-from vllm_spac.tiers.base import ExpertStore, copy_bytes
+from vllm_spac.tiers.base import ExpertStore, Slot, rows_of
 
 _RESERVE = 1 << 30  # left to the rest of the machine
 
@@ -26,6 +27,7 @@ class HostStore(ExpertStore):
     def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
         super().__init__(shape, fingerprint, folder)
         self._layers: dict[int, HostBlock] = {}
+        self._memory: dict[int, dict[str, np.ndarray]] = {}  # the same as bytes, [experts, bytes]
         self._packed: set[int] = set()
         self._pin = torch.cuda.is_available()
 
@@ -46,20 +48,26 @@ class HostStore(ExpertStore):
         layer, expert = self.shape.split(key)
         if layer not in self._layers:
             self._layers[layer] = HostBlock(self.shape.tensors, self.shape.experts, self._pin)
+            self._memory[layer] = rows_of(self._layers[layer].tensors)
         for name, block in self._layers[layer].tensors.items():
             block[expert].copy_(tensors[name])
         self._packed.add(key)
 
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
-        for name, tensor in self.view(key).items():
-            copy_bytes(into[name], tensor.reshape(-1).view(torch.uint8))
+        layer, expert = self._place(key)
+        slot = Slot.of(into)
+        for name, rows in self._memory[layer].items():
+            slot.fill(name, rows[expert])
         return self.shape.expert_bytes
 
     def view(self, key: int) -> dict[str, Tensor]:
+        layer, expert = self._place(key)
+        return {name: block[expert] for name, block in self._layers[layer].tensors.items()}
+
+    def _place(self, key: int) -> tuple[int, int]:
         if key not in self._packed:
             raise StoreError(f"expert {self.shape.split(key)} was never packed")
-        layer, expert = self.shape.split(key)
-        return {name: block[expert] for name, block in self._layers[layer].tensors.items()}
+        return self.shape.split(key)
 
     def layer(self, number: int) -> Mapping[str, Tensor]:
         return self._layers[number].tensors
@@ -75,6 +83,7 @@ class HostStore(ExpertStore):
     def close(self) -> None:
         blocks = [block for _, block in sorted(self._layers.items())]
         self._layers.clear()
+        self._memory.clear()
         self._packed.clear()
         if self._pin and blocks:
             torch.cuda.synchronize()  # kernels may read experts in place
