@@ -42,6 +42,9 @@ def hook_steps(
         def executed(self, *args: Any, **kwargs: Any):
             try:
                 return execute_model(self, *args, **kwargs)
+            except Exception as error:
+                _failed(self, error)
+                raise
             finally:
                 if (experts := managed_experts(self)) is not None:
                     experts.runtime.end_forward()
@@ -50,9 +53,13 @@ def hook_steps(
 
     def sampling(sample_tokens: Callable):
         def sampled(self, *args: Any, **kwargs: Any):
-            output = sample_tokens(self, *args, **kwargs)
-            if (experts := managed_experts(self)) is not None:
-                experts.runtime.end_step(tokens_of(output) if experts.runtime.counts_tokens else None)
+            try:
+                output = sample_tokens(self, *args, **kwargs)
+                if (experts := managed_experts(self)) is not None:
+                    experts.runtime.end_step(tokens_of(output) if experts.runtime.counts_tokens else None)
+            except Exception as error:
+                _failed(self, error)
+                raise
             return output
 
         return sampled
@@ -60,6 +67,11 @@ def hook_steps(
     patches.wrap(f"{runner}.{prepare_name}", preparing)
     patches.wrap(f"{runner}.execute_model", executing)
     patches.wrap(f"{runner}.sample_tokens", sampling)
+
+
+def _failed(runner: Any, error: Exception) -> None:
+    if (experts := managed_experts(runner)) is not None:
+        experts.ranks.failed(error)
 
 
 def tokens_of(output: Any) -> list[int] | None:
