@@ -309,7 +309,8 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     ],
     ids=str,
 )
-def test_what_several_ranks_cannot_do(moe, knobs, options, named):
+def test_what_several_ranks_cannot_do(tmp_path, knobs, options, named):
+    moe = write_config(tmp_path / "moe", QWEN | {"num_attention_heads": 24, "num_key_value_heads": 24})
     with pytest.raises(ValueError, match=named):
         engine_config(moe, knobs, **RANKS | options)
 

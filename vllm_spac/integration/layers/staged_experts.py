@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +49,11 @@ class StagedExperts(_Layer):
             for param in self._staged.values():
                 param.data = torch.empty_like(param)  # vLLM has filled scales and zero points: release that memory
         self._converts = self.spac.execution.layout == "kernel"  # else experts keep the checkpoint's layout
-        self._awaited = {(name, e, shard) for name, p in self._staged.items() for e, shard in self._parts(name, p)}
+        # Which (expert, shard) of each parameter has not come yet. Counted instead of elements, because of a tensor a rank
+        # keeps a part that depends on its kind.
+        shapes = {name: (len(param), len(self._shards(name))) for name, param in self._staged.items()}
+        self._awaited = {name: np.ones(shape, dtype=bool) for name, shape in shapes.items()}
+        self._missing = sum(awaited.size for awaited in self._awaited.values())
         self._packed = False
         self._plain = quant_schemes.is_plain(self)
         loaded: Any
@@ -117,9 +121,9 @@ class StagedExperts(_Layer):
         """
         if not self._awaits(param, weight_name):  # and need not be converted
             return True if return_success else None
-        before = len(self._awaited)
+        before = self._missing
         success = loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
-        if len(self._awaited) == before:
+        if self._missing == before:
             self.spac.arrived(loaded_weight.nbytes)
             self._arrive(param, loaded_weight, weight_name, shard_id, expert_id)
         return success
@@ -136,13 +140,6 @@ class StagedExperts(_Layer):
             )
         return not self.spac.is_stored(self)
 
-    def _parts(self, name: str, param: Any) -> Iterator[tuple[int, str]]:
-        """Yields (expert, shard) of each part of ``param`` that the checkpoint has a tensor for, or a part of one.
-
-        They are counted instead of elements: of a tensor, a rank keeps a part that depends on its kind.
-        """
-        yield from itertools.product(range(len(param)), self._shards(name))
-
     def _shards(self, name: str) -> tuple[str, ...]:
         if name.startswith("w2"):
             return ("w2",)
@@ -158,16 +155,18 @@ class StagedExperts(_Layer):
         assert name is not None
         if local == -1:  # another rank's
             return
-        experts = range(len(param)) if loaded_weight.dim() == 3 else [local]  # as vLLM's loader tells them apart
+        experts = slice(None) if loaded_weight.dim() == 3 else slice(local, local + 1)  # as vLLM's loader decides
         shards = self._shards(name)
-        parts = {(name, e, s) for e in experts for s in ([shard_id] if shard_id in shards else shards)}
-        if not parts <= self._awaited:
+        columns = slice(shards.index(shard_id), shards.index(shard_id) + 1) if shard_id in shards else slice(None)
+        awaited = self._awaited[name][experts, columns]
+        if not awaited.all():
             raise SpacError(
                 f"spac: {weight_name} of expert {expert_id} of {self.layer_name} came twice; use a checkpoint that has "
                 "each weight once"
             )
-        self._awaited -= parts
-        if not self._awaited:
+        awaited[:] = False
+        self._missing -= awaited.size
+        if self._missing == 0:
             self.spac.pack(self)
 
     def _name_of(self, param: Any) -> str | None:
