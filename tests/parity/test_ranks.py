@@ -117,7 +117,6 @@ def test_engines_of_other_sizes_and_swapped_folders(stock, checkpoint, tmp_path)
     (tmp_path / "aside").rename(second)
     check(run(model, spac), stock("qwen3_moe"))
     assert len(list(tmp_path.rglob("*.corrupt"))) == 2 * 64, "every file of another rank is refused, then packed again"
-    assert_same_tokens(run(model, spac, **one), alone)
 
 
 SCORED = """

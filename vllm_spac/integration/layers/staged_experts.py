@@ -49,8 +49,8 @@ class StagedExperts(_Layer):
             for param in self._staged.values():
                 param.data = torch.empty_like(param)  # vLLM has filled scales and zero points: release that memory
         self._converts = self.spac.execution.layout == "kernel"  # else experts keep the checkpoint's layout
-        # Which (expert, shard) of each parameter has not come yet. Counted instead of elements, because of a tensor a rank
-        # keeps a part that depends on its kind.
+        # Which (expert, shard) of each parameter has not come yet: a rank keeps a part of a tensor that depends on its
+        # kind, so that elements cannot be counted.
         shapes = {name: (len(param), len(self._shards(name))) for name, param in self._staged.items()}
         self._awaited = {name: np.ones(shape, dtype=bool) for name, shape in shapes.items()}
         self._missing = sum(awaited.size for awaited in self._awaited.values())
