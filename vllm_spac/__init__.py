@@ -24,7 +24,8 @@ def stats(llm: Any) -> dict:
         llm: a ``vllm.LLM`` made with ``additional_config={"spac": {...}}``.
 
     Returns:
-        ``{"workers": [...]}`` in the shape of ``GET /spac/stats`` (see ``vllm_spac.metrics.Counters``).
+        ``{"workers": [...], "total": {...}}`` in the shape of ``GET /spac/stats`` (see ``vllm_spac.metrics``). The
+        total is the engine's: with several ranks, whose workers have a number ``rank``, it is not always their sum.
 
     Raises:
         vllm_spac.errors.SpacError: the engine was started without the plugin.
@@ -34,7 +35,9 @@ def stats(llm: Any) -> dict:
     workers = llm.collective_rpc("spac_stats") if _is_active(llm) else None
     if not workers:
         raise SpacError('this LLM runs without spac; make it with LLM(..., additional_config={"spac": {}})')
-    return {"workers": workers}
+    from vllm_spac.metrics import total
+
+    return {"workers": workers, "total": total(workers)}
 
 
 def _is_active(llm: Any) -> bool:

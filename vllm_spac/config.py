@@ -47,8 +47,8 @@ class SpacConfig(BaseModel):
     host_memory: Annotated[ByteSize | None, BeforeValidator(no_bool)] = Field(
         None,
         gt=0,
-        description="With store=disk, host memory that holds experts between the slots and the disk, e.g. 32GiB; "
-        "pinned where there is a GPU. The same policy decides what it holds. Default: none.",
+        description="With store=disk, host memory that holds experts between the slots and the disk, e.g. 32GiB, which "
+        "all ranks share; pinned where there is a GPU. The same policy decides what it holds. Default: none.",
     )
     policy: Annotated[str, ComponentName("policies", "policy", arguments=True)] = Field(
         "reuse",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -58,3 +60,48 @@ class Counters:
     def snapshot(self) -> dict:
         """A copy as plain data."""
         return asdict(self)
+
+
+# Of several ranks: bytes add up; steps and seconds are those of all ranks at once; experts are the same ones if each
+# rank holds a part of every expert, and different ones if each holds some of them.
+_BYTES = {"bytes", "slot_bytes"}
+_AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds"}
+_EXPERTS = {
+    *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),
+    *("prefetches", "prefetch_hits", "prefetch_late", "prefetch_wasted", "prefetch_failed", "cpu_experts", "cpu_rows"),
+}
+
+
+def adds_up(name: str, divided: str) -> bool:
+    """Whether the engine's ``name`` is the sum over its ranks; else they all count the same thing.
+
+    Args:
+        name: of a counter or a fact in a worker's statistics.
+        divided: what ranks divide, ``tensors`` or ``experts``, as their statistics say.
+    """
+    if name == "expert_bytes":  # of a whole expert
+        return divided == "tensors"
+    return name in _BYTES or (name in _EXPERTS and divided == "experts")
+
+
+def total(workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the statistics of an engine from those of its ranks; the same for an engine with one.
+
+    What all ranks count is the greatest of their values: the slowest rank's seconds. Facts that are not numbers are
+    those of the first rank.
+    """
+    if len(workers) < 2:
+        return dict(*workers)
+    divided = workers[0].get("divided", "experts")
+    names = [name for name in workers[0] if name not in ("rank", "divided")]
+    return {name: _merged([worker[name] for worker in workers if name in worker], name, divided) for name in names}
+
+
+def _merged(values: Sequence[Any], name: str, divided: str) -> Any:
+    add = adds_up(name, divided)
+    if not add and name not in _AT_ONCE | _EXPERTS | {"expert_bytes"}:
+        return values[0]
+    if isinstance(values[0], dict):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: (sum if add else max)(value.get(key, 0) for value in values) for key in keys}
+    return sum(values) if add else max(values)

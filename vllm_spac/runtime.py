@@ -50,6 +50,7 @@ class Runtime:
         trace: records the routing of the only execution, if given.
         guard: decides how many draft tokens the next step gets, if given.
         clock: monotonic time in seconds.
+        failed: called with the error of a layer before it is raised.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Runtime:
         trace: TraceWriter | None = None,
         guard: Guard | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         assert trace is None or len(executions) == 1
         self.executions = list(executions)
@@ -67,6 +69,7 @@ class Runtime:
         self.listeners: list[Listener] = []
         self.trace = trace
         self._clock = clock
+        self._failed = failed
         self._step: Step | None = None  # while its layers run
         self._chosen: list[tuple[int, Tensor, Tensor]] = []  # by the routers of the step, recorded after it
         self._rows = 0  # of that step
@@ -181,7 +184,12 @@ class Runtime:
         real = self.rows(len(x))
         as_routed = self._step is not None and real == len(x) and not self.budget.active
         rows = Rows(real, as_routed, None if self.trace is None else self._record)
-        return execution.forward(layer, x, weights, ids, kernel, rows)
+        try:
+            return execution.forward(layer, x, weights, ids, kernel, rows)
+        except Exception as error:
+            if self._failed is not None:
+                self._failed(error)
+            raise
 
     def _record(self, layer: int, ids: Tensor, weights: Tensor) -> None:
         """Keeps the experts and weights that a layer is about to run, both [rows, top_k] without padding."""

@@ -61,6 +61,9 @@ METHODS = {
 }
 
 
+UNQUANTISED: dict = {}
+
+
 @pytest.fixture(autouse=True)
 def triton(monkeypatch):
     """One rank, and vLLM's methods choose the kernels of a GPU."""
@@ -75,8 +78,7 @@ def triton(monkeypatch):
     def int4_backend(*_, **__):
         return WNA16MoEBackend.TRITON, TritonWNA16Experts
 
-    rank = SimpleNamespace(world_size=1, rank_in_group=0, device=torch.device("cpu"))
-    monkeypatch.setattr("vllm.distributed.parallel_state._TP", rank)
+    be_rank(0, 1, monkeypatch)
     moe = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_"
     monkeypatch.setattr(fp8, "select_fp8_moe_backend", fp8_backend)
     monkeypatch.setattr(f"{moe}w8a8_fp8.select_fp8_moe_backend", fp8_backend)
@@ -85,17 +87,27 @@ def triton(monkeypatch):
     monkeypatch.setattr(auto_awq.AutoAWQConfig, "get_min_capability", lambda: -1)  # a CPU has none
 
 
-def build(quantisation: dict | None, managed: bool = True, **knobs):
-    """A layer as vLLM builds it for a checkpoint with ``quantisation``, or with none."""
+def be_rank(number: int, ranks: int, monkeypatch) -> None:
+    """Makes this process rank ``number`` of ``ranks``, as far as layers ask."""
+    rank = SimpleNamespace(world_size=ranks, rank_in_group=number, device=torch.device("cpu"))
+    monkeypatch.setattr("vllm.distributed.parallel_state._TP", rank)
+
+
+def build(quantisation: dict | None, managed: bool = True, ranks: int = 1, experts: bool = False, **knobs):
+    """A layer as vLLM builds it for a checkpoint with ``quantisation``, or with none.
+
+    ``ranks``: number of ranks, each of which holds a part of every expert or, with ``experts``, some of the experts.
+    """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     config = VllmConfig()
+    config.parallel_config.enable_expert_parallel = experts
     with set_current_vllm_config(config):
         size = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INNER}
         size |= {
-            "tp_size": 1,
+            "tp_size": ranks,
             "dp_size": 1,
             "pcp_size": 1,
             "params_dtype": torch.bfloat16,
@@ -131,7 +143,7 @@ def checkpoint(quantisation: dict) -> dict[str, Tensor]:
                 }
                 if not quantisation["config_groups"]["all"]["weights"]["symmetric"]:
                     tensors["weight_zero_point"] = bits(rows // 8, columns // 32)
-            elif quantisation["quant_method"] in ("gptq", "awq"):
+            elif quantisation.get("quant_method") in ("gptq", "awq"):
                 packed, group = 32 // quantisation["bits"], quantisation["group_size"]
                 tensors = {
                     "qweight": bits(columns, rows // packed),
@@ -144,6 +156,8 @@ def checkpoint(quantisation: dict) -> dict[str, Tensor]:
                     tensors["qweight"] = bits(columns // packed, rows)
                     tensors["g_idx"] = (torch.arange(columns) // group).to(torch.int32)
                     tensors["bias"] = floats(rows)  # some have one that the model does not
+            elif not quantisation:
+                tensors = {"weight": floats(rows, columns)}
             else:
                 channels = "channel" in str(quantisation)
                 scale = "weight_scale_inv" if quantisation["quant_method"] == "fp8" else "weight_scale"
@@ -218,6 +232,61 @@ def test_it_is_packed_when_the_last_tensor_has_come(name):
     layer.forget()
     load(layer, tensors, [n for n in tensors if is_unread(n, name)])  # nobody waits for these
     assert packed == [0]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("name", [*METHODS, "none"])
+def test_a_rank_packs_its_part_when_its_last_tensor_has_come(name, number, monkeypatch):
+    """The checkpoint's tensors are whole; of each the rank keeps another part, or all of it."""
+    monkeypatch.setitem(globals(), "INNER", 256)  # a rank has whole blocks of scales
+    quantisation = METHODS.get(name)
+    tensors = checkpoint(quantisation or UNQUANTISED)
+    be_rank(number, 2, monkeypatch)
+    stock, layer = build(quantisation, managed=False, ranks=2), build(quantisation, ranks=2)
+    raw = {n: param for n, param in stock.named_parameters() if n in layer._staged}
+    load(stock, tensors)
+    packed = stand_in(layer)
+    layer.probe()
+    waited = [n for n in tensors if not is_unread(n, name)]
+    random.Random(number).shuffle(waited)
+    load(layer, tensors, waited[:-1])
+    assert packed == []
+    load(layer, tensors, waited[-1:])
+    assert packed == [0]
+    assert same({n: param.data for n, param in layer._staged.items()}, {n: param.data for n, param in raw.items()})
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_with_some_of_the_experts_waits_for_those_alone(number, monkeypatch):
+    tensors = checkpoint(UNQUANTISED)
+    be_rank(number, 2, monkeypatch)
+    layer = build(None, ranks=2, experts=True)
+    packed = stand_in(layer)
+    layer.probe()
+    mine = [n for n in tensors if int(n.split(".")[0]) // (EXPERTS // 2) == number]
+    assert layer.local_of[layer.local_of >= 0].tolist() == list(range(EXPERTS // 2))
+    shards = {"gate_proj": ("w13_weight", "w1"), "up_proj": ("w13_weight", "w3"), "down_proj": ("w2_weight", "w2")}
+    for done, name in enumerate([n for n in tensors if n not in mine] + mine):
+        assert packed == [], f"after {done} of {len(tensors)} tensors"
+        expert, part, _ = name.split(".")
+        param = getattr(layer, shards[part][0])
+        loaded = param.weight_loader(
+            param, tensors[name], f"experts.{shards[part][0]}", shards[part][1], int(expert), True
+        )
+        assert loaded is (name in mine)
+    assert packed == [0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_weight_that_comes_twice_before_its_layer_is_packed(name):
+    layer, tensors = build(METHODS[name]), checkpoint(METHODS[name])
+    packed = stand_in(layer)
+    layer.probe()
+    first, *_ = (n for n in tensors if not is_unread(n, name))
+    load(layer, tensors, [first])
+    with pytest.raises(SpacError, match="of expert 0 of layers.0.experts came twice; use a checkpoint that has each"):
+        load(layer, tensors, [first])
+    assert packed == []
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -509,7 +578,9 @@ def test_packed_experts_are_told_apart():
         for kernel in (Tensor, MoEShape):
             for method in ("Fp8MoEMethod", "CompressedTensorsWNA16MoEMethod"):
                 for rank in ranks:
+                    held = SimpleNamespace(get_local_expert_ids=lambda: [0, 1, 2])  # as if ranks were not numbered
                     layer = SimpleNamespace(
+                        expert_map_manager=held,
                         quant_method=type(method, (), {"experts_cls": kernel})(),
                         moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(**alone | rank)),
                     )

@@ -35,6 +35,8 @@ QWEN = {
 }
 
 AUTO = {"cpu_experts": "auto", "store": "host"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+EXPERTS = {"enable_expert_parallel": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 
 
@@ -266,7 +268,14 @@ def test_a_packed_folder_may_be_read_only(moe, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size above 1 (stock vLLM fails with it on a CPU"),
+        ({"data_parallel_size": 2}, "--data-parallel-size above 1 is not supported; use 1, or one server per replica"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "rows of other replicas reach a layer after"),
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel with one rank is not supported; drop it"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            "use --distributed-executor",
+        ),
         ({"enable_lora": True}, "--enable-lora"),
         ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
         ({"worker_extension_cls": "collections.OrderedDict"}, "vllm_spac.integration.serving.worker.SpacWorker"),
@@ -282,6 +291,34 @@ def test_options_that_do_not_go_together(moe, options, named):
     with pytest.raises(ValueError) as caught:
         engine_config(moe, {"slots": "50%"}, **options)
     assert named in str(caught.value) and str(caught.value).isprintable()
+
+
+RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "options", "named"),
+    [
+        ({"budget": 4, "budget_ranking": "resident"}, {}, "ranks have different experts.*use --spac-budget-ranking"),
+        ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
+        ({"execution": "pointers"}, EXPERTS, "execution=pointers .*; use --spac-execution slots"),
+        ({"store": "host", "cpu_experts": "auto"}, EXPERTS, "cpu_experts=auto .*; use --spac-cpu-experts off"),
+        ({"slots": "9"}, EXPERTS, "more than the 8 experts of a layer"),
+        ({}, EXPERTS | {"tensor_parallel_size": 3}, "16 experts for 3 ranks is not supported; drop it"),
+        ({}, EXPERTS | {"tensor_parallel_size": 8}, "2 experts per rank, fewer than the 4 of a token"),
+    ],
+    ids=str,
+)
+def test_what_several_ranks_cannot_do(tmp_path, knobs, options, named):
+    moe = write_config(tmp_path / "moe", QWEN | {"num_attention_heads": 24, "num_key_value_heads": 24})
+    with pytest.raises(ValueError, match=named):
+        engine_config(moe, knobs, **RANKS | options)
+
+
+def test_what_several_ranks_can_do(moe):
+    engine_config(moe, {"slots": "50%", "budget": 4}, **RANKS)
+    engine_config(moe, {"slots": "8"}, **RANKS | EXPERTS)
+    engine_config(moe, {}, **RANKS | {"speculative_config": NGRAM})
 
 
 def test_a_dense_model(tmp_path):
@@ -325,22 +362,24 @@ def test_quantised_models_that_their_layers_decide_on(tmp_path, quantisation, op
 
 
 @pytest.mark.parametrize(
-    ("v2", "executor", "asynchronous", "remedy"),
+    ("v2", "executor", "asynchronous", "ranks", "remedy"),
     [
-        (True, "uni", True, None),
-        (True, "mp", False, "--distributed-executor-backend uni, or use --spac-guard off"),
-        (False, "mp", False, None),
-        (False, "uni", True, "--no-async-scheduling, or use --spac-guard off"),
+        (True, "uni", True, 1, None),
+        (True, "mp", False, 1, "--distributed-executor-backend uni, or use --spac-guard off"),
+        (False, "mp", False, 1, None),
+        (False, "uni", True, 1, "--no-async-scheduling, or use --spac-guard off"),
+        (False, "mp", False, 2, "own clock; use --tensor-parallel-size 1, or use --spac-guard off"),
+        (True, "mp", False, 2, "own clock; use --tensor-parallel-size 1, or use --spac-guard off"),
     ],
 )
-def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, remedy):
+def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ranks, remedy):
     from vllm_spac.config import SpacConfig
     from vllm_spac.integration import preflight
 
     config = SimpleNamespace(
         use_v2_model_runner=v2,
         speculative_config=object(),
-        parallel_config=SimpleNamespace(distributed_executor_backend=executor),
+        parallel_config=SimpleNamespace(distributed_executor_backend=executor, tensor_parallel_size=ranks),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
     )
     for config_of in (SpacConfig(), SpacConfig(guard="off")):  # on by itself, it is left out with a line in the log

@@ -22,11 +22,16 @@ PROMPTS = [
 
 @dataclass(frozen=True)
 class Run:
-    """Greedy tokens of each prompt, the plugin's counters if it was on, and the engine's dtype."""
+    """Greedy tokens of each prompt, the plugin's counters if it was on, and the engine's dtype.
+
+    ``stats`` are those of the first worker, ``workers`` those of all, ``total`` those of the engine.
+    """
 
     tokens: list[list[int]]
     stats: dict = field(default_factory=dict)
     dtype: str = DTYPE
+    workers: list[dict] = field(default_factory=list)
+    total: dict = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -71,5 +76,6 @@ def generate(model: str, spac: dict | None = None, prompts=None, max_tokens: int
 
     with engine(model, spac, **options) as llm:
         tokens = say(llm, prompts, max_tokens)
-        stats = vllm_spac.stats(llm)["workers"][0] if spac is not None else {}
-        return Run(tokens, stats, options.get("dtype", DTYPE))
+        found = vllm_spac.stats(llm) if spac is not None else {"workers": [], "total": {}}
+        stats = found["workers"][0] if spac is not None else {}
+        return Run(tokens, stats, options.get("dtype", DTYPE), found["workers"], found["total"])

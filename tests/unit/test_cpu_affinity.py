@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
@@ -55,6 +57,30 @@ def test_who_is_bound_does_not_note_it(bound) -> None:
     cpu_affinity.note()
     assert cpu_affinity.cpus() == bound
     assert Machine.here().cores == len(bound), "a profile fits the workers of this machine"
+
+
+@given(st.sets(st.integers(0, 300), min_size=1), st.integers(1, 12))
+def test_processes_share_the_cpus(found, count) -> None:
+    """Each CPU is one process's, and shares differ by one at most; where there are too few, all processes use all."""
+    parts = []
+    for index in range(count):
+        cpu_affinity.share(index, count)
+        parts.append(cpu_affinity.part(found))
+    cpu_affinity.share(0, 1)
+    assert all(parts) and cpu_affinity.part(found) == found
+    if len(found) >= count:
+        assert sorted(cpu for part in parts for cpu in part) == sorted(found)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_threads_that_read_stay_on_their_share(bound) -> None:
+    ordered = sorted(bound)
+    try:
+        cpu_affinity.share(1, 2)
+        cpu_affinity.unbind()
+        assert os.sched_getaffinity(0) == set(ordered[len(ordered) // 2 :])
+    finally:
+        cpu_affinity.share(0, 1)
 
 
 def test_cpus_that_went_away_are_said(bound, monkeypatch, caplog) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 
-from vllm_spac.metrics import Counters
+import pytest
+
+from vllm_spac.metrics import Counters, adds_up, total
 
 
 def used() -> Counters:
@@ -44,3 +46,40 @@ def test_reset_starts_from_zero_and_keeps_old_snapshots() -> None:
     assert snapshot == used().snapshot()
     counters.bytes["host"] = 1
     assert Counters().bytes == {}
+
+
+def of_rank(rank: int, divided: str, **others) -> dict:
+    facts = {"rank": rank, "ranks": 2, "divided": divided, "mode": "exact", "slots": 4, "slot_bytes": 40}
+    return facts | {"expert_bytes": 10, "budget": {"rows": 7}} | used().snapshot() | others
+
+
+def test_one_worker_is_the_engine() -> None:
+    assert total([{"hits": 1, "mode": "exact"}]) == {"hits": 1, "mode": "exact"} and total([]) == {}
+
+
+@pytest.mark.parametrize(("divided", "hits", "slots", "expert_bytes"), [("tensors", 5, 4, 20), ("experts", 8, 8, 10)])
+def test_the_total_of_two_ranks(divided: str, hits: int, slots: int, expert_bytes: int) -> None:
+    """A part of each expert in both: its hit is one hit. Some of the experts in each: hits add up."""
+    second = {"hits": 5, "stall_seconds": 0.7, "bytes": {"disk": 6, "host": 1}, "steps": {"decode": 1, "verify": 3}}
+    found = total([of_rank(0, divided), of_rank(1, divided, **second)])
+    assert (found["hits"], found["slots"], found["expert_bytes"]) == (hits, slots, expert_bytes)
+    assert found["slot_bytes"] == 80 and found["bytes"] == {"disk": 70, "host": 1}
+    assert found["steps"] == {"decode": 1, "prefill": 2, "verify": 3} and found["stall_seconds"] == 0.7
+    assert found["budget"] == {"rows": 7} and found["mode"] == "exact" and found["ranks"] == 2
+    assert "rank" not in found
+
+
+def test_each_counter_adds_up_or_not() -> None:
+    """A new one needs a rule: of facts without one, the total has the first rank's."""
+    ruled = [{f.name: getattr(used(), f.name) for f in fields(Counters)} | {"divided": "experts"}] * 2
+    grown = total([ruled[0], {name: _more(value) for name, value in ruled[1].items()}])
+    for name, value in ruled[0].items():
+        if name != "divided":
+            assert grown[name] != value, f"{name}: how does it add up over ranks?"
+    assert adds_up("bytes", "tensors") and not adds_up("hits", "tensors")
+
+
+def _more(value):
+    if isinstance(value, str):
+        return value
+    return {key: count + 1 for key, count in value.items()} if isinstance(value, dict) else value + 1

@@ -55,7 +55,11 @@ def test_contradictions_are_refused(given: dict, problem: str) -> None:
 def engine(**changes):
     parts = {
         "model_config": {"is_hybrid": False, "uses_mrope": False, "use_mla": False},
-        "parallel_config": {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1},
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
         "scheduler_config": {"async_scheduling": False, "max_num_seqs": 8, "max_num_batched_tokens": 512},
         "speculative_config": {"method": "eagle3"},
     }
@@ -76,6 +80,7 @@ def engine(**changes):
         ({"use_mla": True}, "MLA"),
         ({"kv_transfer_config": object()}, "drop it"),
         ({"decode_context_parallel_size": 2}, "use 1"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size above 1.*; drop --spac-tree"),
         ({"max_num_seqs": 31}, "use --max-num-seqs 30 or --max-num-batched-tokens 527"),
     ],
 )

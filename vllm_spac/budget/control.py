@@ -56,6 +56,7 @@ class BudgetControl:
         offline: allow rankings that run all experts.
         device: device of the routers' scores.
         unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
+        ranks_differ: several processes compute the model, and each has other experts in fast memory.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class BudgetControl:
         offline: bool = False,
         device: torch.device | str = "cpu",
         unweighted: str | None = None,
+        ranks_differ: bool = False,
     ) -> None:
         self.layers = list(layers)
         self.counters = BudgetCounters()
@@ -73,6 +75,7 @@ class BudgetControl:
         self._offline = offline
         self._device = device
         self._unweighted = unweighted
+        self._ranks_differ = ranks_differ
         self._ranking: Ranking | None = None
         self._parts: tuple[Step | None, list[Group]] = (None, [])
         self._mass = torch.ones((), dtype=torch.float64, device=device)
@@ -100,7 +103,8 @@ class BudgetControl:
         Raises:
             ConfigError: the budget does not fit a layer, or the ranking cannot serve or lacks its calibration.
             UnsupportedError: substitution or a rescue for a model with its own routing function, weighted votes where
-                no probabilities are known, or the captured CUDA graphs hold another kind of budget.
+                no probabilities are known, a ranking by residency for several ranks, or the captured CUDA graphs hold
+                another kind of budget.
         """
         if settings.votes == "path" and self._unweighted is not None:
             raise UnsupportedError(
@@ -109,6 +113,11 @@ class BudgetControl:
         ranking = None
         if settings.active:
             ranking = self._ranking_of(settings)
+            if ranking.needs_resident and self._ranks_differ:
+                raise UnsupportedError(
+                    f"spac: ranking={settings.ranking} (--spac-budget-ranking) cannot work with several ranks, each of "
+                    "which has other experts in fast memory and would cut others; use router"
+                )
             if settings.mass is not None:
                 check_mass(settings.mass)
             for layer in self.layers:

@@ -111,6 +111,7 @@ class ExecutionContext:
         rows: number of rows of the largest forward.
         host: host memory between the slots and the store, if any; owned by the execution.
         exchange: copies small tensors between device and host; None on a CPU.
+        local_of: as in ``Execution``.
     """
 
     shape: MoEShape
@@ -123,6 +124,7 @@ class ExecutionContext:
     config: SpacConfig
     host: HostRows | None = None
     exchange: Exchange | None = None
+    local_of: Tensor | None = None
 
 
 class Execution(ABC):
@@ -137,6 +139,7 @@ class Execution(ABC):
         needs_addressable_store: missing experts are read directly from the store's memory.
         keeps_bits: vLLM's own kernel computes every expert; else results are exact up to rounding. An instance may
             override its class.
+        divides_experts: a process may hold some of the model's experts only (``local_of``).
         counts_votes: policies and predictors observe selections weighted by the rows' votes; else each row counts 1.
         layout: layout of experts in slots and in the store: ``kernel``, what vLLM's kernel reads, or ``plain``, that of
             the checkpoint.
@@ -146,11 +149,14 @@ class Execution(ABC):
         tensors: name -> slots of shape [slots, ...] on the device that computes.
         holds_all: each expert has its slot, so that nothing is ever decided or moved.
         host: host memory between the slots and the store, if any.
+        local_of: int64 [experts of the model], the number of each in ``shape``, -1 if another rank holds it; None: this
+            process holds all of them.
     """
 
     needs_host: ClassVar[bool] = True
     needs_addressable_store: ClassVar[bool] = False
     keeps_bits: bool = True
+    divides_experts: ClassVar[bool] = False
     counts_votes: ClassVar[bool] = False
     layout: ClassVar[Literal["plain", "kernel"]] = "kernel"
     knobs: ClassVar[frozenset[str]] = frozenset()
@@ -162,6 +168,7 @@ class Execution(ABC):
     counters: Counters
     holds_all: bool
     host: HostRows | None = None
+    local_of: Tensor | None = None
 
     @classmethod
     @abstractmethod
@@ -222,7 +229,7 @@ class Execution(ABC):
             layer: number of the layer in ``shape.layers``.
             x: [rows, hidden].
             weights: [rows, top_k].
-            ids: [rows, top_k], experts; -1 for none. Rows that are not real may contain any value.
+            ids: [rows, top_k], experts of the model; -1 for none. Rows that are not real may contain any value.
 
         Raises:
             SpacError: the layer could not be computed; the cause is attached.

@@ -7,7 +7,7 @@ the decisions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -21,9 +21,10 @@ from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
-from vllm_spac.core import NOT_RUN, MoEShape, Step
-from vllm_spac.execution._row_shares import Share, combine
+from vllm_spac.core import MoEShape, Step
+from vllm_spac.execution._row_shares import Share, combine, numbered, runnable
 from vllm_spac.execution._slot_layers import SlotLayers
+from vllm_spac.execution._step_routing import StepRouting
 from vllm_spac.execution._waves import filled_experts
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.executors._thread import Computation, ExecutorThread
@@ -67,9 +68,11 @@ class SlotExecution(Execution):
         balancer: decides per layer which scores are worth a prefetch; None leaves it to ``ahead``.
         exchange: copies routing to the host and slots to the device; needed by kernels that do not take slots.
         host: host memory between the slots and the store, if any; owned.
+        local_of: the experts that this process holds, see ``Execution``; on a CPU only.
     """
 
     needs_host: ClassVar[bool] = True
+    divides_experts: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
     knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch"})
 
@@ -87,6 +90,7 @@ class SlotExecution(Execution):
         balancer: Balancer | None = None,
         exchange: Exchange | None = None,
         host: HostRows | None = None,
+        local_of: Tensor | None = None,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
         self.shape = shape
@@ -98,11 +102,11 @@ class SlotExecution(Execution):
         self._step: Step | None = None
         self._cpu: ExecutorThread | None = None
         self._exchange = exchange
-        self._routed: list[tuple[int, Tensor]] = []
-        self._pairs = 0  # (row, expert) pairs in ``_routed``
+        self._routed = StepRouting(shape, partly=local_of is not None)
         knobs = ahead or PrefetchSettings()
         self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
         self.host = host
+        self.local_of = local_of
         self._loader = ExpertLoader(self._residency, transfers, self.counters, shape.experts, knobs, balancer)
         self._layers = SlotLayers(self._loader, shape.experts)
 
@@ -120,6 +124,7 @@ class SlotExecution(Execution):
             ahead=PrefetchSettings.of(config.prefetch),
             exchange=context.exchange,
             host=context.host,
+            local_of=context.local_of,
         )
 
     @property
@@ -134,23 +139,22 @@ class SlotExecution(Execution):
     def begin_step(self, step: Step) -> None:
         self._step = step
         if not self.holds_all:
-            self._forget_routed()  # of a forward that failed
+            self._routed.clear()  # of a forward that failed
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
 
     def end_forward(self) -> None:
         step, self._step = self._step, None
         if self.holds_all:
-            if len(self._routed) >= _COUNT_BATCH or self._pairs >= _COUNT_PAIRS:
+            if len(self._routed) >= _COUNT_BATCH or self._routed.pairs >= _COUNT_PAIRS:
                 self._count_hits()
         elif step is not None and self._routed:
-            self._loader.end_step(self._selected(step.generating, step.generating_weights))
-            self._forget_routed()
+            self._loader.end_step(self._routed.counts(step.generating, step.generating_weights))
+            self._routed.clear()
 
     def observe(self, layer: int, ids: Tensor) -> None:
         """Keeps the routing of a layer's rows (ids [rows, top_k]) until the step ends."""
         if self._step is not None:
-            self._routed.append((layer, ids))
-            self._pairs += ids.numel()
+            self._routed.add(layer, ids)
 
     def snapshot(self) -> dict:
         if self.holds_all:
@@ -171,6 +175,8 @@ class SlotExecution(Execution):
         if not self.waits_for_host(kernel):  # vLLM's own routing and kernel
             self._tell(layer, ids[: rows.real], weights[: rows.real], rows)
             return kernel(x, weights, ids)
+        if self.local_of is not None:
+            return self._own_part(layer, x, weights, ids, kernel, rows)
         routed, there = ids, None
         if not kernel.takes_slots:
             assert self._exchange is not None
@@ -192,6 +198,25 @@ class SlotExecution(Execution):
             combined = combine(x, [(hot, part), (beside, computation.result())])
         self._layers.admit()
         return combined
+
+    def _own_part(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
+        """Computes what this process's experts add to a layer's output; vLLM adds the parts of all ranks behind it.
+
+        Arguments and result as in ``forward``. Rows that chose none of them stay 0.
+        """
+        assert kernel.takes_slots and self.local_of is not None
+        local = numbered(ids, self.local_of, rows.real)
+        self.observe(layer, local[: rows.real])
+        if rows.record is not None:
+            rows.record(layer, ids[: rows.real], weights[: rows.real])
+        share, out = Share.of(local, local >= 0), torch.zeros_like(x)
+        if len(share.rows):
+            picked = share.pick(x, weights)
+            if self.holds_all:
+                out[share.rows] = kernel(*picked, share.ids)
+            else:
+                out[share.rows] = self.in_slots(layer, *picked, share.ids, kernel)
+        return out
 
     def in_slots(
         self,
@@ -336,62 +361,15 @@ class SlotExecution(Execution):
             self._cpu.close()
         self.store.close()
 
-    def _keys_of(self, routed: Sequence[tuple[int, Tensor]]) -> np.ndarray:
-        """Returns the keys that the rows of ``routed`` selected, in order, with repetitions."""
-        experts = torch.cat([ids.flatten() for _, ids in routed]).cpu().numpy()
-        first = np.array([layer * self.shape.experts for layer, _ in routed])
-        return experts + np.repeat(first, [ids.numel() for _, ids in routed])
-
-    def _selected(self, rows: Sequence[slice], weights: Sequence[float] | None = None) -> np.ndarray | None:
-        """Returns how many of ``rows`` selected each expert, as in ``Policy.observe``; None if there are none.
-
-        The caller leaves out prefill rows, which predict little about the next token.
-
-        Args:
-            weights: of the rows one after another; None: each counts 1.
-        """
-        if not rows:
-            return None
-        counts = np.full(self.shape.total, NOT_RUN, dtype=np.int64 if weights is None else np.float64)
-        each = None if weights is None else np.repeat(weights, self.shape.top_k)
-        by_layer = counts.reshape(-1, self.shape.experts)
-        for layer, ids in self._routed:
-            found = ids.numpy()
-            chosen = found[rows[0]] if len(rows) == 1 else np.concatenate([found[part] for part in rows])
-            by_layer[layer] = by_layer[layer].clip(0) + np.bincount(chosen.ravel(), each, minlength=self.shape.experts)
-        return counts
-
-    def _forget_routed(self) -> None:
-        self._routed.clear()
-        self._pairs = 0
-
     def _count_hits(self) -> None:
         """Counts the hits of many steps at once, for use when every expert has its slot and nothing is decided."""
-        if not self._routed:
-            return
-        forwards = [(index, ids) for index, (_, ids) in enumerate(self._routed)]
-        self._forget_routed()
-        self.counters.hits += len(np.unique(self._keys_of(forwards)))
-        self.counters.waves += len(forwards)
+        if self._routed:
+            self.counters.hits += self._routed.distinct()
+            self.counters.waves += len(self._routed)
+            self._routed.clear()
 
 
 def _like(slots: np.ndarray, ids: Tensor) -> Tensor:
     """Returns ``slots`` with the dtype of ``ids``."""
     found = torch.from_numpy(slots)
     return found if found.dtype == ids.dtype else found.to(ids.dtype)
-
-
-def runnable(ids: Tensor, real: int) -> Tensor:
-    """Replaces ids that cannot be run; returns [rows, top_k] on the CPU.
-
-    The ids of a padded row are -1, which corrupts the heap in a CPU kernel, or left over from earlier routing. They are
-    replaced by those of the first row, so that padding needs no further experts; its output is not used. A -1 in a real
-    row becomes expert 0, to be run with weight 0.
-
-    Args:
-        ids: [rows, top_k] on the CPU, experts.
-        real: number of leading rows that belong to requests.
-    """
-    if real < len(ids):
-        ids = torch.cat([ids[:real], ids[:1].expand(len(ids) - real, -1)])
-    return ids.clamp(min=0)

@@ -15,6 +15,7 @@ from torch._C import set_num_threads  # not torch's own name for it, which vLLM 
 
 from vllm_spac.errors import SpacError
 from vllm_spac.executors.base import CpuExperts
+from vllm_spac.system.cpu_affinity import part
 from vllm_spac.system.futures import finish
 
 _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # the environment variables of OpenMP
@@ -126,10 +127,10 @@ class ExecutorThread:
 def threads_of(device: torch.device) -> int:
     """Returns the number of threads that compute experts.
 
-    If fast memory is RAM it is half of torch's threads, because the others copy meanwhile; else all cores except one
-    for the forward thread.
+    If fast memory is RAM it is half of torch's threads, because the others copy meanwhile; else this process's share of
+    all cores except one for the forward thread.
     """
-    threads = torch.get_num_threads() // 2 if device.type == "cpu" else len(os.sched_getaffinity(0)) - 1
+    threads = torch.get_num_threads() // 2 if device.type == "cpu" else len(part(os.sched_getaffinity(0))) - 1
     return max(1, threads)
 
 

@@ -19,7 +19,7 @@ from vllm_spac.cache import sizing
 from vllm_spac.checkpoint import quantisation
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration import device
+from vllm_spac.integration import device, ranks
 from vllm_spac.integration.compat import WORKER_EXTENSION
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import drafts
@@ -105,11 +105,13 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
             f"spac: {model.model} is a dense model: it has no experts to keep outside; drop --plugin spac"
         )
     if top_k := model.get_num_experts_per_tok():
-        sizing.check_per_layer(config.parsed_slots, model.get_num_experts(), top_k)
+        parallel = vllm_config.parallel_config
+        ranks_of_experts = parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1
+        sizing.check_per_layer(config.parsed_slots, model.get_num_experts() // ranks_of_experts, top_k)
         if config.budget is not None:
             validate(config.budget, model.get_num_experts(), top_k, config.budget_coverage)
     _check_quantisation(model)
-    for refused, flag, instead in _refusals(vllm_config):
+    for refused, flag, instead in _refusals(config, vllm_config):
         if refused:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
     check_guard(config, vllm_config)
@@ -126,14 +128,11 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
     _check_files(config, vllm_config)
 
 
-def _refusals(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
+def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
     """Yields (whether it is in use, the option, what to do instead) for each option of vLLM that is not supported."""
-    model, parallel, load = vllm_config.model_config, vllm_config.parallel_config, vllm_config.load_config
-    yield parallel.tensor_parallel_size > 1, "--tensor-parallel-size above 1", "use 1: experts are not sharded yet"
-    yield parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size above 1", "use 1"
-    yield parallel.data_parallel_size > 1, "--data-parallel-size above 1", "use 1, or one server per replica"
-    yield parallel.enable_expert_parallel, "--enable-expert-parallel", "drop it"
-    yield parallel.enable_eplb, "--enable-eplb", "drop it: spac decides where experts are placed"
+    model, load = vllm_config.model_config, vllm_config.load_config
+    yield from ranks.refusals(config, vllm_config)
+    yield vllm_config.parallel_config.enable_eplb, "--enable-eplb", "drop it: spac decides where experts are placed"
     yield vllm_config.lora_config is not None, "--enable-lora", "merge the adapter into the checkpoint"
     yield model.enable_sleep_mode, "--enable-sleep-mode", "drop it"
     yield (

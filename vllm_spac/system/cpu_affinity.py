@@ -14,6 +14,7 @@ import re
 logger = logging.getLogger("vllm.spac")
 
 VARIABLE = "SPAC_CPUS"
+_share = (0, 1)  # number of this process, and of the processes that share the CPUs
 
 
 def note() -> None:
@@ -36,10 +37,23 @@ def cpus_named(text: str) -> set[int]:
     return found
 
 
+def share(index: int, count: int) -> None:
+    """Makes this process number ``index`` of ``count`` processes whose threads share the CPUs."""
+    global _share
+    _share = index, count
+
+
+def part(found: set[int]) -> set[int]:
+    """Returns the CPUs of ``found`` that are this process's share: neighbours; all if there are fewer than shares."""
+    index, count = _share
+    ordered, size = sorted(found), len(found)
+    return set(ordered[index * size // count : (index + 1) * size // count]) or found
+
+
 def unbind() -> None:
-    """Lets the calling thread run on all of ``cpus()``."""
+    """Lets the calling thread run on this process's part of ``cpus()``."""
     try:
-        os.sched_setaffinity(0, cpus())
+        os.sched_setaffinity(0, part(cpus()))
     except OSError as error:
         here = sorted(os.sched_getaffinity(0))
         logger.warning("spac: a thread that reads experts stays on the CPUs %s: %s", here, error.strerror)

@@ -73,6 +73,12 @@ class ManagedExperts(StagedExperts):
                 self.global_num_experts = execution.residency.slots
         self._bind({name: slots[own] for name, slots in execution.tensors.items()})
 
+    @property
+    def local_of(self) -> Tensor | None:
+        """As in ``Execution``."""
+        held = self.expert_map_manager.expert_map
+        return None if held is None else held.cpu().long()
+
     def budgeted(self) -> BudgetedLayer:
         """Describes the layer for the budget's control; possible before it is packed."""
         return BudgetedLayer(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +31,9 @@ _KERNEL_READS = (
 class StagedExperts(_Layer):
     """Mixin placed before ``RoutedExperts`` while a managed model is built: moves its weights to the store.
 
-    Life cycle: created on the CPU with parameters for all experts of the layer, which occupy no physical memory until
-    weights are written to them; packed and emptied as soon as the last weight has arrived; finally its parameters are
-    the slots.
+    Life cycle: created on the CPU with parameters for this rank's part of the layer, which occupy no physical memory
+    until weights are written to them; packed and emptied as soon as the last weight has arrived; finally its parameters
+    are the slots.
     """
 
     def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
@@ -48,8 +49,11 @@ class StagedExperts(_Layer):
             for param in self._staged.values():
                 param.data = torch.empty_like(param)  # vLLM has filled scales and zero points: release that memory
         self._converts = self.spac.execution.layout == "kernel"  # else experts keep the checkpoint's layout
-        self._expected = {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in self._staged.items()}
-        self._arrived = dict.fromkeys(self._staged, 0)
+        # Which (expert, shard) of each parameter has not come yet: a rank keeps a part of a tensor that depends on its
+        # kind, so that elements cannot be counted.
+        shapes = {name: (len(param), len(self._shards(name))) for name, param in self._staged.items()}
+        self._awaited = {name: np.ones(shape, dtype=bool) for name, shape in shapes.items()}
+        self._missing = sum(awaited.size for awaited in self._awaited.values())
         self._packed = False
         self._plain = quant_schemes.is_plain(self)
         loaded: Any
@@ -96,7 +100,7 @@ class StagedExperts(_Layer):
         if not self._awaits(param, weight_name):
             return True if return_success else None
         success = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
-        self._count(param, loaded_weight.numel())
+        self._arrive(param, loaded_weight, weight_name, shard_id, expert_id)
         return success
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
@@ -113,16 +117,15 @@ class StagedExperts(_Layer):
     ):
         """Stages one checkpoint tensor through the quant method's own ``loader``.
 
-        The loader converts most tensors and passes them to ``weight_loader``; the others, each a shard of one expert,
-        it writes itself.
+        The loader converts most tensors and passes them to ``weight_loader``; the others it writes itself.
         """
         if not self._awaits(param, weight_name):  # and need not be converted
             return True if return_success else None
-        before = dict(self._arrived)
+        before = self._missing
         success = loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
-        if self._arrived == before:
+        if self._missing == before:
             self.spac.arrived(loaded_weight.nbytes)
-            self._count(param, param[0].numel() // (1 if shard_id == "w2" else self.moe_config.w13_num_shards))
+            self._arrive(param, loaded_weight, weight_name, shard_id, expert_id)
         return success
 
     def _awaits(self, param: Any, weight_name: str) -> bool:
@@ -137,12 +140,33 @@ class StagedExperts(_Layer):
             )
         return not self.spac.is_stored(self)
 
-    def _count(self, param: Any, elements: int) -> None:
-        """``elements`` of ``param`` were staged; packs the layer if they were the last."""
-        name = self._name_of(param)
+    def _shards(self, name: str) -> tuple[str, ...]:
+        if name.startswith("w2"):
+            return ("w2",)
+        return ("w1", "w3") if self.moe_config.w13_num_shards == 2 else ("w1",)
+
+    def _arrive(self, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int) -> None:
+        """A tensor of ``param`` was staged; packs the layer if it was the last that this rank awaits.
+
+        Raises:
+            SpacError: it was staged before.
+        """
+        name, local = self._name_of(param), self._map_global_expert_id_to_local_expert_id(expert_id)
         assert name is not None
-        self._arrived[name] += elements
-        if all(self._arrived[name] >= count for name, count in self._expected.items()):
+        if local == -1:  # another rank's
+            return
+        experts = slice(None) if loaded_weight.dim() == 3 else slice(local, local + 1)  # as vLLM's loader decides
+        shards = self._shards(name)
+        columns = slice(shards.index(shard_id), shards.index(shard_id) + 1) if shard_id in shards else slice(None)
+        awaited = self._awaited[name][experts, columns]
+        if not awaited.all():
+            raise SpacError(
+                f"spac: {weight_name} of expert {expert_id} of {self.layer_name} came twice; use a checkpoint that has "
+                "each weight once"
+            )
+        awaited[:] = False
+        self._missing -= awaited.size
+        if self._missing == 0:
             self.spac.pack(self)
 
     def _name_of(self, param: Any) -> str | None:
@@ -150,7 +174,7 @@ class StagedExperts(_Layer):
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of all experts of the layer in the checkpoint's layout."""
+        """Bytes of this rank's experts of the layer in the checkpoint's layout."""
         return sum(param.nbytes for param in self._staged.values())
 
     def probe(self) -> dict[str, TensorSpec]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
@@ -76,7 +77,10 @@ def budget(
             calibration = Calibration.load(config.calibration, name, names, experts)
         if config.budget_file is not None:
             bound = read_budgets(config.budget_file, name, names, experts)
-    control = BudgetControl(known, calibration, device=device, unweighted=drafts.unweighted(vllm_config))
+    several = vllm_config.parallel_config.tensor_parallel_size > 1
+    control = BudgetControl(
+        known, calibration, device=device, unweighted=drafts.unweighted(vllm_config), ranks_differ=several
+    )
     control.change(config.budget_settings(bound))
     if graphs.hold_budget(config):
         control.hold_in_graphs(graphs.most_rows(vllm_config))
@@ -88,24 +92,33 @@ def budget(
     return control
 
 
-def policy(config: SpacConfig, shape: MoEShape, slots: int) -> Policy:
-    """Builds the eviction policy of the layers of ``shape``, with a calibration that ``budget`` has checked."""
+def policy(config: SpacConfig, shape: MoEShape, slots: int, local_of: Tensor | None = None) -> Policy:
+    """Builds the eviction policy of the layers of ``shape``, with a calibration that ``budget`` has checked.
+
+    ``local_of``: the experts that this rank holds, as in ``Execution``.
+    """
     kind, counts = components.find("policies", config.policy), None
     if kind.needs_calibration and config.calibration is not None:
         calibration = Calibration.read(config.calibration)
-        counts = calibration.counts[[calibration.layers.index(name) for name in shape.layers]].numpy()
+        found = calibration.counts[[calibration.layers.index(name) for name in shape.layers]]
+        counts = (found if local_of is None else found[:, local_of >= 0]).numpy()
     return components.build("policies", config.policy, kind.of, context=PolicyContext(slots, shape.top_k, counts))
 
 
-def check_host_memory(config: SpacConfig, total: int) -> None:
-    """Refuses more host memory than there is; ``total``: bytes of all experts, of which no more than all are held.
+def check_host_memory(config: SpacConfig, total: int, ranks: int = 1) -> None:
+    """Refuses more host memory than there is.
+
+    Args:
+        config: of the plugin.
+        total: bytes of all experts of a rank, of which no more than all are held.
+        ranks: processes that share the memory.
 
     Raises:
         ConfigError: the message says how much can be given.
     """
     if config.host_memory is None:
         return
-    needed, available = min(config.host_memory, total), available_host_bytes()
+    needed, available = min(config.host_memory, total * ranks), available_host_bytes()
     if needed + HOST_RESERVE > available:
         most = max(0, available - HOST_RESERVE) >> 20
         raise ConfigError(
@@ -160,7 +173,9 @@ def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Exec
     shape, path = executions[0].shape, config.trace.absolute()
     model = vllm_config.model_config.model
     logger.info("spac: routing is recorded in %s", path)
-    return TraceWriter(path, TraceFacts(len(shape.layers), shape.experts, shape.top_k, shape.expert_bytes, model))
+    local_of = executions[0].local_of
+    experts = shape.experts if local_of is None else len(local_of)
+    return TraceWriter(path, TraceFacts(len(shape.layers), experts, shape.top_k, shape.expert_bytes, model))
 
 
 def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, layer: ManagedExperts) -> None:

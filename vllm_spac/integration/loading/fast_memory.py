@@ -49,7 +49,12 @@ def working(vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEW
 
 
 def budget(
-    vllm_config: VllmConfig, device: torch.device, other_weights: int, working: int, host_memory: int = 0
+    vllm_config: VllmConfig,
+    device: torch.device,
+    other_weights: int,
+    working: int,
+    host_memory: int = 0,
+    ranks: int = 1,
 ) -> int:
     """Bytes available for slots: what vLLM may use, less what the other weights, a draft, the KV cache and steps need.
 
@@ -60,13 +65,15 @@ def budget(
             without one, where fast memory is RAM, they occupy memory only when they are loaded.
         working: ``Working.total``, bytes.
         host_memory: bytes of experts between slots and disk, a part of fast memory where that is RAM.
+        ranks: processes that share RAM equally. A GPU is of one rank alone.
     """
     utilization = vllm_config.cache_config.gpu_memory_utilization
     if device.type == "cpu":
         used, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
-        free = min(utilization * total - used, available_host_bytes())
+        available = available_host_bytes() // ranks
+        free = min(utilization * total / ranks - used, available)
         if vllm_config.cache_config.kv_cache_memory_bytes is not None:  # the KV cache has its own share
-            free = available_host_bytes()
+            free = available
         free -= other_weights + host_memory
     else:
         available, total = torch.cuda.mem_get_info(device)

@@ -51,6 +51,8 @@ def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, 
         "expert_parallel": [ranks.use_ep, ranks.ep_rank, ranks.ep_size],
         "weights": content.facts,
     }
+    if ranks.use_ep:
+        facts["held"] = layer.expert_map_manager.get_local_expert_ids()
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True, default=str).encode())
 
 

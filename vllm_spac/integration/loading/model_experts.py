@@ -25,12 +25,14 @@ from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading import assembly, fast_memory
 from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
+from vllm_spac.integration.ranks import Ranks
 from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
 from vllm_spac.integration.stepping.trees import install as trees
 from vllm_spac.knobs.types import Slots
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.draft_probabilities import DraftProbabilities
 from vllm_spac.speculation.guard import Guard
+from vllm_spac.system import cpu_affinity
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
 from vllm_spac.tiers.base import ExpertStore, allocate
 
@@ -55,6 +57,8 @@ class ModelExperts:
         self.vllm_config = vllm_config
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
+        self.ranks = Ranks.of(vllm_config)
+        cpu_affinity.share(self.ranks.rank, self.ranks.size)
         self.execution = config.execution_class
         self.store_name = config.store_on("cpu" if self.on_cpu else "cuda")
         self._exchange = None if self.on_cpu else Exchange(self.device)
@@ -110,9 +114,11 @@ class ModelExperts:
             kv = gib(fast_memory.kv_bytes(self.vllm_config))
             logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())
         total = sum(shape.total * shape.expert_bytes for shape in self._shapes)
-        assembly.check_host_memory(self.config, total)
-        beside = min(total, self.config.host_memory or 0)
-        free = fast_memory.budget(self.vllm_config, self.device, others, working.total, beside)
+        ranks = self.ranks.size
+        assembly.check_host_memory(self.config, total, ranks)
+        beside = min(total, (self.config.host_memory or 0) // ranks)
+        free = fast_memory.budget(self.vllm_config, self.device, others, working.total, beside, ranks)
+        free = self.ranks.least(free)  # no rank allocates before all have seen what is free
         for shape in self._shapes:
             room = self.execution.divide(self.config.parsed_slots, self.config.staging, shape, free)
             if room.staged:
@@ -122,8 +128,10 @@ class ModelExperts:
             self._plan.append(room)
             free -= room.nbytes
             self._open_store(shape, room)
+        if not self._store_kind.persistent:
+            self.ranks.wait()  # until all have seen that there is room; no lock is held that another engine waits for
         missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
-        self._bar = tqdm(total=missing, desc="Packing experts", unit="expert", file=sys.stderr, disable=missing == 0)
+        self._bar = self._progress(missing, "Packing experts", hidden=missing == 0)
 
     def arrived(self, count: int) -> None:
         """Counts ``count`` bytes copied from the checkpoint, whose mapped pages now count as this process's memory."""
@@ -168,10 +176,11 @@ class ModelExperts:
             for layer in self._layers:
                 if self._store(layer) is execution.store:
                     layer.attach(execution)
-        trace = assembly.trace(self.config, self.vllm_config, executions)
+        trace = assembly.trace(self.config, self.vllm_config, executions) if self.ranks.rank == 0 else None
         self.guard = assembly.guard(self.config, self.vllm_config)
         plans = drafts.plans_drafts(self.vllm_config)
-        self.runtime = Runtime(executions, self._budget, trace, None if plans else self.guard)
+        guard = None if plans else self.guard
+        self.runtime = Runtime(executions, self._budget, trace, guard, failed=self.ranks.failed)
         if plans and self.guard is not None:
             draft_planning.offer(self.vllm_config, self.guard)
         for execution in executions:
@@ -180,7 +189,8 @@ class ModelExperts:
                 assembly.balance(self.config, self.vllm_config, execution, first)
             mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, executions)
             choices = assembly.choices(self.config, execution)
-            logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(execution), choices)
+            described = assembly.describe(execution)
+            logger.info("spac: mode=%s, %s, %s%s", mode, described, choices, self.ranks.describe())
         for caveat in dict.fromkeys(execution.caveat() for execution in executions):
             if caveat is not None:
                 logger.warning("spac: %s", caveat)
@@ -193,7 +203,7 @@ class ModelExperts:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
         assert self.runtime is not None
         counts = {} if self.trees is None else self.trees.counters.snapshot()
-        return assembly.stats(self.runtime, self.config, self.store_name, self.guard) | counts
+        return self.ranks.facts() | assembly.stats(self.runtime, self.config, self.store_name, self.guard) | counts
 
     def close(self) -> None:
         """Stops threads and closes stores."""
@@ -216,16 +226,15 @@ class ModelExperts:
             layer.spac_index = index
         first = layers[0]
         return MoEShape(
-            tuple(layer.layer_name for layer in layers), first.moe_config.num_experts, first.top_k, first.probe()
+            tuple(layer.layer_name for layer in layers), first.local_num_experts, first.top_k, first.probe()
         )
 
     def _open_store(self, shape: MoEShape, room: Room) -> None:
-        kind, lock = components.find("tiers", self.store_name), None
+        kind, lock = self._store_kind, None
         if room.slots == shape.total:
             store = components.build("tiers", "resident", shape=shape, fingerprint="", device=self.device)
         elif kind.persistent:
-            first = next(layer for layer in self._layers if layer.layer_name == shape.layers[0])
-            name = fingerprint(self.vllm_config, shape, first, self.checkpoint)
+            name = fingerprint(self.vllm_config, shape, self._layer_of(shape), self.checkpoint)
             lock = StoreLock(self.config.folder, name)
             self._locks.append(lock)
             store = kind(shape=shape, fingerprint=name, folder=self.config.folder)
@@ -243,12 +252,13 @@ class ModelExperts:
         missing = sum(not store.holds(key) for key in range(shape.total))
         if lock is not None and lock.claim(missing):
             store.sweep()
-        store.reserve(missing)
+        # Files: each rank checks the room for its own, since to meet while locks are held could end in a deadlock.
+        store.reserve(missing if kind.persistent else missing * self.ranks.size)
 
     def _verify(self, store: ExpertStore) -> None:
         held = sum(map(store.holds, range(store.shape.total)))
         logger.info("spac: checking all %d packed experts, since some are missing or damaged", held)
-        with tqdm(total=held, desc="Checking packed experts", unit="expert", file=sys.stderr) as bar:
+        with self._progress(held, "Checking packed experts") as bar:
             damaged = 0
             for problem in store.verify(self.config.io_threads):
                 damaged += problem is not None
@@ -269,13 +279,14 @@ class ModelExperts:
         store = self._stores[shape.layers[0]]
         total = sum(other.total * other.expert_bytes for other in self._shapes)
         share = shape.total * shape.expert_bytes / total
-        host = assembly.host_rows(self.config, shape, room.slots, share, self.device)
+        host = assembly.host_rows(self.config, shape, room.slots, share / self.ranks.size, self.device)
+        local_of = self._layer_of(shape).local_of
         filled = room.slots + (0 if host is None else min(host.tier.rows, shape.total - room.slots))
         execution = self.execution.of(
             ExecutionContext(
                 shape=shape,
                 room=room,
-                policy=assembly.policy(self.config, shape, room.slots),
+                policy=assembly.policy(self.config, shape, room.slots, local_of),
                 store=store,
                 tensors=store.tensors or allocate(shape.tensors, room.slots, self.device),
                 path=self.store_name,
@@ -283,11 +294,12 @@ class ModelExperts:
                 config=self.config,
                 host=host,
                 exchange=self._exchange,
+                local_of=local_of,
             )
         )
         hidden = execution.holds_all
         try:
-            with tqdm(total=filled, desc="Filling slots", unit="expert", file=sys.stderr, disable=hidden) as bar:
+            with self._progress(filled, "Filling slots", hidden) as bar:
                 for loaded in execution.fill():
                     bar.update(loaded)
         except BaseException:
@@ -295,6 +307,17 @@ class ModelExperts:
             raise
         execution.counters.reset()
         return execution
+
+    @property
+    def _store_kind(self) -> type[ExpertStore]:
+        return components.find("tiers", self.store_name)
+
+    def _progress(self, total: int, what: str, hidden: bool = False) -> tqdm:
+        """A bar on standard error, of the first rank only."""
+        return tqdm(total=total, desc=what, unit="expert", file=sys.stderr, disable=hidden or self.ranks.rank > 0)
+
+    def _layer_of(self, shape: MoEShape) -> ManagedExperts:
+        return next(layer for layer in self._layers if layer.layer_name == shape.layers[0])
 
     def _store(self, layer: ManagedExperts) -> ExpertStore:
         return self._stores[layer.layer_name]

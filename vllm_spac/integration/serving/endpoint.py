@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.requests import ClientDisconnect
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_spac import components
+from vllm_spac import components, metrics
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.config import config_of
 from vllm_spac.errors import ConfigError
@@ -99,27 +99,36 @@ class WorkerCollector:
         for name, text in _COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text)
         for name, text in _BUDGET.items():
-            values = [worker["budget"][name] for worker in self.workers]
+            values = [worker["budget"][name] for worker in self._counting("budget")]
             yield _metric(CounterMetricFamily, f"budget_{name}", text, values)
-        lossy = [float(worker["mode"] == "lossy") for worker in self.workers]
+        lossy = [float(worker["mode"] == "lossy") for worker in self._counting("mode")]
         yield _metric(GaugeMetricFamily, "lossy", "1 while a budget is in force, 0 in exact mode.", lossy)
         if all("guard" in worker for worker in self.workers):
-            lengths = [worker["guard"]["draft_length"] for worker in self.workers]
+            lengths = [worker["guard"]["draft_length"] for worker in self._counting("guard")]
             yield _metric(GaugeMetricFamily, "draft_length", "Draft tokens per request that the guard allows.", lengths)
         if all("trees" in worker for worker in self.workers):
             for name, text in _TREES.items():
-                values = [worker["trees"][name] for worker in self.workers]
+                values = [worker["trees"][name] for worker in self._counting("trees")]
                 yield _metric(CounterMetricFamily, f"tree_{name}", text, values)
             yield self._labelled("tree_accepted", "tokens", "Verified drafts, by their accepted tokens.")
         yield self._labelled("bytes", "path", "Bytes of experts moved, by the store they came from.")
         yield self._labelled("steps", "kind", "Forwards of the target model, by kind.")
 
+    def _counting(self, name: str) -> list[dict]:
+        """The statistics to export ``name`` of, so that the sum over workers is the engine's.
+
+        What all ranks count, such as steps, is exported once, as that of the first worker.
+        """
+        if len(self.workers) < 2 or metrics.adds_up(name, self.workers[0]["divided"]):
+            return self.workers
+        return [metrics.total(self.workers)]
+
     def _family(self, family: type[Family], name: str, text: str) -> Family:
-        return _metric(family, name, text, [worker[name] for worker in self.workers])
+        return _metric(family, name, text, [worker[name] for worker in self._counting(name)])
 
     def _labelled(self, name: str, label: str, text: str) -> CounterMetricFamily:
         metric = CounterMetricFamily(f"vllm:spac_{name}", text, labels=["worker", label])
-        for index, worker in enumerate(self.workers):
+        for index, worker in enumerate(self._counting(name)):
             for value, count in worker[name].items():
                 metric.add_metric([str(index), value], count)
         return metric
@@ -158,7 +167,8 @@ class SpacEndpoint:
 
         @router.get("/stats")
         async def stats(request: Request) -> dict:
-            return {"workers": await _client(request).collective_rpc("spac_stats")}
+            workers = await _client(request).collective_rpc("spac_stats")
+            return {"workers": workers, "total": metrics.total(workers)}
 
         @router.post("/budget")
         async def budget(request: Request) -> dict:

@@ -13,6 +13,8 @@ _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token fro
 
 def unguarded(vllm_config: VllmConfig) -> str | None:
     """Why the guard cannot change draft lengths, and what helps; None if it can."""
+    if (ranks := vllm_config.parallel_config.tensor_parallel_size) > 1:
+        return f"each of {ranks} ranks would choose the draft length by its own clock; use --tensor-parallel-size 1"
     if plans_drafts(vllm_config):
         if vllm_config.parallel_config.distributed_executor_backend != "uni":
             return "V2's scheduler plans drafts in another process; add --distributed-executor-backend uni"

@@ -44,6 +44,9 @@ def hook_steps(
         def executed(self, *args: Any, **kwargs: Any):
             try:
                 return execute_model(self, *args, **kwargs)
+            except Exception as error:
+                _failed(self, error)
+                raise
             finally:
                 if (experts := managed_experts(self)) is not None:
                     experts.runtime.end_forward()
@@ -52,13 +55,17 @@ def hook_steps(
 
     def sampling(sample_tokens: Callable):
         def sampled(self, *args: Any, **kwargs: Any):
-            output = sample_tokens(self, *args, **kwargs)
-            if (experts := managed_experts(self)) is not None:
-                runtime = experts.runtime
-                if runtime.counts_tokens:
-                    runtime.end_step(tokens_of(output), paths_of(self))
-                else:
-                    runtime.end_step(None)
+            try:
+                output = sample_tokens(self, *args, **kwargs)
+                if (experts := managed_experts(self)) is not None:
+                    runtime = experts.runtime
+                    if runtime.counts_tokens:
+                        runtime.end_step(tokens_of(output), paths_of(self))
+                    else:
+                        runtime.end_step(None)
+            except Exception as error:
+                _failed(self, error)
+                raise
             return output
 
         return sampled
@@ -66,6 +73,11 @@ def hook_steps(
     patches.wrap(f"{runner}.{prepare_name}", preparing)
     patches.wrap(f"{runner}.execute_model", executing)
     patches.wrap(f"{runner}.sample_tokens", sampling)
+
+
+def _failed(runner: Any, error: Exception) -> None:
+    if (experts := managed_experts(runner)) is not None:
+        experts.ranks.failed(error)
 
 
 def tokens_of(output: Any) -> list[int] | None:

@@ -78,6 +78,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[boo
     method = vllm_config.speculative_config.method
     yield method not in ("eagle", "eagle3"), f"drafts of {method}", f"use an EAGLE head, or {chains}"
     yield scheduler.async_scheduling, "async scheduling", "add --no-async-scheduling"
+    yield parallel.tensor_parallel_size > 1, "--tensor-parallel-size above 1, where they were not tested", chains
     yield model.is_hybrid, "recurrent layers, which have one state per request", chains
     yield model.uses_mrope, "M-RoPE", chains
     yield model.use_mla, "MLA attention", chains

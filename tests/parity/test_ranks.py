@@ -1,0 +1,196 @@
+"""Several ranks: stock's tokens of an engine of the same size, and each rank's own packed experts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import compare
+import pytest
+from compare import METHODS, TOY
+from engines import Run
+from exactness import FLOAT32, assert_same_tokens, first_difference
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks spin while they wait: needs 2 CPUs")
+
+OPTIONS = {"tensor_parallel_size": 2, **FLOAT32}
+ENVIRONMENT = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+TOP_K = {"qwen3_moe": 4, "deepseek_v2": 4, "gpt_oss": 2}
+
+
+def run(model: Path, spac: dict | None, **options) -> Run:
+    """One engine of two ranks, unless ``options`` say otherwise, in a process of its own."""
+    line = compare.command(model, spac, **OPTIONS | options)
+    return compare.answer(subprocess.run(line, capture_output=True, text=True, timeout=600, env=ENVIRONMENT))
+
+
+@pytest.fixture(scope="module")
+def stock(checkpoint):
+    """``stock(family, method)`` -> what two ranks say without the plugin; the family ``toy`` is the trained model."""
+    said: dict[tuple[str, str | None], Run] = {}
+
+    def get(family: str, method: str | None = None) -> Run:
+        if (family, method) not in said:
+            said[family, method] = run(model_of(family, checkpoint), None, **drafts_of(method))
+        return said[family, method]
+
+    return get
+
+
+def model_of(family: str, checkpoint) -> Path:
+    return TOY / "target" if family == "toy" else checkpoint(family)
+
+
+def drafts_of(method: str | None) -> dict:
+    return {} if method is None else {"speculative_config": METHODS[method]}
+
+
+def check(found: Run, expected: Run) -> None:
+    """Stock's tokens; both ranks did the same and said who they are."""
+    assert_same_tokens(found, expected)
+    ranks = found.workers
+    assert [(worker["rank"], worker["ranks"], worker["divided"]) for worker in ranks] == [
+        (0, 2, "tensors"),
+        (1, 2, "tensors"),
+    ]
+    for name in ("slots", "hits", "misses", "loads", "waves", "steps", "bytes"):
+        assert ranks[0][name] == ranks[1][name] != {}, name
+    assert found.total["hits"] == ranks[0]["hits"] and found.total["slot_bytes"] == 2 * ranks[0]["slot_bytes"]
+
+
+def test_same_tokens_as_stock_of_the_same_size(stock, checkpoint, tmp_path):
+    """With shared experts and a dense first layer, whose sums meet with the experts'."""
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path)}
+    found = run(checkpoint("deepseek_v2"), spac)
+    check(found, stock("deepseek_v2"))
+    assert found.total["misses"] > 0
+    assert len({path.parent.parent for path in tmp_path.rglob("expert-*.safetensors")}) == 2, "a folder for each rank"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "spac", "method"),
+    [
+        ("qwen3_moe", {"slots": 4, "store": "host"}, None),
+        ("gpt_oss", {"slots": 2, "store": "disk"}, None),
+        ("gpt_oss", {"slots": "60%", "store": "host"}, None),
+        ("deepseek_v2", {"slots": "100%"}, None),
+        ("toy", {"slots": "25%", "store": "disk"}, "ngram"),
+        ("toy", {"slots": "25%", "store": "host"}, "eagle3"),
+        ("toy", {"slots": "auto", "store": "disk", "host_memory": "6MiB"}, "eagle3"),
+        ("toy", {"slots": "12%", "store": "disk", "host_memory": "6MiB"}, "eagle3"),
+        ("toy", {"slots": "25%", "execution": "pointers"}, None),
+    ],
+    ids=str,
+)
+def test_same_tokens_whatever_the_ranks_hold(family, spac, method, stock, checkpoint, tmp_path):
+    folder = {"disk_dir": str(tmp_path)} if spac.get("store") == "disk" else {}
+    found = run(model_of(family, checkpoint), spac | folder, **drafts_of(method))
+    check(found, stock(family, method))
+    if spac["slots"] in ("100%", "auto"):
+        assert found.total["misses"] == 0 < found.total["hits"]
+    else:
+        assert found.total["misses"] > 0
+    if method is not None:
+        assert found.total["steps"]["verify"] > 0 and "guard" not in found.stats
+
+
+@pytest.mark.full
+def test_engines_of_other_sizes_and_swapped_folders(stock, checkpoint, tmp_path):
+    """One folder of packed experts for engines of one and two ranks: each finds its own and repairs what is not."""
+    spac = {"slots": "30%", "store": "disk", "disk_dir": str(tmp_path)}
+    model, one = checkpoint("qwen3_moe"), {"tensor_parallel_size": 1}
+    alone = run(model, None, **one)
+    check(run(model, spac), stock("qwen3_moe"))
+    halves = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert_same_tokens(run(model, spac, **one), alone)
+    packed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("expert-*.safetensors")}
+    assert len(packed) == 3 * 64
+    check(run(model, spac), stock("qwen3_moe"))
+    assert packed == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("expert-*.safetensors")}
+    first, second = halves
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    check(run(model, spac), stock("qwen3_moe"))
+    assert len(list(tmp_path.rglob("*.corrupt"))) == 2 * 64, "every file of another rank is refused, then packed again"
+
+
+SCORED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import engines
+if __name__ == "__main__":
+    from vllm import SamplingParams
+    import vllm_spac
+    model, spac, options = json.loads(sys.argv[2])
+    with engines.engine(model, spac, **options) as llm:
+        asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=20)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in engines.PROMPTS], asked, use_tqdm=False)
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        scores = [[{t: s.logprob for t, s in at.items()} for at in o.outputs[0].logprobs] for o in outputs]
+        print(json.dumps([answers, scores, [] if spac is None else vllm_spac.stats(llm)["workers"]]))
+"""
+
+
+def scored(model: Path, spac: dict | None, **options):
+    """(tokens, log-probabilities of the best 20 by token, statistics of the workers)."""
+    given = json.dumps([str(model), spac, {**FLOAT32, "max_logprobs": 20, **options}])
+    line = [sys.executable, "-c", SCORED, str(Path(__file__).parent), given]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("slots", ["25%", "100%"])
+def test_divided_experts_give_the_logits_of_one_rank(slots, tmp_path):
+    """Against one rank of stock: stock vLLM's CPU kernel has no expert parallelism."""
+    spac = {"slots": slots, "store": "disk", "disk_dir": str(tmp_path)}
+    tokens, scores, _ = scored(TOY / "target", None)
+    found, ours, ranks = scored(TOY / "target", spac, tensor_parallel_size=2, enable_expert_parallel=True)
+    assert first_difference(found, tokens) is None
+    for answer, expected in zip(ours, scores, strict=True):
+        for at, there in zip(answer, expected, strict=True):
+            assert at.keys() & there.keys() and all(abs(at[t] - there[t]) < 1e-4 for t in at.keys() & there.keys())
+    assert [worker["experts"] for worker in ranks] == [6 * 32] * 2
+    if slots == "25%":
+        assert ranks[0]["hits"] != ranks[1]["hits"], "both counted the same: whose experts are they?"
+        assert len(list(tmp_path.rglob("expert-*.safetensors"))) == 6 * 64
+
+
+BREAKING = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import engines
+if __name__ == "__main__":
+    model, folder, rank, options = json.loads(sys.argv[2])
+    spac = {"slots": "25%", "store": "disk", "disk_dir": folder}
+    with engines.engine(model, spac, **options) as llm:
+        engines.say(llm, max_tokens=2)
+        names = llm.collective_rpc(lambda worker: worker._spac_experts().runtime.executions[0].store.folder.name)
+        for path in (Path(folder) / names[rank]).rglob("expert-*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[5000] ^= 1
+            path.write_bytes(data)
+        engines.say(llm)
+        print("SURVIVED")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failed_read_of_one_rank_ends_the_engine(rank, checkpoint, tmp_path):
+    """At once, with its reason in the log; the other rank does not wait for vLLM's timeout of 300 s."""
+    given = json.dumps([str(checkpoint("qwen3_moe")), str(tmp_path), rank, OPTIONS])
+    line = [sys.executable, "-c", BREAKING, str(Path(__file__).parent), given]
+    environment = ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function for collective_rpc
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240, env=environment)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and "SURVIVED" not in said
+    assert "is not what was packed (checksum or header differ)" in said
+    assert ("(rank 1 of 2); its process ends, and the engine with it" in said) is (rank == 1)
