@@ -23,6 +23,7 @@ from vllm_spac.metrics import Counters
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.futures import finish, outcome
 from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.timeline.recorder import Kind, Timeline, now
 
 
 class Transfers:
@@ -67,7 +68,7 @@ class Transfers:
         Returns:
             The keys that failed, with their errors.
         """
-        start = self.clock()
+        start, begun = self.clock(), now()
         if self._device.type == "cuda":  # a kernel that was launched before may still read the slots
             torch.cuda.current_stream(self._device).synchronize()
         moves = [self._mover.plan(key, slot) for key, slot in loads]
@@ -91,6 +92,8 @@ class Transfers:
                         counters.moved(result.path, result.nbytes)
         if counters is not None:
             counters.stall_seconds += self.clock() - start
+        if moves and (timeline := self._mover.timeline) is not None:
+            timeline.add(Kind.WAIT, begun, len(moves))
         return failed
 
     def keep(self, keys: Sequence[int]) -> Iterator[int]:
@@ -101,6 +104,10 @@ class Transfers:
         """
         for _ in self._pool.map(self._mover.fill_row, [self._mover.admit(key) for key in keys], keys):
             yield 1
+
+    def watch(self, timeline: Timeline | None, first: int) -> None:
+        """As ``Execution.watch``."""
+        self._mover.watch(timeline, first)
 
     def enter(self, layer: range) -> None:
         self._mover.enter(layer)

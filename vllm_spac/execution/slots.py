@@ -22,6 +22,7 @@ from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import NOT_RUN, MoEShape, Step
+from vllm_spac.execution._padding import runnable
 from vllm_spac.execution._row_shares import Share, combine
 from vllm_spac.execution._slot_layers import SlotLayers
 from vllm_spac.execution._waves import filled_experts
@@ -30,6 +31,7 @@ from vllm_spac.executors._thread import Computation, ExecutorThread
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.timeline.recorder import Timeline
 
 if TYPE_CHECKING:
     from vllm_spac.cache.mover import HostRows
@@ -161,6 +163,11 @@ class SlotExecution(Execution):
         """As in ``Execution``; the store must be addressable. From now on results are exact up to rounding."""
         self._loader.balancer, self._cpu = balancer, thread
         self.keeps_bits = False
+
+    def watch(self, timeline: Timeline | None, first: int) -> None:
+        self._transfers.watch(timeline, first)
+        if self._cpu is not None:
+            self._cpu.timeline = timeline
 
     # -- a layer -------------------------------------------------------------------------------------------
 
@@ -379,19 +386,3 @@ def _like(slots: np.ndarray, ids: Tensor) -> Tensor:
     """Returns ``slots`` with the dtype of ``ids``."""
     found = torch.from_numpy(slots)
     return found if found.dtype == ids.dtype else found.to(ids.dtype)
-
-
-def runnable(ids: Tensor, real: int) -> Tensor:
-    """Replaces ids that cannot be run; returns [rows, top_k] on the CPU.
-
-    The ids of a padded row are -1, which corrupts the heap in a CPU kernel, or left over from earlier routing. They are
-    replaced by those of the first row, so that padding needs no further experts; its output is not used. A -1 in a real
-    row becomes expert 0, to be run with weight 0.
-
-    Args:
-        ids: [rows, top_k] on the CPU, experts.
-        real: number of leading rows that belong to requests.
-    """
-    if real < len(ids):
-        ids = torch.cat([ids[:real], ids[:1].expand(len(ids) - real, -1)])
-    return ids.clamp(min=0)

@@ -33,6 +33,7 @@ from vllm_spac.speculation.draft_probabilities import DraftProbabilities
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
 from vllm_spac.tiers.base import ExpertStore, allocate
+from vllm_spac.timeline.recording import Facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +61,7 @@ class ModelExperts:
         self._exchange = None if self.on_cpu else Exchange(self.device)
         self.runtime: Runtime | None = None
         self.guard: Guard | None = None
+        self.timeline_facts: Facts  # from ``finish`` on
         self.trees: TreeDecoding | None = None  # once the KV cache exists
         self.drafted = DraftProbabilities()
         self._layers: list = []
@@ -169,9 +171,11 @@ class ModelExperts:
                 if self._store(layer) is execution.store:
                     layer.attach(execution)
         trace = assembly.trace(self.config, self.vllm_config, executions)
+        self.timeline_facts = assembly.timeline_facts(self.vllm_config, executions, self.store_name)
+        saved = assembly.timeline(self.config, self.timeline_facts)
         self.guard = assembly.guard(self.config, self.vllm_config)
         plans = drafts.plans_drafts(self.vllm_config)
-        self.runtime = Runtime(executions, self._budget, trace, None if plans else self.guard)
+        self.runtime = Runtime(executions, self._budget, trace, None if plans else self.guard, saved)
         if plans and self.guard is not None:
             draft_planning.offer(self.vllm_config, self.guard)
         for execution in executions:
@@ -181,6 +185,8 @@ class ModelExperts:
             mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, executions)
             choices = assembly.choices(self.config, execution)
             logger.info("spac: mode=%s, %s, %s", mode, assembly.describe(execution), choices)
+        if saved is not None:
+            self.runtime.watch(saved.timeline)
         for caveat in dict.fromkeys(execution.caveat() for execution in executions):
             if caveat is not None:
                 logger.warning("spac: %s", caveat)
