@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compare import METHODS, TOY, compare
+from engines import PROMPTS
 from torch import Tensor
 
 from vllm_spac import components
@@ -26,7 +28,8 @@ from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.tiers.host import HostStore
 from vllm_spac.timeline.recorder import Kind
 from vllm_spac.timeline.recording import Facts, Recording
-from vllm_spac.timeline.split import GENERATING, PROMPTS, split
+from vllm_spac.timeline.split import GENERATING, split
+from vllm_spac.timeline.split import PROMPTS as WITH_PROMPTS
 from vllm_spac.timeline.writer import TimelineWriter
 
 LAYERS, EXPERTS, TOP_K, STEPS = 3, 8, 2, 24
@@ -155,7 +158,7 @@ def test_steps_hold_layers_and_layers_hold_waits(recorded) -> None:
         seen[kind] += 1
     assert seen[Kind.WAIT] > 0
     assert bool(seen[Kind.WAIT_CPU]) == any(execution.counters.cpu_experts for execution in model.executions)
-    for kinds, steps in ((GENERATING, STEPS - STEPS // 8), (PROMPTS, STEPS // 8)):
+    for kinds, steps in ((GENERATING, STEPS - STEPS // 8), (WITH_PROMPTS, STEPS // 8)):
         time_of = split(found, kinds)
         assert time_of.steps == steps and min(time_of.parts.values()) >= 0
         assert time_of.tokens == (2 * steps if kinds == GENERATING else steps)
@@ -215,3 +218,24 @@ def test_dummy_runs_and_failed_forwards_are_no_steps(tmp_path: Path) -> None:
     found = Recording.load(tmp_path / "run.timeline")
     assert (found.kind == Kind.STEP).sum() == (found.kind == Kind.FORWARD).sum() == 1
     assert (found.kind == Kind.LAYER).sum() == 2 * LAYERS
+
+
+def test_an_engine_records_what_it_counts(tmp_path: Path) -> None:
+    """The toy model with drafts: as many loads, bytes, steps and tokens as its counters have; and stock's tokens."""
+    path, prompts = tmp_path / "run.timeline", PROMPTS[2:5]
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "guard": "off", "timeline": str(path)}
+    options = {"speculative_config": METHODS["ngram"], "dtype": "float32"}
+    stock, run = compare(TOY / "target", [None, spac], prompts=prompts, max_tokens=12, **options)
+    found = Recording.load(path)
+    assert sum(run.stats["steps"].values()) == (found.kind == Kind.STEP).sum() < 256
+    loads = found.kind == Kind.LOAD
+    assert loads.sum() == run.stats["loads"] > 0 and found.b[loads].sum() == run.stats["bytes"]["disk"]
+    assert found.facts.store == "disk" and len(found.facts.layers) == run.stats["layers"]
+    assert set(found.a[found.kind == Kind.LAYER].tolist()) == set(range(run.stats["layers"]))
+    tokens = [split(found, kinds).tokens for kinds in (GENERATING, WITH_PROMPTS)]
+    most = sum(map(len, run.tokens)) + 4 * len(prompts)
+    assert most - 4 * len(prompts) <= sum(tokens) <= most, "a request's last step may accept more than it may emit"
+    drafted = found.kind == Kind.DRAFT
+    assert drafted.sum() == (found.kind == Kind.STEP).sum() and found.a[drafted].sum() > 0
+    assert split(found, GENERATING).parts["drafts"] > 0
+    assert run.tokens == stock.tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -418,8 +419,10 @@ def test_the_command_prints_draws_and_refuses(clock, tmp_path: Path) -> None:
         return " ".join(result.output.split())
 
     text = run(path, "--output", tmp_path / "run.json", "--picture", tmp_path / "run.png")
-    assert "a token, 2 in 1 steps" in text and "a step with prompts, 1 steps" in text
-    assert "loads from disk" in text and "loads from host memory" in text and "14 events" in text
+    assert "a token" in text and "2 in 1 steps" in text and "a step with prompts" in text and "14 events" in text
+    assert re.search(r"waiting for loads │ 0.000 ms 16.4%", text), "11 of 67 nanoseconds"
+    assert re.search(r"forward \(MainThread\) │ host memory │ 1 │ 0.5 KiB", text)
+    assert re.search(r"spac-io_0 │ disk │ 1 │ 0.5 KiB", text)
     assert (tmp_path / "run.png").stat().st_size > 10_000 and (tmp_path / "run.json").exists()
     assert "cannot be written" in run(path, "--output", tmp_path / "no" / "run.json", code=1)
     assert "cannot be written" in run(path, "--picture", tmp_path / "no" / "run.png", code=1)

@@ -82,51 +82,50 @@ def _split(recording: Recording) -> Table:
     if generating.steps:
         columns.append((generating, *_unit(generating)))
     if prompts.steps:
-        columns.append((prompts, prompts.steps, f"a step with prompts, {prompts.steps:,} steps"))
+        columns.append((prompts, prompts.steps, f"a step with prompts\n{prompts.steps:,} steps"))
     for _, _, title in columns:
         table.add_column(title, justify="right")
-        table.add_column("share", justify="right")
     for name in generating.parts:
-        cells = [_cells(found, found.parts[name], each) for found, each, _ in columns]
-        table.add_row(name, *(cell for pair in cells for cell in pair))
+        table.add_row(name, *(_cell(found, found.parts[name], each) for found, each, _ in columns))
     table.add_section()
-    cells = [_cells(found, found.total, each) for found, each, _ in columns]
-    table.add_row("together", *(cell for pair in cells for cell in pair))
+    table.add_row("together", *(_cell(found, found.total, each) for found, each, _ in columns))
     return table
 
 
 def _unit(found: Split) -> tuple[int, str]:
     """Returns what the time of generating steps is divided by, and what that is called."""
     if found.tokens:
-        return found.tokens, f"a token, {found.tokens:,} in {found.steps:,} steps"
-    return found.steps, f"a step, {found.steps:,} steps (tokens unknown)"
+        return found.tokens, f"a token\n{found.tokens:,} in {found.steps:,} steps"
+    return found.steps, f"a step (tokens unknown)\n{found.steps:,} steps"
 
 
-def _cells(found: Split, value: int, each: int) -> tuple[str, str]:
-    return f"{value / each / 1e6:.3f} ms", f"{100 * value / found.total:.1f}%" if found.total else "-"
+def _cell(found: Split, value: int, each: int) -> str:
+    share = f"{100 * value / found.total:.1f}%" if found.total else "-"
+    return f"{value / each / 1e6:.3f} ms {share:>6}"
 
 
 def _threads(recording: Recording) -> Table:
-    """What each thread loaded or computed, beside the forward thread's steps."""
+    """What each thread loaded or computed, and the share of the time that this took."""
     import numpy as np
 
-    from vllm_spac.timeline.chrome import thread_titles
+    from vllm_spac.timeline.chrome import thread_order, thread_titles
     from vllm_spac.timeline.recorder import Kind
 
     table = Table(title="loads and CPU experts by thread", title_justify="left")
-    for name in ("thread", "what", "events", "bytes", "median", "rate", "of the time"):
-        table.add_column(name, justify="left" if name in ("thread", "what") else "right")
+    for name in ("thread", "from", "events", "bytes", "median", "GB/s", "busy"):
+        table.add_column(name, justify="left" if name in ("thread", "from") else "right", no_wrap=name != "from")
     whole = int(recording.end[recording.kind == Kind.STEP].max())
-    what = {Kind.LOAD: f"loads from {recording.facts.store}", Kind.HOST_LOAD: "loads from host memory"}
-    for number, title in enumerate(thread_titles(recording)):
-        for kind in (Kind.LOAD, Kind.HOST_LOAD, Kind.CPU):
+    source = {Kind.LOAD: recording.facts.store, Kind.HOST_LOAD: "host memory", Kind.CPU: "computed"}
+    titles = thread_titles(recording)
+    for number in thread_order(recording):
+        for kind in source:
             found = (recording.kind == kind) & (recording.thread == number)
             if not found.any():
                 continue
             seconds, count = recording.duration[found].sum() / 1e9, 0 if kind == Kind.CPU else recording.b[found].sum()
             median, share = np.median(recording.duration[found]) / 1e6, 100 * seconds / (whole / 1e9)
-            rate = f"{count / seconds / 1e9:.2f} GB/s" if count and seconds else "-"
+            rate = f"{count / seconds / 1e9:.2f}" if count and seconds else "-"
             moved = gib(int(count)) if count else "-"
             cells = (f"{int(found.sum()):,}", moved, f"{median:.3f} ms", rate, f"{share:.1f}%")
-            table.add_row(shown(title), shown(what.get(kind, "CPU experts")), *cells)
+            table.add_row(shown(titles[number]), shown(source[kind]), *cells)
     return table

@@ -45,12 +45,18 @@ def thread_titles(recording: Recording) -> list[str]:
     return [f"forward ({name})" if number in forward else name for number, name in enumerate(recording.threads)]
 
 
+def thread_order(recording: Recording) -> list[int]:
+    """Returns the numbers of the threads, the forward thread first, the others by their names."""
+    forward = {int(thread) for thread in recording.thread[recording.kind == Kind.STEP]}
+    numbers = range(len(recording.threads))
+    return sorted(numbers, key=lambda number: (number not in forward, recording.threads[number]))
+
+
 def _thread_names(recording: Recording) -> Iterator[dict[str, Any]]:
     titles = thread_titles(recording)
     model = recording.facts.model or "model"
     yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": f"vllm_spac: {model}"}}
-    order = sorted(range(len(titles)), key=lambda number: (not titles[number].startswith("forward"), titles[number]))
-    for place, number in enumerate(order):
+    for place, number in enumerate(thread_order(recording)):
         common = {"ph": "M", "pid": 1, "tid": number + 1}
         yield common | {"name": "thread_name", "args": {"name": titles[number]}}
         yield common | {"name": "thread_sort_index", "args": {"sort_index": place}}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_spac.timeline.chrome import thread_titles
+from vllm_spac.timeline.chrome import thread_order, thread_titles
 from vllm_spac.timeline.recorder import Kind
 from vllm_spac.timeline.recording import Recording
 from vllm_spac.timeline.split import GENERATING, PROMPTS, median_step, split
@@ -32,7 +32,8 @@ _PARTS = {
     "sampling and the rest of the step": "silver",
     "between steps": "gainsboro",
 }
-_TITLES = {Kind.WAIT: "wait for loads", Kind.WAIT_AHEAD: "wait for reads ahead", Kind.WAIT_CPU: "wait for CPU experts"}
+_HEIGHTS = dict.fromkeys((Kind.WAIT, Kind.WAIT_AHEAD, Kind.WAIT_CPU), 0.5)  # inside of layers; 0.8 for others
+_LOADS = (Kind.LOAD, Kind.HOST_LOAD)
 
 
 def draw(recording: Recording, path: Path, title: str) -> None:
@@ -83,6 +84,7 @@ def _draw_step(axes, recording: Recording, titles: list[str]) -> None:
     if span is None:
         axes.set_axis_off()
         return
+    order = thread_order(recording)
     inside = (recording.end > span[0]) & (recording.start < span[1])
     for kind, color in _COLORS.items():
         found = np.flatnonzero(inside & (recording.kind == kind))
@@ -90,8 +92,9 @@ def _draw_step(axes, recording: Recording, titles: list[str]) -> None:
             of_thread = found[recording.thread[found] == thread]
             begins = (recording.start[of_thread] - span[0]) / 1e6
             bars = list(zip(begins.tolist(), (recording.duration[of_thread] / 1e6).tolist(), strict=True))
-            low = thread - (0.2 if kind in _TITLES else 0.4)
-            axes.broken_barh(bars, (low, 0.4 if kind in _TITLES else 0.8), color=color)
-    axes.set_yticks(range(len(titles)), titles, fontsize=8)
+            place = order.index(thread)
+            height = 0.2 if place == 0 and kind in _LOADS else _HEIGHTS.get(kind, 0.8)
+            axes.broken_barh(bars, (place - height / 2, height), color=color)
+    axes.set_yticks(range(len(titles)), [titles[thread] for thread in order], fontsize=8)
     axes.set(xlim=(0, (span[1] - span[0]) / 1e6), ylim=(len(titles) - 0.4, -0.6))
-    axes.set_xlabel("milliseconds of the step of median duration (layers blue, waits inside of them, loads below)")
+    axes.set_xlabel("milliseconds of the step of median duration (blue: layers, with waits and loads in them)")
