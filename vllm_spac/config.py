@@ -192,6 +192,11 @@ class SpacConfig(BaseModel):
         None,
         description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
     )
+    page: bool = Field(
+        False,
+        description="Open GET /spac/: a page that shows every expert, and where the time of a token goes, while the "
+        "server runs.",
+    )
     control: bool = Field(False, description="Open POST /spac/budget: change the budget while the server runs.")
 
     @model_validator(mode="after")

@@ -250,6 +250,11 @@ class Execution(ABC):
         """
         raise UnsupportedError(f"spac: {type(self).__name__} computes no experts on the CPU")
 
+    @property
+    def queued(self) -> int:
+        """Number of reads ahead of need that are queued or in flight."""
+        return 0
+
     def watch(self, timeline: Timeline | None, first: int) -> None:
         """Records loads and CPU experts in ``timeline`` from now on; None ends that. By default there are none.
 

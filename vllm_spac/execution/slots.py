@@ -164,6 +164,10 @@ class SlotExecution(Execution):
         self._loader.balancer, self._cpu = balancer, thread
         self.keeps_bits = False
 
+    @property
+    def queued(self) -> int:
+        return len(self._transfers.ahead.keys)
+
     def watch(self, timeline: Timeline | None, first: int) -> None:
         self._transfers.watch(timeline, first)
         if self._cpu is not None:
@@ -376,6 +380,8 @@ class SlotExecution(Execution):
         """Counts the hits of many steps at once, for use when every expert has its slot and nothing is decided."""
         if not self._routed:
             return
+        if self.residency.activity is not None:
+            self.residency.activity.observe(np.bincount(self._keys_of(self._routed), minlength=self.shape.total))
         forwards = [(index, ids) for index, (_, ids) in enumerate(self._routed)]
         self._forget_routed()
         self.counters.hits += len(np.unique(self._keys_of(forwards)))
