@@ -13,7 +13,7 @@ from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
 from vllm_spac.knobs import rules
-from vllm_spac.knobs.types import ALPHA, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
+from vllm_spac.knobs.types import ALPHA, STEPS, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
 from vllm_spac.speculation.trees import shape
 from vllm_spac.speculation.trees.shape import MOST_NODES, TreeShape
 from vllm_spac.system.machine import DISK_DIR
@@ -133,6 +133,18 @@ class SpacConfig(BaseModel):
     )
     trace_overwrite: bool = Field(False, description="Let the trace replace an existing file of any kind.")
 
+    timeline: SomePath = Field(
+        None,
+        description="Record what each thread does and when in this file, for vllm-spac trace timeline: steps, layers, "
+        "waits, loads, drafts. An existing timeline is replaced.",
+    )
+    timeline_steps: Annotated[int | None, BeforeValidator(no_bool)] = Field(
+        None,
+        ge=1,
+        le=100_000,
+        description=f"With timeline, the number of last steps to keep, in memory and in the file. Default: {STEPS}.",
+    )
+
     budget: Annotated[int | None, BeforeValidator(no_bool)] = Field(
         None,
         ge=1,
@@ -179,6 +191,11 @@ class SpacConfig(BaseModel):
     calibration: SomePath = Field(
         None,
         description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
+    )
+    page: bool = Field(
+        False,
+        description="Open GET /spac/: a page that shows every expert, and where the time of a token goes, while the "
+        "server runs.",
     )
     control: bool = Field(False, description="Open POST /spac/budget: change the budget while the server runs.")
 

@@ -1,10 +1,25 @@
-"""Counters of a worker, read by the statistics endpoints, tests and benchmarks."""
+"""Counters of a worker, read by the statistics endpoints, tests and benchmarks, and how they are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from vllm_spac.system.host_memory import gib
+
+_ORDER = (
+    "mode",
+    "execution",
+    "store",
+    "policy",
+    "layers",
+    "experts",
+    "slots",
+    "resident",
+    "slot_bytes",
+    "expert_bytes",
+)
 
 
 @dataclass
@@ -105,3 +120,31 @@ def _merged(values: Sequence[Any], name: str, divided: str) -> Any:
         keys = dict.fromkeys(key for value in values for key in value)
         return {key: (sum if add else max)(value.get(key, 0) for value in values) for key in keys}
     return sum(values) if add else max(values)
+
+
+def described(worker: Mapping[str, Any]) -> dict[str, str]:
+    """Returns name -> formatted value of a worker's statistics, in the order in which they are shown.
+
+    Counters unknown to this version keep their names.
+
+    Raises:
+        TypeError, ValueError, KeyError, OverflowError: these are no statistics of a worker.
+    """
+    rest = {name: value for name, value in worker.items() if name not in _ORDER}
+    shown = {name: _text(name, worker[name]) for name in _ORDER if name in worker}
+    asked = worker.get("hits", 0) + worker.get("misses", 0)
+    shown["hit rate"] = f"{100 * worker['hits'] / asked:.1f}%" if asked else "-"
+    for name, value in rest.items():
+        if isinstance(value, dict):
+            shown |= {f"{name}: {key}": _text(name, number) for key, number in sorted(value.items())}
+        else:
+            shown[name] = _text(name, value)
+    return shown
+
+
+def _text(name: str, value: Any) -> str:
+    if name == "bytes" or name.endswith("_bytes"):
+        return gib(value)
+    if name.endswith("_seconds"):
+        return f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

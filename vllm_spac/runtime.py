@@ -20,6 +20,8 @@ from vllm_spac.execution.base import Execution, LayerKernel, Rows
 from vllm_spac.execution.pointers.streams import capturing
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.closing import Closer
+from vllm_spac.timeline.recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, now
+from vllm_spac.timeline.writer import TimelineWriter
 from vllm_spac.traces.writer import TraceWriter
 
 _SAVE_SECONDS = 5.0
@@ -49,8 +51,12 @@ class Runtime:
         budget: bounds the experts of a layer; exact until it is changed.
         trace: records the routing of the only execution, if given.
         guard: decides how many draft tokens the next step gets, if given.
+        saved: saves what each thread did and when, if given; ``watch`` begins to record it.
         clock: monotonic time in seconds.
         failed: called with the error of a layer before it is raised.
+
+    Attributes:
+        timeline: records events of the forward thread; None: nobody records.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Runtime:
         budget: BudgetControl,
         trace: TraceWriter | None = None,
         guard: Guard | None = None,
+        saved: TimelineWriter | None = None,
         clock: Callable[[], float] = time.perf_counter,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
@@ -68,6 +75,8 @@ class Runtime:
         self.guard = guard
         self.listeners: list[Listener] = []
         self.trace = trace
+        self.saved = saved
+        self.timeline: Timeline | None = None
         self._clock = clock
         self._failed = failed
         self._step: Step | None = None  # while its layers run
@@ -78,8 +87,10 @@ class Runtime:
         self._timed: tuple[Step, int, float] | None = None  # step, draft length it runs under, start
         self._drafts = 0
         self._save_at = -math.inf
+        self._began = 0  # when the step began, in the timeline
+        self._first_layer: dict[Execution, int] = {}  # of all layers, by execution; for the timeline
         # Finishes the trace, stops threads and closes stores: once, when called, garbage-collected or at exit.
-        self.close = Closer(self, partial(_close, trace, tuple(executions)))
+        self.close = Closer(self, partial(_close, trace, saved, tuple(executions)))
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -90,10 +101,20 @@ class Runtime:
         finally:
             self._warming = False
 
+    def watch(self, timeline: Timeline | None) -> None:
+        """Records the following steps in ``timeline``; None ends that. Called between steps."""
+        self.timeline, self._began, layers, experts = timeline, 0, 0, 0
+        for execution in self.executions:
+            execution.watch(timeline, experts)
+            self._first_layer[execution] = layers
+            layers, experts = layers + len(execution.shape.layers), experts + execution.shape.total
+
     def begin_step(self, step: Step) -> None:
         """Starts a forward for real requests."""
         if self._warming:
             return
+        if self.timeline is not None:
+            self._began = now()
         self._step, self._rows = step, step.rows
         self._timed = step, self._drafts, self._clock()
         votes = self.budget.begin_step(step)
@@ -184,12 +205,16 @@ class Runtime:
         real = self.rows(len(x))
         as_routed = self._step is not None and real == len(x) and not self.budget.active
         rows = Rows(real, as_routed, None if self.trace is None else self._record)
+        start = now()
         try:
-            return execution.forward(layer, x, weights, ids, kernel, rows)
+            out = execution.forward(layer, x, weights, ids, kernel, rows)
         except Exception as error:
             if self._failed is not None:
                 self._failed(error)
             raise
+        if self.timeline is not None and self._step is not None:
+            self.timeline.add(Kind.LAYER, start, self._first_layer[execution] + layer, real)
+        return out
 
     def _record(self, layer: int, ids: Tensor, weights: Tensor) -> None:
         """Keeps the experts and weights that a layer is about to run, both [rows, top_k] without padding."""
@@ -199,10 +224,16 @@ class Runtime:
     def end_forward(self) -> None:
         """Called when the layers have finished or failed; what runs until the next step (profiling, warm-up) is not
         counted."""
-        self._step = None
+        step, self._step = self._step, None
+        timeline, start = (self.timeline if self._began and step is not None else None), 0
+        if timeline is not None and step is not None:
+            timeline.add(Kind.FORWARD, self._began, step.rows, len(step.requests))
+            start = now()
         self.budget.end_step()
         for execution in self.executions:
             execution.end_forward()
+        if timeline is not None:
+            timeline.add(Kind.UPDATE, start)
 
     @property
     def in_prompt(self) -> bool:
@@ -220,7 +251,9 @@ class Runtime:
     @property
     def counts_tokens(self) -> bool:
         """Whether ``end_step`` uses the numbers of tokens, so that it is worth waiting for them."""
-        return self._timed is not None and (self.trace is not None or self.guard is not None)
+        return self._timed is not None and (
+            self.trace is not None or self.guard is not None or self.timeline is not None
+        )
 
     def end_step(self, tokens: Sequence[int] | None, paths: Sequence[Sequence[int]] | None = None) -> None:
         """Ends a step.
@@ -230,10 +263,14 @@ class Runtime:
             paths: numbers of each request's accepted drafts, ascending; None: they are the first of its drafts.
         """
         timed, self._timed = self._timed, None
+        if self.timeline is not None and self._began and timed is not None:
+            count = UNKNOWN if tokens is None else sum(tokens)
+            self.timeline.add(Kind.STEP, self._began, STEP_KINDS.index(timed[0].kind), count)
+        self._began = 0
         if self.trace is not None:
             self._write(self.trace)
             self.trace.end_step(tokens, paths)
-            self._save_sometimes(self.trace)
+        self._save_sometimes()
         if self.guard is not None and tokens is not None and timed is not None:
             step, drafts, start = timed
             emitted = [
@@ -252,17 +289,25 @@ class Runtime:
             self._chosen.clear()
             trace.observe(layers, torch.stack(ids).cpu().numpy(), torch.stack(weights).float().cpu().numpy())
 
-    def _save_sometimes(self, trace: TraceWriter) -> None:
-        """Saves the trace every few seconds, so that a killed server loses little; takes at most 0.5 % of the time."""
-        now = self._clock()
-        if now >= self._save_at:
-            trace.save()
+    def _save_sometimes(self) -> None:
+        """Saves trace and timeline every few seconds, so that a killed server loses little; takes at most 0.5 % of the
+        time."""
+        if self.trace is None and self.saved is None:
+            return
+        start = self._clock()
+        if start >= self._save_at:
+            if self.trace is not None:
+                self.trace.save()
+            if self.saved is not None:
+                self.saved.save()
             done = self._clock()
-            self._save_at = done + max(_SAVE_SECONDS, 200 * (done - now))
+            self._save_at = done + max(_SAVE_SECONDS, 200 * (done - start))
 
 
-def _close(trace: TraceWriter | None, executions: Sequence[Execution]) -> None:
+def _close(trace: TraceWriter | None, saved: TimelineWriter | None, executions: Sequence[Execution]) -> None:
     if trace is not None:
         trace.finish()
+    if saved is not None:
+        saved.save()
     for execution in executions:
         execution.close()

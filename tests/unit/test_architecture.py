@@ -22,6 +22,7 @@ LEVELS = {
     "core": 0,
     "metrics": 0,
     "system": 0,
+    "timeline": 0,
     "checkpoint": 0,
     # families: their own base, and never one another
     "policies": 1,

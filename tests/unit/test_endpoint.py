@@ -22,6 +22,7 @@ from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.integration.serving import endpoint
 from vllm_spac.integration.serving.endpoint import SpacEndpoint, WorkerCollector
+from vllm_spac.integration.serving.live_page import LiveFeed
 from vllm_spac.integration.serving.worker import SpacWorker
 
 KEYS = st.sampled_from([*BudgetSettings.model_fields, "layers.0"]) | st.text(max_size=5)
@@ -36,7 +37,7 @@ VALUES = (
 
 
 class Engine:
-    """Answers as an engine client does."""
+    """Answers as an engine client does, but has no worker that could be looked at."""
 
     resets: tuple[dict, ...] = ()
 
@@ -45,6 +46,8 @@ class Engine:
         return True
 
     async def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        if method == "spac_look":
+            raise RuntimeError("nobody is there")
         return [{"settings": {"asked": method, "args": list(args)}}]
 
 
@@ -57,7 +60,8 @@ def app() -> FastAPI:
 
 def test_routes_answer_404_without_the_plugin(app: FastAPI) -> None:
     client = TestClient(app)
-    for response in (client.get("/spac/stats"), client.post("/spac/budget", json={})):
+    asked = [client.get(path) for path in ("/spac/stats", "/spac/", "/spac/events")]
+    for response in (*asked, client.post("/spac/budget", json={})):
         assert response.status_code == 404 and "--plugin spac" in response.json()["detail"]
 
 
@@ -105,7 +109,7 @@ def test_a_prefix_cache_that_cannot_be_emptied_is_a_failure_of_the_server(app: F
 
 # --- who may ask ------------------------------------------------------------------------------------------------------
 
-ROUTES = [("GET", "/spac/stats"), ("POST", "/spac/budget")]
+ROUTES = [("GET", "/spac/stats"), ("POST", "/spac/budget"), ("GET", "/spac/events"), ("GET", "/spac/")]
 
 
 def guarded(monkeypatch, flag: list[str] | None, variable: str | None) -> TestClient:
@@ -120,6 +124,7 @@ def guarded(monkeypatch, flag: list[str] | None, variable: str | None) -> TestCl
     init_entrypoints_middleware(args, app, ())
     app.get("/v1/models")(lambda: {})
     app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), True, {"router"}
+    app.state.spac_feed = LiveFeed(Engine(), {})
     return TestClient(app)
 
 
@@ -145,18 +150,19 @@ def test_a_key_covers_all_our_routes_as_it_covers_vllms(monkeypatch, flag, varia
             assert answer.status_code == expected, (header, path)
     for method, path in ROUTES:
         refusal = client.request(method, path, content=b"x" * 10**6)
-        assert refusal.status_code == 401 and "API key" in refusal.json()["detail"]
+        assert refusal.status_code == 401 and "API key" in refusal.text
 
 
 def test_each_of_our_routes_is_guarded(app: FastAPI) -> None:
     ours = [route for route in app.routes if getattr(route, "path", "").startswith("/spac")]
     assert {(method, route.path) for route in ours for method in route.methods} == set(ROUTES)
-    assert all(endpoint._authenticated in [d.call for d in route.dependant.dependencies] for route in ours)
+    guarded = [route for route in ours if route.path != "/spac/"]  # which has no data, and asks for the key
+    assert all(endpoint._authenticated in [d.call for d in route.dependant.dependencies] for route in guarded)
 
 
 def test_without_a_key_all_may_ask(monkeypatch) -> None:
     client = guarded(monkeypatch, None, None)
-    assert [client.request(method, path, json={}).status_code for method, path in ROUTES] == [200, 200]
+    assert [client.request(method, path, json={}).status_code for method, path in ROUTES] == [200] * len(ROUTES)
 
 
 # --- what they may send -----------------------------------------------------------------------------------------------

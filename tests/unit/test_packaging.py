@@ -38,6 +38,9 @@ def test_all_kernels_are_built(tmp_path):
     sources = {path.relative_to(ROOT / "triton_kernels") for path in (ROOT / "triton_kernels").rglob("*.py")}
     built = tmp_path / "vllm_spac" / "kernels"
     assert {path.relative_to(built) for path in built.rglob("*.py")} == sources
+    serving = tmp_path / "vllm_spac" / "integration" / "serving"
+    files = {str(path.relative_to(serving)) for path in serving.rglob("*") if path.is_file() and path.suffix != ".py"}
+    assert files == {"grafana.json", "page/page.css", "page/page.html", "page/page.js"}
 
 
 def test_pytest_does_not_expose_the_checkout():

@@ -16,6 +16,7 @@ from vllm_spac.cache.link import Moved
 from vllm_spac.cache.mover import Mover
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.futures import finish, outcome
+from vllm_spac.timeline.recorder import Kind, now
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +89,13 @@ class Background:
 
     def wait(self, keys: Sequence[int]) -> dict[int, Moved | BaseException]:
         """Waits for the reads of ``keys`` to finish; returns as ``reap``. All of them must have begun."""
+        begun = now()
         done = [self._tickets[key].done for key in keys]
         assert all(job.running() or job.done() for job in done), "cancel before waiting: nothing is begun meanwhile"
         with self.paused():
             finish(done)
+        if (timeline := self._mover.timeline) is not None:
+            timeline.add(Kind.WAIT_AHEAD, begun, len(done))
         return {key: self._end(key) for key in keys}
 
     @contextlib.contextmanager

@@ -110,7 +110,7 @@ class ExpertLoader:
             counts: as in ``Policy.observe``; None for a forward without decode or verify rows.
         """
         if counts is not None:
-            self.residency.policy.observe(counts)
+            self.residency.observe(counts)
             self._transfers.observe(counts)
             if self._fetches or (self.balancer is not None and self.balancer.needs_scores):
                 self._prefetcher.observe(counts)

@@ -12,6 +12,7 @@ from vllm_spac.cache.host_tier import HostTier, Move
 from vllm_spac.cache.link import Moved
 from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.tiers.base import ExpertStore, Slot, Slots, rows_of
+from vllm_spac.timeline.recorder import Kind, Timeline, now
 
 HOST = "host"
 
@@ -42,7 +43,12 @@ class Mover:
         slots: name -> tensor of shape [slots, ...]; a load writes one row of each.
         path: name of the store in ``Counters.bytes``.
         rows: host memory beside the store, if any.
+
+    Attributes:
+        timeline: records loads and what waits for them, if given.
     """
+
+    timeline: Timeline | None = None
 
     def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], path: str, rows: HostRows | None) -> None:
         self._store, self._path, self._rows = store, path, rows
@@ -50,6 +56,11 @@ class Mover:
         self._row_memory = {} if rows is None else rows_of(rows.tensors)
         self._saved: set[int] = set()  # keys whose move has filled its row; every thread adds only its own
         self._to_poison: set[int] = set()
+        self._first = 0
+
+    def watch(self, timeline: Timeline | None, first: int) -> None:
+        """As ``Execution.watch``."""
+        self.timeline, self._first = timeline, first
 
     def plan(self, key: int, slot: int) -> Move:
         """Decides what the load of ``key`` into ``slot`` does; ``ended`` or ``untouched`` must follow."""
@@ -57,6 +68,14 @@ class Mover:
 
     def perform(self, move: Move) -> Moved:
         """Fills the slot of ``move``; raises ``StoreError`` as ``ExpertStore.read``."""
+        if (timeline := self.timeline) is None:
+            return self._perform(move)
+        start = now()
+        moved = self._perform(move)
+        timeline.add(Kind.LOAD if move.source is None else Kind.HOST_LOAD, start, self._first + move.key, moved.nbytes)
+        return moved
+
+    def _perform(self, move: Move) -> Moved:
         slot = self._slots[move.slot]
         if move.saved is not None:
             self._save(slot, move)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_spac.cache.activity import ExpertActivity
 from vllm_spac.policies.base import Policy
 
 NOWHERE = -1
@@ -62,7 +63,12 @@ class Residency:
         keys: number of experts.
         slots: number of slots.
         policy: chooses victims; owned by this object.
+
+    Attributes:
+        activity: what experts did lately, while somebody looks.
     """
+
+    activity: ExpertActivity | None = None
 
     def __init__(self, keys: int, slots: int, policy: Policy) -> None:
         assert 0 < slots <= keys, f"{slots} slots for {keys} experts"
@@ -152,6 +158,12 @@ class Residency:
             assert victims[0] not in self._pinned | self._loading, "the policy evicts a frozen expert"
             self._vacate(victims[0])
         return Placement(0, ((key, self._seat(key)),), victims=tuple(victims))
+
+    def observe(self, counts: np.ndarray) -> None:
+        """A forward has finished: as ``Policy.observe``."""
+        self.policy.observe(counts)
+        if self.activity is not None:
+            self.activity.observe(counts)
 
     def is_loading(self, key: int) -> bool:
         """Whether ``key`` has a slot that may not be read yet."""

@@ -24,6 +24,7 @@ from vllm_spac.metrics import Counters
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.futures import finish, given_up
 from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.timeline.recorder import Kind, Timeline, now
 
 
 class Transfers:
@@ -69,7 +70,7 @@ class Transfers:
         Returns:
             The keys that failed, with their errors.
         """
-        start = self.clock()
+        start, begun = self.clock(), now()
         if self._device.type == "cuda":  # a kernel that was launched before may still read the slots
             torch.cuda.current_stream(self._device).synchronize()
         planned = [self._mover.plan(key, slot) for key, slot in loads]
@@ -94,6 +95,8 @@ class Transfers:
                         counters.moved(result.path, result.nbytes)
         if counters is not None:
             counters.stall_seconds += self.clock() - start
+        if planned and (timeline := self._mover.timeline) is not None:
+            timeline.add(Kind.WAIT, begun, len(planned))
         return failed
 
     def keep(self, keys: Sequence[int]) -> Iterator[int]:
@@ -104,6 +107,10 @@ class Transfers:
         """
         for _ in self._pool.map(self._mover.fill_row, [self._mover.admit(key) for key in keys], keys):
             yield 1
+
+    def watch(self, timeline: Timeline | None, first: int) -> None:
+        """As ``Execution.watch``."""
+        self._mover.watch(timeline, first)
 
     def enter(self, layer: range) -> None:
         self._mover.enter(layer)

@@ -22,6 +22,7 @@ from vllm_spac.cli import (
     quality,
     simulate,
     stats,
+    timeline,
     trace,
 )
 from vllm_spac.cli.text import shown
@@ -82,8 +83,9 @@ for _examples, _command in (
 ):
     app.command(epilog=_examples)(_reported(_command))
 
-_trace = typer.Typer(help="Inspect a recording of the routers' choices.", no_args_is_help=True)
+_trace = typer.Typer(help="Inspect what an engine recorded: the routers' choices, or a timeline.", no_args_is_help=True)
 _trace.command(epilog=trace.EXAMPLES)(_reported(trace.show))
+_trace.command(epilog=timeline.EXAMPLES)(_reported(timeline.timeline))
 app.add_typer(_trace, name="trace")
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError
-from vllm_spac.system.host_memory import gib
+from vllm_spac.metrics import described
 from vllm_spac.system.server_stats import fetch
 
 EXAMPLES = """[bold]Examples[/]
@@ -23,19 +23,6 @@ vllm-spac stats localhost:8000 --watch --interval 1
 
 vllm-spac stats https://example.org --api-key KEY   [dim]# or in VLLM_API_KEY, or OPENAI_API_KEY[/]
 """
-
-_ORDER = (
-    "mode",
-    "execution",
-    "store",
-    "policy",
-    "layers",
-    "experts",
-    "slots",
-    "resident",
-    "slot_bytes",
-    "expert_bytes",
-)
 
 
 def stats(
@@ -74,32 +61,10 @@ def table(url: str, workers: list[dict[str, Any]]) -> Table:
     view.add_column("")
     for index in range(len(workers)):
         view.add_column(f"worker {index}", justify="right")
-    described = [_describe(worker) for worker in workers]
-    for name in dict.fromkeys(name for worker in described for name in worker):
-        view.add_row(shown(name), *(shown(worker.get(name, "")) for worker in described))
+    texts = [described(worker) for worker in workers]
+    for name in dict.fromkeys(name for worker in texts for name in worker):
+        view.add_row(shown(name), *(shown(worker.get(name, "")) for worker in texts))
     return view
-
-
-def _describe(worker: dict[str, Any]) -> dict[str, str]:
-    """Name -> formatted value; counters unknown to this version keep their names."""
-    rest = {name: value for name, value in worker.items() if name not in _ORDER}
-    shown = {name: _text(name, worker[name]) for name in _ORDER if name in worker}
-    asked = worker.get("hits", 0) + worker.get("misses", 0)
-    shown["hit rate"] = f"{100 * worker['hits'] / asked:.1f}%" if asked else "-"
-    for name, value in rest.items():
-        if isinstance(value, dict):
-            shown |= {f"{name}: {key}": _text(name, number) for key, number in sorted(value.items())}
-        else:
-            shown[name] = _text(name, value)
-    return shown
-
-
-def _text(name: str, value: Any) -> str:
-    if name == "bytes" or name.endswith("_bytes"):
-        return gib(value)
-    if name.endswith("_seconds"):
-        return f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _normal(url: str) -> str:

@@ -73,6 +73,8 @@ class SlotLayers:
             self._computed = [here.start + expert for expert in plan.cpu]
         if not plan.cpu:
             return None
+        if residency.activity is not None:
+            residency.activity.computed[here][list(plan.cpu)] = True
         on_cpu = np.zeros(self.experts, dtype=bool)
         on_cpu[list(plan.cpu)] = True
         pairs = on_cpu[routed]

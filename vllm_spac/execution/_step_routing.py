@@ -47,6 +47,14 @@ class StepRouting:
         keys = experts + forward * self._shape.experts
         return len(np.unique(keys[experts >= 0] if self._partly else keys))
 
+    def uses(self) -> np.ndarray:
+        """Returns int64 [keys]: rows that selected each expert, padding included."""
+        counts = np.zeros(self._shape.total, dtype=np.int64)
+        by_layer = counts.reshape(-1, self._shape.experts)
+        for layer, ids in self._kept:
+            by_layer[layer] += self._sums(ids.cpu().numpy().ravel(), None)
+        return counts
+
     def counts(self, rows: Sequence[slice], weights: Sequence[float] | None = None) -> np.ndarray | None:
         """Returns how many of ``rows`` selected each expert, as in ``Policy.observe``; None if there are none.
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm_spac.execution._exchange import Exchange
     from vllm_spac.executors._thread import ExecutorThread
     from vllm_spac.knobs.types import Slots
+    from vllm_spac.timeline.recorder import Timeline
 
 
 class LayerKernel(Protocol):
@@ -255,6 +256,18 @@ class Execution(ABC):
             UnsupportedError: the layers of this execution do not wait for the host.
         """
         raise UnsupportedError(f"spac: {type(self).__name__} computes no experts on the CPU")
+
+    @property
+    def queued(self) -> int:
+        """Number of reads ahead of need that are queued or in flight."""
+        return 0
+
+    def watch(self, timeline: Timeline | None, first: int) -> None:
+        """Records loads and CPU experts in ``timeline`` from now on; None ends that. By default there are none.
+
+        Args:
+            first: number of experts of the executions before this one, from which its experts are numbered.
+        """
 
     def describe(self) -> str:
         """Returns a few words for the start-up line in addition to the name, or an empty string."""

@@ -31,6 +31,7 @@ from vllm_spac.executors._thread import Computation, ExecutorThread
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.timeline.recorder import Timeline
 
 if TYPE_CHECKING:
     from vllm_spac.cache.mover import HostRows
@@ -165,6 +166,15 @@ class SlotExecution(Execution):
         """As in ``Execution``; the store must be addressable. From now on results are exact up to rounding."""
         self._loader.balancer, self._cpu = balancer, thread
         self.keeps_bits = False
+
+    @property
+    def queued(self) -> int:
+        return len(self._transfers.ahead.keys)
+
+    def watch(self, timeline: Timeline | None, first: int) -> None:
+        self._transfers.watch(timeline, first)
+        if self._cpu is not None:
+            self._cpu.timeline = timeline
 
     # -- a layer -------------------------------------------------------------------------------------------
 
@@ -363,10 +373,13 @@ class SlotExecution(Execution):
 
     def _count_hits(self) -> None:
         """Counts the hits of many steps at once, for use when every expert has its slot and nothing is decided."""
-        if self._routed:
-            self.counters.hits += self._routed.distinct()
-            self.counters.waves += len(self._routed)
-            self._routed.clear()
+        if not self._routed:
+            return
+        if self.residency.activity is not None:
+            self.residency.activity.observe(self._routed.uses())
+        self.counters.hits += self._routed.distinct()
+        self.counters.waves += len(self._routed)
+        self._routed.clear()
 
 
 def _like(slots: np.ndarray, ids: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from vllm_spac.errors import SpacError
 from vllm_spac.executors.base import CpuExperts
 from vllm_spac.system.cpu_affinity import part
 from vllm_spac.system.futures import finish
+from vllm_spac.timeline.recorder import Kind, Timeline, now
 
 _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # the environment variables of OpenMP
 
@@ -30,19 +31,21 @@ class Computation:
     Args:
         job: returns the output.
         released: set when kernels of the layers may run concurrently; None if they always may.
+        timeline: records the waits, if given.
     """
 
-    def __init__(self, job: Future[Tensor], released: threading.Event | None) -> None:
+    def __init__(self, job: Future[Tensor], released: threading.Event | None, timeline: Timeline | None = None) -> None:
         self._job = job
         self._released = released
+        self._timeline = timeline
         self.waited = 0.0
 
     def give_way(self) -> None:
         """Called before the forward thread runs a kernel: waits if the two must not run concurrently."""
         if self._released is not None:
-            start = time.perf_counter()
+            start = now()
             self._released.wait()
-            self.waited += time.perf_counter() - start
+            self._count(start)
 
     def result(self) -> Tensor:
         """Waits for the output and returns it, [m, hidden] as in ``CpuExperts.run``.
@@ -50,7 +53,7 @@ class Computation:
         Raises:
             SpacError: the rows could not be computed; the cause is attached.
         """
-        start = time.perf_counter()
+        start = now()
         try:
             return self._job.result()
         except CancelledError:
@@ -58,7 +61,12 @@ class Computation:
         except Exception as error:
             raise SpacError(f"spac: experts could not be computed on the CPU: {error}") from error
         finally:
-            self.waited += time.perf_counter() - start
+            self._count(start)
+
+    def _count(self, start: int) -> None:
+        self.waited += (now() - start) / 1e9
+        if self._timeline is not None:
+            self._timeline.add(Kind.WAIT_CPU, start)
 
 
 class ExecutorThread:
@@ -70,7 +78,12 @@ class ExecutorThread:
     Args:
         executor: computes experts; owned.
         layers: the experts of each layer that will be computed, see ``CpuExperts.prepare``.
+
+    Attributes:
+        timeline: records computations and what waits for them, if given.
     """
+
+    timeline: Timeline | None = None
 
     def __init__(self, executor: CpuExperts, layers: Iterable[Mapping[str, Tensor]] = ()) -> None:
         self.executor = executor
@@ -96,15 +109,16 @@ class ExecutorThread:
         Raises:
             SpacError: the thread is closed.
         """
-        executor = self.executor
+        executor, timeline = self.executor, self.timeline
+        run = executor.run if timeline is None else partial(_recorded, timeline, executor.run)
         executor.released = released = threading.Event()
         try:
-            job = self._pool.submit(executor.run, x.cpu(), weights.cpu(), ids, experts)
+            job = self._pool.submit(run, x.cpu(), weights.cpu(), ids, experts)
         except RuntimeError as error:
             raise SpacError("spac: no expert is computed on the CPU any more, the engine is shutting down") from error
         job.add_done_callback(lambda _: released.set())  # also if it fails or is cancelled
         try:
-            yield Computation(job, released if executor.exclusive else None)
+            yield Computation(job, released if executor.exclusive else None, timeline)
         except Exception as error:
             finish([job])
             also = None if job.cancelled() else job.exception()
@@ -122,6 +136,20 @@ class ExecutorThread:
         """Waits for the computation in progress, cancels queued ones and stops the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.executor.close()
+
+
+def _recorded(
+    timeline: Timeline,
+    run: Callable[..., Tensor],
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    experts: Mapping[str, Tensor],
+) -> Tensor:
+    start = now()
+    out = run(x, weights, ids, experts)
+    timeline.add(Kind.CPU, start, len(x))
+    return out
 
 
 def threads_of(device: torch.device) -> int:

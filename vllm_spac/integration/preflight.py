@@ -27,6 +27,7 @@ from vllm_spac.integration.stepping.trees import arguments as trees
 from vllm_spac.knobs.types import flag as knob_flag
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.system.printable import printable
+from vllm_spac.timeline.writer import check_target as check_timeline
 from vllm_spac.traces.writer import check_target
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ def check_knobs(config: SpacConfig) -> None:
         if replaced is not None:
             held = printable(f"{config.trace} holds a trace of {replaced.model or 'an unnamed model'}")
             logger.warning("spac: %s; the trace of this engine replaces it", held)
+    if config.timeline is not None:
+        with _naming(config, "timeline"):
+            check_timeline(config.timeline)
 
 
 def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:

@@ -117,6 +117,10 @@ def _check_calibration(config: Any) -> None:
 def _check_trace(config: Any) -> None:
     if config.trace_overwrite and config.trace is None:
         raise ValueError("trace_overwrite (--spac-trace-overwrite) replaces nothing without --spac-trace FILE")
+    if config.timeline_steps is not None and config.timeline is None:
+        raise ValueError("timeline_steps (--spac-timeline-steps) keeps nothing without --spac-timeline FILE")
+    if config.timeline is not None and config.timeline == config.trace:
+        raise ValueError("timeline (--spac-timeline) and trace (--spac-trace) would replace each other; name two files")
 
 
 def _check_cpu_experts(config: Any) -> None:

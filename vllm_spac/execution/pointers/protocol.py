@@ -80,7 +80,7 @@ class Pointers:
     def observe(self, counts: np.ndarray) -> None:
         """Updates the policy from the experts that a step selected, int [keys] as in ``Policy.observe``."""
         policy = self.residency.policy
-        policy.observe(counts)
+        self.residency.observe(counts)
         for key in np.flatnonzero((counts > 0) & (self.residency.slot_of != NOWHERE)).tolist():
             policy.touch(key)
 

@@ -76,7 +76,7 @@ class Offering:
         self._counters.loads += len(admitted)
         policy = self.residency.policy
         if not prompts:
-            policy.observe(counts)
+            self.residency.observe(counts)
             for key in hits[self.residency.slot_of[hits] != NOWHERE].tolist():
                 policy.touch(key)
         changed = np.flatnonzero(owner != self.residency.owner)

@@ -27,6 +27,7 @@ from vllm_spac.executors.base import check_same
 from vllm_spac.integration import graphs
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
+from vllm_spac.knobs.types import STEPS
 from vllm_spac.policies.base import Policy, PolicyContext
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.expert_size import ExpertSize
@@ -36,6 +37,8 @@ from vllm_spac.speculation.guard import Guard
 from vllm_spac.speculation.tree_guard import TreeGuard
 from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.timeline.recording import Facts
+from vllm_spac.timeline.writer import TimelineWriter
 from vllm_spac.traces.format import TraceFacts
 from vllm_spac.traces.writer import TraceWriter
 
@@ -176,6 +179,22 @@ def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Exec
     local_of = executions[0].local_of
     experts = shape.experts if local_of is None else len(local_of)
     return TraceWriter(path, TraceFacts(len(shape.layers), experts, shape.top_k, shape.expert_bytes, model))
+
+
+def timeline(config: SpacConfig, facts: Facts) -> TimelineWriter | None:
+    """Builds the writer that saves what each thread does and when, if configured."""
+    if config.timeline is None:
+        return None
+    path = config.timeline.absolute()
+    logger.info("spac: the last steps are recorded in %s", path)
+    return TimelineWriter(path, facts, config.timeline_steps or STEPS)
+
+
+def timeline_facts(vllm_config: VllmConfig, executions: Sequence[Execution], store: str) -> Facts:
+    """Returns what a timeline of these executions states about the model; ``store``: name of their store."""
+    layers = [(name, execution.shape.experts) for execution in executions for name in execution.shape.layers]
+    names, experts = zip(*layers, strict=True)
+    return Facts(vllm_config.model_config.model, store, names, experts)
 
 
 def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, layer: ManagedExperts) -> None:

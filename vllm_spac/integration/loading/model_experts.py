@@ -35,6 +35,7 @@ from vllm_spac.speculation.guard import Guard
 from vllm_spac.system import cpu_affinity
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
 from vllm_spac.tiers.base import ExpertStore, allocate
+from vllm_spac.timeline.recording import Facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +65,7 @@ class ModelExperts:
         self._exchange = None if self.on_cpu else Exchange(self.device)
         self.runtime: Runtime | None = None
         self.guard: Guard | None = None
+        self.timeline_facts: Facts  # from ``finish`` on
         self.trees: TreeDecoding | None = None  # once the KV cache exists
         self.drafted = DraftProbabilities()
         self._layers: list = []
@@ -177,10 +179,12 @@ class ModelExperts:
                 if self._store(layer) is execution.store:
                     layer.attach(execution)
         trace = assembly.trace(self.config, self.vllm_config, executions) if self.ranks.rank == 0 else None
+        self.timeline_facts = assembly.timeline_facts(self.vllm_config, executions, self.store_name)
+        saved = assembly.timeline(self.config, self.timeline_facts) if self.ranks.rank == 0 else None
         self.guard = assembly.guard(self.config, self.vllm_config)
         plans = drafts.plans_drafts(self.vllm_config)
         guard = None if plans else self.guard
-        self.runtime = Runtime(executions, self._budget, trace, guard, failed=self.ranks.failed)
+        self.runtime = Runtime(executions, self._budget, trace, guard, saved, failed=self.ranks.failed)
         if plans and self.guard is not None:
             draft_planning.offer(self.vllm_config, self.guard)
         for execution in executions:
@@ -191,6 +195,8 @@ class ModelExperts:
             choices = assembly.choices(self.config, execution)
             described = assembly.describe(execution)
             logger.info("spac: mode=%s, %s, %s%s", mode, described, choices, self.ranks.describe())
+        if saved is not None:
+            self.runtime.watch(saved.timeline)
         for caveat in dict.fromkeys(execution.caveat() for execution in executions):
             if caveat is not None:
                 logger.warning("spac: %s", caveat)

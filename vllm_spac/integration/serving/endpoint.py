@@ -1,4 +1,4 @@
-"""HTTP endpoints: ``GET /spac/stats``, ``POST /spac/budget``, and ``vllm:spac_*`` in ``/metrics``.
+"""HTTP endpoints: ``GET /spac/stats``, ``POST /spac/budget``, the live page, and ``vllm:spac_*`` in ``/metrics``.
 
 Workers are queried only on a request: after each call vLLM's worker waits in a busy loop for a second before it goes
 idle, so a worker that is queried every second would permanently occupy a core.
@@ -16,12 +16,15 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, StreamingResponse
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_spac import components, metrics
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.config import config_of
 from vllm_spac.errors import ConfigError
+from vllm_spac.integration.serving import live_page
+from vllm_spac.integration.serving.live_page import LiveFeed
 from vllm_spac.system.printable import brief, printable
 from vllm_spac.system.untrusted import parse_json
 
@@ -187,6 +190,21 @@ class SpacEndpoint:
             await _forget_prefixes(client)
             return {"workers": [answer["settings"] for answer in answers]}
 
+        @router.get("/events")
+        async def events(request: Request) -> StreamingResponse:
+            """The live page's stream of server-sent events; workers are asked while somebody reads it."""
+            _client(request)
+            server = getattr(request.app.state, "server", None)
+            stream = _feed(request).events(lambda: server is not None and server.should_exit)
+            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+        @app.get("/spac/", include_in_schema=False)
+        async def page(request: Request) -> HTMLResponse:
+            """The live page. It has no data of its own, so that without a key it can ask for it."""
+            _client(request)
+            _feed(request)
+            return live_page.response(200 if _has_key(request) else 401)
+
         app.include_router(router)
         app.add_middleware(RefreshedMetrics)
 
@@ -198,19 +216,29 @@ class SpacEndpoint:
         state.spac_control = config.control
         state.spac_rankings = {*components.names("budget.rankings"), config.budget_ranking}
         state.spac_client = engine_client
+        if config.page:
+            facts = {"model": args.model, "control": config.control}
+            state.spac_feed = LiveFeed(engine_client, facts)
         state.spac_collector = WorkerCollector(engine_client)
         await state.spac_collector.refresh()
         REGISTRY.register(state.spac_collector)
 
 
 def _authenticated(request: Request) -> None:
-    """Requires an API key as vLLM's own middleware does under /v1, with its comparison; 401 without a valid key."""
+    """Requires an API key as vLLM's own middleware does under /v1; 401 without a valid key."""
+    if not _has_key(request):
+        challenge = {"WWW-Authenticate": "Bearer"}
+        raise HTTPException(401, "this server needs its API key: Authorization: Bearer KEY", challenge)
+
+
+def _has_key(request: Request) -> bool:
+    """Whether a request has a key of this server, by vLLM's own comparison, or needs none."""
     for middleware in request.app.user_middleware:
         if middleware.cls is AuthenticationMiddleware:
             guard = AuthenticationMiddleware(request.app, **middleware.kwargs)
             if not guard.verify_token(request.headers):
-                challenge = {"WWW-Authenticate": "Bearer"}
-                raise HTTPException(401, "this server needs its API key: Authorization: Bearer KEY", challenge)
+                return False
+    return True
 
 
 async def _forget_prefixes(client: EngineClient) -> None:
@@ -259,6 +287,13 @@ def _client(request: Request) -> EngineClient:
     if client is None:
         raise HTTPException(404, "this server runs without spac; start it with --plugin spac")
     return client
+
+
+def _feed(request: Request) -> LiveFeed:
+    feed = getattr(request.app.state, "spac_feed", None)
+    if feed is None:
+        raise HTTPException(404, "the live page is off on this server; start it with --spac-page")
+    return feed
 
 
 def make() -> SpacEndpoint:

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.layers.host import experts_of
+from vllm_spac.integration.serving.live_view import LiveView
 
 logger = logging.getLogger("vllm.spac")
 
@@ -35,6 +36,18 @@ class SpacWorker:
             return {"settings": self.spac_budget(settings)}
         except SpacError as error:
             return {"refused": str(error)}
+
+    def spac_look(self) -> dict:
+        """What the live page shows of this worker (see ``LiveView.report``); watches it until ``spac_look_away``."""
+        if not hasattr(self, "_spac_view"):
+            self._spac_view = LiveView(self._spac_experts())
+        return self._spac_view.report()
+
+    def spac_look_away(self) -> None:
+        """Ends what ``spac_look`` began; does nothing otherwise."""
+        if hasattr(self, "_spac_view"):
+            self._spac_view.close()
+            del self._spac_view
 
     def spac_evaluate(self, action: str, *arguments: Any) -> Any:
         """Runs one action of ``Evaluation``, for ``vllm-spac calibrate`` and ``quality``."""

@@ -14,6 +14,7 @@ from vllm_spac.integration import patches
 from vllm_spac.integration.stepping.draft_logits import kept_logits
 from vllm_spac.integration.stepping.runner_hooks import hook_steps, managed_experts, request_rows
 from vllm_spac.integration.stepping.trees.install import trees_of
+from vllm_spac.timeline.recorder import Kind, now
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,7 +30,7 @@ def install() -> None:
         sampled_plainly,
         _paths,
     )
-    patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", _proposing)
+    patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", lambda propose: _recorded(_proposing(propose)))
 
 
 def _proposing(propose: Callable):
@@ -51,6 +52,22 @@ def _proposing(propose: Callable):
         scheduler_output.num_spec_tokens_to_schedule = min(length, planned) or 1
         drafts = propose(self, scheduler_output, *args, **kwargs)
         return [ids[:length] for ids in (drafts if isinstance(drafts, list) else drafts.tolist())]
+
+    return proposed
+
+
+def _recorded(propose: Callable):
+    """Adds the drafter's time to the timeline, if there is one."""
+
+    def proposed(self, *args: Any, **kwargs: Any):
+        experts = managed_experts(self)
+        timeline = None if experts is None else experts.runtime.timeline
+        if timeline is None:
+            return propose(self, *args, **kwargs)
+        start = now()
+        drafts = propose(self, *args, **kwargs)
+        timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
+        return drafts
 
     return proposed
 

@@ -1,0 +1,91 @@
+"""The Grafana dashboard asks for what ``/metrics`` exports, and for all of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="the exporter is vLLM's plugin interface")
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from vllm_spac.integration.serving import endpoint
+from vllm_spac.integration.serving.endpoint import WorkerCollector
+from vllm_spac.metrics import Counters
+from vllm_spac.speculation.trees.counters import TreeCounters
+
+DASHBOARD = json.loads((Path(endpoint.__file__).parent / "grafana.json").read_text(encoding="utf-8"))
+
+
+def exported() -> dict[str, set[str]]:
+    """Name -> labels of every series of a worker that uses everything."""
+    counters = Counters(bytes={"disk": 1, "host": 2}, steps={"decode": 3}).snapshot()
+    gauges = dict.fromkeys(("slots", "resident", "host_experts", "experts", "slot_bytes"), 1)
+    names = ("rows", "dropped_weight", "shortlists", "experts", "emptied", "unweighted")
+    trees = TreeCounters().snapshot() | {"tree_accepted": {"0": 1, "2": 3}}
+    collector = WorkerCollector(None)
+    collector.workers = [
+        {
+            **counters,
+            **gauges,
+            **trees,
+            "mode": "exact",
+            "guard": {"draft_length": 2},
+            "budget": dict.fromkeys(names, 1),
+        }
+    ]
+    registry = CollectorRegistry()
+    registry.register(collector)
+    found: dict[str, set[str]] = {}
+    for line in generate_latest(registry).decode().splitlines():
+        if match := re.match(r"(vllm:spac_\w+)\{(.*)\}", line):
+            found.setdefault(match[1], set()).update(re.findall(r'(\w+)="', match[2]))
+    return found
+
+
+def queries() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def test_every_metric_that_it_asks_for_is_exported_and_none_is_left_out() -> None:
+    asked = {name for query in queries() for name in re.findall(r"vllm:\w+", query)}
+    assert asked == set(exported())
+    variables = [item["query"]["query"] for item in DASHBOARD["templating"]["list"] if item["type"] == "query"]
+    assert {name for query in variables for name in re.findall(r"vllm:\w+", query)} <= set(exported())
+
+
+def test_labels_that_it_sums_by_or_prints_are_those_of_the_series() -> None:
+    series = exported()
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            query = target["expr"]
+            names = re.findall(r"vllm:\w+", query)
+            labels = set(re.findall(r"by \((\w+)\)", query))
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) == labels, panel["title"]
+            assert all(labels <= series[name] for name in names), query
+            for chosen in re.findall(r"\{(instance[^}]*)\}", query):
+                assert set(re.findall(r"(\w+)=~", chosen)) == {"instance", "worker"}
+
+
+def test_only_counters_have_rates() -> None:
+    for query in queries():
+        for name in re.findall(r"vllm:\w+", query):
+            assert (f"rate({name}{{" in query) is name.endswith("_total"), query
+
+
+def test_panels_say_what_they_show_and_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        assert panel["title"] and panel["description"].endswith(".")
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken and max(x for x, _ in cells) < 24
+        taken |= cells
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])

@@ -1,0 +1,334 @@
+"""The live page's stream: workers are asked only while somebody looks; what a worker reports of its experts."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="the routes are vLLM's plugin interface")
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.cache.residency import Residency
+from vllm_spac.components import build
+from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.integration.serving import live_page
+from vllm_spac.integration.serving.endpoint import SpacEndpoint
+from vllm_spac.integration.serving.live_page import LiveFeed
+from vllm_spac.integration.serving.live_view import EVICTED, HOST, LOADED, ON_CPU, SLOT, STORE, LiveView
+from vllm_spac.integration.serving.worker import SpacWorker
+from vllm_spac.runtime import Runtime
+from vllm_spac.timeline.recorder import Kind, Timeline
+from vllm_spac.timeline.recording import Facts
+
+
+class Workers:
+    """An engine client that counts what it is asked; ``gate`` holds answers back."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        self.asked.append(method)
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return [{"stats": {"hits": len(self.asked), "misses": 0}}]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "SECONDS", 0.01)
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def parsed(event: str) -> tuple[str, dict]:
+    name, content = re.fullmatch(r"event: (\w+)\ndata: (.*)\n\n", event).groups()
+    return name, json.loads(content)
+
+
+async def reports(feed: LiveFeed, count: int, ended=lambda: False) -> list[tuple[str, dict]]:
+    found, stream = [], feed.events(ended)
+    async for event in stream:
+        found.append(parsed(event))
+        if len(found) == count:
+            break
+    await stream.aclose()
+    return found
+
+
+def test_workers_are_asked_only_while_somebody_looks() -> None:
+    async def look() -> None:
+        workers = Workers()
+        feed = LiveFeed(workers, {"model": "toy"})
+        await asyncio.sleep(0.05)
+        assert workers.asked == [], "nobody has looked yet"
+        found, shown = await reports(feed, 3), {"hit rate": "100.0%", "hits": "1", "misses": "0"}
+        assert [name for name, _ in found] == ["report"] * 3
+        assert found[0][1] == {
+            "model": "toy",
+            "seconds": 0.01,
+            "workers": [{"stats": {"hits": 1, "misses": 0}, "shown": shown}],
+        }
+        await until(lambda: workers.asked[-1] == "spac_look_away")
+        before = len(workers.asked)
+        await asyncio.sleep(0.1)
+        assert len(workers.asked) == before, "nobody looks any more"
+        assert (await reports(feed, 1))[0][0] == "report", "and somebody may look again"
+
+    asyncio.run(look())
+
+
+def test_many_who_look_cost_no_more_questions_than_one() -> None:
+    async def look() -> None:
+        workers = Workers()
+        feed = LiveFeed(workers, {})
+        found = await asyncio.gather(*(reports(feed, 4) for _ in range(5)))
+        assert len({json.dumps(each) for each in found}) == 1, "all see the same"
+        assert workers.asked.count("spac_look") < 8
+
+    asyncio.run(look())
+
+
+def test_somebody_who_comes_while_the_workers_forget_is_shown_something() -> None:
+    async def look() -> None:
+        workers = Workers()
+        feed = LiveFeed(workers, {})
+        await reports(feed, 1)
+        await until(lambda: workers.asked[-1] == "spac_look")
+        workers.gate.clear()
+        await until(lambda: workers.asked[-1] == "spac_look_away")  # and it does not answer yet
+        late = asyncio.create_task(reports(feed, 2))
+        await asyncio.sleep(0.005)
+        workers.gate.set()
+        assert {name for name, _ in await late} <= {"report", "busy"}
+        await until(lambda: workers.asked.count("spac_look") > 1)
+
+    asyncio.run(look())
+
+
+def test_busy_workers_and_a_dead_engine_are_told() -> None:
+    async def look() -> None:
+        workers = Workers()
+        feed = LiveFeed(workers, {})
+        workers.gate.clear()
+        assert (await reports(feed, 2)) == [("busy", {})] * 2
+        workers.error = RuntimeError("the engine is dead")
+        workers.gate.set()
+        found = await reports(feed, 100)
+        assert found[-1] == ("failed", {"reason": "the engine is dead"}), "and the stream ends"
+        assert {name for name, _ in found[:-1]} <= {"busy"}
+
+    asyncio.run(look())
+
+
+def test_a_reader_who_is_slow_gets_the_newest_report() -> None:
+    async def look() -> None:
+        workers = Workers()
+        stream = LiveFeed(workers, {}).events(lambda: False)
+        await anext(stream)
+        await until(lambda: workers.asked.count("spac_look") > 5)
+        hits = parsed(await anext(stream))[1]["workers"][0]["stats"]["hits"]
+        assert hits > 3
+        await stream.aclose()
+
+    asyncio.run(look())
+
+
+def test_streams_end_when_the_server_stops() -> None:
+    async def look() -> None:
+        ending = []
+        stream = LiveFeed(Workers(), {}).events(lambda: bool(ending))
+        await anext(stream)
+        ending.append(True)
+        assert [event async for event in stream] == []
+
+    asyncio.run(look())
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_file_that_loads_nothing_from_elsewhere() -> None:
+    app = FastAPI()
+    SpacEndpoint().attach_router(app)
+    app.state.spac_client = app.state.spac_feed = object()
+    answer = TestClient(app).get("/spac/")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert TestClient(app).get("/spac").url.path == "/spac/"
+    assert "page.js */" not in answer.text and "page.css */" not in answer.text
+    assert re.findall(r"https?://|//cdn|@import|<link(?! rel=\"icon\" href=\"data:)|src=", answer.text) == []
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert len(answer.content) < 1 << 16
+
+
+def test_a_page_that_was_not_asked_for_is_closed() -> None:
+    app = FastAPI()
+    SpacEndpoint().attach_router(app)
+    app.state.spac_client = object()
+    for path in ("/spac/", "/spac/events"):
+        answer = TestClient(app).get(path)
+        assert answer.status_code == 404 and "--spac-page" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("page", [False, True])
+def test_the_knob_opens_the_page(page: bool, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_spac.integration.serving.endpoint.REGISTRY.register", lambda collector: None)
+    state = SimpleNamespace()
+    args = SimpleNamespace(additional_config={"spac": {"page": page}}, model="toy")
+    asyncio.run(SpacEndpoint().init_state(Workers(), state, args))
+    assert hasattr(state, "spac_feed") == page
+
+
+# -- what a worker reports --------------------------------------------------------------------------------------------
+
+KEYS, SLOTS = 6, 3
+
+
+class Execution:
+    """Experts without tensors: the parts that the live view looks at."""
+
+    def __init__(self, persistent: bool = True, rows: list[int] | None = None) -> None:
+        self.shape = SimpleNamespace(total=KEYS, layers=("a", "b"), experts=3)
+        self.residency = Residency(KEYS, SLOTS, build("policies", "lru"))
+        self.store = SimpleNamespace(persistent=persistent)
+        tier = SimpleNamespace(row_of=np.array([-1] * KEYS if rows is None else rows))
+        self.host = None if rows is None else SimpleNamespace(tier=tier)
+        self.queued, self.watching = 2, None
+
+    def watch(self, timeline, first) -> None:
+        self.watching = timeline
+
+    def end_forward(self) -> None:
+        pass
+
+    def begin_step(self, step) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def load(self, *keys: int) -> None:
+        placement = self.residency.prepare(keys)
+        for key, _ in placement.loads:
+            self.residency.loaded(key)
+        self.residency.release(keys)
+
+
+def viewed(execution: Execution, saved=None) -> tuple[SimpleNamespace, LiveView]:
+    layers = [BudgetedLayer(name, 3, 2, RoutingRule()) for name in execution.shape.layers]
+    runtime = Runtime([execution], BudgetControl(layers), saved=saved)
+    if saved is not None:
+        runtime.watch(saved.timeline)
+    experts = SimpleNamespace(
+        runtime=runtime,
+        timeline_facts=Facts("toy", "disk", ("a", "b"), (3, 3)),
+        stats=lambda: {"hits": 1, "misses": 1},
+        vllm_config=SimpleNamespace(speculative_config=None),
+    )
+    return experts, LiveView(experts)
+
+
+def codes(view: LiveView) -> list[int]:
+    return list(base64.b64decode(view.report()["experts"]["codes"]))
+
+
+def test_tiers_and_what_changed_since_the_last_report() -> None:
+    execution = Execution(rows=[-1, -1, -1, 0, 1, -1])
+    execution.load(0, 1, 3)
+    _, view = viewed(execution)
+    assert codes(view) == [SLOT, SLOT, STORE, SLOT, HOST, STORE], "a slot counts before host memory"
+    execution.load(5)
+    execution.residency.activity.computed[4] = True
+    assert codes(view) == [STORE | EVICTED, SLOT, STORE, SLOT, HOST | ON_CPU, SLOT | LOADED]
+    assert codes(view) == [STORE, SLOT, STORE, SLOT, HOST, SLOT]
+
+
+def test_an_expert_that_left_and_came_back_was_loaded() -> None:
+    execution = Execution()
+    execution.load(0, 1, 2)
+    _, view = viewed(execution)
+    execution.load(3)  # takes the slot of 0
+    execution.load(1)
+    execution.load(0)  # takes that of 2
+    execution.load(2)  # takes that of 3
+    assert codes(view) == [SLOT | LOADED, SLOT, SLOT | LOADED, STORE, STORE, STORE]
+
+
+def test_an_expert_that_is_being_loaded_is_where_it_was() -> None:
+    execution = Execution(persistent=False)
+    _, view = viewed(execution)
+    execution.residency.prepare([2])
+    assert codes(view) == [HOST] * KEYS
+    execution.residency.loaded(2)
+    assert codes(view) == [HOST, HOST, SLOT | LOADED, HOST, HOST, HOST]
+
+
+def test_heat_grows_with_use_and_fades() -> None:
+    execution = Execution()
+    _, view = viewed(execution)
+    for _ in range(5):
+        execution.residency.observe(np.array([3, 0, -1, -1, -1, -1]))
+    execution.residency.observe(np.array([0, 1, -1, -1, -1, -1]))
+    heat = list(base64.b64decode(view.report()["experts"]["heat"]))
+    assert heat[0] == 255 and 0 < heat[1] < 255 and heat[2:] == [0] * 4
+    view.close()
+    assert execution.residency.activity is None
+    execution.residency.observe(np.zeros(KEYS))
+
+
+def test_a_report_is_plain_and_small() -> None:
+    execution = Execution()
+    experts, view = viewed(execution)
+    runtime = experts.runtime
+    for kind, tokens in ((RowKind.PREFILL, [1]), (RowKind.DECODE, [1]), (RowKind.DECODE, [1])):
+        runtime.begin_step(Step((RequestRows(0, 1, kind),)))
+        runtime.end_forward()
+        runtime.end_step(tokens)
+    report = json.loads(json.dumps(view.report(), allow_nan=False))
+    assert report["time"]["steps"] == report["time"]["tokens"] == 2
+    assert report["time"]["parts"]["rest of the forward"] > 0
+    assert report["queued"] == 2 and report["drafts"] is False and report["experts"]["layers"] == [3, 3]
+    assert report["budget"]["least"] == 2 and report["budget"]["settings"]["when"] == "verify"
+
+
+def test_looking_away_ends_all_recording() -> None:
+    execution = Execution()
+    experts, _ = viewed(execution)
+    worker = SpacWorker()
+    worker._spac_experts = lambda: experts
+    worker.spac_look_away()  # nobody has looked
+    for _ in range(2):
+        worker.spac_look()
+        worker.spac_look()
+        assert execution.watching is experts.runtime.timeline is not None
+        worker.spac_look_away()
+        assert execution.watching is experts.runtime.timeline is execution.residency.activity is None
+
+
+def test_a_timeline_that_the_user_wants_goes_on() -> None:
+    execution, saved = Execution(), SimpleNamespace(timeline=Timeline(16), save=lambda: None)
+    experts, view = viewed(execution, saved)
+    assert execution.watching is saved.timeline
+    saved.timeline.add(Kind.LAYER, 1)
+    view.report()
+    view.close()
+    assert execution.watching is experts.runtime.timeline is saved.timeline
