@@ -16,9 +16,10 @@ from vllm_spac.budget.control import BudgetControl
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution._exchange import Exchange
+from vllm_spac.execution._row_shares import runnable
 from vllm_spac.execution.pointers.execution import PointerExecution
 from vllm_spac.execution.pointers.streams import CallerStream
-from vllm_spac.execution.slots import SlotExecution, runnable
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.integration.graphs import with_moe_layer
 from vllm_spac.integration.layers import custom_ops, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts, SlotKernel

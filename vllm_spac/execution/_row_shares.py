@@ -53,3 +53,19 @@ def combine(like: Tensor, parts: Iterable[tuple[Share, Tensor]]) -> Tensor:
     for share, part in parts:
         total.index_add_(0, share.rows.to(like.device), part.to(like.device, torch.float32))
     return total.to(like.dtype)
+
+
+def runnable(ids: Tensor, real: int) -> Tensor:
+    """Replaces ids that cannot be run; returns [rows, top_k] on the CPU.
+
+    The ids of a padded row are -1, which corrupts the heap in a CPU kernel, or left over from earlier routing. They are
+    replaced by those of the first row, so that padding needs no further experts; its output is not used. A -1 in a real
+    row becomes expert 0, to be run with weight 0.
+
+    Args:
+        ids: [rows, top_k] on the CPU, experts.
+        real: number of leading rows that belong to requests.
+    """
+    if real < len(ids):
+        ids = torch.cat([ids[:real], ids[:1].expand(len(ids) - real, -1)])
+    return ids.clamp(min=0)

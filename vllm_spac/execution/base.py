@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm_spac.execution._exchange import Exchange
     from vllm_spac.executors._thread import ExecutorThread
     from vllm_spac.knobs.types import Slots
+    from vllm_spac.predictors.base import Predictor, Signal
 
 
 class LayerKernel(Protocol):
@@ -111,6 +112,7 @@ class ExecutionContext:
         rows: number of rows of the largest forward.
         host: host memory between the slots and the store, if any; owned by the execution.
         exchange: copies small tensors between device and host; None on a CPU.
+        predictor: trained, for ``config.prefetch``; None with one that is built from its name.
     """
 
     shape: MoEShape
@@ -123,6 +125,7 @@ class ExecutionContext:
     config: SpacConfig
     host: HostRows | None = None
     exchange: Exchange | None = None
+    predictor: Predictor | None = None
 
 
 class Execution(ABC):
@@ -146,6 +149,7 @@ class Execution(ABC):
         tensors: name -> slots of shape [slots, ...] on the device that computes.
         holds_all: each expert has its slot, so that nothing is ever decided or moved.
         host: host memory between the slots and the store, if any.
+        looks_at: what a predictor is passed of steps and layers.
     """
 
     needs_host: ClassVar[bool] = True
@@ -162,6 +166,7 @@ class Execution(ABC):
     counters: Counters
     holds_all: bool
     host: HostRows | None = None
+    looks_at: frozenset[Signal] = frozenset()
 
     @classmethod
     @abstractmethod

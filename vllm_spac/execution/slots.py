@@ -18,17 +18,18 @@ from torch import Tensor
 
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.loader import ExpertLoader
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import NOT_RUN, MoEShape, Step
-from vllm_spac.execution._row_shares import Share, combine
+from vllm_spac.execution._row_shares import Share, combine, runnable
 from vllm_spac.execution._slot_layers import SlotLayers
 from vllm_spac.execution._waves import filled_experts
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
 from vllm_spac.executors._thread import Computation, ExecutorThread
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
+from vllm_spac.predictors.base import START, Seen
 from vllm_spac.tiers.base import ExpertStore
 
 if TYPE_CHECKING:
@@ -103,12 +104,17 @@ class SlotExecution(Execution):
         knobs = ahead or PrefetchSettings()
         self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
         self.host = host
-        self._loader = ExpertLoader(self._residency, transfers, self.counters, shape.experts, knobs, balancer)
+        self._loader = ExpertLoader(
+            self._residency, transfers, self.counters, shape.experts, knobs, balancer, shape.top_k
+        )
         self._layers = SlotLayers(self._loader, shape.experts)
+        if not self.holds_all and self._loader.needs is not None:
+            self.looks_at = self._loader.needs
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
-        config = context.config
+        config, built = context.config, context.predictor
+        pins, extra = config.soft_pins != "off", config.prefetch_share
         return cls(
             context.shape,
             context.room.slots,
@@ -117,7 +123,7 @@ class SlotExecution(Execution):
             context.tensors,
             io_threads=config.io_threads,
             path=context.path,
-            ahead=PrefetchSettings.of(config.prefetch),
+            ahead=PrefetchSettings.of(config.prefetch, built=built, pins=pins, extra=extra),
             exchange=context.exchange,
             host=context.host,
         )
@@ -135,6 +141,7 @@ class SlotExecution(Execution):
         self._step = step
         if not self.holds_all:
             self._forget_routed()  # of a forward that failed
+            self._layers.begin_step(None if step.prompts or not step.requests else Seen(START, step.tokens))
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
 
     def end_forward(self) -> None:
@@ -184,6 +191,8 @@ class SlotExecution(Execution):
             self._tell(layer, routed[: rows.real], weights[: rows.real], rows)
         if self.holds_all:
             return kernel(x, weights, routed)
+        if self._step is not None and self._layers.looks:
+            self._layers.look(layer, x[: rows.real], routed[: rows.real], weights[: rows.real])
         if (cold := self.cold(layer, routed, rows.real)) is None:
             return self.in_slots(layer, x, weights, routed, kernel, there=there)
         beside, hot = Share.of(routed, cold), Share.of(routed, ~cold)
@@ -379,19 +388,3 @@ def _like(slots: np.ndarray, ids: Tensor) -> Tensor:
     """Returns ``slots`` with the dtype of ``ids``."""
     found = torch.from_numpy(slots)
     return found if found.dtype == ids.dtype else found.to(ids.dtype)
-
-
-def runnable(ids: Tensor, real: int) -> Tensor:
-    """Replaces ids that cannot be run; returns [rows, top_k] on the CPU.
-
-    The ids of a padded row are -1, which corrupts the heap in a CPU kernel, or left over from earlier routing. They are
-    replaced by those of the first row, so that padding needs no further experts; its output is not used. A -1 in a real
-    row becomes expert 0, to be run with weight 0.
-
-    Args:
-        ids: [rows, top_k] on the CPU, experts.
-        real: number of leading rows that belong to requests.
-    """
-    if real < len(ids):
-        ids = torch.cat([ids[:real], ids[:1].expand(len(ids) - real, -1)])
-    return ids.clamp(min=0)

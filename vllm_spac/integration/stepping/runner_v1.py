@@ -102,4 +102,5 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
             weights = known.weights(request, drafts, stop - start)
         requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights))
         start = stop
-    return Step(tuple(requests))
+    tokens = runner.input_ids.gpu[:start].long().cpu() if experts.runtime.looks_at_tokens else None
+    return Step(tuple(requests), tokens)
