@@ -13,7 +13,7 @@ from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
 from vllm_spac.knobs import rules
-from vllm_spac.knobs.types import ALPHA, STEPS, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
+from vllm_spac.knobs.types import ALPHA, EXTRA, STEPS, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
 from vllm_spac.speculation.trees import shape
 from vllm_spac.speculation.trees.shape import MOST_NODES, TreeShape
 from vllm_spac.system.machine import DISK_DIR
@@ -62,8 +62,24 @@ class SpacConfig(BaseModel):
         ),
     ] = Field(
         "off",
-        description="Prefetch experts in the background: utility, those with the highest utility over past steps; off, "
-        "none. Further arguments: threshold, depth and background.",
+        description="Prefetch experts in the background: utility, those with the highest utility over past steps; a "
+        "predictor of predictor_file, those that it expects in the next layers, on a CPU; off, none. Further "
+        "arguments: threshold, depth and background.",
+    )
+    predictor_file: SomePath = Field(
+        None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."
+    )
+    soft_pins: Literal["on", "off"] | None = Field(
+        None,
+        description="With a predictor that looks at layers, loads evict the experts that it expects soon last. "
+        "Default: on.",
+    )
+    prefetch_extra: Annotated[float | None, BeforeValidator(no_bool)] = Field(
+        None,
+        ge=0,
+        le=1,
+        description="With prefetch, the loads that prefetches may add, unused or because of what they evicted, as a "
+        f"share of those that layers need. Default: {EXTRA:g}.",
     )
     guard: Literal["on", "off"] = Field(
         "on", description="Shorten or skip drafts when the experts they need cost more time than their tokens save."
@@ -224,6 +240,11 @@ class SpacConfig(BaseModel):
     def store_class_on(self, device: str) -> type[ExpertStore]:
         """Class of the store that ``store_on`` names."""
         return components.find("tiers", self.store_on(device))
+
+    @property
+    def prefetch_share(self) -> float:
+        """Share of the loads that layers need which prefetches may add."""
+        return EXTRA if self.prefetch_extra is None else self.prefetch_extra
 
     @property
     def uses_cpu_experts(self) -> bool:

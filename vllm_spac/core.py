@@ -55,10 +55,13 @@ class RequestRows:
 class Step:
     """One forward of the target model over the flattened rows of a batch.
 
-    ``requests`` is empty for dummy and profile runs: their rows belong to no request.
+    Attributes:
+        requests: empty for dummy and profile runs, whose rows belong to no request.
+        tokens: int64 [rows] on the host, the token of each row; None where nothing looks at them.
     """
 
     requests: tuple[RequestRows, ...] = ()
+    tokens: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def rows(self) -> int:

@@ -41,6 +41,7 @@ class Counters:
         prefetch_hits: prefetches that were used before they were evicted.
         prefetch_late: prefetch hits that a layer had to wait for; they count as misses.
         prefetch_wasted: prefetches that were evicted unused.
+        prefetch_harmful: experts that a layer had to load because a prefetch, unused until then, had evicted them.
         prefetch_failed: prefetch reads that failed; the expert is read again when it is needed.
         cpu_experts: distinct experts per layer and forward that were computed on the CPU, from the store's memory.
         cpu_rows: (row, expert) pairs computed on the CPU.
@@ -59,6 +60,7 @@ class Counters:
     prefetch_hits: int = 0
     prefetch_late: int = 0
     prefetch_wasted: int = 0
+    prefetch_harmful: int = 0
     prefetch_failed: int = 0
     cpu_experts: int = 0
     cpu_rows: int = 0

@@ -18,6 +18,7 @@ from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
 from vllm_spac.execution.pointers.streams import capturing
+from vllm_spac.predictors.base import Signal
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.closing import Closer
 from vllm_spac.timeline.recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, now
@@ -247,6 +248,11 @@ class Runtime:
         generating = sum(r.kind != RowKind.PREFILL for r in self._timed[0].requests) if self._timed else 0
         self._drafts = self.guard.choose(generating or None)
         return self._drafts
+
+    @property
+    def looks_at_tokens(self) -> bool:
+        """Whether ``begin_step`` must be passed the tokens of the rows."""
+        return any(Signal.TOKENS in execution.looks_at for execution in self.executions)
 
     @property
     def counts_tokens(self) -> bool:

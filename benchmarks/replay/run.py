@@ -29,7 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, Rate, Spread, disk_read_rates, exit_on_sigterm, provenance, write_result
 
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, SpacError

@@ -177,7 +177,7 @@ def test_a_trained_predictor_beats_chance_and_knows_its_size(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_trained_predictor_needs_no_more_than_it_says(name: str) -> None:
     kind = kinds()[name]
-    assert issubclass(kind, Trained) and kind.offline
+    assert issubclass(kind, Trained) and kind.needs_file and not kind.offline
     assert Signal.FUTURE not in trained().build(name).needs
 
 

@@ -12,6 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+
+from vllm_spac.config import SpacConfig
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import ConfigError
+from vllm_spac.prediction.file import Identity, PredictorFile
+from vllm_spac.predictors._trained import Sizes
 
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -149,6 +156,14 @@ instance = Fine()
 """
 
 
+def predictors(fingerprint: str, layers: int) -> PredictorFile:
+    """A file of the predictor ``frequency``, of layers of 16 experts."""
+    counts = torch.ones(layers, 16, dtype=torch.int64)
+    identity = Identity(fingerprint, fingerprint, tuple(map(str, range(layers))))
+    sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1, words=1)
+    return PredictorFile(identity, sizes, 1, {"frequency": {"counts": counts}}, {"gate": "no router"})
+
+
 @pytest.fixture
 def outside(tmp_path, monkeypatch) -> Path:
     """A folder of the user's modules and files, some of them bad."""
@@ -160,6 +175,7 @@ def outside(tmp_path, monkeypatch) -> Path:
     (tmp_path / "other.json").write_text(
         json.dumps({"format": "spac-budgets-1", "fingerprint": "\x1b[2J", "budgets": {}})
     )
+    predictors("\x1b[2J", 1).save(tmp_path / "other.predictors")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     os.mkfifo(tmp_path / "pipe")
@@ -206,6 +222,10 @@ def outside(tmp_path, monkeypatch) -> Path:
         (AUTO | {"profile": "."}, "--spac-profile"),
         ({"calibration": "text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
         ({"calibration": "pipe"}, "--spac-calibration.*no such file"),
+        ({"prefetch": "linear"}, "prefetch=linear.*needs predictor_file.*vllm-spac train-predictor"),
+        ({"prefetch": "linear", "predictor_file": "/not/there"}, "predictor_file=/not/there.*no such file"),
+        ({"prefetch": "linear", "predictor_file": "text"}, "text cannot be read as a file of predictors"),
+        ({"prefetch": "frequency", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
         ({"budget_file": "deep"}, "--spac-budget-file.*nested too deeply.*vllm-spac tune"),
         ({"budget_file": "other.json"}, r"--spac-budget-file.*another model or revision: \\x1b\[2J"),
         ({"disk_dir": ""}, "disk_dir=''.*--spac-disk-dir.*path is empty"),
@@ -229,6 +249,41 @@ def test_what_the_user_wrote_is_checked_before_a_worker_starts(moe, outside, spa
         engine_config(moe, spac)
     assert str(caught.value).isprintable() and str(caught.value).startswith("spac: ")
     assert (outside / "text").read_text() == "precious"
+
+
+def test_a_predictor_that_looks_at_layers_needs_the_host(moe, outside, monkeypatch):
+    from vllm_spac.integration import preflight
+
+    monkeypatch.setattr(preflight.drafts, "plans_drafts", lambda vllm_config: True)
+    with pytest.raises(
+        ValueError, match="looks at what layers compute, which works on a CPU with vLLM's V1 runner only"
+    ):
+        engine_config(moe, {"prefetch": "frequency", "predictor_file": "other.predictors"})
+    engine_config(moe, {"prefetch": "utility"})
+
+
+def test_a_predictor_is_of_this_model(tmp_path):
+    from vllm_spac.integration.loading import assembly
+
+    path = tmp_path / "p"
+    predictors("f" * 32, 2).save(path)
+    shape = MoEShape(("0", "1"), 16, 4, {})
+
+    def built(name: str, shapes: list[MoEShape], model: str = "f" * 32):
+        config = SpacConfig.parse({"prefetch": name, "predictor_file": str(path)})
+        return assembly.predictor(config, shapes, lambda: model)
+
+    assert built("frequency@depth=3", [shape]).sizes.layers == 2
+    for wrong, says in (
+        (("gate", [shape]), r"has no predictor gate \(no router\); use one of frequency"),
+        (("frequency", [shape, shape]), "needs MoE layers of one shape, this model has 2"),
+        (("frequency", [shape], "e" * 32), "not for this model or revision"),
+        (("frequency", [replace(shape, experts=8)]), r"2 layers of 8\)"),
+        (("frequency", [replace(shape, layers=("0",))]), r"1 layers of 16\)"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            built(*wrong)
+    assert assembly.predictor(SpacConfig.parse({}), [shape], lambda: "") is None
 
 
 @pytest.mark.parametrize("value", [5, None, [], "25%", True], ids=repr)

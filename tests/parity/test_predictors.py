@@ -1,4 +1,4 @@
-"""``vllm-spac train-predictor`` and ``predictors`` on the toy model, each command in a process of its own."""
+"""Predictors of the toy model: trained, measured and served with, each time in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from compare import METHODS, compare
+from exactness import assert_same_tokens
 
 from vllm_spac.prediction.file import PredictorFile
 
@@ -67,6 +69,20 @@ def test_recall_on_held_out_text(trained: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"layers.png", "horizons.png"}
     sizes = PredictorFile.read(file).sizes
     assert (sizes.layers, sizes.experts, sizes.top_k) == (LAYERS, EXPERTS, TOP_K)
+
+
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None) -> None:
+    """The guard is off so that all steps have stock's shape; four of five of the experts read ahead are used."""
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off"}
+    spac |= {"prefetch": "linear", "predictor_file": str(trained / "p.safetensors")}
+    options = {} if method is None else {"speculative_config": METHODS[method]}
+    stock, run = compare(MODELS / "target", [None, spac], max_tokens=32, **options)
+    assert_same_tokens(run, stock)
+    stats = run.stats
+    assert stats["prefetch_hits"] > 100 and stats["prefetch_hits"] > 0.5 * stats["prefetches"]
+    needed = stats["loads"] + stats["prefetch_hits"] - stats["prefetch_harmful"]
+    assert stats["loads"] + stats["prefetches"] <= 1.1 * needed + stats["prefetch_late"]
 
 
 def test_predictors_of_another_model_are_refused(trained: Path) -> None:

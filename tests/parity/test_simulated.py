@@ -15,7 +15,7 @@ from compare import METHODS, TOY
 
 import vllm_spac
 from vllm_spac import components
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import Rates
 from vllm_spac.execution._slot_layers import SlotLayers
 from vllm_spac.integration.loading import assembly

@@ -20,7 +20,7 @@ from vllm_spac.cache.background import Background
 from vllm_spac.cache.host_tier import HostTier, Move
 from vllm_spac.cache.link import Moved
 from vllm_spac.cache.mover import HostRows, Mover
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, SlotState
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.execution.base import Rows

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import MoEShape, Rates, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.execution.base import Rows

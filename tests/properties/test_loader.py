@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from vllm_spac import components
 from vllm_spac.cache.link import Moved
 from vllm_spac.cache.loader import ExpertLoader
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency, SlotState
 from vllm_spac.errors import StoreError
 from vllm_spac.metrics import Counters

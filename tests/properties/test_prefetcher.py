@@ -18,7 +18,8 @@ from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.cache import background
-from vllm_spac.cache.prefetcher import Prefetcher, PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError

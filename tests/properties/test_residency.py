@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -289,6 +289,39 @@ def test_exchanging_for_what_the_policy_would_rather_keep() -> None:
         assert (placement and placement.victims) == victims
         assert victims is not None or (residency.slot_of == before).all()
         residency.check_integrity()
+
+
+@given(
+    order=st.permutations(range(KEYS)),
+    held=st.integers(0, SLOTS),
+    pinned=st.sets(st.integers(0, KEYS - 1)),
+    soft=st.sets(st.integers(0, KEYS - 1)),
+    keys=some_keys,
+    policy=st.sampled_from([LRU, LFU]),
+)
+@settings(max_examples=300, **BUSY)
+def test_soft_pins_go_last_and_hinder_nobody(order, held, pinned, soft, keys, policy) -> None:
+    """A call succeeds with them if it does without; and none is evicted while another one could be."""
+    plain, made = Residency(KEYS, SLOTS, policy()), Residency(KEYS, SLOTS, policy())
+    for residency in (plain, made):
+        for key in order[:held]:
+            ready(residency, key)
+        residency.prepare(sorted(pinned.intersection(order[:held])))
+    made.soft = soft
+    keys = [key for key in keys if key not in pinned]
+    before, resident = snapshot(made), set(order[:held])
+    try:
+        expected = plain.prepare(keys)
+    except LookupError:
+        with pytest.raises(LookupError):
+            made.prepare(keys)
+        assert snapshot(made) == before
+        return
+    placement = made.prepare(keys)
+    assert len(placement.victims) == len(expected.victims) and placement.hits == expected.hits
+    stay = resident - pinned - set(keys) - set(placement.victims)
+    assert not soft.intersection(placement.victims) or stay <= soft
+    made.check_integrity()
 
 
 @pytest.mark.parametrize("call", ["prepare", "admit", "exchange"])

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import torch
 from driven import COSTS, Case, Endless, Instant, executed, execution_of, mixed_trace, replay_of, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
 from vllm_spac.cache.link import Moved
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.metrics import Counters
+from vllm_spac.predictors._trained import Sizes
+from vllm_spac.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.predictors.frequency import Frequency
+from vllm_spac.predictors.oracle import Oracle
 from vllm_spac.simulation.virtual_link import Flow, VirtualLink
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
@@ -84,6 +89,60 @@ def test_reads_ahead_that_never_end_unless_waited_for(seed: int, slots: int, pol
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VirtualLink, "read_ahead", lambda self, move: Flow(1e15, 0.0))
         assert_same(simulated(case), executed(case, Endless))
+
+
+class Next(Predictor):
+    """The experts of a layer that follow those that the layer before it chose; also over the end of a step."""
+
+    needs = frozenset({Signal.ROUTING})
+    reach = 1
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self.layers, self.experts = layers, experts
+
+    def guesses(self, seen: Seen) -> list[Guess]:
+        if seen.layer == START:
+            return []
+        scores = torch.zeros(len(seen.ids), self.experts).scatter_(1, (seen.ids.long() + 1) % self.experts, 1.0)
+        return [Guess((seen.layer + 1) % self.layers * self.experts, scores)]
+
+
+def frequency(layers: int, experts: int) -> Frequency:
+    counts = torch.arange(layers * experts).view(layers, experts) * 7 % 11
+    return Frequency(Sizes(layers, experts, 2, 1, 1, 1), {"counts": counts}, {})
+
+
+LOOKING = st.builds(
+    lambda kind, depth, pins, extra: PrefetchSettings(
+        prefetch="named", built=kind(3, 8), depth=depth, pins=pins, extra=extra, background=1
+    ),
+    st.sampled_from([Next, frequency]),
+    st.sampled_from([1, 3, 16]),
+    st.booleans(),
+    st.sampled_from([None, 0.1, 1.0]),
+)
+
+
+@given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES), BALANCERS, LOOKING)
+@settings(max_examples=30, **BUSY)
+def test_guesses_about_layers(seed: int, slots: int, policy: str, balancer: str, ahead) -> None:
+    case = Case(mixed_trace(seed, 20), slots, policy, balancer, ahead, rows=seed % 9)
+    for seconds, background in ((0.0, Instant), (1e15, Endless)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(VirtualLink, "read_ahead", lambda self, move, left=seconds: Flow(left, 0.0))
+            assert_same(simulated(case), executed(case, background))
+
+
+def test_guesses_read_and_pin_something() -> None:
+    """Reads ahead of guesses take virtual time; the oracle is right about all of them, and earlier."""
+    found = {}
+    for kind in (Next, frequency):
+        ahead = PrefetchSettings(prefetch="named", built=kind(3, 8), pins=True, extra=1.0)
+        found[kind] = simulated(Case(mixed_trace(0), 12, ahead=ahead))[-1].counters
+        assert found[kind]["prefetches"] and found[kind]["prefetch_hits"]
+    ahead = PrefetchSettings(prefetch="oracle", built=Oracle(24), pins=True)
+    best = simulated(Case(mixed_trace(0), 12, ahead=ahead))[-1].counters
+    assert best["hits"] > max(counts["hits"] for counts in found.values())
 
 
 def test_what_the_cpu_computed_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:

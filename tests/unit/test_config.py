@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_spac.cache import prefetcher
+from vllm_spac.cache import prefetch_settings
 from vllm_spac.config import SpacConfig, check_knob, component_knobs
 from vllm_spac.errors import ConfigError
 from vllm_spac.knobs.types import Slots, flag
@@ -308,15 +308,48 @@ def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
         SpacConfig.parse({"store": "host@threads=4"})
 
 
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        (
+            {"prefetch": "linear"},
+            r"prefetch=linear .* needs predictor_file \(--spac-predictor-file FILE\).*train-predictor",
+        ),
+        ({"predictor_file": "/x"}, r"no effect with prefetch=off \(--spac-prefetch\); add --spac-prefetch linear"),
+        ({"predictor_file": "/x", "prefetch": "utility"}, "no effect with prefetch=utility"),
+        ({"soft_pins": "on"}, r"soft_pins=on \(--spac-soft-pins\) has no effect with prefetch=off"),
+        ({"soft_pins": "off", "prefetch": "utility@upper=1"}, "utility@upper=1 .* does not look at layers"),
+        ({"soft_pins": "maybe"}, "'on' or 'off'"),
+        ({"prefetch_extra": 0.2}, r"limits nothing with prefetch=off \(--spac-prefetch\)"),
+        ({"prefetch_extra": 1.5, "prefetch": "utility"}, r"prefetch_extra=1.5 \(--spac-prefetch-extra\)"),
+        ({"prefetch_extra": True, "prefetch": "utility"}, "use a number"),
+        ({"prefetch": "linear@reach=2", "predictor_file": "/x"}, "linear has no argument 'reach'"),
+        ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
+        ({"prefetch": "linear", "predictor_file": "/x", "execution": "pointers"}, "drop --spac-prefetch"),
+    ],
+    ids=str,
+)
+def test_knobs_of_the_prefetcher_that_cannot_be(raw: dict, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        SpacConfig.parse(raw)
+
+
+def test_knobs_of_the_prefetcher() -> None:
+    raw = {"prefetch": "linear@depth=4", "predictor_file": "/x", "soft_pins": "off", "prefetch_extra": "0.25"}
+    config = SpacConfig.parse(raw)
+    assert (config.prefetch_share, config.soft_pins, str(config.predictor_file)) == (0.25, "off", "/x")
+    assert SpacConfig.parse({}).prefetch_share == 0.1
+
+
 def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
-    assert component_knobs()["prefetch"].settings == prefetcher.SETTINGS
+    assert component_knobs()["prefetch"].settings == prefetch_settings.SETTINGS
     spec = "utility@depth=8@upper=1"
     assert SpacConfig.parse({"prefetch": spec}).prefetch == spec
-    settings = prefetcher.PrefetchSettings.of(spec)
+    settings = prefetch_settings.PrefetchSettings.of(spec)
     assert (settings.prefetch, settings.depth, settings.options) == ("utility", 8, {"upper": 1})
     for wrong in ("utility@depth=0", "utility@upper=0", "utility@depth=many"):
         with pytest.raises(ConfigError):
-            prefetcher.PrefetchSettings.of(wrong)
+            prefetch_settings.PrefetchSettings.of(wrong)
 
 
 @pytest.mark.parametrize(

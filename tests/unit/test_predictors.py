@@ -118,6 +118,24 @@ def test_linear_scores_are_its_features_times_its_map() -> None:
     torch.testing.assert_close(guess.scores, features @ whole)
 
 
+def test_linear_keeps_nothing_of_earlier_rows() -> None:
+    """Whatever it was asked before, with other tokens, other layers, more rows, and inside of inference mode."""
+    material, samples = made.material(), made.material().others
+    tensors = {name: t for stage in range(5) for name, t in Linear.train(stage, material, {}).items()}
+    table = TokenTable(material.sizes, TokenTable.train(0, material, {}), {})
+    kept = Linear(material.sizes, tensors, {"token_table": table})
+    earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number, (layer, rows) in enumerate([(0, (0, 9)), (START, (9, 12)), (1, (9, 12)), (0, (1, 40)), (2, (3, 5))]):
+        seen = samples.seen(layer, slice(*rows), kept.needs)
+        with torch.inference_mode(number % 2 == 1):
+            found = [guess.scores for guess in kept.guesses(seen)]
+        fresh = Linear(material.sizes, tensors, {"token_table": table})
+        for ours, theirs in zip(found, fresh.guesses(seen), strict=True):
+            torch.testing.assert_close(ours, theirs.scores)
+            earlier.append((ours, ours.clone()))
+    assert len(earlier) > 4 and all(torch.equal(ours, then) for ours, then in earlier)
+
+
 def test_neural_undoes_the_normalisation_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shifting and scaling all inputs before the training changes no score (but for bf16)."""
     monkeypatch.setattr("vllm_spac.predictors.neural._STEPS", 40)

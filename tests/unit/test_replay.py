@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import RequestRows, RowKind
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.profiling.costs import Costs

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers.protocol import Move
+from vllm_spac.prediction.file import Identity, PredictorFile, kinds
+from vllm_spac.predictors._trained import Sizes
 from vllm_spac.profiling import costs
 from vllm_spac.profiling.costs import Costs, Rate
 from vllm_spac.simulation.parts import parts
@@ -218,6 +221,48 @@ def test_what_holds_with_reads_ahead(balancer: str, slots: int):
     assert outcome == simulate(trace, slots, COSTS, balancer=balancer, prefetch="utility@depth=4")
 
 
+def predictors(path: Path, layers: int = 3) -> Path:
+    """A file of predictors of the model below; all of their numbers are 0."""
+    sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1, words=1)
+    specs = {name: kinds()[name].specs(sizes) for name in ("frequency", "gate", "token_table")}
+    tensors = {
+        name: {tensor: torch.zeros(shape, dtype=dtype) for tensor, (dtype, shape) in found.items()}
+        for name, found in specs.items()
+    }
+    tensors["frequency"]["counts"][:, :4] = 1
+    PredictorFile(Identity("f", "m", tuple(map(str, range(layers)))), sizes, 1, tensors, {}).save(path)
+    return path
+
+
+def test_trained_predictors_and_the_ceiling(tmp_path: Path):
+    """The oracle knows all; the file's frequency names the experts 0 to 3, which the slots then keep or get back."""
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.3)
+    file = predictors(tmp_path / "p")
+    names = {"off": {}, "oracle": {}, "frequency": {"predictor_file": file}}
+    found = {name: simulate(trace, 24, COSTS, prefetch=name, **more) for name, more in names.items()}
+    used = found["off"].hits + found["off"].misses
+    for outcome in found.values():
+        assert outcome.hits + outcome.misses == used and outcome.seconds >= outcome.bound_seconds
+    assert found["oracle"].hits > found["frequency"].hits and found["frequency"].prefetches
+    assert found["oracle"].seconds < min(found["off"].seconds, found["frequency"].seconds)
+    assert found["oracle"].prefetch_wasted == 0
+    limited = simulate(
+        trace, 24, COSTS, prefetch="frequency", predictor_file=file, soft_pins=False, prefetch_extra=0.05
+    )
+    assert limited.bytes <= 1.06 * found["off"].bytes and limited.prefetches < found["frequency"].prefetches
+
+
+def test_predictors_that_a_trace_has_not_the_inputs_of(tmp_path: Path):
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=2)
+    for name, lacks in (("gate", "router_input"), ("token_table", "tokens")):
+        with pytest.raises(ConfigError, match=f"prefetch {name} looks at {lacks}, which this trace does not hold"):
+            simulate(trace, 12, COSTS, prefetch=name, predictor_file=predictors(tmp_path / "p"))
+    with pytest.raises(ConfigError, match="p has no predictor linear; use one of frequency, gate, token_table"):
+        simulate(trace, 12, COSTS, prefetch="linear", predictor_file=tmp_path / "p")
+    with pytest.raises(ConfigError, match="q is of 2 layers of 16 experts, top-4, and the trace of 3 of 16, top-4"):
+        simulate(trace, 12, COSTS, prefetch="gate", predictor_file=predictors(tmp_path / "q", 2))
+
+
 def test_knobs_reach_the_components():
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=150, drafts=3, skew=1.0, reuse=0.7)
     default, binary = (simulate(trace, 16, COSTS, policy=p) for p in ("utility", "utility@upper=1@variant=literal"))
@@ -243,6 +288,8 @@ def test_knobs_reach_the_components():
         ({"prefetch": "luck"}, "prefetch='luck' is not known; use off or"),
         ({"prefetch": "utility@size=3"}, "prefetch='utility@size=3' cannot be built.*size"),
         ({"prefetch": "utility@depth=0"}, "must be at least 1"),
+        ({"prefetch": "linear"}, "prefetch linear is trained; name a file of `vllm-spac train-predictor`"),
+        ({"prefetch": "oracle@upper=1"}, "oracle has no argument 'upper'"),
         ({"policy": "belady", "prefetch": "utility"}, "belady must know"),
         ({"execution": "pointers", "prefetch": "utility"}, "prefetch utility is of execution=slots"),
     ],

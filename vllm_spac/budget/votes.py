@@ -42,7 +42,7 @@ def voted(step: Step, alpha: float | None) -> Step:
     for request in step.requests:
         votes = () if alpha is None else tuple(vote(weight, alpha) for weight in request.weights or ())
         requests.append(replace(request, weights=votes if any(each != 1 for each in votes) else None))
-    return Step(tuple(requests))
+    return replace(step, requests=tuple(requests))
 
 
 class Group(NamedTuple):

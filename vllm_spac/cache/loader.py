@@ -12,10 +12,13 @@ import numpy as np
 
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.link import Link
-from vllm_spac.cache.prefetcher import Prefetcher, PrefetchSettings
+from vllm_spac.cache.lookahead import Lookahead
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import Placement, Residency
 from vllm_spac.errors import StoreError
 from vllm_spac.metrics import Counters
+from vllm_spac.predictors.base import Seen, Signal
 
 
 class ExpertLoader:
@@ -25,6 +28,10 @@ class ExpertLoader:
         residency: which expert is in which slot; owned.
         transfers: moves bytes; owned.
         counters, layer_experts, settings, balancer: as in ``Prefetcher``.
+        top_k: experts per row; a predictor that looks at layers is taken to name as many.
+
+    Attributes:
+        needs: what a predictor must be passed by ``begin_step`` and ``look``; None: neither needs to be called.
     """
 
     def __init__(
@@ -35,13 +42,29 @@ class ExpertLoader:
         layer_experts: int,
         settings: PrefetchSettings,
         balancer: Balancer | None = None,
+        top_k: int = 1,
     ) -> None:
         self.residency = residency
         self._transfers = transfers
         self._counters = counters
         self._fetches = settings.prefetch != "off"
         predictor = settings.predictor_beside(residency.policy, len(residency.slot_of))
-        self._prefetcher = Prefetcher(residency, transfers, counters, layer_experts, predictor, settings, balancer)
+        shared = residency, transfers, counters, layer_experts, predictor, settings, balancer
+        self.needs: frozenset[Signal] | None = None
+        if settings.looks:
+            guesser = settings.build(len(residency.slot_of))
+            self.needs = guesser.needs
+            self._prefetcher: Prefetcher = Lookahead(*shared, guesser, top_k)
+        else:
+            self._prefetcher = Prefetcher(*shared)
+
+    def begin_step(self, seen: Seen | None) -> None:
+        """A step begins, of which a predictor may see ``seen``; None: nothing is to be guessed about it."""
+        self._prefetcher.begin_step(seen)
+
+    def look(self, seen: Seen) -> None:
+        """A router has chosen, in a step that began with something seen; before anything of its layer is held."""
+        self._prefetcher.look(seen)
 
     def hold(self, keys: list[int], counters: Counters | None) -> list[int]:
         """Pins ``keys``, waits until all are READY, and returns those that were not; ``release`` unpins.
@@ -112,7 +135,8 @@ class ExpertLoader:
         if counts is not None:
             self.residency.observe(counts)
             self._transfers.observe(counts)
-            if self._fetches or (self.balancer is not None and self.balancer.needs_scores):
+            counted = self._fetches and self.needs is None
+            if counted or (self.balancer is not None and self.balancer.needs_scores):
                 self._prefetcher.observe(counts)
         if self._fetches:
             self._prefetcher.plan()
@@ -133,20 +157,26 @@ class ExpertLoader:
                 if not self._prefetcher.cancel(others):
                     self._prefetcher.wait(others[:1], counters)
                 continue
-            self._prefetcher.placed(placement)
+            self._placed(placement, counters)
             return placement
+
+    def _placed(self, placement: Placement, counters: Counters | None) -> None:
+        if counters is None:
+            self._prefetcher.placed(placement)
+        else:
+            self._prefetcher.demanded(placement)
 
     def _bring(self, placement: Placement, counters: Counters | None) -> None:
         """Loads the missing experts; prefetches that have not begun become loads on demand, others are waited for."""
         begun = dict(placement.waits)
-        for key in self._transfers.ahead.cancel(list(begun)):
+        for key in self._prefetcher.take_over(list(begun)):
             del begun[key]
         loads = [*placement.loads, *((key, slot) for key, slot in placement.waits if key not in begun)]
         failed = self._load(loads, counters)
         if begun:
             again = self._prefetcher.wait(list(begun), counters)
             second = self.residency.prepare(again)  # into the slots that their failed reads have just freed
-            self._prefetcher.placed(second)
+            self._placed(second, counters)
             failed |= self._load(second.loads, counters)
             self._counters.prefetch_late += len(begun) - len(again)
         if failed:

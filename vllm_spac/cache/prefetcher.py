@@ -1,117 +1,25 @@
-"""Score-based prefetcher as in MoE-SpAc: decides which missing experts are read ahead, and counts the outcome."""
+"""Score-based prefetcher as in MoE-SpAc: decides which missing experts are read ahead, and counts the outcome.
+
+``lookahead`` derives from it a prefetcher that plans from guesses about layers instead of scores after steps.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
 
 import numpy as np
 
-from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.allowance import PAUSE, Allowance
 from vllm_spac.cache.level_queue import LevelQueue
 from vllm_spac.cache.link import Link, Moved
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
-from vllm_spac.errors import ConfigError
 from vllm_spac.metrics import Counters
-from vllm_spac.policies.base import Policy
-from vllm_spac.predictors.base import Guess, Predictor, Seen, Signal
-from vllm_spac.system.printable import brief
-
-SETTINGS = ("threshold", "depth", "background")  # that a name with arguments may set, next to the predictor's
+from vllm_spac.predictors.base import Predictor, Seen
 
 logger = logging.getLogger("vllm.spac")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefetchSettings:
-    """Settings of the prefetcher.
-
-    The ablations of the MoE-SpAc paper: ``prefetch="off"`` is "w/o SG-Prefetcher"; policy ``lru`` with
-    ``prefetch="utility"`` is "w/o SG-Evictor"; of ``options``, ``upper=1`` is "w/o SpecUE" and ``boundaries=(3, 1)``
-    "w/o AdaBC"; ``threshold=2`` is "w/o HetWB".
-
-    Attributes:
-        prefetch: ``off``, or a predictor, whose score must reach the threshold: a name of ``predictors/`` or
-            ``package.module:Class``.
-        threshold: the lowest score worth fetching (the paper's tau), where no balancer decides it.
-        depth: maximum number of experts that have a slot and are not read yet. The experts they replaced are evicted
-            while they wait.
-        background: maximum number of prefetch reads in flight; None is half of the I/O threads.
-        options: arguments of the predictor. Without any, the scores are those of a policy with the same predictor.
-        poison: fill slots with NaN before they are loaded; for tests.
-
-    Raises:
-        ConfigError: there is no such predictor, it needs a signal that the prefetcher cannot provide, or a number is
-            below 1.
-        ValueError: the predictor refuses its options.
-    """
-
-    prefetch: str = "off"
-    threshold: int = 1
-    depth: int = 16
-    background: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    poison: bool = False
-
-    def __post_init__(self) -> None:
-        known = components.serving("predictors")
-        if self.prefetch not in ("off", *known) and ":" not in self.prefetch:
-            raise ConfigError(f"spac: prefetch={self.prefetch!r} is not known; use off or {', '.join(known)}")
-        if self.threshold < 1 or self.depth < 1 or (self.background is not None and self.background < 1):
-            raise ConfigError("spac: threshold, depth and background of the prefetcher must be at least 1")
-        others = self.build(1).needs - {Signal.COUNTS}  # also refuses wrong options now, not in the first forward
-        if others:
-            raise ConfigError(
-                f"spac: prefetch={self.prefetch!r} looks at {', '.join(sorted(others))}, which is not passed on to "
-                "predictors yet; use off or utility"
-            )
-
-    @classmethod
-    def of(cls, spec: str) -> Self:
-        """Returns the settings ``name@argument=value@...``: those of ``SETTINGS``, and arguments of the predictor.
-
-        Raises:
-            ConfigError: as the constructor, also for arguments that the predictor refuses.
-        """
-        name, options = components.parse(spec)
-        own = {argument: options.pop(argument) for argument in SETTINGS if argument in options}
-        try:
-            return cls(prefetch=name, options=options, **own)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"spac: prefetch={brief(spec)} cannot be built: {error}") from error
-
-    @property
-    def predictor(self) -> str:
-        """Name of the predictor; balancers may need its scores even if nothing is prefetched."""
-        return "utility" if self.prefetch == "off" else self.prefetch
-
-    def build(self, experts: int) -> Predictor:
-        """Returns a predictor of ``experts`` experts."""
-        return components.build("predictors", self.predictor, num_experts=experts, **self.options)
-
-    def predictor_beside(self, policy: Policy, experts: int) -> Predictor:
-        """Returns the predictor to use with ``policy``; reads the policy's scores if it runs the same predictor."""
-        same = policy.predictor == self.predictor and not self.options
-        return _Lent(policy) if same else self.build(experts)
-
-
-class _Lent(Predictor):
-    """The scores of the eviction policy, which must have observed a step before this predictor does."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.scores = policy.scores
-
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
-        return ()  # the prefetcher reads the scores
-
-    def observe_step(self, counts: np.ndarray) -> None:
-        self.scores = self._policy.scores
 
 
 class Prefetcher:
@@ -150,15 +58,25 @@ class Prefetcher:
         self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
         self._admitted: set[int] = set()  # being read for the next step, because the CPU computed them in this one
         self._damaged: set[int] = set()  # failed; not prefetched again until a forward has used them
+        self._allowance = None if settings.extra is None else Allowance(settings.extra)
+        self._guessed: set[int] = set()  # being read or read because of a prediction, and not used yet
+        self._evicted_for: dict[int, int] = {}  # victim of such a read -> the key read
+        self._told = False  # that it pauses
 
     def observe(self, counts: np.ndarray) -> None:
         """Updates the scores from the ``counts`` of a step, which the policy has observed (see ``Policy.observe``)."""
         self._predictor.observe_step(counts)
         self.scores = self._predictor.scores
 
+    def begin_step(self, seen: Seen | None) -> None:
+        """A step begins, of which a predictor that looks at layers may see ``seen``; None: nothing is to be guessed."""
+
+    def look(self, seen: Seen) -> None:
+        """A router has chosen, before the experts of its layer are loaded: for a predictor that looks at layers."""
+
     def plan(self) -> None:
         """Called after a step: cancels reads that have not begun, and queues new ones by the newest scores."""
-        self.reap()
+        self.end_step()
         self.cancel([key for key in self._ahead.keys if key not in self._admitted])
         self.queue.clear()
         wanted = np.flatnonzero((self.scores >= self._thresholds()) & (self._residency.slot_of == NOWHERE))
@@ -167,19 +85,32 @@ class Prefetcher:
                 self.queue.put(key, score)
         self.top_up(0)
 
+    def end_step(self) -> None:
+        """Processes the reads that have finished, and judges by a window of steps whether reads ahead pay."""
+        self.reap()
+        self._evicted_for = {victim: key for victim, key in self._evicted_for.items() if key in self._guessed}
+        if self._allowance is not None and (judged := self._allowance.end_step()) is not None and not self._told:
+            self._told = True
+            logger.warning(
+                "spac: prefetch=%s pauses: layers used %d of the last %d experts that it read ahead; it is tried again "
+                "every %d steps, or use --spac-prefetch off",
+                self._settings.prefetch,
+                *judged,
+                PAUSE,
+            )
+
     def top_up(self, passed: int) -> None:
         """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""
         self.cancel([key for key in self._ahead.keys if key < passed and key not in self._admitted])
         loads: list[tuple[int, int]] = []
-        while len(self._ahead.keys) + len(loads) < self._settings.depth and (key := self.queue.pop()) is not None:
+        while self._may_read(len(loads)) and (key := self.queue.pop()) is not None:
             if key < passed or self._residency.slot_of[key] != NOWHERE:
                 continue
             placement = self._residency.admit(key, self.scores)
             if placement is None:  # no queued key has a higher score
                 self.queue.clear()
                 break
-            self.placed(placement)
-            loads.extend(placement.loads)
+            loads += self._guess(placement)
         if loads:
             self._ahead.fetch(loads)
 
@@ -213,6 +144,14 @@ class Prefetcher:
         for key in gone:
             self._residency.failed(key)
         self._admitted.difference_update(gone)
+        self._unread(gone)
+        return gone
+
+    def take_over(self, keys: Sequence[int]) -> list[int]:
+        """Cancels those of ``keys`` whose read has not begun, to be loaded on demand into their slots; returns them."""
+        gone = self._ahead.cancel(keys)
+        self._unread(gone)
+        self._demanded(gone)
         return gone
 
     def wait(self, keys: list[int], counters: Counters | None) -> list[int]:
@@ -223,10 +162,16 @@ class Prefetcher:
             counters.stall_seconds += self._link.clock() - start
         return failed
 
+    def demanded(self, placement: Placement) -> None:
+        """Records a placement by which a layer loads what it misses; as ``placed``."""
+        self.placed(placement)
+        self._demanded([key for key, _ in placement.loads])
+
     def placed(self, placement: Placement) -> None:
         """Records a placement: counts evicted unused prefetches, and poisons the new slots if set."""
         wasted = self.unused.intersection(placement.victims)
         self.unused -= wasted
+        self._guessed -= wasted
         self._counters.prefetch_wasted += len(wasted)
         if self._poison:
             for _, slot in placement.loads:
@@ -238,12 +183,50 @@ class Prefetcher:
             used = self.unused.intersection(np.asarray(keys).tolist())
             self.unused -= used
             self._counters.prefetch_hits += len(used)
+            if self._allowance is not None:
+                self._allowance.used(len(used & self._guessed))
+            self._guessed -= used
         if self._admitted:
             self._admitted.difference_update(np.asarray(keys).tolist())
         if self._damaged:
             self._damaged.difference_update(np.asarray(keys).tolist())
-        if len(keys) and (self.queue or self._ahead.keys):
-            self.top_up((int(max(keys)) // self._layer_experts + 1) * self._layer_experts)
+        if len(keys):
+            self._proceed(int(max(keys)) // self._layer_experts)
+
+    def _proceed(self, layer: int) -> None:
+        """Starts further reads; the experts of ``layer`` are about to run."""
+        if self.queue or self._ahead.keys:
+            self.top_up((layer + 1) * self._layer_experts)
+
+    def _may_read(self, more: int) -> bool:
+        """Whether another read may be asked for, after ``more`` that are about to be."""
+        allowed = self._allowance is None or self._allowance.open
+        return allowed and len(self._ahead.keys) + more < self._settings.depth
+
+    def _guess(self, placement: Placement) -> tuple[tuple[int, int], ...]:
+        """Records a placement because of a prediction; returns its loads."""
+        self.placed(placement)
+        ((key, _),) = placement.loads
+        self._guessed.add(key)
+        self._evicted_for.update(dict.fromkeys(placement.victims, key))
+        if self._allowance is not None:
+            self._allowance.read(1)
+        return placement.loads
+
+    def _unread(self, keys: Sequence[int]) -> None:
+        """Records that the reads of ``keys`` never began."""
+        if self._allowance is not None:
+            self._allowance.read(-len(self._guessed.intersection(keys)))
+        self._guessed.difference_update(keys)
+
+    def _demanded(self, keys: Sequence[int]) -> None:
+        """Records that a layer loads ``keys``, and which of them it has to because of a read ahead without use."""
+        harm = 0
+        for key in self._evicted_for.keys() & set(keys):
+            harm += self._evicted_for.pop(key) in self._guessed
+        self._counters.prefetch_harmful += harm
+        if self._allowance is not None:
+            self._allowance.loaded(len(keys), harm)
 
     def _thresholds(self) -> int | np.ndarray:
         if self.balancer is None:
@@ -262,6 +245,7 @@ class Prefetcher:
                 self._residency.loaded(key)
                 self._counters.moved(f"{result.path} ahead", result.nbytes)
                 self.unused.add(key)
+        self._guessed.difference_update(failed)
         self._damaged.update(failed)
         self._counters.prefetch_failed += len(failed)
         self._counters.prefetches += len(results) - len(failed)

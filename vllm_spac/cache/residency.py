@@ -8,7 +8,7 @@ only forgets: nothing is ever copied back. Only the forward thread calls, so tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -46,14 +46,24 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Better:
-    """Keys that may not be evicted for one that scores ``limit``: the frozen ones, and those that score as much."""
+    """Keys that may not be evicted for one that scores ``limit``: those that score as much."""
 
-    frozen: Collection[int]
     scores: np.ndarray
     limit: int
 
     def __contains__(self, key: Any) -> bool:
-        return key in self.frozen or self.scores[key] >= self.limit
+        return bool(self.scores[key] >= self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Either:
+    """Keys that are in one of two collections."""
+
+    one: Container[int]
+    other: Container[int]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.one or key in self.other
 
 
 class Residency:
@@ -66,6 +76,7 @@ class Residency:
 
     Attributes:
         activity: what experts did lately, while somebody looks.
+        soft: keys that ``prepare`` evicts last (soft pins), if any.
     """
 
     activity: ExpertActivity | None = None
@@ -73,6 +84,7 @@ class Residency:
     def __init__(self, keys: int, slots: int, policy: Policy) -> None:
         assert 0 < slots <= keys, f"{slots} slots for {keys} experts"
         self.policy = policy
+        self.soft: Container[int] | None = None
         self.slot_of = np.full(keys, NOWHERE, dtype=np.int32)
         self.owner = np.full(slots, NOWHERE, dtype=np.int32)
         self.state = np.full(slots, SlotState.FREE, dtype=np.int8)
@@ -106,7 +118,7 @@ class Residency:
         waits = [(key, int(self.slot_of[key])) for key in keys if key in self._loading] if self._loading else []
         pinned = self._pinned.union(keys)
         frozen = pinned | self._loading if self._loading else pinned
-        victims = self.policy.evict(max(0, len(missing) - len(self._free)), frozen)
+        victims = self._evict(max(0, len(missing) - len(self._free)), frozen)
         for victim in victims:
             assert victim not in frozen, "the policy evicts a frozen expert"
             self._vacate(victim)
@@ -126,16 +138,20 @@ class Residency:
         return True
 
     def admit(self, key: int, scores: np.ndarray) -> Placement | None:
+        """Finds a slot for ``key`` as ``admit_unless``, where no expert is evicted for one with a lower score."""
+        return self.admit_unless(key, _Better(scores, int(scores[key])))
+
+    def admit_unless(self, key: int, kept: Container[int]) -> Placement | None:
         """Finds a slot for ``key``, which has none, to be loaded before it is needed; does not pin it.
 
-        The slot is a free one, or else that of the policy's first victim among those that score less than ``key``.
-        Without either, nothing changes and None is returned: an expert is never evicted for one with a lower score.
+        The slot is a free one, or else that of the policy's first victim that is not in ``kept``. Without either,
+        nothing changes and None is returned.
         """
         assert self.slot_of[key] == NOWHERE, f"expert {key} has a slot"
         victims: list[int] = []
         if not self._free:
             try:
-                victims = self.policy.evict(1, _Better(self._pinned | self._loading, scores, int(scores[key])))
+                victims = self.policy.evict(1, _Either(self._pinned | self._loading, kept))
             except LookupError:
                 return None
             assert victims[0] not in self._pinned | self._loading, "the policy evicts a frozen expert"
@@ -216,6 +232,20 @@ class Residency:
         assert len(self.policy) == len(owned), "the policy holds other keys than the slots"
         assert all(int(key) in self.policy for key in self.owner[owned]), "a resident key is unknown to the policy"
         assert all(self.slot_of[key] != NOWHERE for key in self._pinned), "a pinned key is not resident"
+
+    def _evict(self, count: int, frozen: set[int]) -> list[int]:
+        """Returns ``count`` victims that are not ``frozen``, all others before those of ``soft``; else as ``evict``."""
+        if not count or self.soft is None:
+            return self.policy.evict(count, frozen)
+        soft, either = self.soft, _Either(frozen, self.soft)
+        try:
+            return self.policy.evict(count, either)
+        except LookupError:
+            left = [key for key in self.owner.tolist() if key != NOWHERE and key not in frozen]
+            if len(left) < count:
+                raise
+            victims = self.policy.evict(sum(key not in soft for key in left), either)
+            return victims + self.policy.evict(count - len(victims), frozen)
 
     def _occupy(self, key: int) -> int:
         self.policy.insert(key)

@@ -63,8 +63,18 @@ def simulate(
     ] = None,
     balancer: Annotated[str, typer.Option(help="Selects experts for the CPU: none, threshold or waterfill.")] = "none",
     prefetch: Annotated[
-        str, typer.Option(help="With slots: predictor of reads ahead, as --spac-prefetch, optionally with knobs.")
+        str,
+        typer.Option(
+            help="With slots: predictor of reads ahead, as --spac-prefetch, optionally with knobs; oracle: the ceiling."
+        ),
     ] = "off",
+    predictor_file: Annotated[
+        Path | None, typer.Option(help="File of vllm-spac train-predictor, for a trained --prefetch.")
+    ] = None,
+    soft_pins: Annotated[bool, typer.Option(help="As --spac-soft-pins.")] = True,
+    prefetch_extra: Annotated[
+        float | None, typer.Option(help="As --spac-prefetch-extra.", show_default="no limit", min=0, max=1)
+    ] = None,
     overlap: Annotated[
         bool,
         typer.Option("--overlap", help="With slots: loads overlap with the computation of hits, as with pointers."),
@@ -107,6 +117,9 @@ def simulate(
     common: dict[str, Any] = {
         "balancer": balancer,
         "prefetch": prefetch,
+        "predictor_file": predictor_file,
+        "soft_pins": soft_pins,
+        "prefetch_extra": prefetch_extra,
         "overlap": overlap,
         "expert_bytes": expert_bytes,
         "host_bytes": 0 if host_memory is None else SpacConfig.parse({"host_memory": host_memory}).host_memory,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,10 @@ from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.execution._waves import row_waves
 from vllm_spac.metrics import Counters
+from vllm_spac.predictors.base import Seen
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FILL_BATCH = 16
 
@@ -38,6 +42,28 @@ class SlotLayers:
     def __init__(self, loader: ExpertLoader, experts: int) -> None:
         self.loader, self.experts = loader, experts
         self._computed: list[int] = []  # keys that ran on the CPU and may get slots
+        self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
+
+    def begin_step(self, seen: Seen | None) -> None:
+        """A step begins; ``seen`` of its rows, or None if they predict little, as those of prompts."""
+        if self.loader.needs is not None:
+            self._seen = seen
+            self.loader.begin_step(seen)
+
+    @property
+    def looks(self) -> bool:
+        """Whether ``look`` is to be called in the layers of the step."""
+        return self._seen is not None
+
+    def look(self, layer: int, hidden: Tensor | None, ids: Tensor, weights: Tensor | None) -> None:
+        """A router has chosen for the rows of the step, none of them padding; before ``cold`` and ``waves``.
+
+        Args:
+            layer: number of the layer.
+            hidden, ids, weights: as in ``Seen``; those that the predictor does not need may be None.
+        """
+        assert self._seen is not None, "a step in which nothing is guessed"
+        self.loader.look(Seen(layer, self._seen.tokens, hidden, ids, weights))
 
     def fill(self, layers: Sequence[list[int]]) -> Iterator[int]:
         """Loads the keys of each layer into free slots; yields how many were loaded."""

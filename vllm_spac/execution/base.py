@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm_spac.execution._exchange import Exchange
     from vllm_spac.executors._thread import ExecutorThread
     from vllm_spac.knobs.types import Slots
+    from vllm_spac.predictors.base import Predictor, Signal
     from vllm_spac.timeline.recorder import Timeline
 
 
@@ -113,6 +114,7 @@ class ExecutionContext:
         host: host memory between the slots and the store, if any; owned by the execution.
         exchange: copies small tensors between device and host; None on a CPU.
         local_of: as in ``Execution``.
+        predictor: trained, for ``config.prefetch``; None with one that is built from its name.
     """
 
     shape: MoEShape
@@ -126,6 +128,7 @@ class ExecutionContext:
     host: HostRows | None = None
     exchange: Exchange | None = None
     local_of: Tensor | None = None
+    predictor: Predictor | None = None
 
 
 class Execution(ABC):
@@ -152,6 +155,7 @@ class Execution(ABC):
         host: host memory between the slots and the store, if any.
         local_of: int64 [experts of the model], the number of each in ``shape``, -1 if another rank holds it; None: this
             process holds all of them.
+        looks_at: what a predictor is passed of steps and layers.
     """
 
     needs_host: ClassVar[bool] = True
@@ -170,6 +174,7 @@ class Execution(ABC):
     holds_all: bool
     host: HostRows | None = None
     local_of: Tensor | None = None
+    looks_at: frozenset[Signal] = frozenset()
 
     @classmethod
     @abstractmethod

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.loader import ExpertLoader
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, Step
@@ -30,6 +30,7 @@ from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, R
 from vllm_spac.executors._thread import Computation, ExecutorThread
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
+from vllm_spac.predictors.base import START, Seen
 from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.timeline.recorder import Timeline
 
@@ -108,12 +109,17 @@ class SlotExecution(Execution):
         self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
         self.host = host
         self.local_of = local_of
-        self._loader = ExpertLoader(self._residency, transfers, self.counters, shape.experts, knobs, balancer)
+        self._loader = ExpertLoader(
+            self._residency, transfers, self.counters, shape.experts, knobs, balancer, shape.top_k
+        )
         self._layers = SlotLayers(self._loader, shape.experts)
+        if not self.holds_all and self._loader.needs is not None:
+            self.looks_at = self._loader.needs
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
-        config = context.config
+        config, built = context.config, context.predictor
+        pins, extra = config.soft_pins != "off", config.prefetch_share
         return cls(
             context.shape,
             context.room.slots,
@@ -122,7 +128,7 @@ class SlotExecution(Execution):
             context.tensors,
             io_threads=config.io_threads,
             path=context.path,
-            ahead=PrefetchSettings.of(config.prefetch),
+            ahead=PrefetchSettings.of(config.prefetch, built=built, pins=pins, extra=extra),
             exchange=context.exchange,
             host=context.host,
             local_of=context.local_of,
@@ -141,6 +147,7 @@ class SlotExecution(Execution):
         self._step = step
         if not self.holds_all:
             self._routed.clear()  # of a forward that failed
+            self._layers.begin_step(None if step.prompts or not step.requests else Seen(START, step.tokens))
         self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
 
     def end_forward(self) -> None:
@@ -200,6 +207,8 @@ class SlotExecution(Execution):
             self._tell(layer, routed[: rows.real], weights[: rows.real], rows)
         if self.holds_all:
             return kernel(x, weights, routed)
+        if self._step is not None and self._layers.looks:
+            self._layers.look(layer, x[: rows.real], routed[: rows.real], weights[: rows.real])
         if (cold := self.cold(layer, routed, rows.real)) is None:
             return self.in_slots(layer, x, weights, routed, kernel, there=there)
         beside, hot = Share.of(routed, cold), Share.of(routed, ~cold)

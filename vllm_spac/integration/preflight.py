@@ -25,6 +25,7 @@ from vllm_spac.integration.loading.fingerprint import content_of, model_fingerpr
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.integration.stepping.trees import arguments as trees
 from vllm_spac.knobs.types import flag as knob_flag
+from vllm_spac.prediction.file import PredictorFile
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.system.printable import printable
 from vllm_spac.timeline.writer import check_target as check_timeline
@@ -78,7 +79,7 @@ def check_knobs(config: SpacConfig) -> None:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError(f"it cannot be built without arguments: {problem}; give them defaults") from error
-    for name in ("calibration", "budget_file"):
+    for name in ("calibration", "budget_file", "predictor_file"):
         path = getattr(config, name)
         if path is not None and not os.path.isfile(path):
             raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file")
@@ -129,6 +130,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         )
     _check_folder(config, model.get_num_experts())
     _check_cpu_experts(config)
+    _check_prefetch(config, vllm_config)
     _check_files(config, vllm_config)
 
 
@@ -222,19 +224,33 @@ def _check_cpu_experts(config: SpacConfig) -> None:
         )
 
 
+def _check_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> None:
+    """Raises ``UnsupportedError`` if a predictor looks at layers that are not on the host."""
+    on_host = _device_type() == "cpu" and not drafts.plans_drafts(vllm_config)
+    looks = config.prefetch != "off" and components.find("predictors", config.prefetch).looks_at_layers()
+    if looks and not on_host:
+        raise UnsupportedError(
+            f"spac: prefetch={config.prefetch} (--spac-prefetch) looks at what layers compute, which works on a CPU "
+            "with vLLM's V1 runner only; use --spac-prefetch utility or off"
+        )
+
+
 def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Refuses calibrations and budgets of another model; what depends on its layers is checked when they are built."""
-    if config.calibration is None and config.budget_file is None:
+    """Refuses files of another model; what depends on its layers is checked when they are built."""
+    if config.calibration is None and config.budget_file is None and config.predictor_file is None:
         return
     experts = vllm_config.model_config.get_num_experts()
     calibration = None if config.calibration is None else Calibration.read(config.calibration)
     if config.budget_file is not None:
         read_budgets(config.budget_file, None, None, experts)
+    predictors = None if config.predictor_file is None else PredictorFile.read(config.predictor_file)
     model = model_fingerprint(content_of(vllm_config, config.folder))  # may read the whole checkpoint
     if calibration is not None and config.calibration is not None:
         calibration.check_model(config.calibration, model, None, experts)
     if config.budget_file is not None:
         read_budgets(config.budget_file, model, None, experts)
+    if predictors is not None and config.predictor_file is not None:
+        predictors.check_model(config.predictor_file, model)
 
 
 def _check_folder(config: SpacConfig, experts: int) -> None:

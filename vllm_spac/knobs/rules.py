@@ -114,6 +114,32 @@ def _check_calibration(config: Any) -> None:
         )
 
 
+def _check_prefetch(config: Any) -> None:
+    named, off = f"prefetch={config.prefetch} (--spac-prefetch)", config.prefetch == "off"
+    kind = None if off else components.find("predictors", config.prefetch)
+    trained = kind is not None and kind.needs_file
+    looks = kind is not None and kind.looks_at_layers()
+    if trained and config.predictor_file is None:
+        raise ValueError(
+            f"{named} needs predictor_file (--spac-predictor-file FILE); write the file with "
+            "`vllm-spac train-predictor`"
+        )
+    if config.predictor_file is not None and not trained:
+        raise ValueError(
+            f"predictor_file (--spac-predictor-file) has no effect with {named}; add --spac-prefetch linear, or "
+            "another predictor of the file"
+        )
+    if config.soft_pins is not None and not looks:
+        raise ValueError(
+            f"soft_pins={config.soft_pins} (--spac-soft-pins) has no effect with {named}, which does not look at "
+            "layers; add --spac-prefetch linear --spac-predictor-file FILE"
+        )
+    if config.prefetch_extra is not None and off:
+        raise ValueError(
+            "prefetch_extra (--spac-prefetch-extra) limits nothing with prefetch=off (--spac-prefetch); drop it"
+        )
+
+
 def _check_trace(config: Any) -> None:
     if config.trace_overwrite and config.trace is None:
         raise ValueError("trace_overwrite (--spac-trace-overwrite) replaces nothing without --spac-trace FILE")
@@ -146,6 +172,7 @@ _RULES = (
     _check_tree,
     _check_host_memory,
     _check_calibration,
+    _check_prefetch,
     _check_trace,
     _check_cpu_experts,
 )

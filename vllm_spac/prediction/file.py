@@ -21,6 +21,7 @@ from vllm_spac import components
 from vllm_spac.errors import ConfigError
 from vllm_spac.predictors._trained import Sizes, Trained
 from vllm_spac.system import tensor_file
+from vllm_spac.system.printable import printable
 from vllm_spac.system.tensor_file import check, layer_names
 from vllm_spac.system.untrusted import parse_json
 
@@ -80,6 +81,15 @@ class PredictorFile:
                 f"{len(identity.layers)} layers of {experts}); run `vllm-spac train-predictor` for this one"
             )
         return found
+
+    def check_model(self, path: str | Path, fingerprint: str) -> None:
+        """Raises ``ConfigError`` unless the file, read from ``path``, is of the model with this fingerprint."""
+        if self.identity.fingerprint != fingerprint:
+            found = printable(f"{self.identity.model} ({self.identity.fingerprint[:12]})")
+            raise ConfigError(
+                f"spac: {path} was made for {found}, not for this model or revision ({fingerprint[:12]}); "
+                "run `vllm-spac train-predictor` for this one"
+            )
 
     @classmethod
     def read(cls, path: str | Path) -> PredictorFile:

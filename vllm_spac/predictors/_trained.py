@@ -108,7 +108,7 @@ class Trained(Predictor):
         uses: names of predictors that must be trained before it; None: all that do not say None.
     """
 
-    offline: ClassVar[str] = "reads ahead are not planned from it yet; vllm-spac predictors measures it"
+    needs_file: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...] | None] = ()
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:

@@ -52,7 +52,8 @@ class Guess:
     """Scores of the experts of one layer, or of several consecutive ones.
 
     Attributes:
-        first: key of the first expert that is scored; layer number times experts per layer.
+        first: key of the first expert that is scored; layer number times experts per layer. A layer that has run
+            already is scored for the next step.
         scores: [rows, n], or [1, n] if all rows have the same; n is a multiple of the experts per layer. The greater,
             the likelier; comparable between experts of one row and layer only.
     """
@@ -74,6 +75,7 @@ class Predictor(ABC):
         needs: the signals that it must be passed; a prefetcher refuses a predictor that needs a signal it lacks.
         reach: layers that it sees ahead of a router; 0: it is asked at the start of a step only, for all of its layers.
         offline: why no engine can serve with it; empty if one can.
+        needs_file: it is built from a file of ``vllm-spac train-predictor``, which an engine must be given.
         scores: int64 [keys], of a predictor that needs counts: its scores after the last step; 0 for an expert that is
             not worth fetching. Updates replace the array, none writes to it.
     """
@@ -81,7 +83,13 @@ class Predictor(ABC):
     needs: frozenset[Signal] = frozenset({Signal.COUNTS})
     reach: int = 0
     offline: ClassVar[str] = ""
+    needs_file: ClassVar[bool] = False
     scores: np.ndarray
+
+    @classmethod
+    def looks_at_layers(cls) -> bool:
+        """Whether it is asked in steps and layers, rather than told counts after each step."""
+        return cls.needs_file or Signal.COUNTS not in cls.needs
 
     @abstractmethod
     def guesses(self, seen: Seen) -> Iterable[Guess]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_spac.predictors._fitting import distil, ridge
 from vllm_spac.predictors._maps import Maps
 from vllm_spac.predictors._trained import Material, Sizes, Trained, mixing
-from vllm_spac.predictors.base import Seen, Signal
+from vllm_spac.predictors.base import Guess, Seen, Signal
 from vllm_spac.predictors.token_table import Means, TokenTable
 
 _STEPS, _RATE = 300, 2e-3
@@ -32,7 +32,15 @@ class Linear(Maps):
         super().__init__(sizes, tensors, beside)
         table = beside["token_table"]
         assert isinstance(table, TokenTable)
-        self._table = table
+        self._table, self._jumps = table, {jump: number for number, jump in enumerate(sizes.jumps())}
+        self._targets = torch.tensor([target for _, target in self._jumps])
+        # Of a map, the rows of the token table are used once per step, for all layers together.
+        self._of_table = torch.stack([self._maps[jump][-sizes.experts :] for jump in self._jumps])
+        self._biases = torch.stack([self._bias[jump] for jump in self._jumps])[:, None]
+        self._maps = {jump: self._maps[jump][: -sizes.experts].clone() for jump in self._jumps}
+        self._tokens = torch.empty(0, dtype=torch.int64)  # of the step that ``_by_token`` is of
+        self._by_token = torch.empty(0)  # [jumps, rows, N], the part of the scores that follows from the tokens
+        self._features = torch.empty(0)  # [rows, d + N], written anew in each layer
 
     @classmethod
     def features_of(cls, sizes: Sizes) -> int:
@@ -52,13 +60,27 @@ class Linear(Maps):
 
     def features(self, seen: Seen) -> Tensor:
         assert seen.hidden is not None and seen.ids is not None and seen.weights is not None
-        return torch.cat([seen.hidden.float(), mixing(seen.ids, seen.weights, self.sizes.experts)], 1)
+        rows, width = seen.hidden.shape
+        if rows > len(self._features):
+            with torch.inference_mode(False):  # a buffer for calls inside and outside of it
+                self._features = torch.empty(rows, width + self.sizes.experts)
+        features = self._features[:rows]
+        features[:, :width] = seen.hidden
+        features[:, width:].zero_().scatter_(1, seen.ids.long(), seen.weights.float())
+        return features
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        assert seen.tokens is not None
+        if seen.tokens is not self._tokens and not torch.equal(seen.tokens, self._tokens):
+            self._tokens, self._by_token = seen.tokens, self._scores_by_token(seen.tokens)
+        return list(super().guesses(seen))  # now: the features are written anew in the next layer
 
     def scores_of(self, jump: tuple[int, int], features: Tensor, seen: Seen) -> Tensor:
-        assert seen.tokens is not None
-        first, table = self._maps[jump].split([features.shape[1], self.sizes.experts])
-        scores = torch.addmm(self._bias[jump], features, first)
-        return scores.addmm_(logarithm(self._table.scores_of(jump[1], self._table.places(seen.tokens))), table)
+        return torch.addmm(self._by_token[self._jumps[jump]], features, self._maps[jump])
+
+    def _scores_by_token(self, tokens: Tensor) -> Tensor:
+        table = logarithm(self._table.scores_of(slice(None), self._table.places(tokens)))
+        return torch.baddbmm(self._biases, table[self._targets], self._of_table)
 
 
 def logarithm(probs: Tensor) -> Tensor:

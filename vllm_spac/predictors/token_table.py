@@ -63,18 +63,19 @@ class TokenTable(Trained):
     def guesses(self, seen: Seen) -> Iterable[Guess]:
         if seen.layer == START:
             assert seen.tokens is not None
-            places = self.places(seen.tokens)
-            yield Guess(0, torch.cat([self.scores_of(layer, places) for layer in range(self.sizes.layers)], 1))
+            scores = self.scores_of(slice(None), self.places(seen.tokens))
+            yield Guess(0, scores.transpose(0, 1).flatten(1))
 
     def places(self, tokens: Tensor) -> Tensor:
         """Returns int64 [rows], the entries of tokens."""
         found = torch.searchsorted(self._tokens, tokens).clamp_(max=len(self._tokens) - 1)
         return torch.where(self._tokens[found] == tokens, found, len(self._tokens))
 
-    def scores_of(self, layer: int, places: Tensor) -> Tensor:
-        """Returns float32 [rows, N], the distributions of one layer in some entries."""
-        spread = self._rest[layer, places] * self._prior[layer]
-        return spread.scatter_(1, self._ids[layer, places].long(), self._probs[layer, places].float())
+    def scores_of(self, layers: int | slice, places: Tensor) -> Tensor:
+        """Returns float32 [rows, N], the distributions of one layer in some entries; [L, rows, N] of several layers."""
+        spread = self._rest[layers][..., places, :] * self._prior[layers].unsqueeze(-2)
+        ids, probs = self._ids[layers][..., places, :].long(), self._probs[layers][..., places, :].float()
+        return spread.scatter_(-1, ids, probs)
 
 
 @dataclass(frozen=True, eq=False)

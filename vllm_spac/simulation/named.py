@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.errors import ConfigError
 from vllm_spac.policies.base import Policy, PolicyContext
+from vllm_spac.prediction.file import PredictorFile
+from vllm_spac.predictors.base import Predictor, Signal
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.simulation.calibrated import take_counts
 from vllm_spac.traces.format import ROW_KINDS, Trace
@@ -59,6 +63,49 @@ def build_balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balanc
     facts |= {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts / max(1, verifying)))}
     given = {argument: value for argument, value in facts.items() if argument not in knobs}
     return components.build_with("balancers", name, knobs, **given)
+
+
+def build_prefetch(
+    spec: str, trace: Trace, file: Path | None = None, pins: bool = True, extra: float | None = None
+) -> PrefetchSettings:
+    """Builds the settings of the prefetcher, with a predictor that an engine builds from a file, or lacks.
+
+    Args:
+        spec: ``off`` or a predictor, with its arguments and those of ``PrefetchSettings``.
+        file: of trained predictors.
+        pins, extra: as in ``PrefetchSettings``.
+
+    Raises:
+        ConfigError: there is no such predictor, it is not in the file, the file is of a model of another size, or it
+            needs what the trace does not have.
+    """
+    name, built = spec.partition("@")[0], None
+    kind = components.find("predictors", name) if name in components.names("predictors") else None
+    if kind is not None and kind.needs_file:
+        built = _trained(name, trace, file)
+    elif kind is not None and Signal.FUTURE in kind.needs:
+        built = kind(num_experts=trace.facts.total)
+    settings = PrefetchSettings.of(spec, built=built, pins=pins, extra=extra)
+    has = {Signal.FUTURE} | ({Signal.ROUTING} if trace.weights is not None else set())
+    lacks = settings.build(trace.facts.total).needs - {Signal.COUNTS} - has
+    if spec != "off" and lacks:
+        raise ConfigError(f"prefetch {name} looks at {', '.join(sorted(lacks))}, which this trace does not hold")
+    return settings
+
+
+def _trained(name: str, trace: Trace, file: Path | None) -> Predictor:
+    if file is None:
+        raise ConfigError(f"prefetch {name} is trained; name a file of `vllm-spac train-predictor`")
+    found = PredictorFile.read(file)
+    ours, facts = found.sizes, trace.facts
+    if (ours.layers, ours.experts, ours.top_k) != (facts.layers, facts.experts, facts.top_k):
+        raise ConfigError(
+            f"{file} is of {ours.layers} layers of {ours.experts} experts, top-{ours.top_k}, and the trace of "
+            f"{facts.layers} of {facts.experts}, top-{facts.top_k}; use one of the same model"
+        )
+    if name not in found.names:
+        raise ConfigError(f"{file} has no predictor {name}; use one of {', '.join(found.names)}")
+    return found.build(name)
 
 
 def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> None:

@@ -33,6 +33,7 @@ class Outcome:
             experts), or ahead of need (pointers; with ``layer``, in the layer that missed).
         prefetches: with slots, experts copied into slots ahead of need; ``prefetch_hits`` were used before they were
             evicted, ``prefetch_wasted`` were not, and a layer had to wait for ``prefetch_late``, which count as misses.
+            ``prefetch_harmful`` loads are of experts that an unused prefetch had evicted.
         bytes: bytes of the experts copied into slots.
         host_loads: loads that host memory beside the store served.
         streamed_bytes: bytes that layers read from host memory over the bus, without a slot (pointers).
@@ -60,6 +61,7 @@ class Outcome:
     prefetch_hits: int = 0
     prefetch_late: int = 0
     prefetch_wasted: int = 0
+    prefetch_harmful: int = 0
     bytes: int = 0
     streamed_bytes: int = 0
     parts: int = 0

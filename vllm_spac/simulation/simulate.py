@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 
 from vllm_spac import components
 from vllm_spac.cache.host_tier import HostTier
-from vllm_spac.cache.prefetcher import PrefetchSettings
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.planner import STEP_BYTES
 from vllm_spac.policies.base import Policy
 from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.named import build_balancer, build_policy, check_pointers
+from vllm_spac.simulation.named import build_balancer, build_policy, build_prefetch, check_pointers
 from vllm_spac.simulation.parts import Part, filling, parts, rows_of_records, uses
 from vllm_spac.simulation.pointers_by_step import PointersReplay
 from vllm_spac.simulation.replay import Outcome, Replay
@@ -37,6 +37,9 @@ def simulate(
     fill: bool = True,
     expert_bytes: int | None = None,
     host_bytes: int = 0,
+    predictor_file: Path | None = None,
+    soft_pins: bool = True,
+    prefetch_extra: float | None = None,
 ) -> Outcome:
     """Replays ``trace`` with ``slots`` experts in fast memory.
 
@@ -56,12 +59,15 @@ def simulate(
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
         expert_bytes: overrides the size in the trace.
         host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
+        predictor_file: file of trained predictors, of which ``prefetch`` names one.
+        soft_pins: as the knob, with a predictor that looks at layers.
+        prefetch_extra: as the knob, but without a limit by default.
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
             size, a policy without the calibration that it needs, an offline policy with a balancer, a prefetcher or
             pointers (it would have to foresee their decisions), a balancer or a prefetcher with pointers, or pointers
-            with costs of loads from a disk, which they cannot read.
+            with costs of loads from a disk, which they cannot read; a predictor that needs what a trace lacks.
     """
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
@@ -80,7 +86,8 @@ def simulate(
     chosen = build_policy(policy, trace, slots, balancer=balancer, prefetch=prefetch, future=lambda: future)
     beside = build_balancer(balancer, trace, costs, nbytes)
     tier = _tier(policy, trace, costs, slots, host_bytes // nbytes) if host_bytes else None
-    on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, PrefetchSettings.of(prefetch), overlap, tier)
+    ahead = build_prefetch(prefetch, trace, predictor_file, soft_pins, prefetch_extra)
+    on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, overlap, tier)
     on_slots.fill(filling(trace, slots, chosen.first()) if fill else [])
     if tier is not None and fill:
         on_slots.keep(filling(trace, min(facts.total, slots + tier.rows), chosen.first()))

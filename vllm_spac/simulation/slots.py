@@ -20,12 +20,13 @@ from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.cache.link import reads_ahead
 from vllm_spac.cache.loader import ExpertLoader
-from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import Residency
 from vllm_spac.execution._row_shares import Share
 from vllm_spac.execution._slot_layers import HeldRows, SlotLayers
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
+from vllm_spac.predictors.base import START, Seen, Signal
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.simulation.replay import Outcome, Replay
 from vllm_spac.simulation.virtual_link import VirtualLink
@@ -71,11 +72,12 @@ class SlotsReplay(Replay[np.ndarray]):
         io_threads = costs.load_at_once - 1  # the forward thread also reads
         self.link = VirtualLink(costs, nbytes, reads_ahead(io_threads, ahead.background), tier)
         self.tier = tier
-        loader = ExpertLoader(self.residency, self.link, self.counters, facts.experts, ahead, balancer)
+        loader = ExpertLoader(self.residency, self.link, self.counters, facts.experts, ahead, balancer, facts.top_k)
         self.layers = SlotLayers(loader, facts.experts)
         self.cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
         self._counts = trace.step_counts()
         self._records = 0  # of the step
+        self._number = 0  # records before the next layer
         self._between = 0.0  # seconds before each layer that are not spent on its experts
 
     def fill(self, keys: Sequence[int]) -> None:
@@ -90,6 +92,7 @@ class SlotsReplay(Replay[np.ndarray]):
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
         self._records, self._between = layers, self.costs.other / max(1, layers)
         self.link.spend(drafting if layers else drafting + self.costs.other)
+        self.layers.begin_step(None if self.has_prompts(step) else self._seen())
 
     def end_step(self) -> None:
         counts = next(self._counts)
@@ -100,7 +103,7 @@ class SlotsReplay(Replay[np.ndarray]):
         outcome.host_loads = counters.host_loads
         outcome.loads, outcome.parts, outcome.prefetches = counters.loads, counters.waves, counters.prefetches
         outcome.prefetch_hits, outcome.prefetch_late = counters.prefetch_hits, counters.prefetch_late
-        outcome.prefetch_wasted = counters.prefetch_wasted
+        outcome.prefetch_wasted, outcome.prefetch_harmful = counters.prefetch_wasted, counters.prefetch_harmful
         outcome.bytes = (outcome.loads + outcome.prefetches) * self.nbytes
 
     def layer(self, layer: int, work: np.ndarray) -> None:
@@ -108,6 +111,9 @@ class SlotsReplay(Replay[np.ndarray]):
         hits, loads, cpu = counters.hits, counters.misses - counters.prefetch_late, counters.cpu_experts
         near = counters.host_loads
         self.link.spend(self._between)
+        if self.layers.looks:
+            self.layers.look(layer, None, torch.from_numpy(routed), self._weights())
+        self._number += 1
         cold = self.layers.cold(layer, routed, counters)
         hot, on_cpu = (_Hot(routed, None), 0.0) if cold is None else self._divide(routed, cold)
         self.link.take_waited()
@@ -123,6 +129,23 @@ class SlotsReplay(Replay[np.ndarray]):
         used = counters.hits - hits, counters.misses - counters.prefetch_late - loads, counters.cpu_experts - cpu
         near = min(used[1], counters.host_loads - near)  # a wave may load an expert again
         outcome.bound_seconds += self.costs.bound(self.nbytes, *used, near)
+
+    def _seen(self) -> Seen | None:
+        """Returns what a predictor may see of a step at its start; the oracle, what all of its routers will choose."""
+        if Signal.FUTURE not in (self.layers.loader.needs or ()):
+            return Seen(START)
+        facts, starts = self.trace.facts, self.trace.record_start
+        if self._records < facts.layers:  # the others would have to be guessed
+            return None
+        ids = self.trace.ids[starts[self._number] : starts[self._number + self._records]].astype(np.int64)
+        return Seen(START, future=torch.from_numpy(ids).view(facts.layers, -1, facts.top_k))
+
+    def _weights(self) -> torch.Tensor | None:
+        """Returns float32 [rows, top_k], the routing weights of the next layer, if the trace has them."""
+        if self.trace.weights is None:
+            return None
+        start, stop = self.trace.record_start[self._number : self._number + 2]
+        return torch.from_numpy(self.trace.weights[start:stop].astype(np.float32))
 
     def _divide(self, routed: np.ndarray, cold: np.ndarray) -> tuple[_Hot, float]:
         """Returns the rows that need slots, and the seconds that the CPU computes the ``cold`` pairs."""

@@ -29,6 +29,8 @@ from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.knobs.types import STEPS
 from vllm_spac.policies.base import Policy, PolicyContext
+from vllm_spac.prediction.file import Identity, PredictorFile
+from vllm_spac.predictors.base import Predictor
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import serving_rates
@@ -106,6 +108,32 @@ def policy(config: SpacConfig, shape: MoEShape, slots: int, local_of: Tensor | N
         found = calibration.counts[[calibration.layers.index(name) for name in shape.layers]]
         counts = (found if local_of is None else found[:, local_of >= 0]).numpy()
     return components.build("policies", config.policy, kind.of, context=PolicyContext(slots, shape.top_k, counts))
+
+
+def predictor(config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[], str]) -> Predictor | None:
+    """Builds the trained predictor that ``prefetch`` names; None if it is built from its name alone.
+
+    Args:
+        shapes: of the model's layers.
+        model: as in ``budget``.
+
+    Raises:
+        ConfigError: the file cannot be read, is of another model or lacks the predictor, or layers differ in shape.
+    """
+    if config.predictor_file is None:
+        return None
+    name, path = config.prefetch.partition("@")[0], config.predictor_file
+    if len(shapes) != 1:
+        raise ConfigError(
+            f"spac: prefetch={name} (--spac-prefetch) needs MoE layers of one shape, this model has {len(shapes)}; "
+            "use --spac-prefetch utility or off"
+        )
+    [shape] = shapes
+    file = PredictorFile.load(path, Identity(model(), "", shape.layers), shape.experts)
+    if name not in file.names:
+        why = file.left_out.get(name, "it was written by another version")
+        raise ConfigError(f"spac: {path} has no predictor {name} ({why}); use one of {', '.join(file.names)}")
+    return file.build(name)
 
 
 def check_host_memory(config: SpacConfig, total: int, ranks: int = 1) -> None:
@@ -331,7 +359,8 @@ def _described(host: HostRows | None) -> str:
 def choices(config: SpacConfig, execution: Execution) -> str:
     """Execution and policy, for the log line at start-up."""
     details = execution.describe()
-    return f"execution={config.execution}{f' ({details})' if details else ''}, policy={config.policy}"
+    ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={config.prefetch}"
+    return f"execution={config.execution}{f' ({details})' if details else ''}, policy={config.policy}{ahead}"
 
 
 def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:

@@ -29,6 +29,7 @@ from vllm_spac.integration.ranks import Ranks
 from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
 from vllm_spac.integration.stepping.trees import install as trees
 from vllm_spac.knobs.types import Slots
+from vllm_spac.predictors.base import Predictor
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.draft_probabilities import DraftProbabilities
 from vllm_spac.speculation.guard import Guard
@@ -75,6 +76,7 @@ class ModelExperts:
         self._filled: dict[MoEShape, Execution] = {}  # for shapes that an earlier start packed completely
         self._bar: tqdm  # from ``prepare`` on
         self._budget: BudgetControl
+        self._predictor: Predictor | None
         self._file_bytes = 0
         self._locks: list[StoreLock] = []
         self._put: list[tuple[ExpertStore, int]] = []  # (store, key) of the experts that this start packed
@@ -109,6 +111,7 @@ class ModelExperts:
             self._shapes.append(self._shape_of(layers))
             self.execution.check_shape(self._shapes[-1])
         routers.install(model, self._layers)
+        self._predictor = assembly.predictor(self.config, self._shapes, self.model_name)
         self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device, self.model_name)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         working = fast_memory.working(self.vllm_config, self.device, {layer.spac_widths for layer in self._layers})
@@ -301,6 +304,7 @@ class ModelExperts:
                 host=host,
                 exchange=self._exchange,
                 local_of=local_of,
+                predictor=self._predictor,
             )
         )
         hidden = execution.holds_all

@@ -121,7 +121,8 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
         parents = None if trees is None else trees.parents(request)
         requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights, parents))
         start = stop
-    return Step(tuple(requests))
+    tokens = runner.input_ids.gpu[:start].long().cpu() if experts.runtime.looks_at_tokens else None
+    return Step(tuple(requests), tokens)
 
 
 def _paths(runner: GPUModelRunner) -> list[list[int]] | None:

@@ -1,0 +1,364 @@
+"""Reads ahead from guesses about layers, into poisoned slots: their order, what they may evict, and what is counted.
+
+The predictor says what a test tells it to, right or wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import pytest
+import torch
+from driven import Endless, Instant
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.cache import allowance, transfers
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.errors import ConfigError, StoreError
+from vllm_spac.execution.base import Rows
+from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.tiers.memory import MemoryStore
+
+BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
+LAYERS, EXPERTS, TOP = 4, 8, 2
+SHAPE = MoEShape(tuple("abcd"), EXPERTS, TOP, {"w": TensorSpec((1,), torch.float32)})
+POLICIES = components.serving("policies")
+
+
+class Script(Predictor):
+    """Guesses what is in ``says``: layer in which it is asked -> pairs of a layer and the experts that it names."""
+
+    needs = frozenset({Signal.ROUTING})
+    reach = LAYERS
+
+    def __init__(self) -> None:
+        self.says: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        self.asked: list[int] = []
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        self.asked.append(seen.layer)
+        for layer, experts in self.says.get(seen.layer, ()):
+            scores = [float(EXPERTS - experts.index(e)) if e in experts else 0.0 for e in range(EXPERTS)]
+            yield Guess(layer * EXPERTS, torch.tensor([scores]))
+
+
+class Recorded(MemoryStore):
+    """Keeps the order of its reads; those of ``failing`` keys fail."""
+
+    def __init__(self) -> None:
+        super().__init__(SHAPE, "")
+        self.order: list[int] = []
+        self.failing: Counter[int] = Counter()
+        for key in range(SHAPE.total):
+            self.put(key, {"w": torch.full((1,), float(key))})
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        self.order.append(key)
+        if self.failing[key]:
+            self.failing[key] -= 1
+            raise StoreError(f"{key} is gone")
+        return super().read(key, into)
+
+
+class Kernel:
+    """Sees that each slot holds the expert of the row, whose number is its input."""
+
+    activation, takes_slots = "silu", True
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._slots, self.keys = tensors["w"], torch.zeros(0)
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of=None, rows: int = 0) -> Tensor:
+        assert torch.equal(self._slots[ids.long(), 0], self.keys[x[:, 0].long()].float()), "another expert's weights"
+        return x.clone()
+
+
+class Pool(SlotExecution):
+    def __init__(self, slots: int, policy: str = "lru", background: type = Instant, **knobs) -> None:
+        self.script = Script()
+        before, transfers.Background = transfers.Background, background
+        ahead = PrefetchSettings(prefetch="script", built=self.script, poison=True, **knobs)
+        chosen = components.build("policies", policy)
+        try:
+            super().__init__(
+                SHAPE, slots, chosen, Recorded(), {"w": torch.full((slots, 1), float("nan"))},
+                io_threads=2, path="double", ahead=ahead,
+            )  # fmt: skip
+        finally:
+            transfers.Background = before
+        self._kernel = Kernel(self.tensors)
+        list(self.fill())
+        self.store.order.clear()
+
+    @property
+    def expected(self):
+        return self._loader._prefetcher.expected
+
+    def begin(self, rows: int = 1, kind: RowKind = RowKind.DECODE) -> None:
+        self.begin_step(Step((RequestRows(0, rows, kind),)))
+
+    def layer(self, layer: int, *rows: tuple[int, ...]) -> None:
+        ids = torch.tensor(rows, dtype=torch.int32)
+        self._kernel.keys = ids + layer * EXPERTS
+        x = torch.arange(len(rows), dtype=torch.float32)[:, None]
+        self.forward(layer, x, torch.ones(ids.shape), ids, self._kernel, Rows(len(rows), as_routed=True))
+        self.residency.check_integrity()
+
+    def step(self, *experts: tuple[int, ...]) -> None:
+        """A step of one row, with the experts of each layer."""
+        self.begin()
+        for layer, chosen in enumerate(experts):
+            self.layer(layer, chosen)
+        self.end_forward()
+
+    def there(self, *keys: int) -> bool:
+        return bool((self.residency.slot_of[list(keys)] != NOWHERE).all())
+
+
+@contextlib.contextmanager
+def pool(*given, **knobs) -> Iterator[Pool]:
+    with contextlib.closing(Pool(*given, **knobs)) as made:
+        yield made
+
+
+ANY = st.lists(st.integers(0, EXPERTS - 1), unique=True, min_size=TOP, max_size=TOP).map(tuple)
+SAYS = st.dictionaries(
+    st.integers(START, LAYERS - 1), st.lists(st.tuples(st.integers(0, LAYERS - 1), ANY), max_size=3), max_size=5
+)
+STEPS = st.lists(
+    st.tuples(SAYS, st.lists(st.lists(ANY, min_size=1, max_size=3), min_size=LAYERS, max_size=LAYERS)),
+    min_size=1,
+    max_size=6,
+)
+
+
+def run(made: Pool, steps: list) -> None:
+    """Steps of up to three rows per layer, with what is guessed in each step."""
+    for says, layers in steps:
+        made.script.says = says
+        rows = max(map(len, layers))
+        made.begin(rows)
+        for layer, chosen in enumerate(layers):
+            made.layer(layer, *(chosen[number % len(chosen)] for number in range(rows)))
+        made.end_forward()
+
+
+# -- order ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_guessed_is_there_before_it_is_needed() -> None:
+    with pool(16) as made:
+        made.script.says = {START: [(0, (5, 6))], 0: [(1, (6, 7))]}
+        made.step((5, 6), (6, 7), (0, 1), (0, 1))
+        counters = made.counters
+    assert made.store.order == [5, 6, 14, 15]
+    assert (counters.misses, counters.loads, counters.prefetches, counters.prefetch_hits) == (0, 0, 4, 4)
+    assert made.script.asked == [START, 0, 1, 2, 3]
+
+
+def test_a_layer_s_own_loads_come_first() -> None:
+    with pool(16) as made:
+        made.script.says = {0: [(1, (6, 7)), (2, (6, 7))]}
+        made.step((5, 6), (6, 7), (6, 7), (0, 1))
+    assert sorted(made.store.order[:2]) == [5, 6] and made.store.order[2:] == [14, 15, 22, 23], "then nearer layers"
+
+
+def test_the_first_layers_of_the_next_step_are_read_in_the_last_of_this_one() -> None:
+    with pool(16) as made:
+        made.script.says = {3: [(0, (6, 7)), (1, (5, 6))]}
+        made.step((0, 1), (0, 1), (0, 1), (0, 1))
+        assert made.store.order == [6, 7, 13, 14]
+        made.script.says = {}
+        made.step((6, 7), (5, 6), (0, 1), (0, 1))
+        assert made.counters.prefetch_hits == 4 and made.counters.misses == 0
+
+
+def test_what_is_no_longer_expected_is_not_read() -> None:
+    """The first of them is being read; of those behind it, the second guess names one."""
+    with pool(16, background=Endless) as made:
+        made.script.says = {START: [(2, (6, 7)), (3, (6, 7))], 0: [(3, (5, 6))]}
+        made.begin()
+        ahead = made._loader._transfers.ahead
+        assert list(ahead.keys) == [22, 23, 30, 31] and ahead._threads == 1
+        made.layer(0, (0, 1))
+        assert list(ahead.keys) == [22, 23, 30, 29]
+        made.layer(1, (0, 1))
+        made.layer(2, (0, 1))
+        assert list(ahead.keys) == [22, 30, 29], "that of 23 had not begun and comes too late"
+        made.layer(3, (5, 6))
+        assert list(ahead.keys) == [22], "those of layer 3 became loads on demand"
+
+
+def test_prompts_are_not_guessed_about() -> None:
+    with pool(16) as made:
+        made.script.says = {START: [(0, (5, 6))], 0: [(1, (6, 7))], 3: [(0, (6, 7))]}
+        made.begin(1, RowKind.PREFILL)
+        made.layer(0, (0, 1))
+        made.end_forward()
+        assert not made.script.asked and not made.store.order
+        made.step((0, 1), (0, 1), (0, 1), (0, 1))
+        made.begin(1, RowKind.PREFILL)
+        assert not any(key in made.expected for key in range(SHAPE.total)), "nor is anything kept from before"
+
+
+# -- evictions -----------------------------------------------------------------------------------------------------
+
+
+@given(STEPS, st.integers(TOP, 20), st.sampled_from(POLICIES))
+@settings(max_examples=60, **BUSY)
+def test_nothing_is_evicted_for_what_is_needed_later(steps: list, slots: int, policy: str) -> None:
+    """Neither what the running layer uses, nor what is expected in the same layer or in one before it."""
+    placed = Residency.admit_unless
+
+    def watched(self, key, kept):
+        due = {key: made.expected.distance(key) for key in range(SHAPE.total) if key in made.expected}
+        placement = placed(self, key, kept)
+        for victim in () if placement is None else placement.victims:
+            assert due.get(victim, LAYERS + 1) > due[key] > 0
+        return placement
+
+    with pytest.MonkeyPatch.context() as patch, pool(slots, policy) as made:
+        patch.setattr(Residency, "admit_unless", watched)
+        run(made, steps)
+
+
+def test_soft_pins_keep_what_is_expected() -> None:
+    """The oldest expert is the one that is expected: without soft pins it is evicted, and loaded again."""
+    for pins, loads in ((False, 3), (True, 2)):
+        with pool(4, pins=pins, extra=0.0) as made:  # an expert of each layer, and no reads ahead
+            made.script.says = {0: [(1, (0, 1))]}
+            made.begin()
+            made.layer(0, (6, 7))
+            assert made.there(EXPERTS) == pins
+            made.script.says = {}
+            made.layer(1, (0, 0))
+            made.end_forward()
+            assert made.counters.loads == loads
+
+
+@given(STEPS, st.integers(TOP, 20), st.sampled_from(POLICIES), st.booleans(), st.sampled_from([Instant, Endless]))
+@settings(max_examples=60, **BUSY)
+def test_soft_pins_starve_no_forward(steps: list, slots: int, policy: str, limited: bool, background: type) -> None:
+    """Also where everything is expected; every row reads its own experts, which the kernel sees."""
+    with pool(slots, policy, background=background, pins=True, extra=0.1 if limited else None) as made:
+        run(made, steps)
+        assert not made.residency.pinned
+        counters = made.counters
+        unused = made._loader._prefetcher.unused
+        assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(unused)
+        assert counters.prefetch_late <= counters.prefetch_hits + counters.prefetch_wasted
+
+
+# -- outcomes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_read_fails_no_forward() -> None:
+    with pool(16) as made:
+        made.script.says = {START: [(0, (6, 7))], 0: [(1, (6, 7))]}
+        made.store.failing.update({6: 1, 7: 1, 14: 1})
+        made.step((6, 7), (6, 7), (0, 1), (0, 1))
+        assert (made.counters.prefetch_failed, made.counters.prefetch_hits, made.counters.loads) == (3, 1, 3)
+
+
+def test_outcomes_are_counted_apart() -> None:
+    """LRU: reading 27 ahead evicts 0, which is harmful when 0 is loaded; and is wasted when 27 goes."""
+    with pool(5) as made:  # 0, 1, 8, 16, 24
+        made.script.says = {START: [(3, (3, 0))]}
+        made.begin()
+        assert made.there(27, 24) and not made.there(0)
+        made.layer(0, (0, 0))
+        counters = made.counters
+        assert (counters.prefetches, counters.prefetch_harmful, counters.prefetch_wasted) == (1, 1, 0)
+        made.layer(1, (4, 4))
+        made.layer(2, (4, 4))
+        assert made.there(27)
+        made.layer(3, (4, 5))
+        made.end_forward()
+        assert not made.there(27)
+        assert (counters.prefetch_harmful, counters.prefetch_wasted, counters.prefetch_hits) == (1, 1, 0)
+
+
+def test_an_eviction_for_what_was_used_is_not_harmful() -> None:
+    with pool(4) as made:
+        made.script.says = {START: [(0, (3, 0))]}
+        made.begin()
+        assert not made.there(8)
+        made.layer(0, (3, 3))
+        made.layer(1, (0, 0))
+        assert made.counters.loads == 1, "that of 8"
+        assert (made.counters.prefetch_hits, made.counters.prefetch_harmful) == (1, 0)
+
+
+def test_reads_that_nobody_needs_add_a_tenth_and_then_stop(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every guess is wrong. It is said once, though the reads are tried again and stop again."""
+    monkeypatch.setattr(allowance, "PAUSE", 100)
+    rng = np.random.default_rng(0)
+    used: list[list[tuple[int, ...]]] = [
+        [tuple(rng.permutation(EXPERTS - 2)[:TOP].tolist()) for _ in range(LAYERS)] for _ in range(400)
+    ]
+    totals = {}
+    with caplog.at_level(logging.WARNING, "vllm.spac"):
+        for says in ({}, {layer: [((layer + 1) % LAYERS, (6, 7))] for layer in range(LAYERS)}):
+            with pool(8, "reuse", extra=0.1) as made:
+                made.script.says = says
+                for layers in used:
+                    made.step(*layers)
+                totals[bool(says)] = made.counters.loads + made.counters.prefetches
+    assert made.counters.prefetches > 64 and made.counters.prefetch_hits == 0
+    assert totals[False] < totals[True] <= 1.1 * totals[False]
+    [said] = [record.getMessage() for record in caplog.records if "pauses" in record.getMessage()]
+    assert "prefetch=script pauses: layers used 0 of the last" in said and "--spac-prefetch off" in said
+
+
+def test_reads_that_are_needed_are_not_limited() -> None:
+    rng = np.random.default_rng(0)
+    with pool(8, "reuse", extra=0.1) as made:
+        for _ in range(200):
+            layers = [tuple(rng.permutation(EXPERTS)[:TOP].tolist()) for _ in range(LAYERS)]
+            made.script.says = {layer: [(layer + 1, layers[layer + 1])] for layer in range(LAYERS - 1)}
+            made.step(*layers)
+        counters = made.counters
+    assert counters.prefetch_hits == counters.prefetches > 2 * counters.loads, "all layers but the first"
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+class OfTokens(Script):
+    needs = frozenset({Signal.TOKENS})
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+
+
+class OfTheFuture(OfTokens):
+    needs = frozenset({Signal.FUTURE})
+
+
+def test_a_predictor_of_another_package_may_look_at_layers() -> None:
+    settings = PrefetchSettings(prefetch=f"{__name__}:OfTokens")
+    assert settings.looks and isinstance(settings.build(3), OfTokens)
+    with pytest.raises(ConfigError, match="looks at future, which is not passed on to predictors; use off"):
+        PrefetchSettings(prefetch=f"{__name__}:OfTheFuture")
+
+
+def test_a_trained_predictor_needs_its_file() -> None:
+    with pytest.raises(ConfigError, match="prefetch='linear' is trained for a model; add --spac-predictor-file"):
+        PrefetchSettings(prefetch="linear")
+    with pytest.raises(ConfigError, match="linear has no argument 'reach'"):
+        PrefetchSettings.of("linear@reach=2", built=Script())
+    assert PrefetchSettings.of("linear@depth=2", built=Script()).depth == 2
+    with pytest.raises(ConfigError, match="extra of the prefetcher must be from 0 to 1"):
+        PrefetchSettings(extra=1.5)

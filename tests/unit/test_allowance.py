@@ -1,0 +1,115 @@
+"""The share that reads ahead may add, and the pause while they do not pay."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_spac.cache.allowance import LEAST, PAUSE, PAYS, WINDOW, Allowance
+
+
+def read_all(allowance: Allowance, most: int = 10_000) -> int:
+    """Reads as many as it may."""
+    for count in range(most):
+        if not allowance.open:
+            return count
+        allowance.read(1)
+    return most
+
+
+def test_nothing_before_anything_was_needed() -> None:
+    assert not Allowance(1.0).open
+
+
+@pytest.mark.parametrize(("extra", "count"), [(0.0, 0), (0.1, 10), (0.25, 25), (1.0, 100)])
+def test_unused_reads_are_a_share_of_what_was_loaded(extra: float, count: int) -> None:
+    allowance = Allowance(extra)
+    allowance.loaded(100)
+    assert read_all(allowance) == count
+
+
+def test_used_reads_cost_nothing_and_are_needed_themselves() -> None:
+    allowance = Allowance(0.1)
+    allowance.loaded(100)
+    read_all(allowance)
+    allowance.used(10)
+    assert read_all(allowance) == 11
+
+
+def test_cancelled_reads_cost_nothing() -> None:
+    allowance = Allowance(0.1)
+    allowance.loaded(100)
+    read_all(allowance)
+    allowance.read(-3)
+    assert read_all(allowance) == 3
+
+
+def test_loads_that_reads_ahead_caused_are_extra_and_not_needed() -> None:
+    allowance = Allowance(0.1)
+    allowance.loaded(100, harm=3)
+    assert read_all(allowance) == 6, "0.1 of 97, less 3"
+
+
+@given(
+    st.sampled_from([0.05, 0.1, 0.5]),
+    st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1), st.floats(0, 1)), min_size=50, max_size=400),
+)
+def test_the_total_stays_below_the_share(extra: float, steps: list[tuple[int, float, float]]) -> None:
+    """Whatever share of reads is used and does harm: reads and loads against what layers needed without reads ahead.
+
+    Beyond the share, what the window forgets at its end may be read again: at most its own content.
+    """
+    allowance = Allowance(extra)
+    loaded = read = used = harm = 0
+    for count, right, wrong in steps:
+        now = read_all(allowance, 8)
+        hits = int(right * now)
+        harmful = min(count, int(wrong * (now - hits)))
+        allowance.used(hits)
+        allowance.loaded(count, harmful)
+        allowance.end_step()
+        loaded, read, used, harm = loaded + count, read + now, used + hits, harm + harmful
+    needed = loaded + used - harm
+    most_at_once = 8 + 8  # reads of a step, and their harm, which is known after the reads
+    assert loaded + read - needed <= extra * needed + most_at_once + extra * needed * len(steps) / WINDOW
+
+
+def judged(right: float, steps: int, allowance: Allowance | None = None) -> tuple[Allowance, list]:
+    """Steps of 100 loads and 4 reads of which a share is used in the same step."""
+    allowance, found = allowance or Allowance(0.5), []
+    for step in range(steps):
+        allowance.loaded(100)
+        if allowance.open:
+            allowance.read(4)
+            allowance.used(round(4 * right * (step + 1)) - round(4 * right * step))
+        found.append(allowance.end_step())
+    return allowance, found
+
+
+def test_reads_that_pay_go_on() -> None:
+    allowance, found = judged(PAYS + 0.1, 5 * WINDOW)
+    assert not any(found) and allowance.open and not allowance.paused
+
+
+def test_reads_that_do_not_pay_pause_and_are_tried_again() -> None:
+    allowance, found = judged(PAYS - 0.2, WINDOW)
+    [(used, read)] = [one for one in found if one]
+    assert used < PAYS * read and read >= LEAST - 1
+    assert allowance.paused and not allowance.open
+    for _ in range(PAUSE):
+        allowance.loaded(100)
+        assert allowance.end_step() is None
+    assert not allowance.paused and allowance.open
+    _, found = judged(PAYS - 0.2, WINDOW, allowance)
+    assert sum(one is not None for one in found) == 1, "and judged again"
+
+
+def test_few_reads_are_not_judged() -> None:
+    allowance = Allowance(0.5)
+    for _ in range(10 * WINDOW):
+        allowance.loaded(1)
+        if allowance.open:
+            allowance.read(1)
+        allowance.end_step()
+    assert not allowance.paused

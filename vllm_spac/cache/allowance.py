@@ -1,0 +1,75 @@
+"""How many experts may be read ahead: a share of what layers need, and none while these reads do not pay. Pure.
+
+Counts stand for bytes: all experts of one loader have the same size. They decay, so that they are those of about the
+last ``WINDOW`` steps.
+"""
+
+from __future__ import annotations
+
+WINDOW = 64  # steps
+PAYS = 0.4  # share of the reads ahead that layers must use
+LEAST = 32  # reads ahead of a window by which their use is judged
+PAUSE = 1024  # steps without reads ahead, until they are tried again
+
+
+class Allowance:
+    """Limits reads ahead so that all reads together stay below (1 + ``extra``) times those without them.
+
+    Without reads ahead, layers would load what they now load or find because of a read ahead, less what they load only
+    because a read ahead evicted it: that is ``needed``. A read ahead that no layer has used is extra, and so is a load
+    of what one evicted. Extra reads may be at most ``extra`` times the needed ones.
+
+    Reads ahead pause for ``PAUSE`` steps when layers used less than ``PAYS`` of them.
+
+    Args:
+        extra: from 0 to 1.
+
+    Attributes:
+        paused: whether they pause.
+    """
+
+    def __init__(self, extra: float) -> None:
+        assert extra >= 0, f"a share of {extra}"
+        self._extra = extra
+        self._loaded = self._read = self._used = self._harm = 0.0
+        self._judged = 0.0  # reads before this step, which had a step's time to be used
+        self._pause = 0
+
+    @property
+    def paused(self) -> bool:
+        return self._pause > 0
+
+    @property
+    def open(self) -> bool:
+        """Whether one more read ahead may begin."""
+        needed = self._loaded + self._used - self._harm
+        spent = max(0.0, self._read - self._used) + self._harm
+        return not self._pause and spent + 1 <= self._extra * needed
+
+    def loaded(self, count: int, harm: int = 0) -> None:
+        """Layers loaded ``count`` experts on demand, ``harm`` of them because reads ahead had evicted them."""
+        self._loaded += count
+        self._harm += harm
+
+    def read(self, count: int) -> None:
+        """``count`` reads ahead were asked for; negative: so many were cancelled before they began."""
+        self._read += count
+
+    def used(self, count: int) -> None:
+        """Layers used ``count`` experts that were read ahead, for the first time each."""
+        self._used += count
+
+    def end_step(self) -> tuple[int, int] | None:
+        """A step has ended. Returns (reads ahead used, reads ahead) of the window if a pause begins, else None."""
+        keep = 1 - 1 / WINDOW
+        self._loaded, self._harm = self._loaded * keep, self._harm * keep
+        self._read, self._used = self._read * keep, self._used * keep
+        judged, self._judged = self._judged * keep, self._read
+        if self._pause:
+            self._pause -= 1
+        elif judged >= LEAST and self._used < PAYS * judged:
+            found = round(self._used), round(judged)
+            self._pause = PAUSE
+            self._read = self._used = self._judged = self._harm = 0.0
+            return found
+        return None

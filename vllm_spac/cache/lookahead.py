@@ -1,0 +1,90 @@
+"""Prefetcher that plans from guesses about layers: reads ahead what they name, and keeps it from being evicted."""
+
+from __future__ import annotations
+
+from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.expected import Expected
+from vllm_spac.cache.link import Link
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.prefetcher import Prefetcher
+from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.metrics import Counters
+from vllm_spac.predictors.base import Predictor, Seen
+
+
+class Lookahead(Prefetcher):
+    """Asks a predictor at the start of a step and in each layer, and reads ahead what it names.
+
+    Nearer layers come first, also across the end of a step, then the experts that more rows name. A read begins when a
+    layer has what it needs, and never evicts an expert that the running layer uses or that is expected in the layer it
+    is for or in a nearer one. What is no longer expected is cancelled if its read has not begun.
+
+    Args:
+        guesser: the predictor; the arguments before it as in ``Prefetcher``.
+        top_k: experts per row, of which a guess names as many.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        transfers: Link,
+        counters: Counters,
+        layer_experts: int,
+        predictor: Predictor,
+        settings: PrefetchSettings,
+        balancer: Balancer | None,
+        guesser: Predictor,
+        top_k: int,
+    ) -> None:
+        super().__init__(residency, transfers, counters, layer_experts, predictor, settings, balancer)
+        self._guesser = guesser
+        self.expected = Expected(len(residency.slot_of) // layer_experts, layer_experts, top_k)
+        if settings.pins:
+            residency.soft = self.expected
+
+    @property
+    def _idle(self) -> bool:
+        """Whether nothing follows from a guess."""
+        return self._allowance is not None and self._allowance.paused and not self._settings.pins
+
+    def begin_step(self, seen: Seen | None) -> None:
+        self.reap()
+        if seen is None or self._idle:
+            self.expected.clear()
+        else:
+            self.expected.begin()
+            self._ask(seen)
+        self._proceed(0)
+
+    def look(self, seen: Seen) -> None:
+        assert seen.ids is not None
+        if not self._idle:
+            self.expected.enter(seen.layer, seen.ids.numpy())
+            if self._guesser.reach:
+                self._ask(seen)
+
+    def plan(self) -> None:
+        self.end_step()
+
+    def _proceed(self, layer: int) -> None:
+        """Starts reads of the experts that are expected first and find slots, and cancels those of no others."""
+        queued = self._ahead.keys
+        if queued:
+            self.cancel([key for key in queued if key not in self.expected and key not in self._admitted])
+        loads: list[tuple[int, int]] = []
+        slot_of = self._residency.slot_of
+        for key in self.expected.ranked():
+            if slot_of[key] != NOWHERE or key in self._damaged:
+                continue
+            if not self._may_read(len(loads)):
+                break
+            placement = self._residency.admit_unless(key, self.expected.until(key))
+            if placement is None:  # no slot is worth less, and still less so for what is needed later
+                break
+            loads += self._guess(placement)
+        if loads:
+            self._ahead.fetch(loads)
+
+    def _ask(self, seen: Seen) -> None:
+        for guess in self._guesser.guesses(seen):
+            self.expected.name(guess)

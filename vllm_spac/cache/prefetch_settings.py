@@ -1,0 +1,146 @@
+"""Settings of the prefetchers, and the predictors that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+
+from vllm_spac import components
+from vllm_spac.errors import ConfigError
+from vllm_spac.policies.base import Policy
+from vllm_spac.predictors.base import Guess, Predictor, Seen, Signal
+from vllm_spac.system.printable import brief
+
+SETTINGS = ("threshold", "depth", "background")  # that a name with arguments may set, next to the predictor's
+
+PASSED = frozenset({Signal.TOKENS, Signal.ROUTER_INPUT, Signal.ROUTING})  # to predictors that look at layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchSettings:
+    """Settings of the prefetcher.
+
+    The ablations of the MoE-SpAc paper: ``prefetch="off"`` is "w/o SG-Prefetcher"; policy ``lru`` with
+    ``prefetch="utility"`` is "w/o SG-Evictor"; of ``options``, ``upper=1`` is "w/o SpecUE" and ``boundaries=(3, 1)``
+    "w/o AdaBC"; ``threshold=2`` is "w/o HetWB".
+
+    Attributes:
+        prefetch: ``off``, or a predictor: a name of ``predictors/`` or ``package.module:Class``. The scores of one that
+            counts must reach the threshold; one that looks at layers is asked in each of them (``lookahead``).
+        threshold: the lowest score worth fetching (the paper's tau), where no balancer decides it.
+        depth: maximum number of experts that have a slot and are not read yet. The experts they replaced are evicted
+            while they wait.
+        background: maximum number of prefetch reads in flight; None is half of the I/O threads.
+        options: arguments of the predictor. Without any, the scores are those of a policy with the same predictor.
+        built: the predictor, if it is not built from its name and options.
+        pins: with a predictor that looks at layers, loads on demand evict the experts that it expects last.
+        extra: share of the experts that layers need which reads ahead may add, see ``Allowance``; None: no limit.
+        poison: fill slots with NaN before they are loaded; for tests.
+
+    Raises:
+        ConfigError: there is no such predictor, it needs a signal that the prefetcher cannot provide or a file, or a
+            number is out of range.
+        ValueError: the predictor refuses its options.
+    """
+
+    prefetch: str = "off"
+    threshold: int = 1
+    depth: int = 16
+    background: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    built: Predictor | None = None
+    pins: bool = False
+    extra: float | None = None
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        known = components.serving("predictors")
+        if self.built is None and self.prefetch not in ("off", *known) and ":" not in self.prefetch:
+            raise ConfigError(f"spac: prefetch={self.prefetch!r} is not known; use off or {', '.join(known)}")
+        if self.threshold < 1 or self.depth < 1 or (self.background is not None and self.background < 1):
+            raise ConfigError("spac: threshold, depth and background of the prefetcher must be at least 1")
+        if self.extra is not None and not 0 <= self.extra <= 1:
+            raise ConfigError("spac: extra of the prefetcher must be from 0 to 1")
+        if self.built is not None and self.options:
+            raise ConfigError(f"{self.prefetch} has no argument {brief(next(iter(self.options)))}; it has none")
+        named = self.built is None and self.prefetch != "off"
+        if named and components.find("predictors", self.prefetch).needs_file:
+            raise ConfigError(
+                f"spac: prefetch={self.prefetch!r} is trained for a model; add --spac-predictor-file FILE, from "
+                "`vllm-spac train-predictor`"
+            )
+        self._check_needs()  # also refuses wrong options now, not in the first forward
+
+    def _check_needs(self) -> None:
+        if self.built is not None:
+            return
+        needs, counts = self.build(1).needs, not self.looks
+        others = needs - {Signal.COUNTS} if counts else needs - PASSED
+        if others:
+            raise ConfigError(
+                f"spac: prefetch={self.prefetch!r} looks at {', '.join(sorted(others))}, which is not passed on to "
+                f"predictors{' that count' if counts else ''}; use off or utility"
+            )
+
+    @classmethod
+    def of(cls, spec: str, **more: Any) -> Self:
+        """Returns the settings ``name@argument=value@...``: those of ``SETTINGS``, and arguments of the predictor.
+
+        Args:
+            more: settings that the spec cannot have: ``built``, ``pins``, ``extra``.
+
+        Raises:
+            ConfigError: as the constructor, also for arguments that the predictor refuses.
+        """
+        name, options = components.parse(spec)
+        own = {argument: options.pop(argument) for argument in SETTINGS if argument in options}
+        try:
+            return cls(prefetch=name, options=options, **own, **more)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"spac: prefetch={brief(spec)} cannot be built: {error}") from error
+
+    @cached_property
+    def looks(self) -> bool:
+        """Whether the predictor looks at layers; else it counts, or nothing is prefetched."""
+        kind = None if self.built is None else type(self.built)
+        if kind is None and self.prefetch != "off":
+            kind = components.find("predictors", self.prefetch)
+        return kind is not None and kind.looks_at_layers()
+
+    def build(self, experts: int) -> Predictor:
+        """Returns a predictor of ``experts`` experts."""
+        if self.built is not None:
+            return self.built
+        name = "utility" if self.prefetch == "off" else self.prefetch
+        return components.build("predictors", name, num_experts=experts, **self.options)
+
+    def predictor_beside(self, policy: Policy, experts: int) -> Predictor:
+        """Returns the predictor whose scores the prefetcher reads, or a balancer even if nothing is prefetched.
+
+        It reads the scores of ``policy`` if that runs the same predictor.
+        """
+        name = "utility" if self.looks or self.prefetch == "off" else self.prefetch
+        options: Mapping[str, Any] = {} if self.looks else self.options
+        if policy.predictor == name and not options:
+            return _Lent(policy)
+        return components.build("predictors", name, num_experts=experts, **options)
+
+
+class _Lent(Predictor):
+    """The scores of the eviction policy, which must have observed a step before this predictor does."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.scores = policy.scores
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        return ()  # the prefetcher reads the scores
+
+    def observe_step(self, counts: np.ndarray) -> None:
+        self.scores = self._policy.scores
