@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -158,7 +159,7 @@ def test_batches_that_warm_up_are_nobodys() -> None:
     calls: list[str] = []
     trace = SimpleNamespace(
         begin_step=lambda step: calls.append("begin"),
-        end_step=lambda tokens: calls.append("end"),
+        end_step=lambda tokens, paths: calls.append("end"),
         save=lambda: None,
         finish=lambda: None,
     )
@@ -181,7 +182,7 @@ def test_what_routers_chose_is_recorded_behind_the_step() -> None:
     trace = SimpleNamespace(
         begin_step=lambda step: None,
         observe=lambda layers, ids, weights: heard.append((layers, ids, weights)),
-        end_step=lambda tokens: None,
+        end_step=lambda tokens, paths: None,
         save=lambda: None,
         finish=lambda: None,
     )
@@ -222,7 +223,7 @@ def test_trace_is_saved_now_and_then() -> None:
     calls: list[str] = []
     trace = SimpleNamespace(
         begin_step=lambda step: None,
-        end_step=lambda tokens: None,
+        end_step=lambda tokens, paths: None,
         save=lambda: calls.append("save"),
         finish=lambda: calls.append("finish"),
     )
@@ -239,14 +240,16 @@ def test_trace_is_saved_now_and_then() -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_everything_is_closed_once_when_it_is_called_or_forgotten(failed: bool) -> None:
     calls: list[str] = []
+    closed = threading.Event()
     trace = SimpleNamespace(
         begin_step=lambda step: calls.append("begin"),
-        end_step=lambda tokens: calls.append(f"end {tokens}"),
+        end_step=lambda tokens, paths: calls.append(f"end {tokens} {paths}"),
         save=lambda: calls.append("save"),
         finish=lambda: calls.append("finish"),
     )
     ticks = itertools.count()
-    pool = SimpleNamespace(begin_step=lambda step: None, end_forward=lambda: None, close=lambda: calls.append("close"))
+    pool = SimpleNamespace(begin_step=lambda step: None, end_forward=lambda: None)
+    pool.close = lambda: calls.append("close") or closed.set()
     run = Runtime([pool], BudgetControl([]), trace, clock=lambda: float(next(ticks)))
     run.begin_step(VERIFY)
     run.end_forward()
@@ -255,7 +258,8 @@ def test_everything_is_closed_once_when_it_is_called_or_forgotten(failed: bool) 
     if failed:
         del run
         gc.collect()
+        assert closed.wait(30), "another thread closes it"
     else:
         run.close()
         run.close()
-    assert calls == ["begin", *(["end 3", "save"] if not failed else []), "finish", "close"]
+    assert calls == ["begin", *(["end [2, 1] None", "save"] if not failed else []), "finish", "close"]

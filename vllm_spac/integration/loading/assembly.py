@@ -34,7 +34,6 @@ from vllm_spac.predictors.base import Predictor
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import serving_rates
-from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.speculation.tree_guard import TreeGuard
 from vllm_spac.system.host_blocks import HostBlock
@@ -329,77 +328,3 @@ def _rates(
             missing = f", because {error}"
     options = {"device": layer.spac.device, "io_threads": config.io_threads, "hidden": layer.moe_config.hidden_dim}
     return serving_rates(execution.store, thread, in_slots, **options), f"measured now{missing}"
-
-
-def mode(budget: BudgetControl, executions: Sequence[Execution]) -> str:
-    """``exact``, ``exact up to rounding`` (CPU experts or pointers, not vLLM's kernel) or ``lossy`` (a budget)."""
-    if budget.settings.active:
-        return "lossy"
-    return "exact" if all(execution.keeps_bits for execution in executions) else "exact up to rounding"
-
-
-def describe(execution: Execution) -> str:
-    """Slots, bytes and store of an execution, for the log line at start-up."""
-    shape, count = execution.shape, execution.residency.slots
-    share, size, total = 100 * count / shape.total, count * shape.expert_bytes, shape.total * shape.expert_bytes
-    return (
-        f"slots={count} of {shape.total} experts ({share:.1f}%, {gib(size)} of {gib(total)}; "
-        f"{len(shape.layers)} layers x {shape.experts} experts of {gib(shape.expert_bytes)}, top-{shape.top_k}), "
-        f"store={execution.store.describe()}{_described(execution.host)}"
-    )
-
-
-def _described(host: HostRows | None) -> str:
-    if host is None:
-        return ""
-    how = "inclusive of the slots" if host.tier.inclusive else "exclusive of the slots"
-    return f", host memory={host.tier.rows} experts ({gib(host.block.nbytes)}, {how})"
-
-
-def choices(config: SpacConfig, execution: Execution) -> str:
-    """Execution and policy, for the log line at start-up."""
-    details = execution.describe()
-    ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={config.prefetch}"
-    return f"execution={config.execution}{f' ({details})' if details else ''}, policy={config.policy}{ahead}"
-
-
-def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:
-    """Settings and counters of one worker, summed over executions, as plain data."""
-    settings = runtime.budget.settings
-    total: dict[str, Any] = {
-        "mode": mode(runtime.budget, runtime.executions),
-        "store": store if any(not execution.holds_all for execution in runtime.executions) else "resident",
-        "execution": config.execution,
-        "policy": config.policy,
-    }
-    for execution in runtime.executions:
-        total = _add(total, _facts(execution))
-    if guard is not None:
-        total["guard"] = guard.facts()
-    return total | {"budget": {"setting": settings.describe(), **runtime.budget.counters.snapshot()}}
-
-
-def _facts(execution: Execution) -> dict:
-    shape, residency = execution.shape, execution.residency
-    return {
-        "layers": len(shape.layers),
-        "experts": shape.total,
-        "slots": residency.slots,
-        "resident": residency.resident,
-        "pinned": residency.pinned,
-        "host_experts": 0 if execution.host is None else execution.host.tier.held,
-        "slot_bytes": residency.slots * shape.expert_bytes,
-        "expert_bytes": shape.expert_bytes,
-        **execution.snapshot(),
-    }
-
-
-def _add(total: dict, facts: dict) -> dict:
-    """Adds numbers, and dictionaries of numbers, key by key."""
-    merged = dict(total)
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            merged[name] = _add(merged.get(name, {}), value)
-        else:
-            merged[name] = merged.get(name, 0) + value
-    return merged

@@ -22,7 +22,7 @@ from vllm_spac.execution.base import Execution, ExecutionContext, Room
 from vllm_spac.integration import graphs
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
-from vllm_spac.integration.loading import assembly, fast_memory
+from vllm_spac.integration.loading import assembly, description, fast_memory
 from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.integration.ranks import Ranks
@@ -194,9 +194,11 @@ class ModelExperts:
             if self.config.uses_cpu_experts:
                 first = next(layer for layer in self._layers if layer.spac_execution is execution)
                 assembly.balance(self.config, self.vllm_config, execution, first)
-            mode = self._budget.settings.describe() if self._budget.active else assembly.mode(self._budget, executions)
-            choices = assembly.choices(self.config, execution)
-            described = assembly.describe(execution)
+            mode = (
+                self._budget.settings.describe() if self._budget.active else description.mode(self._budget, executions)
+            )
+            choices = description.choices(self.config, execution)
+            described = description.describe(execution)
             logger.info("spac: mode=%s, %s, %s%s", mode, described, choices, self.ranks.describe())
         if saved is not None:
             self.runtime.watch(saved.timeline)
@@ -212,7 +214,7 @@ class ModelExperts:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
         assert self.runtime is not None
         counts = {} if self.trees is None else self.trees.counters.snapshot()
-        return self.ranks.facts() | assembly.stats(self.runtime, self.config, self.store_name, self.guard) | counts
+        return self.ranks.facts() | description.stats(self.runtime, self.config, self.store_name, self.guard) | counts
 
     def close(self) -> None:
         """Stops threads and closes stores."""
