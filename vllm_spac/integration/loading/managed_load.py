@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,17 @@ from vllm_spac.integration.loading.model_experts import ModelExperts
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# Imported only with a model that it serves, because that takes seconds.
+_TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers.moe"
+
 
 @contextlib.contextmanager
 def managed_load(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ModelExperts]:
     """Context in which MoE layers are built as ``ManagedExperts``; used for the target model only, not for drafts."""
     from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.model_loader.utils import get_model_architecture
 
+    get_model_architecture(vllm_config.model_config)  # imports the module of the model, as vLLM does next
     classes = _managed_classes()
     if taken := set(classes) & set(op_registry_oot):
         raise UnsupportedError(
@@ -40,10 +46,11 @@ def managed_load(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ModelE
 
 
 def _managed_classes() -> dict[str, type]:
+    """Returns the managed class of vLLM's layer and of each subclass that its models build, by name."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-    return {
-        cls.__name__: type(f"Managed{cls.__name__}", (ManagedExperts, cls), {})
-        for cls in (RoutedExperts, GptOssRoutedExperts)
-    }
+    layers = [RoutedExperts, GptOssRoutedExperts]
+    if (backend := sys.modules.get(_TRANSFORMERS_BACKEND)) is not None:
+        layers.append(backend.TransformersRoutedExperts)
+    return {cls.__name__: type(f"Managed{cls.__name__}", (ManagedExperts, cls), {}) for cls in layers}

@@ -1,0 +1,130 @@
+"""Writes ``vllm_spac/RECIPES.md``: how to serve five published models, as ``vllm-spac plan`` calculates it.
+
+    python benchmarks/recipes.py
+
+``recipes.json`` has each model's sizes as published in its ``config.json``, and the machine that it is served on.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+from pydantic import ByteSize, TypeAdapter
+from tqdm import tqdm
+
+from vllm_spac.planning import routing
+from vllm_spac.planning.choice import command
+from vllm_spac.planning.machine import PlannedMachine
+from vllm_spac.planning.memory import Load
+from vllm_spac.planning.model import ServedModel
+from vllm_spac.planning.plan import Plan, Row, make_plan
+from vllm_spac.system.atomic_write import replacing
+from vllm_spac.system.host_memory import gib
+
+RECIPES = ROOT / "benchmarks" / "recipes.json"
+DOCUMENT = ROOT / "vllm_spac" / "RECIPES.md"
+_STORES = {"host": "host memory", "disk": "the disk", "tiers": "host memory, the rest of them on the disk"}
+_LIMITS = {
+    "compute": "reading the weights in GPU memory",
+    "link": "loads over PCIe",
+    "disk": "loads from the disk",
+    "CPU": "experts on the CPU",
+}
+
+
+def recipes() -> list[dict[str, Any]]:
+    """Returns the content of ``recipes.json``."""
+    return json.loads(RECIPES.read_text(encoding="utf-8"))
+
+
+def planned(recipe: dict[str, Any]) -> Plan:
+    """Returns the plan of one recipe."""
+    model = served(recipe)
+    host = int(TypeAdapter(ByteSize).validate_python(recipe["host_memory"]))
+    machine = PlannedMachine.of(recipe["machine"], None, host)
+    return make_plan(model, machine, Load(recipe["context"], recipe["concurrency"]), routing.assumed())
+
+
+def served(recipe: dict[str, Any]) -> ServedModel:
+    """Returns the model of a recipe, by its published name."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(recipe["config"]))
+        return replace(ServedModel.read(str(path)), name=recipe["model"])
+
+
+def document(plans: list[Plan]) -> str:
+    """Returns the document in Markdown."""
+    head = [
+        "# Recipes",
+        "",
+        "Written by `python benchmarks/recipes.py`. **Every figure is calculated**, as `vllm-spac plan` does: from the "
+        "sizes in the model's",
+        "`config.json` and data sheets of the machine, without kernel launches, host work and sampling, so that real "
+        "speeds are lower. How local",
+        "the routing is decides the speed: *low* and *high* assume what is published of Qwen3-30B-A3B, *no locality* "
+        "that every token chooses",
+        "anew. `vllm-spac plan MODEL` with your own machine, context and requests gives your own recipe.",
+    ]
+    return "\n".join([*head, *(line for plan in plans for line in section(plan))]) + "\n"
+
+
+def section(plan: Plan) -> Iterator[str]:
+    """Yields the lines of one recipe."""
+    best, machine, load = plan.best, plan.machine, plan.load
+    requests = "one request" if load.concurrency == 1 else f"{load.concurrency} requests"
+    yield from ("", f"## {plan.model.name}", "")
+    yield (
+        f"`{machine.name}`: {gib(machine.gpu)} of GPU memory, {gib(machine.host)} of host memory; {requests} of "
+        f"{load.context:,} tokens."
+    )
+    yield from ("", "```bash", command(best.choice, plan.model, machine, best.load), "```", "")
+    yield from ("| calculated | tokens/s | hits | limited by | first token |", "|---|---|---|---|---|")
+    for name, prediction in (("no locality", best.even), ("low", best.low), ("high", best.high)):
+        if prediction is not None:
+            yield (
+                f"| {name} | {prediction.tokens_per_second:.3g} | {100 * prediction.hit_rate:.0f} % | "
+                f"{_LIMITS[prediction.limit]} | {max(best.first_token):.2g} s |"
+            )
+    yield from ("", *reasons(plan))
+
+
+def reasons(plan: Plan) -> Iterator[str]:
+    """Yields why this command: what fits, where the rest is, and what the alternatives would give."""
+    choice, parts = plan.best.choice, plan.split
+    beside = gib(parts.fast - parts.room)
+    yield (
+        f"- The experts take {gib(plan.model.experts_bytes)}. Other weights, KV cache and buffers take {beside} of the "
+        f"{gib(parts.fast)} that vLLM may use; slots for {choice.percent} % of the experts fit into the rest."
+    )
+    if choice.store in _STORES:
+        yield f"- The other experts are in {_STORES[choice.store]}."
+    for what, other in (("CPU experts", _without(plan, cpu=False)), ("drafts", _without(plan, drafts=0))):
+        if other is not None:
+            speeds = f"{other.low.tokens_per_second:.3g} - {other.high.tokens_per_second:.3g}"
+            yield f"- Without {what}: {speeds} tokens/s."
+
+
+def _without(plan: Plan, **change: Any) -> Row | None:
+    """The row that differs from the best only in ``change``; None if the best has that already."""
+    wanted = replace(plan.best.choice, **change)
+    if wanted == plan.best.choice:
+        return None
+    same = [row for row in plan.rows if replace(row.choice, percent=wanted.percent) == wanted]
+    return max(same, key=lambda row: row.choice.percent, default=None)
+
+
+def main() -> None:
+    plans = [planned(recipe) for recipe in tqdm(recipes(), unit="model")]
+    with replacing(DOCUMENT) as partial:
+        partial.write_text(document(plans), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
