@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, route, shortlist, tally
+from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, route, shortlist, tally
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
@@ -24,7 +24,7 @@ from vllm_spac.execution.pointers.execution import PointerExecution
 KERNELS = {
     "gate_up": (grouped_gemm, "_gate_up_kernel"),
     "down": (grouped_gemm, "_down_kernel"),
-    "combine": (grouped_gemm, "_combine_kernel"),
+    "combine": (combine, "_combine_kernel"),
     "align": (route, "_align_kernel"),
     "admit": (admit, "_admit_kernel"),
     "fetch": (fetch, "_fetch_kernel"),
