@@ -58,7 +58,12 @@ def tiles(kind: Format, codes, scales, rows: int, columns: int, dtype, device: s
 
 
 def dtypes(kind: Format) -> list[torch.dtype]:
-    return [torch.bfloat16] if kind.codes == "e2m1" else [torch.bfloat16, torch.float16]
+    """Of float16 one of each kind of code."""
+    return (
+        [torch.bfloat16, torch.float16]
+        if kind in (Format("int4", 32), Format("int8"), Format("e4m3"))
+        else [torch.bfloat16]
+    )
 
 
 CASES = [
@@ -128,39 +133,46 @@ def off(layer: QuantisedLayer, answer: torch.Tensor) -> torch.Tensor:
     return torch.where(error == 0, 0.0, (error / bound(layer.plain)).nan_to_num(nan=float("inf"))).max()
 
 
-def check(layer: QuantisedLayer, device: str) -> None:
-    """The kernel, its twin, and the plain kernel over dequantised weights, with the same tile."""
+# Sums of another order round a few numbers of h to the other side of a tie, each of which moves the outputs of its row.
+# A wrong weight moves nearly all.
+FEW = 0.2
+
+
+def check(layer: QuantisedLayer, device: str) -> torch.Tensor:
+    """The kernel and its twin; returns the kernel's answer."""
     answer, twin = run(layer, device), layer.call(reference.grouped_gemm)
     assert off(layer, answer) <= 1 and off(layer, twin) <= 1
-    plain = layer.plain.to(device)
-    expected = plain.call(grouped_gemm, tile=tile_for(len(plain.x), quantised=True)).cpu()
-    share = 0.02 if layer.kind.codes == "int4" else 0.0  # which sums even and odd columns apart
-    if device == "cpu":
-        assert (answer != expected).double().mean() <= share
-        assert (answer != twin).double().mean() <= 0.02
+    assert (answer != twin).double().mean() < FEW
+    return answer
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_a_layer_is_that_of_dequantised_weights(device, kind, dtype):
-    check(make(kind, 5, 160 if kind.rows == 1 else 128, 128, dtype), device)
+    """Of the plain kernel, with the same tile; int4 sums even and odd columns apart."""
+    ff = 64 if kind.rows == 1 and kind.group <= 64 else 128
+    layer = make(kind, 2, 160, ff, dtype)
+    answer, plain = check(layer, device), layer.plain.to(device)
+    expected = plain.call(grouped_gemm, tile=tile_for(len(plain.x), quantised=True)).cpu()
+    share = FEW if kind.codes == "int4" or device != "cpu" else 0.0
+    assert (answer != expected).double().mean() <= share
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int4 by 32"])
 def test_biases_and_gates_in_turns(device, name):
     """As in GPT-OSS; 96 and 160 columns cut tiles."""
-    check(make(FORMATS[name], 5, 160, 96, activation="swigluoai", bias=True), device)
+    check(make(FORMATS[name], 2, 160, 96, activation="swigluoai", bias=True), device)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("mxfp4", 1), ("int4", 17), ("int8 by channel", 33), ("mxfp4", 70)])
+@pytest.mark.parametrize(("name", "rows"), [("mxfp4", 1), ("int4", 17), ("int8 by channel", 70)])
 def test_every_tile(device, name, rows):
     check(make(FORMATS[name], rows, 64, 64, k=3), device)
 
 
-SIZES = st.integers(1, 5).map(lambda count: 32 * count)
+SIZES = st.integers(1, 4).map(lambda count: 32 * count)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(st.sampled_from(sorted(FORMATS)), st.integers(1, 5), SIZES, SIZES, st.integers(5, 7), st.booleans(), st.data())
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(st.sampled_from(sorted(FORMATS)), st.integers(1, 3), SIZES, SIZES, st.integers(5, 6), st.booleans(), st.data())
 def test_any_layer(device, name, rows, d, ff, experts, bias, data):
     """Padding, weightless pairs and experts that nobody chose, which are poisoned."""
     kind = FORMATS[name]
