@@ -11,6 +11,9 @@ For row t with expert e = ids[t, j] and router weight g = weights[t, j], j = 0 .
 One launch serves both, each at its own speed; moving an expert changes a number in the table and nothing else.
 Rows of gate and up: two halves, but for ``swigluoai``, which interleaves them.
 
+Quantised, an expert is codes and scales (``formats``). A tile of it becomes x's dtype right before it is multiplied
+(``dequantise``), so that the result is that of dequantised weights, and no more than the codes crosses the bus.
+
 Sums are float32; gate, up, h, y and out are rounded to x's dtype exactly where stock vLLM's separate launches round
 (its GEMM, its activation kernels, its GEMM with the router weight, its sum), act(gate) too, but for ``swigluoai``.
 
@@ -25,53 +28,20 @@ expert run concurrently, and its second read hits the L2 cache. No atomics, no s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs, routed
-from .types import block_bound, lanes
+from .combine import combine
+from .dequantise import multiply
+from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs
+from .tiles import Tile, tile_for
+from .types import Quantised, block_bound, lanes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # bytes; a hint to the compiler, which then loads 16 bytes at once
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Block sizes of both GEMMs. Another tile may round differently: fix one where results of batches must agree.
-
-    ``gate_up_n`` counts columns of h: gate and up make twice as many rows of W13. ``k_bytes`` is the depth of a tile
-    in bytes, so that float32 gets half the columns. ``group_m`` row blocks share a strip of weights in L2.
-    """
-
-    block_m: int
-    gate_up_n: int
-    down_n: int
-    k_bytes: int
-    num_warps: int
-    num_stages: int
-    group_m: int = 1
-
-
-# By rows M. Not tuned: reasoned, and to be measured by benchmarks/kernels on a GPU. Decode is bound by memory: narrow N
-# for many programs (Qwen3-30B-A3B at M = 1: 192 and 256 of them), deep K and stages for 60 KB in flight in each.
-# Prefill is bound by arithmetic: square tiles. All fit 99 KB of shared memory, the least of sm_80 ... sm_120.
-_TILES = (
-    (16, Tile(block_m=16, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=4)),
-    (32, Tile(block_m=32, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=3)),
-    (64, Tile(block_m=64, gate_up_n=32, down_n=64, k_bytes=128, num_warps=4, num_stages=4)),
-    (256, Tile(block_m=64, gate_up_n=64, down_n=128, k_bytes=128, num_warps=4, num_stages=3, group_m=4)),
-)
-_PREFILL = Tile(block_m=128, gate_up_n=64, down_n=128, k_bytes=128, num_warps=8, num_stages=3, group_m=8)
-
-
-def tile_for(rows: int) -> Tile:
-    """Returns the tile for M rows: a fixed table, because nothing may be timed while a graph is captured."""
-    return next((tile for most, tile in _TILES if rows <= most), _PREFILL)
 
 
 def _unsorted(pairs: int, experts: int, tile: Tile) -> bool:
@@ -79,7 +49,7 @@ def _unsorted(pairs: int, experts: int, tile: Tile) -> bool:
     return pairs <= min(experts, FEW) and tile.block_m <= 16
 
 
-def rows_to_compile(most: int, top_k: int, experts: int) -> list[int]:
+def rows_to_compile(most: int, top_k: int, experts: int, quantised: bool = False) -> list[int]:
     """Returns the fewest rows of each kernel variant that forwards of 1 ... ``most`` rows need, ascending.
 
     The specialisation of each launch of this module, of ``route`` and of ``admit`` follows from these rows, or is the
@@ -87,7 +57,7 @@ def rows_to_compile(most: int, top_k: int, experts: int) -> list[int]:
     """
     fewest: dict[tuple, int] = {}
     for rows in range(1, most + 1):
-        pairs, tile = rows * top_k, tile_for(rows)
+        pairs, tile = rows * top_k, tile_for(rows, quantised)
         fewest.setdefault((tile, chunk_for(pairs), _unsorted(pairs, experts, tile)), rows)
     return list(fewest.values())
 
@@ -118,6 +88,17 @@ def _activate(gate: tl.tensor, up: tl.tensor, ACT: tl.constexpr, T: tl.constexpr
 def _expert(table: tl.tensor, expert: tl.tensor, T: tl.constexpr):
     """Returns the pointer to an expert's tensor. Without the 16-byte hint the compiler would load single elements."""
     return tl.multiple_of(tl.load(table + expert).to(tl.pointer_type(T), bitcast=True), 16)
+
+
+@triton.constexpr_function
+def _type(plain: tl.dtype, codes: str, native: bool):
+    """Returns the type by which weights are loaded."""
+    return plain if codes == "" else tl.float8e4nv if native else tl.uint8
+
+
+@triton.constexpr_function
+def _scale_type(codes: str):
+    return tl.uint32 if codes in ("e2m1", "int4") else tl.float32
 
 
 @triton.jit
@@ -156,20 +137,23 @@ def _block(
 
 _VARYING = {  # arguments that vary between launches or layers
     "do_not_specialize": ["n_pairs", "blocks"],
-    "do_not_specialize_on_alignment": ["ids", "router_weights", "counts", "w13", "b13", "w2", "b2"],
+    "do_not_specialize_on_alignment": ["ids", "router_weights", "counts", "w13", "b13", "s13", "w2", "b2", "s2"],
 }
 
 
 @triton.jit(**_VARYING)
 def _gate_up_kernel(
-    x: tl.tensor, w13: tl.tensor, b13: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor,
-    pairs: tl.tensor, experts: tl.tensor, counts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
-    blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
+    x: tl.tensor, w13: tl.tensor, b13: tl.tensor, s13: tl.tensor, ids: tl.tensor, router_weights: tl.tensor,
+    live: tl.tensor, pairs: tl.tensor, experts: tl.tensor, counts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor,
+    n_experts: tl.tensor, blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
     TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     FEW: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """x [M, d] -> out [M * k, ff], row = pair; see the module. UPCAST: the interpreter cannot multiply bfloat16.
+
+    CODES: of quantised weights, else empty; NATIVE: this GPU has their type.
 
     If ``counts`` is given, one more program after those of the blocks writes it.
     """
@@ -190,10 +174,13 @@ def _gate_up_kernel(
     gate_row = 2 * n if ACT == "swigluoai" else n
     up_row = 2 * n + 1 if ACT == "swigluoai" else n + ff
     k = tl.arange(0, BLOCK_K)
-    weights = _expert(w13, expert, T)
+    weights = _expert(w13, expert, _type(T, CODES, NATIVE))
     x_at = x + (pair // TOP_K).to(tl.int64)[:, None] * d + k[None, :]
-    gate_at = weights + gate_row[None, :] * d + k[:, None]
-    up_at = weights + up_row[None, :] * d + k[:, None]
+    if CODES == "":
+        gate_at = weights + gate_row[None, :] * d + k[:, None]
+        up_at = weights + up_row[None, :] * d + k[:, None]
+    else:
+        scales = _expert(s13, expert, _scale_type(CODES))
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, d, BLOCK_K):
@@ -202,12 +189,22 @@ def _gate_up_kernel(
             inside = k < d - start
             rows, columns = rows & inside[None, :], columns & inside[:, None]
         a = tl.load(x_at + start, mask=rows, other=0.0)
-        g = tl.load(gate_at + start, mask=columns, other=0.0)
-        u = tl.load(up_at + start, mask=columns, other=0.0)
-        if UPCAST:
-            a, g, u = a.to(tl.float32), g.to(tl.float32), u.to(tl.float32)
-        gate = tl.dot(a, g, gate, input_precision="ieee")
-        up = tl.dot(a, u, up, input_precision="ieee")
+        if CODES == "":
+            g = tl.load(gate_at + start, mask=columns, other=0.0)
+            u = tl.load(up_at + start, mask=columns, other=0.0)
+            if UPCAST:
+                a, g, u = a.to(tl.float32), g.to(tl.float32), u.to(tl.float32)
+            gate = tl.dot(a, g, gate, input_precision="ieee")
+            up = tl.dot(a, u, up, input_precision="ieee")
+        else:
+            gate = multiply(
+                a, gate, weights, scales, gate_row, wanted, start, 2 * ff, d,
+                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
+            )  # fmt: skip
+            up = multiply(
+                a, up, weights, scales, up_row, wanted, start, 2 * ff, d,
+                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
+            )  # fmt: skip
     if BIAS:
         bias = _expert(b13, expert, T)
         gate += tl.load(bias + gate_row, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -218,10 +215,11 @@ def _gate_up_kernel(
 
 @triton.jit(**_VARYING)
 def _down_kernel(
-    h: tl.tensor, w2: tl.tensor, b2: tl.tensor, ids: tl.tensor, router_weights: tl.tensor, live: tl.tensor,
-    pairs: tl.tensor, experts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor, blocks: tl.tensor,
-    d: tl.tensor, ff: tl.tensor,
-    BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
+    h: tl.tensor, w2: tl.tensor, b2: tl.tensor, s2: tl.tensor, ids: tl.tensor, router_weights: tl.tensor,
+    live: tl.tensor, pairs: tl.tensor, experts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
+    blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
+    BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """h [M * k, ff] -> out [M * k, d], times the router weight; row = pair."""
@@ -235,7 +233,11 @@ def _down_kernel(
     wanted = n < d
     k = tl.arange(0, BLOCK_K)
     h_at = h + pair.to(tl.int64)[:, None] * ff + k[None, :]
-    w_at = _expert(w2, expert, T) + n[None, :] * ff + k[:, None]
+    weights = _expert(w2, expert, _type(T, CODES, NATIVE))
+    if CODES == "":
+        w_at = weights + n[None, :] * ff + k[:, None]
+    else:
+        scales = _expert(s2, expert, _scale_type(CODES))
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, ff, BLOCK_K):
         rows, columns = live[:, None], wanted[None, :]
@@ -243,39 +245,20 @@ def _down_kernel(
             inside = k < ff - start
             rows, columns = rows & inside[None, :], columns & inside[:, None]
         a = tl.load(h_at + start, mask=rows, other=0.0)
-        w = tl.load(w_at + start, mask=columns, other=0.0)
-        if UPCAST:
-            a, w = a.to(tl.float32), w.to(tl.float32)
-        y = tl.dot(a, w, y, input_precision="ieee")
+        if CODES == "":
+            w = tl.load(w_at + start, mask=columns, other=0.0)
+            if UPCAST:
+                a, w = a.to(tl.float32), w.to(tl.float32)
+            y = tl.dot(a, w, y, input_precision="ieee")
+        else:
+            y = multiply(
+                a, y, weights, scales, n, wanted, start, d, ff,
+                CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
+            )  # fmt: skip
     if BIAS:
         y += tl.load(_expert(b2, expert, T) + n, mask=wanted, other=0.0).to(tl.float32)[None, :]
     y *= tl.load(router_weights + pair, mask=live, other=0.0)[:, None]
     tl.store(out + pair.to(tl.int64)[:, None] * d + n[None, :], y.to(T), mask=live[:, None] & wanted[None, :])
-
-
-@triton.jit(do_not_specialize=["n_pairs"], do_not_specialize_on_alignment=["ids", "router_weights"])
-def _combine_kernel(
-    y: tl.tensor,
-    ids: tl.tensor,
-    router_weights: tl.tensor,
-    live: tl.tensor,
-    out: tl.tensor,
-    n_pairs: tl.tensor,
-    d: tl.tensor,
-    n_experts: tl.tensor,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """y [M, k, d] -> out [M, d], summed from slot 0 on. Pairs that are left out were never written and are not read."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    n_live = counted_pairs(live, n_pairs)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for slot in range(TOP_K):
-        pair = row * TOP_K + slot
-        if routed(ids, router_weights, pair, n_live, n_experts) < n_experts:
-            total += tl.load(y + pair * d + column, mask=column < d, other=0.0).to(tl.float32)
-    tl.store(out + row * d + column, total.to(out.dtype.element_ty), mask=column < d)
 
 
 _INTERPRETED = not isinstance(_down_kernel, triton.JITFunction)  # TRITON_INTERPRET=1, when this was imported
@@ -295,6 +278,7 @@ def grouped_gemm(
     tile: Tile | None = None,
     counts: Tensor | None = None,
     live: Tensor | None = None,
+    quantised: Quantised | None = None,
 ) -> Tensor:
     """Computes the routed experts of one layer. No host synchronisation: may be captured in a CUDA graph.
 
@@ -311,6 +295,8 @@ def grouped_gemm(
         tile: default ``tile_for(M)``.
         counts: [experts] int32, is overwritten with the pairs of each expert.
         live: [1] int32, pairs from this one on are padding and left out; default: none.
+        quantised: ``w13`` and ``w2`` are addresses of codes, these their scales; x is bfloat16, or float16 but for
+            ``e2m1``. Biases are of x's dtype.
 
     All addresses must be multiples of 16 and valid as long as the launches run; this is not checked. Only addresses of
     experts that a pair selects are dereferenced.
@@ -319,6 +305,7 @@ def grouped_gemm(
         AssertionError: a shape, dtype or layout is not as above.
     """
     _check(x, w13, w2, topk_weights, topk_ids, intermediate, b13, b2, activation, live)
+    s13, s2 = _check_quantised(x, w13, intermediate, tile, quantised)
     (rows, d), top_k, experts, ff = x.shape, topk_ids.shape[1], len(w13), intermediate
     out = torch.empty_like(x) if out is None else out
     assert out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous(), "out must be like x"
@@ -326,7 +313,7 @@ def grouped_gemm(
         if counts is not None:
             counts.zero_()
         return out
-    tile = tile_for(rows) if tile is None else tile
+    tile = tile_for(rows, quantised is not None) if tile is None else tile
     block_k = tile.k_bytes // x.element_size()
     pairs = rows * top_k
     blocks = block_bound(pairs, experts, tile.block_m)
@@ -339,29 +326,19 @@ def grouped_gemm(
     shared = {
         "BIAS": b13 is not None, "UPCAST": _INTERPRETED, "BLOCK_K": block_k, "BLOCK_M": tile.block_m,
         "GROUP_M": tile.group_m, "FEW": FEW, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-        "enable_fp_fusion": False,
+        "enable_fp_fusion": False, **_constants(quantised, x),
     }  # fmt: skip
     _gate_up_kernel[(blocks * triton.cdiv(ff, tile.gate_up_n) + (counted is not None),)](
-        x, w13, b13, *routing, counted, h, pairs, experts, blocks, d, ff,
-        TOP_K=top_k, ACT=activation, EVEN_K=d % block_k == 0, BLOCK_N=tile.gate_up_n, BINS=lanes(experts), **shared,
+        x, w13, b13, s13, *routing, counted, h, pairs, experts, blocks, d, ff,
+        TOP_K=top_k, ACT=activation, EVEN_K=d % block_k == 0, WIDE=_is_wide(quantised, d),
+        BLOCK_N=tile.gate_up_n, BINS=lanes(experts), **shared,
     )  # fmt: skip
     _down_kernel[(blocks * triton.cdiv(d, tile.down_n),)](
-        h, w2, b2, *routing, y, pairs, experts, blocks, d, ff,
-        EVEN_K=ff % block_k == 0, BLOCK_N=tile.down_n, **shared,
+        h, w2, b2, s2, *routing, y, pairs, experts, blocks, d, ff,
+        EVEN_K=ff % block_k == 0, WIDE=_is_wide(quantised, ff), BLOCK_N=tile.down_n, **shared,
     )  # fmt: skip
     combine(y.view(rows, top_k, d), topk_weights, topk_ids, experts, out, live)
     return out
-
-
-def combine(
-    y: Tensor, topk_weights: Tensor, topk_ids: Tensor, experts: int, out: Tensor, live: Tensor | None = None
-) -> None:
-    """Sums y [M, k, d], already weighted, into out [M, d]; pairs that ``route.align`` leaves out count as zero."""
-    rows, top_k, d = y.shape
-    block = min(1024, triton.next_power_of_2(d))
-    _combine_kernel[(rows, triton.cdiv(d, block))](
-        y, topk_ids, topk_weights, live, out, rows * top_k, d, experts, TOP_K=top_k, BLOCK=block, enable_fp_fusion=False
-    )
 
 
 def _check(
@@ -387,3 +364,37 @@ def _check(
     assert len(w13) <= MAX_EXPERTS and topk_ids.numel() < 2**31 - 1024, "pairs are numbered in 32 bit"
     assert live is None or (live.shape == (1,) and live.dtype == torch.int32), "live must be one int32"
     assert 2 * intermediate * x.shape[1] < 2**31, "offsets inside an expert are 32 bit"
+
+
+def _constants(quantised: Quantised | None, x: Tensor) -> dict:
+    """Returns what the kernels must know of the weights when they are compiled."""
+    if quantised is None:
+        return {"CODES": "", "GROUP": 0, "ROWS": 1, "ZEROS": False, "NATIVE": False}
+    kind = quantised.format
+    native = kind.codes == "e4m3" and has_e4m3(x.device)
+    return {"CODES": kind.codes, "GROUP": kind.group, "ROWS": kind.rows, "ZEROS": kind.zeros, "NATIVE": native}
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Returns whether kernels on ``device`` can convert e4m3: from sm_89 on, and not in the interpreter."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _is_wide(quantised: Quantised | None, columns: int) -> bool:
+    """Returns whether a row of codes is a multiple of 16 bytes, so that it is loaded 16 bytes at once."""
+    return quantised is not None and columns % (ALIGNMENT * quantised.format.per_byte) == 0
+
+
+def _check_quantised(
+    x: Tensor, w13: Tensor, intermediate: int, tile: Tile | None, quantised: Quantised | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the tables of scales."""
+    if quantised is None:
+        return None, None
+    kind, *tables = quantised
+    assert x.dtype in DTYPES[:1] if kind.codes == "e2m1" else x.dtype in DTYPES[:2], f"no {x.dtype} with {kind.codes}"
+    assert x.shape[1] % kind.per_byte == intermediate % kind.per_byte == 0, "a byte has columns of two rows"
+    for table in tables:
+        assert table.dtype == torch.int64 and table.shape == w13.shape and table.is_contiguous()
+    assert tile is None or kind.codes != "e2m1" or tile.k_bytes == 256, "a tile is as deep as a word of exponents"
+    return quantised.s13, quantised.s2

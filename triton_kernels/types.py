@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .formats import Format
+
 UNUSED, HIT, STREAMED, ADMITTED = -1, 0, 1, 2  # how an expert was reached in a step
 
 
@@ -39,6 +41,19 @@ class Experts(NamedTuple):
     table: Tensor
     hosts: Tensor
     places: Tensor
+
+
+class Quantised(NamedTuple):
+    """Quantised experts of a layer, beside the tables of their codes.
+
+    Attributes:
+        format: how they are stored.
+        s13, s2: [experts] int64, the addresses of the scales.
+    """
+
+    format: Format
+    s13: Tensor
+    s2: Tensor
 
 
 class Offers(NamedTuple):

@@ -9,6 +9,8 @@ from enum import StrEnum
 
 import torch
 
+from vllm_spac.kernels.formats import Format
+
 NOT_RUN = -1  # in counts per expert: its layer did not run in this step
 
 
@@ -127,12 +129,14 @@ class MoEShape:
         experts: routed experts per layer (N).
         top_k: experts per token (k).
         tensors: name -> spec of each tensor of one expert.
+        packed: how quantised weights are stored for ``vllm_spac.kernels``; None: plain, or as vLLM's kernel reads them.
     """
 
     layers: tuple[str, ...]
     experts: int
     top_k: int
     tensors: dict[str, TensorSpec] = field(hash=False)
+    packed: Format | None = None
 
     @property
     def total(self) -> int:

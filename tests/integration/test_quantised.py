@@ -13,16 +13,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
 
+from vllm_spac import components
+from vllm_spac.budget.control import BudgetControl
 from vllm_spac.checkpoint import headers
 from vllm_spac.checkpoint import quantisation as quantised
 from vllm_spac.checkpoint.contents import Checkpoint
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.execution.pointers.execution import PointerExecution
 from vllm_spac.integration.loading import managed_load
 from vllm_spac.integration.loading.fingerprint import fingerprint
 from vllm_spac.integration.loading.model_experts import ModelExperts
+from vllm_spac.runtime import Runtime
 from vllm_spac.system.host_memory import release_freed_memory
 from vllm_spac.tiers.memory import MemoryStore
 
@@ -396,10 +401,9 @@ def test_scales_of_whole_tensors_are_refused(quantisation):
 @pytest.mark.parametrize(
     ("knobs", "named"),
     [
-        ({"execution": "pointers", "store": "host"}, "--spac-execution slots"),
         ({"cpu_experts": 2, "store": "host"}, "--spac-cpu-experts off"),
     ],
-    ids=["pointers", "CPU experts"],
+    ids=["CPU experts"],
 )
 def test_what_quantised_experts_cannot_do(knobs, named):
     with pytest.raises(UnsupportedError, match=f"quantised experts.*{named}"):
@@ -587,3 +591,220 @@ def test_packed_experts_are_told_apart():
                     for weights in ("one", "two"):
                         names.add(fingerprint(vllm_config, shape, layer, Checkpoint([weights])))
     assert len(names) == 3 * 2 * 2 * len(ranks) * 2
+
+
+# -- our kernels -------------------------------------------------------------------------------------------
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+PACKED = METHODS | {
+    "compressed int8, channels": compressed(
+        INT8 | {"strategy": "channel"}, INT8 | {"strategy": "token", "dynamic": True}, "int-quantized"
+    ),
+    "gptq int4, Marlin": GPTQ,
+    "awq int4, Marlin": AWQ,
+    "gpt-oss": {"quant_method": "mxfp4"},
+}
+POINTERS = {"execution": "pointers", "store": "host", "slots": "50%"}
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """vLLM's methods choose kernels of a GPU, none of which runs."""
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, mxfp4
+
+    def marlin(*_, **__):
+        return WNA16MoEBackend.MARLIN, MarlinExperts
+
+    moe = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_"
+    monkeypatch.setattr(auto_gptq, "select_wna16_moe_backend", marlin)
+    monkeypatch.setattr(auto_awq, "select_wna16_moe_backend", marlin)
+    monkeypatch.setattr(mxfp4, "select_mxfp4_moe_backend", lambda *_: (Mxfp4MoeBackend.MARLIN, MarlinExperts))
+    int8 = Int8MoeBackend.TRITON, MarlinExperts
+    monkeypatch.setattr(f"{moe}w8a8_int8.select_int8_moe_backend", lambda *_, **__: int8)
+
+
+def build_packed(name: str):
+    """A layer over pointers, of a method that stands in for what a GPU's vLLM would choose."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory, RoutedExperts
+    from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig, AutoAWQMoEMethod
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQMoEMethod
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+
+    made = {
+        "gptq int4, Marlin": lambda moe: AutoGPTQMoEMethod(AutoGPTQConfig.from_config(GPTQ), moe),
+        "awq int4, Marlin": lambda moe: AutoAWQMoEMethod(AutoAWQConfig.from_config(AWQ), moe),
+        "gpt-oss": GptOssMxfp4MoEMethod,
+    }
+    if name not in made:
+        return build(PACKED[name], **POINTERS)
+    size = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INNER}
+    size |= {"tp_size": 1, "dp_size": 1, "pcp_size": 1, "params_dtype": torch.bfloat16, "prefix": "layers.0.experts"}
+    if name == "gpt-oss":
+        from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+        size |= {"has_bias": True, "activation": "swigluoai", "routed_experts_cls": GptOssRoutedExperts}
+    config = VllmConfig()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoutedExperts, "_get_quant_method", lambda self, prefix, quant, moe: made[name](moe))
+        with set_current_vllm_config(config), managed_load.managed_load(SpacConfig(**POINTERS), config):
+            return FusedMoEFactory(quant_config=None, **size).routed_experts
+
+
+def nibbles(words: Tensor, bits: int = 4) -> Tensor:
+    """int32 [..., n] -> [..., 32 / bits * n], the lowest first."""
+    shifts = torch.arange(0, 32, bits)
+    return ((words.long()[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def published(name: str) -> dict[str, Tensor]:
+    """Random experts of ``PACKED[name]``, by the names under ``experts.``."""
+    if name == "gpt-oss":
+        rng, found = torch.Generator().manual_seed(0), {}
+        for expert in range(EXPERTS):
+            for part, (rows, columns) in {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}.items():
+                found |= {
+                    f"{expert}.{part}_proj.blocks": torch.randint(
+                        0, 256, (rows, columns // 32, 16), dtype=torch.uint8, generator=rng
+                    ),
+                    f"{expert}.{part}_proj.scales": torch.randint(
+                        120, 126, (rows, columns // 32), dtype=torch.uint8, generator=rng
+                    ),
+                    f"{expert}.{part}_proj.bias": torch.randn(rows, generator=rng).bfloat16(),
+                }
+        return found
+    tensors = checkpoint(PACKED[name] if "int8, channels" not in name else METHODS["compressed fp8, channels"])
+    if "int8, channels" in name:
+        return {n: t.view(torch.int8) if n.endswith("weight") else t * 0.05 for n, t in tensors.items()}
+    return {n: t for n, t in tensors.items() if not n.endswith(".bias")} if "Marlin" in name else tensors
+
+
+def meant(name: str, tensors: dict[str, Tensor]) -> Tensor:
+    """The weight [N, K] bfloat16 that the tensors of one projection stand for, by the scheme's definition."""
+    scheme = PACKED[name]
+    if name == "gpt-oss":
+        blocks = tensors["blocks"].flatten(1).long()
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
+        powers = torch.exp2(tensors["scales"].double() - 127).repeat_interleave(32, 1)
+        return (_E2M1[codes] * powers).bfloat16()
+    if scheme.get("format") == "pack-quantized":
+        codes, scale = nibbles(tensors["weight_packed"]), tensors["weight_scale"]
+        zero = nibbles(tensors["weight_zero_point"].T).T if "weight_zero_point" in tensors else torch.tensor(8)
+    elif scheme["quant_method"] == "gptq":
+        codes, scale = nibbles(tensors["qweight"].T, scheme["bits"]), tensors["scales"].T
+        zero = torch.tensor(1 << (scheme["bits"] - 1))
+    elif scheme["quant_method"] == "awq":
+        order = [0, 4, 1, 5, 2, 6, 3, 7]
+        codes = nibbles(tensors["qweight"]).unflatten(1, (-1, 8))[..., order].flatten(1).T
+        scale, zero = tensors["scales"].T, torch.tensor(8)
+        if scheme["zero_point"]:
+            zero = nibbles(tensors["qzeros"]).unflatten(1, (-1, 8))[..., order].flatten(1).T
+    else:
+        weight, scale = tensors["weight"].float(), next(tensors[n] for n in tensors if "scale" in n).float()
+        steps = [size // count for size, count in zip(weight.shape, scale.shape, strict=True)]
+        return (weight * scale.repeat_interleave(steps[0], 0).repeat_interleave(steps[1], 1)).bfloat16()
+    group = codes.shape[1] // scale.shape[1]
+    zero = zero.repeat_interleave(group, 1) if zero.dim() else zero
+    return ((codes - zero).double() * scale.bfloat16().double().repeat_interleave(group, 1)).bfloat16()
+
+
+def given(layer, name: str, tensors: dict[str, Tensor]) -> None:
+    """Loads as vLLM's models do."""
+    if name != "gpt-oss":
+        load(layer, tensors, [n for n in tensors if not is_unread(n, "zero points" if "Marlin" in name else name)])
+        return
+    parts = {"gate_up_proj": "w13", "down_proj": "w2"}
+    lasts = {"blocks": "weight", "scales": "weight_scale", "bias": "bias"}
+    for key, tensor in tensors.items():
+        expert, part, last = key.split(".")
+        target = f"{parts[part]}_{lasts[last]}"
+        param = getattr(layer, target)
+        assert param.weight_loader(param, tensor, target, f"gpt_oss_{parts[part]}", int(expert), return_success=True)
+
+
+def tables_of(name: str, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """The dequantised weights of each expert: w13, w2 and biases."""
+    found: dict[str, list[Tensor]] = {"w13": [], "w2": [], "b13": [], "b2": []}
+    for expert in range(EXPERTS):
+
+        def part(projection: str, expert: int = expert) -> dict[str, Tensor]:
+            prefix = f"{expert}.{projection}_proj."
+            return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+        if name == "gpt-oss":
+            found["w13"].append(meant(name, part("gate_up")))
+            found["b13"].append(part("gate_up")["bias"])
+            found["b2"].append(part("down")["bias"])
+        else:
+            found["w13"].append(torch.cat([meant(name, part("gate")), meant(name, part("up"))]))
+        found["w2"].append(meant(name, part("down")).contiguous())
+    return {kind: parts for kind, parts in found.items() if parts}
+
+
+def served(layer, slots: int) -> PointerExecution:
+    """The layer's experts behind a table of pointers, and the layer attached to them."""
+    shape = MoEShape((layer.layer_name,), EXPERTS, TOP_K, layer.probe(), layer.spac_packed)
+    PointerExecution.check_shape(shape)
+    store = components.build("tiers", "host", shape=shape, fingerprint="")
+    for start, stop in ((0, 1), (1, 4), (4, EXPERTS)):
+        part = layer.convert(start, stop)
+        for key in range(start, stop):
+            store.put(key, {name: tensor[key - start] for name, tensor in part.items()})
+    layer.forget()
+    tensors = {n: torch.full((slots, *s.shape), 255, dtype=torch.uint8).to(s.dtype) for n, s in shape.tensors.items()}
+    policy = components.build("policies", "lru")
+    execution = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=16, poison=True)
+    assert sum(execution.fill()) == slots
+    layer.spac.runtime = Runtime([execution], BudgetControl([]))
+    layer.attach(execution)
+    return execution
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_layer_over_pointers_computes_what_the_checkpoint_means(backends, name):
+    """vLLM's own parameters, loaders and method; what is stored are the packed bytes, and nothing is dequantised."""
+    tensors, layer = published(name), build_packed(name)
+    packed = stand_in(layer)
+    layer.probe()
+    given(layer, name, tensors)
+    assert packed == [0]
+    execution = served(layer, 3)
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(4, HIDDEN, generator=generator) / 16).bfloat16()
+    weights, ids = torch.rand(4, TOP_K, generator=generator), torch.tensor([[0, 5], [3, 1], [2, 0], [4, 5]])
+    out = layer.forward_modular(x, weights, ids)
+    plain = tables_of(name, tensors)
+    tables = {kind: torch.tensor([part.data_ptr() for part in parts]) for kind, parts in plain.items()}
+    act = "swigluoai" if name == "gpt-oss" else "silu"
+    biases = tables.get("b13"), tables.get("b2")
+    expected = grouped_gemm(x, tables["w13"], tables["w2"], weights, ids, INNER, *biases, act)
+    assert torch.isfinite(expected).all() and torch.equal(out, expected)
+    bits = 4 if layer.spac_packed.per_byte == 2 else 8
+    least = 3 * INNER * HIDDEN * bits // 8
+    assert least < execution.shape.expert_bytes < 1.3 * least
+    layer.spac.runtime.close()
+
+
+def test_a_bias_that_the_model_does_not_have_is_not_left_out(backends):
+    layer = build_packed("gptq int4, Marlin")
+    stand_in(layer)
+    tensors = checkpoint(GPTQ)
+    with pytest.raises(UnsupportedError, match="cannot add .*w13_bias .* add --quantization moe_wna16"):
+        load(layer, tensors, ["0.gate_proj.bias"])
+    load(layer, {"0.gate_proj.bias": torch.zeros(INNER)}, ["0.gate_proj.bias"])
+
+
+def test_what_pointers_cannot_read_is_refused(backends):
+    tensor = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    with pytest.raises(UnsupportedError, match="pointers cannot read FP8 with one scale per tensor of .*MXFP4"):
+        build(tensor, **POINTERS)
+
+
+def test_slots_name_the_execution_that_can(backends):
+    with pytest.raises(UnsupportedError, match="W8A8Int8MoEMethod.* in slots; .*use --spac-execution pointers"):
+        build(PACKED["compressed int8, channels"])

@@ -388,6 +388,14 @@ def test_a_dense_model(tmp_path):
         engine_config(model, {})
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch) -> None:
+    """The checks of quantised experts take this machine for one with a GPU."""
+    from vllm_spac.integration import device
+
+    monkeypatch.setattr(device, "is_cpu", lambda: False)
+
+
 @pytest.mark.parametrize(
     ("quantisation", "options", "named"),
     [
@@ -396,14 +404,14 @@ def test_a_dense_model(tmp_path):
             {},
             r"one scale per tensor.*\(fp8\).*by block or channel",
         ),
-        ({"quant_method": "mxfp4"}, {}, r"quantised experts \(mxfp4\): not supported; use one in FP8"),
+        ({"quant_method": "mxfp4"}, {}, r"\(mxfp4\): not supported in slots; use --spac-execution pointers"),
         (GPTQ, {}, "--quantization auto_gptq runs .*; add --quantization moe_wna16 --moe-backend triton"),
         (GPTQ | {"sym": False}, {"quantization": "moe_wna16"}, r"zero points \(sym=false\)"),
         (None, {"quantization": "fp8_per_block"}, "--quantization fp8_per_block quantises experts while.*drop it"),
     ],
-    ids=["scales of tensors", "unknown", "GPTQ for Marlin", "GPTQ with zero points", "while loading"],
+    ids=["scales of tensors", "MXFP4", "GPTQ for Marlin", "GPTQ with zero points", "while loading"],
 )
-def test_quantised_models(tmp_path, quantisation, options, named):
+def test_quantised_models(tmp_path, on_a_gpu, quantisation, options, named):
     facts = QWEN if quantisation is None else QWEN | {"quantization_config": quantisation}
     with pytest.raises(ValueError, match=named):
         engine_config(write_config(tmp_path / "model", facts), {}, **options)
@@ -417,8 +425,36 @@ def test_quantised_models(tmp_path, quantisation, options, named):
     ],
     ids=["FP8", "GPTQ"],
 )
-def test_quantised_models_that_their_layers_decide_on(tmp_path, quantisation, options):
+def test_quantised_models_that_their_layers_decide_on(tmp_path, on_a_gpu, quantisation, options):
     engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": quantisation}), {}, **options)
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("amx", "spac", "named"),
+    [
+        (False, {}, r"\(fp8\), for which stock vLLM has no kernel on a CPU without AMX; use an unquantised .* triton"),
+        (False, {"execution": "pointers", "store": "host"}, "no kernel on a CPU without AMX"),
+        (
+            True,
+            {},
+            "kernels for a CPU were never tested in slots; use an unquantised checkpoint here, or serve it on a GPU",
+        ),
+    ],
+    ids=["without AMX", "pointers without AMX", "with AMX"],
+)
+def test_quantised_models_on_a_cpu(tmp_path, monkeypatch, amx, spac, named):
+    """Before anything is loaded, and with what works here."""
+    from vllm_spac.integration import device
+
+    monkeypatch.setattr(device, "is_cpu", lambda: True)
+    monkeypatch.setattr(device, "has_amx", lambda: amx)
+    with pytest.raises(ValueError, match=named):
+        engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": FP8}), spac)
+    spared = FP8 | {"modules_to_not_convert": ["experts"]}
+    engine_config(write_config(tmp_path / "spared", QWEN | {"quantization_config": spared}), spac)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, route, shortlist, tally
+from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, route, shortlist, tally
+from vllm_spac.kernels.formats import Format
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
@@ -24,7 +25,7 @@ from vllm_spac.execution.pointers.execution import PointerExecution
 KERNELS = {
     "gate_up": (grouped_gemm, "_gate_up_kernel"),
     "down": (grouped_gemm, "_down_kernel"),
-    "combine": (grouped_gemm, "_combine_kernel"),
+    "combine": (combine, "_combine_kernel"),
     "align": (route, "_align_kernel"),
     "admit": (admit, "_admit_kernel"),
     "fetch": (fetch, "_fetch_kernel"),
@@ -91,16 +92,26 @@ class Device(TorchDispatchMode):
         return result
 
 
-def pool(experts: int, top_k: int, rows: int, slots: float = 0.25, layers: int = 2, **options) -> PointerExecution:
-    """Filled, in float32, with so many layers of tiny experts; ``slots`` is a share."""
-    specs = {"w13_weight": TensorSpec((2 * FF, D), torch.float32), "w2_weight": TensorSpec((D, FF), torch.float32)}
-    shape = MoEShape(tuple(map(str, range(layers))), experts, top_k, specs)
+def pool(
+    experts: int, top_k: int, rows: int, slots: float = 0.25, layers: int = 2, packed: Format | None = None, **options
+) -> PointerExecution:
+    """Filled with so many layers of tiny experts, in float32 or packed; ``slots`` is a share."""
+    sizes = {"w13": (2 * FF, D), "w2": (D, FF)}
+    if packed is None:
+        specs = {f"{name}_weight": TensorSpec(size, torch.float32) for name, size in sizes.items()}
+    else:
+        specs = {f"{name}_weight": TensorSpec(packed.code_shape(*size), torch.uint8) for name, size in sizes.items()}
+        scales = {name: packed.scale_shape(*size) for name, size in sizes.items()}
+        specs |= {f"{name}_scale": TensorSpec(size, packed.scale_dtype) for name, size in scales.items()}
+    shape = MoEShape(tuple(map(str, range(layers))), experts, top_k, specs, packed)
     count = max(top_k, int(slots * shape.total))
     store = components.build("tiers", "host" if count < shape.total else "resident", shape=shape, fingerprint="")
-    blank = {name: torch.zeros(spec.shape) for name, spec in specs.items()}
+    blank = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
     for key in range(shape.total):
         store.put(key, blank)
-    tensors = getattr(store, "tensors", None) or {n: torch.zeros(count, *s.shape) for n, s in specs.items()}
+    tensors = getattr(store, "tensors", None) or {
+        name: torch.zeros(count, *spec.shape, dtype=spec.dtype) for name, spec in specs.items()
+    }
     policy = components.build("policies", "lru")
     made = PointerExecution(shape, count, policy, store, tensors, path="host", rows=rows, **options)
     for _ in made.fill():
@@ -111,7 +122,8 @@ def pool(experts: int, top_k: int, rows: int, slots: float = 0.25, layers: int =
 def forward(pool: PointerExecution, rows: int) -> None:
     """All layers, over rows that come as vLLM's routers give them."""
     k = pool.shape.top_k
-    x, weights = torch.zeros(rows, D), torch.ones(rows, k)
+    dtype = torch.float32 if pool.shape.packed is None else torch.bfloat16
+    x, weights = torch.zeros(rows, D, dtype=dtype), torch.ones(rows, k)
     ids = torch.zeros(rows, k, dtype=torch.int32)
     for layer in range(len(pool.shape.layers)):
         pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))

@@ -24,8 +24,9 @@ import triton  # noqa: E402
 from launches import KERNELS, Recorder  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
-from vllm_spac.kernels import admit, cover, fetch, grouped_gemm, route, shortlist, tally  # noqa: E402
-from vllm_spac.kernels.types import Experts, Offers  # noqa: E402
+from vllm_spac.kernels import admit, combine, cover, fetch, grouped_gemm, route, shortlist, tally  # noqa: E402
+from vllm_spac.kernels.formats import Format  # noqa: E402
+from vllm_spac.kernels.types import Experts, Offers, Quantised  # noqa: E402
 
 # Shared memory of one block, in bytes: CUDA programming guide, "Technical Specifications per Compute Capability".
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -97,13 +98,15 @@ def record(function) -> dict:
     return calls
 
 
-def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, tile=None):
+def experts(rows, d, ff, k, count, activation="silu", bias=False, dtype=torch.bfloat16, tile=None, kind=None):
     """A layer's launches. The tensors are never touched: no memory is taken."""
     x = torch.empty(rows, d, dtype=dtype)
     table = torch.zeros(count, dtype=torch.int64)
     biases = (table, table) if bias else (None, None)
     weights, ids = torch.ones(rows, k), torch.zeros(rows, k, dtype=torch.int32)
     options = {"counts": torch.zeros(count, dtype=torch.int32), "live": torch.zeros(1, dtype=torch.int32)}
+    if kind is not None:
+        options["quantised"] = Quantised(kind, table, table)
     grouped_gemm.grouped_gemm(x, table, table, weights, ids, ff, *biases, activation, tile=tile, **options)
 
 
@@ -140,6 +143,47 @@ def test_experts(capability, rows):
         assert re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", made.ptx), "no tensor core"
 
 
+QUANTISED = {
+    "mxfp4": Format("e2m1", 32),
+    "int4": Format("int4", 128),
+    "int4 by 32": Format("int4", 32),
+    "int4 by 32, zero points": Format("int4", 32, zeros=True),
+    "int8": Format("int8"),
+    "fp8 by block": Format("e4m3", 128, 128),
+}
+# All formats where a tile decodes on the GPU that has the least for it; the others, and prefill, where they spilled.
+COMPILED = [
+    *((name, capability, 16) for name in QUANTISED for capability in (80, 90)),
+    *((name, 80, 4096) for name in ("mxfp4", "int4", "fp8 by block")),
+    *(
+        pytest.param(name, capability, 16, marks=pytest.mark.full)
+        for name in QUANTISED
+        for capability in (89, 100, 120)
+    ),
+    *(
+        pytest.param(name, capability, rows, marks=pytest.mark.full)
+        for name in QUANTISED
+        for capability in (90, 100, 120)
+        for rows in (32, 64, 4096)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "rows"), COMPILED)
+def test_quantised_experts(monkeypatch, name, capability, rows):
+    """Codes go to shared memory 16 bytes at a time and scales 4 at least, asynchronously; nothing is spilled."""
+    monkeypatch.setattr(grouped_gemm, "has_e4m3", lambda device: capability >= 89)
+    sizes = (2880, 2880, 4, 128, "swigluoai", True) if name == "mxfp4" else (2048, 768, 8, 128)
+    calls = record(lambda: experts(rows, *sizes, kind=QUANTISED[name]))
+    for kernel in ("gate_up", "down"):
+        made = compile_for(capability, calls[kernel])
+        check(f"{kernel} {name} M={rows}", capability, made)
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, (0x[0-9a-f]+)", made.ptx)
+        assert "0x10" in copies and set(copies) <= {"0x4", "0x8", "0x10"}
+        assert not re.search(r"ld\.global[.\w]*\.[bu]8\b", made.ptx), "a code or an exponent at a time"
+        assert re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", made.ptx), "no tensor core"
+
+
 @pytest.mark.parametrize(
     ("activation", "dtype", "d", "ff", "capability"),
     [
@@ -166,7 +210,7 @@ def small(rows: int = 64) -> None:
     count, k = 128, 8
     weights, ids = torch.ones(rows, k), torch.zeros(rows, k, dtype=torch.int32)
     route.align(ids, weights, count, 16)
-    grouped_gemm.combine(torch.empty(rows, k, 2048, dtype=torch.bfloat16), weights, ids, count, torch.empty(rows, 2048))
+    combine.combine(torch.empty(rows, k, 2048, dtype=torch.bfloat16), weights, ids, count, torch.empty(rows, 2048))
     admitting(ids, weights, count)
     budgeted(ids, weights, count, substitute=True)
 

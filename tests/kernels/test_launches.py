@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from launches import D, Device, forward, pool  # noqa: E402
 from vllm_spac.kernels.cover import cover  # noqa: E402
+from vllm_spac.kernels.formats import Format  # noqa: E402
 from vllm_spac.kernels.shortlist import shortlist  # noqa: E402
 from vllm_spac.kernels.tally import tally  # noqa: E402
 
@@ -81,6 +82,25 @@ def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, mos
     names = [name for name, *_ in compiled]
     assert names.count("combine") == 1 and names.count("fetch") == len(BEFORE[admission]) // 2
     assert names.count("admit") <= 2 and max(map(names.count, ("gate_up", "down", "align"))) <= 6
+    made.close()
+
+
+@pytest.mark.parametrize("packed", [Format("e2m1", 32), Format("int4", 16, zeros=True), Format("e4m3")], ids=str)
+def test_nothing_of_packed_experts_compiles_in_a_capture(device, packed):
+    made = pool(*MODELS["GPT-OSS-20b"], BATCHED, staged=True, packed=packed)
+    forward(made, BATCHED)
+    compiled = set(device.keys)
+    for rows in captured(512):
+        device.capturing = True
+        forward(made, rows)
+        device.capturing = False
+    for rows in (1, 7, 33, 129, 1999):
+        made.begin_step(Step((RequestRows(0, rows, RowKind.DECODE),)))
+        forward(made, rows)
+        made.end_forward()
+    assert device.cold == [] and device.keys == compiled
+    names = [name for name, *_ in compiled]
+    assert max(map(names.count, ("gate_up", "down", "align"))) <= 6
     made.close()
 
 

@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).with_name("on_device")
 FILES = sorted(path.stem for path in FOLDER.glob("check_*.py"))
-LIMIT = 300  # seconds; the interpreter needs about 25
+LIMIT = 900  # seconds; the interpreter needs about 60 on an idle machine
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (there are no wheels for this platform)", allow_module_level=True)
@@ -73,5 +73,6 @@ def test_on_the_gpu(compiled, name):
 
 
 def test_every_kernel_has_a_check():
-    kernels = {path.stem for path in (ROOT / "triton_kernels").glob("*.py")} - {"__init__", "types"}
+    paths = (ROOT / "triton_kernels").glob("*.py")
+    kernels = {path.stem for path in paths if "@triton.jit" in path.read_text(encoding="utf-8")}
     assert {f"check_{name}" for name in kernels} == set(FILES)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from replay import Graph
+from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.reference import grouped_gemm as reference
+from vllm_spac.kernels.types import Quantised
 
 from vllm_spac import components
 from vllm_spac.cache.residency import NOWHERE
@@ -34,6 +36,29 @@ def shape(dtype: torch.dtype = torch.float32, bias: bool = True, **others) -> Mo
     return MoEShape(tuple("abc"), **{"experts": EXPERTS, "top_k": TOP_K, "tensors": specs, **others})
 
 
+INT4 = Format("int4", 8, zeros=True)
+
+
+def packed() -> MoEShape:
+    """Experts of four bits, whose tensors are other than those of plain ones."""
+    specs = {}
+    for name, size in {"w13": (2 * FF, D), "w2": (D, FF)}.items():
+        specs[f"{name}_weight"] = TensorSpec(INT4.code_shape(*size), torch.uint8)
+        specs[f"{name}_scale"] = TensorSpec(INT4.scale_shape(*size), INT4.scale_dtype)
+    return MoEShape(tuple("abc"), EXPERTS, TOP_K, specs, INT4)
+
+
+def drawn(spec: TensorSpec, rng: torch.Generator) -> torch.Tensor:
+    """Plain weights, codes, or words of a scale in bfloat16 and a zero point."""
+    if spec.dtype == torch.uint8:
+        return torch.randint(0, 256, spec.shape, dtype=torch.uint8, generator=rng)
+    if spec.dtype == torch.int32:
+        halves = torch.rand(spec.shape, generator=rng).bfloat16().view(torch.int16)
+        zeros = torch.randint(0, 16, spec.shape, dtype=torch.int16, generator=rng)
+        return torch.stack([halves, zeros], -1).view(torch.int32).squeeze(-1)
+    return torch.randn(spec.shape, generator=rng).to(spec.dtype)
+
+
 class Pool(PointerExecution):
     """With a filled store and slots that are NaN before each copy; ``check`` does what the layers of a step do."""
 
@@ -43,14 +68,11 @@ class Pool(PointerExecution):
         layout = layout or shape()
         store = components.build("tiers", store, shape=layout, fingerprint="")
         rng = torch.Generator().manual_seed(1)
-        self.experts = [
-            {name: torch.randn(spec.shape, generator=rng).to(spec.dtype) for name, spec in layout.tensors.items()}
-            for _ in range(layout.total)
-        ]
+        self.experts = [{name: drawn(spec, rng) for name, spec in layout.tensors.items()} for _ in range(layout.total)]
         for key, expert in enumerate(self.experts):
             store.put(key, expert)
         tensors = getattr(store, "tensors", None) or {
-            name: torch.full((slots, *spec.shape), float("nan"), dtype=spec.dtype)
+            name: torch.full((slots, *spec.shape), float("nan") if spec.dtype.is_floating_point else 255).to(spec.dtype)
             for name, spec in layout.tensors.items()
         }
         policy = components.build("policies", policy) if isinstance(policy, str) else policy
@@ -62,8 +84,10 @@ class Pool(PointerExecution):
         mine = self.experts[layer * EXPERTS : (layer + 1) * EXPERTS]
         tables = {name: torch.tensor([expert[name].data_ptr() for expert in mine]) for name in mine[0]}
         biases = tables.get("w13_bias"), tables.get("w2_bias")
+        kind = self.shape.packed
+        quantised = None if kind is None else Quantised(kind, tables["w13_scale"], tables["w2_scale"])
         return reference.grouped_gemm(
-            x, tables["w13_weight"], tables["w2_weight"], weights, ids, FF, *biases, activation
+            x, tables["w13_weight"], tables["w2_weight"], weights, ids, FF, *biases, activation, quantised=quantised
         )
 
     def check(self, step: Step, rng: torch.Generator, activation: str = "silu", ids=None) -> int:
@@ -72,7 +96,8 @@ class Pool(PointerExecution):
         self.begin_step(step)
         self.admission.check_integrity()
         for layer in range(LAYERS):
-            x = torch.randn(rows, D, generator=rng).to(self.shape.tensors["w2_weight"].dtype)
+            dtype = torch.bfloat16 if self.shape.packed else self.shape.tensors["w2_weight"].dtype
+            x = torch.randn(rows, D, generator=rng).to(dtype)
             weights = torch.rand(rows, TOP_K, generator=rng)
             routed = torch.randint(-1, EXPERTS, (rows, TOP_K), generator=rng) if ids is None else ids
             out = torch.full_like(x, float("nan"))
@@ -114,8 +139,9 @@ def test_slots_are_filled_with_what_the_policy_loads_first(made, admission):
         (TOP_K, shape(), "silu"),
         (7, shape(torch.bfloat16), "swigluoai"),
         (23, shape(torch.float16, bias=False), "gelu"),
+        (7, packed(), "silu"),
     ],
-    ids=["minimum", "some", "all but one"],
+    ids=["minimum", "some", "all but one", "quantised"],
 )
 def test_same_bits_whatever_moves(made, admission, policy, slots, layout, activation):
     pool = made(slots, layout, policy, admission=admission)
@@ -140,10 +166,12 @@ def moved(stats: dict, layout: MoEShape) -> bool:
 
 
 @every_admission
-@pytest.mark.parametrize("slots", [TOP_K, 10, LAYERS * EXPERTS - 1])
-def test_long_prompts_are_staged_and_have_the_same_bits(made, slots, admission):
+@pytest.mark.parametrize(
+    ("slots", "layout"), [(TOP_K, shape()), (10, shape()), (LAYERS * EXPERTS - 1, shape()), (10, packed())]
+)
+def test_long_prompts_are_staged_and_have_the_same_bits(made, slots, layout, admission):
     """Buffers and slots are NaN before each copy; experts move between long and short steps."""
-    pool = made(slots, staged=True, admission=admission)
+    pool = made(slots, layout, staged=True, admission=admission)
     rng, choice, staged, read = torch.Generator().manual_seed(0), random.Random(0), 0, 0
     for _ in range(30):
         step = choice.choice([DECODE, PROMPT, LONG])
@@ -157,7 +185,7 @@ def test_long_prompts_are_staged_and_have_the_same_bits(made, slots, admission):
         if choice.random() < 0.5:
             pool.settle()
     stats = pool.snapshot()
-    assert stats["bytes"]["host staged"] == staged * shape().expert_bytes > 0
+    assert stats["bytes"]["host staged"] == staged * layout.expert_bytes > 0
     assert slots == LAYERS * EXPERTS - 1 or read > 0, "short steps read in place"
 
 
@@ -426,9 +454,11 @@ def plain(*sizes: tuple[int, int]) -> dict[str, TensorSpec]:
         (shape(tensors=plain((8, 16), (16, 8))), "no gate"),
         (shape(tensors=plain((6, 3), (3, 3))), "no multiple of 16"),
         (shape(tensors={**shape().tensors, "w2_scale": TensorSpec((4,), torch.float32)}), "w2_scale"),
+        (shape(packed=INT4), "experts of w13_bias"),
+        (shape(tensors=packed().tensors), "w13_scale"),
         (shape(experts=1025), "1024 experts"),
     ],
-    ids=["no gate", "odd sizes", "scales", "many experts"],
+    ids=["no gate", "odd sizes", "scales", "no scales", "scales of plain weights", "many experts"],
 )
 def test_what_the_kernels_cannot_read_is_refused(layout, named):
     with pytest.raises(UnsupportedError, match=f"{named}.*--spac-execution slots"):

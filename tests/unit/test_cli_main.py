@@ -118,8 +118,9 @@ def test_inspect_counts_slots_as_the_plugin_does(tmp_path):
             " --quantization moe_wna16 --moe-backend triton",
         ),
         ({"quant_method": "awq", "bits": 4, "zero_point": True}, " --quantization moe_wna16 --moe-backend triton"),
+        ({"quant_method": "mxfp4"}, " --spac-execution pointers"),
     ],
-    ids=["none", "fp8", "gptq", "awq"],
+    ids=["none", "fp8", "gptq", "awq", "mxfp4"],
 )
 def test_inspect_says_how_to_serve(tmp_path, quantisation, flags):
     folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT, quantization_config=quantisation)
@@ -147,7 +148,7 @@ def test_inspect_reads_only_files_of_the_index(tmp_path):
         (one_by_one(), {"num_experts": 8}, "does not say how many experts a token uses"),
         (one_by_one(experts=7), TWO_OF_EIGHT, "7 experts"),
         ({"a": (2,)}, TWO_OF_EIGHT, "none of its tensors is one"),
-        (one_by_one(), TWO_OF_EIGHT | {"quantization_config": {"quant_method": "mxfp4"}}, "quantised experts (mxfp4)"),
+        (one_by_one(), TWO_OF_EIGHT | {"quantization_config": {"quant_method": "quark"}}, "quantised experts (quark)"),
     ],
 )
 def test_inspect_refuses_with_the_reason(tmp_path, names, config, message):

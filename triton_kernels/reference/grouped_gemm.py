@@ -9,6 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..formats import Format
+from ..types import Quantised
+from .dequantise import dequantise
 from .route import routed
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "swigluoai"]
@@ -94,9 +97,11 @@ def grouped_gemm(
     tile: object = None,
     counts: Tensor | None = None,
     live: Tensor | None = None,
+    quantised: Quantised | None = None,
 ) -> Tensor:
     """Twin of ``grouped_gemm.grouped_gemm``: the addresses are the CPU's, ``tile`` is ignored."""
     (rows, d), k, dtype = x.shape, topk_ids.shape[1], x.dtype
+    kind, s13, s2 = (None, None, None) if quantised is None else quantised
     ids, weights = routed(topk_ids, topk_weights, len(w13), live), topk_weights.flatten()
     if counts is not None:
         counts.copy_(torch.bincount(ids + 1, minlength=len(w13) + 1)[1:])
@@ -105,11 +110,11 @@ def grouped_gemm(
         if expert < 0:
             continue
         pairs = (ids == expert).nonzero().flatten()
-        hidden = x[pairs // k].float() @ _at(w13, expert, (2 * intermediate, d), dtype).T
+        hidden = x[pairs // k].float() @ _matrix(w13, s13, expert, 2 * intermediate, d, dtype, kind).float().T
         if b13 is not None:
             hidden += _at(b13, expert, (2 * intermediate,), dtype)
         h = activate(hidden.to(dtype).float(), activation, dtype).to(dtype).float()
-        result = h @ _at(w2, expert, (d, intermediate), dtype).T
+        result = h @ _matrix(w2, s2, expert, d, intermediate, dtype, kind).float().T
         if b2 is not None:
             result += _at(b2, expert, (d,), dtype)
         y[pairs] = (result * weights[pairs, None]).to(dtype).float()
@@ -119,8 +124,19 @@ def grouped_gemm(
     return total.to(dtype) if out is None else out.copy_(total)
 
 
+def _matrix(
+    table: Tensor, scales: Tensor | None, expert: int, rows: int, columns: int, dtype: torch.dtype, kind: Format | None
+) -> Tensor:
+    """Returns an expert's weights [rows, columns]."""
+    if kind is None or scales is None:
+        return _at(table, expert, (rows, columns), dtype)
+    codes = _at(table, expert, kind.code_shape(rows, columns), torch.uint8)
+    of_codes = _at(scales, expert, kind.scale_shape(rows, columns), kind.scale_dtype)
+    return dequantise(kind, codes, of_codes, rows, columns, dtype)
+
+
 def _at(table: Tensor, expert: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns the tensor at address ``table[expert]``, as float32."""
+    """Returns the tensor at address ``table[expert]``."""
     size = math.prod(shape) * dtype.itemsize
     memory = (ctypes.c_byte * size).from_address(int(table[expert]))
-    return torch.frombuffer(memory, dtype=dtype).view(shape).float()
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

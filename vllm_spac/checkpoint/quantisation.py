@@ -1,4 +1,4 @@
-"""Decides from ``config.json`` whether slots can hold a checkpoint's quantised experts, and in how many bytes."""
+"""Decides from ``config.json`` which kernels can run a checkpoint's quantised experts, and in how many bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ QUANTISED = ("quantization_config", "compression_config", "quant_config")
 
 _REMEDY = (
     "use one in FP8 (scales by block or channel), in INT4 by group (compressed-tensors, AWQ, GPTQ with sym and without "
-    "desc_act), or an unquantised one"
+    "desc_act), with --spac-execution pointers also in MXFP4 (GPT-OSS) or in INT8 by channel, or an unquantised one"
 )
 _PER_TENSOR = (
     "FP8 experts with one scale per tensor, whose activations share a scale with other rows or experts: their result "
     "depends on what is computed with them"
 )
 _METADATA = {"weight_shape", "g_idx"}  # in checkpoints only
+_MXFP4 = "mxfp4"  # of GPT-OSS
 _WNA16 = ("gptq", "awq")  # read by vLLM's moe_wna16; vLLM's own methods for them use Marlin
 
 
@@ -41,17 +42,48 @@ def method(quantisation: Mapping) -> str:
     return str(quantisation.get("quant_method", "unnamed method"))
 
 
-def refusal(quantisation: Mapping) -> str | None:
-    """Returns why these experts cannot be kept in slots and which can; None if these can.
+def refusal(quantisation: Mapping, packed: bool | None = None) -> str | None:
+    """Returns why these experts cannot be run and which can; None if these can.
 
-    The scheme may differ from layer to layer: if one of its groups can be kept, the layers themselves decide.
+    The scheme may differ from layer to layer: if one of its groups can be run, the layers themselves decide.
+
+    Args:
+        quantisation: of the checkpoint.
+        packed: whether our kernels are to run them, which read repacked experts, or vLLM's; None: either.
     """
-    reason = _REASONS.get(method(quantisation), _unknown)(quantisation)
-    return None if reason is None else f"{reason} ({method(quantisation)}): not supported; {_REMEDY}"
+    name = method(quantisation)
+    in_slots, repacked = (reasons.get(name, _unknown)(quantisation) for reasons in (_REASONS, _PACKED))
+    reason = repacked if packed else in_slots
+    if reason is None or (packed is None and repacked is None):
+        return None
+    if repacked is None:
+        return f"{reason} ({name}): not supported in slots; use --spac-execution pointers, or an unquantised checkpoint"
+    return f"{reason} ({name}): not supported; {_REMEDY}"
+
+
+def spares_experts(quantisation: Mapping, layers: int) -> bool:
+    """Returns whether the experts of no layer are quantised."""
+    return all(excluded(quantisation, f"model.layers.{layer}.mlp.experts.0.gate_proj") for layer in range(layers))
+
+
+def cpu_refusal(quantisation: Mapping, *, amx: bool) -> str:
+    """Returns why a CPU cannot run these experts from slots, and what can; ``amx``: the CPU has it."""
+    where = f"serve it on a GPU with {' '.join(flags(quantisation))}"
+    if not amx:
+        return (
+            f"quantised experts ({method(quantisation)}), for which stock vLLM has no kernel on a CPU without AMX; "
+            f"use an unquantised checkpoint here, or {where}"
+        )
+    return (
+        f"quantised experts ({method(quantisation)}), whose kernels for a CPU were never tested in slots; use an "
+        f"unquantised checkpoint here, or {where}"
+    )
 
 
 def flags(quantisation: Mapping) -> tuple[str, ...]:
-    """Returns vLLM's options that select its Triton kernels for these experts; slots work with those kernels."""
+    """Returns the options that run these experts: of vLLM, which select its Triton kernels, or our kernels."""
+    if refusal(quantisation, packed=False) is not None:
+        return ("--spac-execution pointers",)
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()
     return (*loaded_by, "--moe-backend triton")
 
@@ -64,18 +96,20 @@ def loader(quantisation: Mapping) -> str | None:
 def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: int) -> int:
     """Returns the bytes in a slot of tensor ``name``, which has ``nbytes`` in the checkpoint.
 
-    Scales of FP8 become float32 and those of GPTQ and AWQ the model's 16 bits; GPTQ has zero points and biases that no
-    kernel reads.
+    Scales of FP8 and INT8 become float32 and those of GPTQ and AWQ the model's 16 bits; GPTQ has zero points and biases
+    that no kernel reads; exponents of MXFP4 are padded to words of 4.
     """
     last = name.rpartition(".")[2]
     if last in _METADATA:
         return 0
+    if method(quantisation) == _MXFP4 and last.endswith("_scales"):
+        return math.prod(shape[:-1]) * 4 * -(-shape[-1] // 4)
     if method(quantisation) in _WNA16:
         if last == "bias" or (last == "qzeros" and not _has_zero_points(quantisation)):
             return 0
         return 2 * math.prod(shape) if last == "scales" else nbytes
-    fp8 = method(quantisation) == "fp8" or any(_is_fp8(group) for group in _groups(quantisation))
-    return 4 * math.prod(shape) if fp8 and last.startswith("weight_scale") else nbytes
+    floats = method(quantisation) == "fp8" or any(_is_fp8(group) or _is_int8(group) for group in _groups(quantisation))
+    return 4 * math.prod(shape) if floats and last.startswith("weight_scale") else nbytes
 
 
 def stored_bytes(quantisation: Mapping, shape: Sequence[int]) -> int:
@@ -84,9 +118,11 @@ def stored_bytes(quantisation: Mapping, shape: Sequence[int]) -> int:
     From ``quantization_config`` alone, for one of the quantisations that ``refusal`` lets pass.
     """
     weights, *matrix = math.prod(shape), shape[-2], shape[-1]
-    group = next((group for group in _groups(quantisation) if _group(group) is None), {})
+    if method(quantisation) == _MXFP4:
+        return weights // 2 + weights // 32
+    group = next((group for group in _groups(quantisation) if _group(group) is None or _is_int8(group)), {})
     given = _mapping(group.get("weights")) or quantisation
-    if method(quantisation) == "fp8" or _is_fp8(group):
+    if method(quantisation) == "fp8" or _is_fp8(group) or _is_int8(group):
         block = quantisation.get("weight_block_size") or given.get("block_structure") or (1, matrix[1])
         blocks = math.prod(-(-size // step) for size, step in zip(matrix, block, strict=True))
         return weights + 4 * blocks * (weights // math.prod(matrix))
@@ -98,6 +134,8 @@ def stored_bytes(quantisation: Mapping, shape: Sequence[int]) -> int:
 
 def excluded(quantisation: Mapping, name: str) -> bool:
     """Returns whether the module ``name`` stays unquantised."""
+    if method(quantisation) == _MXFP4 and ("experts" not in name or name.endswith("bias")):
+        return True
     names = [*(quantisation.get("modules_to_not_convert") or ()), *(quantisation.get("ignore") or ())]
     return any(
         bool(re.match(entry[3:], name)) if entry.startswith("re:") else entry in name
@@ -140,6 +178,10 @@ def _compressed(quantisation: Mapping) -> str | None:
     return None if None in reasons else next(iter(reasons), "quantised experts")
 
 
+def _compressed_packed(quantisation: Mapping) -> str | None:
+    return None if any(map(_is_int8, _groups(quantisation))) else _compressed(quantisation)
+
+
 def _groups(quantisation: Mapping) -> list[Mapping]:
     return list(map(_mapping, _mapping(quantisation.get("config_groups")).values()))
 
@@ -165,4 +207,12 @@ def _is_fp8(group: Mapping) -> bool:
     return all((kind.get("type"), kind.get("num_bits")) == ("float", 8) for kind in kinds)
 
 
+def _is_int8(group: Mapping) -> bool:
+    """Whether weights are INT8 by channel, multiplied by INT8 rows."""
+    weights, activations = _mapping(group.get("weights")), _mapping(group.get("input_activations"))
+    kinds = [(kind.get("type"), kind.get("num_bits"), kind.get("strategy")) for kind in (weights, activations)]
+    return kinds == [("int", 8, "channel"), ("int", 8, "token")]
+
+
 _REASONS = {"fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
+_PACKED = _REASONS | {"compressed-tensors": _compressed_packed, _MXFP4: lambda _: None}

@@ -64,6 +64,7 @@ class LayerFacts:
         limit, alpha: parameters of the activation, if it has any.
         weighs_input: router weights multiply the input of an expert and not its output.
         quantised: name of vLLM's quantisation method, None for plain weights.
+        packed: whether ``checkpoint.repacking`` can pack its quantised weights for ``vllm_spac.kernels``.
     """
 
     name: str
@@ -72,6 +73,7 @@ class LayerFacts:
     alpha: float | None = None
     weighs_input: bool = False
     quantised: str | None = None
+    packed: bool = False
 
 
 class Rows(NamedTuple):
@@ -146,7 +148,7 @@ class Execution(ABC):
         divides_experts: a process may hold some of the model's experts only (``local_of``).
         counts_votes: policies and predictors observe selections weighted by the rows' votes; else each row counts 1.
         layout: layout of experts in slots and in the store: ``kernel``, what vLLM's kernel reads, or ``plain``, that of
-            the checkpoint.
+            the checkpoint, of quantised experts as ``checkpoint.repacking`` packs them.
         knobs: names of the knobs that have a meaning with this execution; with executions that do not list them they
             have none.
         offline: why no engine can serve with it; empty if one can.

@@ -28,6 +28,20 @@ class DeviceFacts:
     unified: bool
 
 
+def is_cpu() -> bool:
+    """Whether vLLM computes on a CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def has_amx() -> bool:
+    """Whether this CPU multiplies tiles, which stock vLLM's kernels for quantised experts need."""
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 def query() -> DeviceFacts | None:
     """Queries the first device, without initialising CUDA in this process; None on a CPU."""
     from vllm.platforms import current_platform

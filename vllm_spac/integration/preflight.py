@@ -17,6 +17,7 @@ from vllm_spac.budget.limits import validate
 from vllm_spac.budget.tuning import read_budgets
 from vllm_spac.cache import sizing
 from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint.headers import LAYERS, first_number
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration import device, ranks
@@ -115,7 +116,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         sizing.check_per_layer(config.parsed_slots, model.get_num_experts() // ranks_of_experts, top_k)
         if config.budget is not None:
             validate(config.budget, model.get_num_experts(), top_k, config.budget_coverage)
-    _check_quantisation(model)
+    _check_quantisation(model, config)
     for refused, flag, instead in _refusals(config, vllm_config):
         if refused:
             raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
@@ -154,7 +155,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[boo
     )
 
 
-def _check_quantisation(model: ModelConfig) -> None:
+def _check_quantisation(model: ModelConfig, config: SpacConfig) -> None:
     if model.quantization is None:
         return
     if (checkpoint := quantisation.of(model.hf_config.to_dict())) is None:
@@ -162,9 +163,15 @@ def _check_quantisation(model: ModelConfig) -> None:
             f"spac: --quantization {model.quantization} quantises experts while they are loaded: not "
             "supported; drop it, or use a checkpoint that is quantised already"
         )
-    if (reason := quantisation.refusal(checkpoint)) is not None:
+    packed = config.execution_class.layout == "plain"
+    if (reason := quantisation.refusal(checkpoint, packed)) is not None:
         raise UnsupportedError(f"spac: {model.model} has {reason}")
-    if quantisation.loader(checkpoint) not in (None, model.quantization):
+    layers = first_number(model.hf_config.to_dict(), LAYERS)
+    if device.is_cpu() and not quantisation.spares_experts(checkpoint, layers):
+        amx = device.has_amx()
+        if not (amx and packed):  # the twins of our kernels run wherever vLLM can build the layers
+            raise UnsupportedError(f"spac: {model.model} has {quantisation.cpu_refusal(checkpoint, amx=amx)}")
+    if not packed and quantisation.loader(checkpoint) not in (None, model.quantization):
         raise UnsupportedError(
             f"spac: --quantization {model.quantization} runs the experts of {model.model} in kernels that cannot use "
             f"slots; add {' '.join(quantisation.flags(checkpoint))}"

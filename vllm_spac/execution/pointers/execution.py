@@ -35,6 +35,7 @@ from vllm_spac.execution.pointers.planner import STEP_BYTES
 from vllm_spac.execution.pointers.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.pointers.streams import capturing, streams
 from vllm_spac.execution.pointers.table import ALIGNMENT, AddressTable
+from vllm_spac.kernels.types import Quantised
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.system.host_memory import gib
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
 MAX_EXPERTS = 1024  # per layer; the limit of the kernels' routing
 _TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+_SCALES = ("w13_scale", "w2_scale")
 _FILL_BATCH = 16
 _ALL = 2**31 - 1  # pairs: none is padding
 
@@ -57,7 +59,7 @@ class PointerExecution(Execution):
 
     Args:
         shape: the layers, experts and tensors: ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or
-            none, as in the checkpoint.
+            none, as in the checkpoint; with ``shape.packed`` the weights' codes, and ``w13_scale`` and ``w2_scale``.
         slots: number of slots, from ``shape.top_k`` to ``shape.total``.
         policy: chooses victims; owned.
         store: stores every expert in memory that the device can address; owned.
@@ -113,7 +115,7 @@ class PointerExecution(Execution):
             self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, copy)
         self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
         self._counts = self.admission.counts.view(-1, shape.experts)
-        self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts)
+        self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts, shape.packed is not None)
         self._compiled: set[str] = set()  # activations
         # int32 [1], number of pairs of the requests' rows, after which padding begins; ``_all``: without padding.
         self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
@@ -138,7 +140,7 @@ class PointerExecution(Execution):
 
     @classmethod
     def check_layer(cls, layer: LayerFacts) -> None:
-        if layer.quantised is not None:
+        if layer.quantised is not None and not layer.packed:
             raise refusal("pointers", f"the quantised experts ({layer.quantised}) of {layer.name}")
         reason = None
         if layer.activation not in ACTIVATIONS:
@@ -154,12 +156,14 @@ class PointerExecution(Execution):
 
     @classmethod
     def check_shape(cls, shape: MoEShape) -> None:
-        d, ff = shape.tensors["w2_weight"].shape
+        d, ff = _sizes(shape)
+        gated = (2 * ff, d) if shape.packed is None else shape.packed.code_shape(2 * ff, d)
         odd = [name for name, spec in shape.tensors.items() if spec.nbytes % ALIGNMENT]
         reason = None
-        if set(shape.tensors) not in ({*_TENSORS[:2]}, {*_TENSORS}):
+        scales = () if shape.packed is None else _SCALES
+        if set(shape.tensors) not in ({*_TENSORS[:2], *scales}, {*_TENSORS, *scales}):
             reason = f"experts of {', '.join(sorted(shape.tensors))}"
-        elif shape.tensors["w13_weight"].shape != (2 * ff, d):
+        elif shape.tensors["w13_weight"].shape != gated:
             reason = f"experts whose activation has no gate (w13 is {list(shape.tensors['w13_weight'].shape)})"
         elif odd:
             reason = f"experts whose {odd[0]} is no multiple of {ALIGNMENT} bytes"
@@ -185,10 +189,13 @@ class PointerExecution(Execution):
         return self._staging is not None
 
     def describe(self) -> str:
-        if self.holds_all:
-            return ""
-        prompts = f"staged in {gib(staging_bytes(self.shape))}" if self.staged else "read in place"
-        return f"admission={self._admission}, prompts {prompts}"
+        parts = []
+        if not self.holds_all:
+            prompts = f"staged in {gib(staging_bytes(self.shape))}" if self.staged else "read in place"
+            parts = [f"admission={self._admission}", f"prompts {prompts}"]
+        if self.shape.packed is not None:
+            parts.append(f"weights {self.shape.packed.describe()}, activations not quantised")
+        return ", ".join(parts)
 
     def caveat(self) -> str | None:
         if self._live.is_cuda:
@@ -291,10 +298,13 @@ class PointerExecution(Execution):
         activation: str,
         out: Tensor,
     ) -> Tensor:
-        ff, (w13, w2, b13, b2) = self.shape.tensors["w2_weight"].shape[1], map(tables.get, _TENSORS)
+        (_, ff), (w13, w2, b13, b2) = _sizes(self.shape), map(tables.get, _TENSORS)
+        kind = self.shape.packed
+        quantised = None if kind is None else Quantised(kind, *(tables[name] for name in _SCALES))
         return self._kernels.grouped_gemm(
-            x, w13, w2, weights, ids, ff, b13, b2, activation, out=out, counts=self._counts[layer], live=live
-        )
+            x, w13, w2, weights, ids, ff, b13, b2, activation,
+            out=out, counts=self._counts[layer], live=live, quantised=quantised,
+        )  # fmt: skip
 
     def _tables_of(self, layer: int) -> Mapping[str, Tensor]:
         return {name: table[layer] for name, table in self._tables.items()}
@@ -333,6 +343,12 @@ class PointerExecution(Execution):
     def close(self) -> None:
         self.admission.close()
         self.store.close()
+
+
+def _sizes(shape: MoEShape) -> tuple[int, int]:
+    """Returns (d, ff)."""
+    d, stored = shape.tensors["w2_weight"].shape
+    return d, stored * (1 if shape.packed is None else shape.packed.per_byte)
 
 
 def _kernels(device: torch.device) -> Kernels:

@@ -23,7 +23,7 @@ class Scheme:
         metadata: tensors that no kernel reads.
         kernels: names of vLLM's kernels that can run from slots: they find an expert by the map from ids to slots,
             which other kernels ignore. Not needed for unquantised experts on a CPU, where any kernel can use slot
-            numbers as expert ids.
+            numbers as expert ids. Empty: only our kernels can run these experts, which ``packed_experts`` repacks.
         plain: names of the kernels that read experts in the checkpoint's layout.
     """
 
@@ -44,6 +44,10 @@ SCHEMES = {
         kernels=("TritonWNA16Experts",),
     ),
     "MoeWNA16Method": Scheme(("qweight", "scales", "qzeros"), kernels=("TritonWNA16Experts",)),
+    "AutoGPTQMoEMethod": Scheme(("qweight", "scales"), metadata=("qzeros", "bias"), kernels=()),
+    "AutoAWQMoEMethod": Scheme(("qweight", "scales", "qzeros"), kernels=()),
+    "GptOssMxfp4MoEMethod": Scheme(("weight", "weight_scale", "bias"), kernels=()),
+    "CompressedTensorsW8A8Int8MoEMethod": Scheme(("weight", "weight_scale"), kernels=()),
 }
 
 
@@ -56,29 +60,34 @@ def is_plain(layer: RoutedExperts) -> bool:
     return layer.quant_method.experts_cls.__name__ in SCHEMES[type(layer.quant_method).__name__].plain
 
 
-def expert_tensors(layer: RoutedExperts) -> dict[str, Parameter]:
+def expert_tensors(layer: RoutedExperts, packed: bool = False) -> dict[str, Parameter]:
     """The parameters of ``layer`` with one entry per expert, [experts, ...], by name.
 
+    Args:
+        layer: the layer.
+        packed: its experts are repacked for our kernels, so that vLLM's does not matter.
+
     Raises:
-        UnsupportedError: the layer's experts cannot be run from slots; names what helps.
+        UnsupportedError: the layer's experts cannot be run; names what helps.
     """
     method, name = layer.quant_method, layer.layer_name
     kind, kernel = type(method).__name__, getattr(method, "experts_cls", None)
-    if (scheme := SCHEMES.get(kind)) is None:
+    if (scheme := SCHEMES.get(kind)) is None or not (packed or scheme.kernels):
+        others = sorted(other for other, found in SCHEMES.items() if found.kernels and other != _UNQUANTISED)
+        instead = "" if scheme is None else ", use --spac-execution pointers, which can"
         raise UnsupportedError(
-            f"spac: {name} has quantised experts ({kind}) that the plugin does not support; supported are "
-            f"{', '.join(sorted(SCHEMES.keys() - {_UNQUANTISED}))}, or use an unquantised checkpoint"
+            f"spac: {name} has quantised experts ({kind}) that the plugin does not support in slots; supported are "
+            f"{', '.join(others)}{instead}, or use an unquantised checkpoint"
         )
     if kernel is not None and method.is_monolithic:
         raise UnsupportedError(
             f"spac: {name} uses a monolithic MoE backend ({kind}), which routes inside the kernel; "
             "add --moe-backend triton"
         )
+    if packed:
+        return _sorted_out(layer, scheme)
     if kernel is None or getattr(kernel, "requires_interleaved_w13", False):
-        raise UnsupportedError(
-            f"spac: {name}: {kernel} cannot use slots ({kind}); on a GPU add --moe-backend triton, else use an "
-            "unquantised checkpoint"
-        )
+        raise UnsupportedError(f"spac: {name}: {kernel} cannot use slots ({kind}); {_instead()}")
     known = kernel.__name__ in scheme.kernels
     if not known and not is_quantised(layer) and not current_platform.is_cpu():
         raise UnsupportedError(
@@ -88,9 +97,16 @@ def expert_tensors(layer: RoutedExperts) -> dict[str, Parameter]:
     if not known and is_quantised(layer):
         raise UnsupportedError(
             f"spac: {name}: {kernel.__name__} was never tested with quantised experts ({kind}) in slots, "
-            f"{' or '.join(scheme.kernels)} was; on a GPU add --moe-backend triton, else use an unquantised checkpoint"
+            f"{' or '.join(scheme.kernels)} was; {_instead()}"
         )
     return _sorted_out(layer, scheme)
+
+
+def _instead() -> str:
+    """What works on this platform where a kernel does not."""
+    if current_platform.is_cpu():
+        return "it needs a GPU: use an unquantised checkpoint on this machine"
+    return "add --moe-backend triton, or use an unquantised checkpoint"
 
 
 def _sorted_out(layer: RoutedExperts, scheme: Scheme) -> dict[str, Parameter]:

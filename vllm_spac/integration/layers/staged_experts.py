@@ -15,6 +15,8 @@ from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import LayerFacts
 from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.integration.layers.host import LayerHost, current
+from vllm_spac.integration.layers.packed_experts import Packing, blank, unquantised_config
+from vllm_spac.kernels.formats import Format
 
 if TYPE_CHECKING:  # what it is mixed into
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as _Layer
@@ -39,23 +41,27 @@ class StagedExperts(_Layer):
     def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):
             super().__init__(layer_name, *args, **kwargs)
-        self._staged: dict[str, Any] = quant_schemes.expert_tensors(self)  # vLLM's parameters, with their loaders
         self.spac: LayerHost = current()
+        self._converts = self.spac.execution.layout == "kernel"  # else experts keep the checkpoint's layout
+        is_quantised = quant_schemes.is_quantised(self)
+        self.spac_packing = Packing.of(self) if is_quantised and not self._converts else None
+        packed = self.spac_packing is not None
+        # vLLM's parameters, with their loaders
+        self._staged: dict[str, Any] = quant_schemes.expert_tensors(self, packed)
         self.spac_index = 0  # among the layers of its shape
         self.spac_number = 0  # among all
-        quantised = type(self.quant_method).__name__ if quant_schemes.is_quantised(self) else None
+        quantised = type(self.quant_method).__name__ if is_quantised else None
         self._check(quantised)
         if quantised is not None:
-            for param in self._staged.values():
-                param.data = torch.empty_like(param)  # vLLM has filled scales and zero points: release that memory
-        self._converts = self.spac.execution.layout == "kernel"  # else experts keep the checkpoint's layout
+            for param in self._staged.values():  # vLLM has filled scales and zero points: release that memory
+                param.data = blank(param) if packed else torch.empty_like(param)
         # Which (expert, shard) of each parameter has not come yet: a rank keeps a part of a tensor that depends on its
         # kind, so that elements cannot be counted.
         shapes = {name: (len(param), len(self._shards(name))) for name, param in self._staged.items()}
         self._awaited = {name: np.ones(shape, dtype=bool) for name, shape in shapes.items()}
         self._missing = sum(awaited.size for awaited in self._awaited.values())
         self._packed = False
-        self._plain = quant_schemes.is_plain(self)
+        self._plain = not packed and quant_schemes.is_plain(self)
         loaded: Any
         for loaded in self._staged.values():
             if loaded.weight_loader != self.weight_loader:
@@ -75,6 +81,7 @@ class StagedExperts(_Layer):
                 self.swiglu_alpha,
                 self.apply_router_weight_on_input,
                 quantised,
+                self.spac_packing is not None,
             )
         )
         config = self.spac.config
@@ -98,6 +105,7 @@ class StagedExperts(_Layer):
         """Stages one checkpoint tensor; after the last of the layer, packs the layer and frees the staged weights."""
         self.spac.arrived(loaded_weight.nbytes)
         if not self._awaits(param, weight_name):
+            self._check_unread(weight_name, loaded_weight)
             return True if return_success else None
         success = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
         self._arrive(param, loaded_weight, weight_name, shard_id, expert_id)
@@ -140,6 +148,15 @@ class StagedExperts(_Layer):
             )
         return not self.spac.is_stored(self)
 
+    def _check_unread(self, weight_name: str, loaded_weight: Tensor) -> None:
+        """Raises ``UnsupportedError`` for a bias that vLLM's kernel would add and ours does not get."""
+        ours = self.spac_packing is not None and weight_name.endswith("bias") and not self.spac.is_stored(self)
+        if ours and bool(loaded_weight.any()):
+            raise UnsupportedError(
+                f"spac: execution=pointers cannot add {weight_name} of {self.layer_name}, a bias in a model that has "
+                "none; add --quantization moe_wna16, which leaves it out"
+            )
+
     def _shards(self, name: str) -> tuple[str, ...]:
         if name.startswith("w2"):
             return ("w2",)
@@ -177,10 +194,18 @@ class StagedExperts(_Layer):
         """Bytes of this rank's experts of the layer in the checkpoint's layout."""
         return sum(param.nbytes for param in self._staged.values())
 
+    @property
+    def spac_packed(self) -> Format | None:
+        """How the experts are stored for our kernels, known from ``probe`` on; None if they are not repacked."""
+        return None if self.spac_packing is None else self.spac_packing.kind
+
     def probe(self) -> dict[str, TensorSpec]:
-        """Layout of one expert as the kernel reads it; as a side effect builds the layer's kernel."""
-        blank = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
-        packed = self._convert(blank)
+        """Layout of one expert as the kernel reads it; as a side effect builds the layer's kernel, if vLLM's runs."""
+        one = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
+        if self.spac_packing is not None:
+            self.quant_method.moe_quant_config = unquantised_config()  # else vLLM makes one, from what its kernel needs
+            return {n: TensorSpec(tuple(t.shape[1:]), t.dtype) for n, t in self.spac_packing(one).items()}
+        packed = self._convert(one)
         self._restore()
         read = packed if self._converts else self._staged
         return {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in read.items()}
@@ -188,6 +213,8 @@ class StagedExperts(_Layer):
     def convert(self, start: int, stop: int) -> dict[str, Tensor]:
         """Experts ``[start, stop)`` in the kernel's layout: name -> tensor of shape [stop - start, ...]."""
         raw = {name: p.data[start:stop] for name, p in self._staged.items()}
+        if self.spac_packing is not None:
+            return self.spac_packing(raw)
         if not self._converts or (self._plain and start > 0):
             return raw
         packed = self._convert({name: t[:1] for name, t in raw.items()} if self._plain else raw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, 
         "layers": shape.layers,
         "experts": shape.experts,
         "tensors": {name: [spec.shape, str(spec.dtype)] for name, spec in shape.tensors.items()},
+        **({} if shape.packed is None else {"packed": asdict(shape.packed)}),
         "tensor_parallel": [ranks.tp_rank, ranks.tp_size],
         "expert_parallel": [ranks.use_ep, ranks.ep_rank, ranks.ep_size],
         "weights": content.facts,

@@ -106,7 +106,8 @@ class ModelExperts:
             raise UnsupportedError("spac: this model builds no MoE layer that the plugin can manage")
         groups: dict[tuple, list] = {}
         for layer in self._layers:
-            groups.setdefault(tuple(sorted((n, s.shape, s.dtype) for n, s in layer.probe().items())), []).append(layer)
+            specs = sorted((n, s.shape, str(s.dtype)) for n, s in layer.probe().items())
+            groups.setdefault((layer.spac_packed, *specs), []).append(layer)
         for layers in groups.values():
             self._shapes.append(self._shape_of(layers))
             self.execution.check_shape(self._shapes[-1])
@@ -236,9 +237,8 @@ class ModelExperts:
         for index, layer in enumerate(layers):
             layer.spac_index = index
         first = layers[0]
-        return MoEShape(
-            tuple(layer.layer_name for layer in layers), first.local_num_experts, first.top_k, first.probe()
-        )
+        names, specs = tuple(layer.layer_name for layer in layers), first.probe()
+        return MoEShape(names, first.local_num_experts, first.top_k, specs, first.spac_packed)
 
     def _open_store(self, shape: MoEShape, room: Room) -> None:
         kind, lock = self._store_kind, None

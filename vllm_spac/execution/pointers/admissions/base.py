@@ -28,13 +28,14 @@ class Kernels(NamedTuple):
     """The launches of ``vllm_spac.kernels``, or their torch twins.
 
     Attributes:
-        rows_to_compile: (most rows, top_k, experts) -> numbers of rows, one for each variant that is compiled.
+        rows_to_compile: (most rows, top_k, experts, whether quantised) -> numbers of rows, one for each variant that is
+            compiled.
     """
 
     grouped_gemm: Callable[..., Tensor]
     admit: Callable[..., None]
     fetch: Callable[..., None]
-    rows_to_compile: Callable[[int, int, int], Sequence[int]]
+    rows_to_compile: Callable[[int, int, int, bool], Sequence[int]]
 
 
 @dataclass(frozen=True)

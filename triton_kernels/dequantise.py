@@ -1,0 +1,156 @@
+"""Multiplies a tile of x by a tile of quantised weights: one step of the K loop of ``grouped_gemm``, by format.
+
+Weights become what ``formats`` says, rounded to x's dtype T before they are multiplied: a kernel over quantised experts
+computes what it computes over dequantised ones. Codes become float32 without the conversion instruction, which a GPU
+issues at a quarter of its rate: the bits 0x4B000000 | c are 2**23 + c, and subtracting 2**23 + zero is exact.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_MAGIC_BITS = tl.constexpr(0x4B000000)  # 2**23 in float32
+_MAGIC = tl.constexpr(8388608.0)
+_E4M3 = tl.constexpr(1.329227995784916e36)  # 2**120: e4m3's bits in place of float32's are as much too small
+_UNIT = tl.constexpr(0x7F7F7F7F)  # four exponents of 2**0
+
+
+@triton.jit
+def _integers(codes: tl.tensor, zero: tl.tensor):
+    """[...] integers of at most 23 bits -> codes - zero in float32, exact."""
+    return (codes.to(tl.uint32) | _MAGIC_BITS).to(tl.float32, bitcast=True) - (zero + _MAGIC)
+
+
+@triton.jit
+def _scale_at(
+    scales: tl.tensor, k: tl.tensor, start: tl.tensor, across: tl.tensor, stride: tl.tensor, wanted: tl.tensor,
+    inside: tl.tensor, columns: tl.tensor, GROUP: tl.constexpr, PER_WORD: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Returns the words of scales of columns ``start + k`` and their groups, of shapes that broadcast to [K, N].
+
+    Each word is loaded once if words and tiles nest.
+    """
+    WORD: tl.constexpr = GROUP * PER_WORD  # columns
+    K: tl.constexpr = k.shape[0]
+    if WORD == 0 or WORD % BLOCK_K == 0:
+        at = start // WORD if WORD else 0
+        word = tl.load(scales + at * stride + across, mask=wanted, other=0)[None, :]
+    elif BLOCK_K % WORD == 0:
+        COUNT: tl.constexpr = BLOCK_K // WORD
+        N: tl.constexpr = across.shape[0]
+        at = start // WORD + tl.arange(0, COUNT)
+        mask = wanted[None, :] & (at < tl.cdiv(columns, WORD))[:, None]
+        word = tl.load(scales + at[:, None] * stride + across[None, :], mask=mask, other=0)
+        word = tl.reshape(tl.broadcast_to(word[:, None, :], (COUNT, K // COUNT, N)), (K, N))
+    else:
+        at = ((start + k) // WORD)[:, None]
+        word = tl.load(scales + at * stride + across[None, :], mask=inside, other=0)
+    if GROUP == 0 or GROUP % BLOCK_K == 0:
+        group = start // GROUP if GROUP else 0
+    else:
+        group = ((start + k) // GROUP)[:, None]
+    return word, group
+
+
+@triton.jit
+def _int4(
+    a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
+    inside: tl.tensor, byte: tl.tensor, start: tl.tensor, stride: tl.tensor, columns: tl.tensor,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Even and odd columns apart, so that the nibbles of a byte need not be put beside each other."""
+    T: tl.constexpr = a.dtype
+    PER_WORD: tl.constexpr = 1 if ZEROS else 2
+    word, group = _scale_at(scales, 2 * byte, start, row, stride, wanted, inside, columns, GROUP, PER_WORD, BLOCK_K)
+    if ZEROS:
+        zero = (word >> 16).to(tl.float32)
+        bits = word
+    else:
+        zero = 8.0
+        bits = word >> (16 * (group % 2))
+    scale = bits.to(tl.uint16).to(T, bitcast=True).to(tl.float32)
+    low = (_integers(codes & 15, zero) * scale).to(T)
+    high = (_integers(codes >> 4, zero) * scale).to(T)
+    even, odd = tl.split(tl.reshape(a, (BLOCK_M, BLOCK_K // 2, 2)))
+    if UPCAST:
+        even, odd, low, high = even.to(tl.float32), odd.to(tl.float32), low.to(tl.float32), high.to(tl.float32)
+    acc = tl.dot(even, low, acc, input_precision="ieee")
+    return tl.dot(odd, high, acc, input_precision="ieee")
+
+
+@triton.jit
+def _mxfp4(
+    a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
+    start: tl.tensor, stride: tl.tensor, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One word holds the exponents of a row of the tile; Triton decodes by table or in hardware."""
+    tl.static_assert(BLOCK_K == 128, "a tile is as deep as a word of exponents")
+    word = tl.load(scales + (start // BLOCK_K) * stride + row, mask=wanted, other=_UNIT)
+    exponents = ((word[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255).to(tl.uint8)
+    return tl.dot_scaled(a, None, "bf16", codes, exponents, "e2m1", acc)
+
+
+@triton.jit
+def _bytes(
+    a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
+    inside: tl.tensor, k: tl.tensor, start: tl.tensor, stride: tl.tensor, columns: tl.tensor,
+    CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    T: tl.constexpr = a.dtype
+    if CODES == "int8":
+        values = _integers(codes ^ 128, 128.0)
+    elif codes.dtype == tl.uint8:  # before sm_89; subnormal numbers too
+        bits = ((codes & 127).to(tl.uint32) << 20) | ((codes & 128).to(tl.uint32) << 24)
+        values = bits.to(tl.float32, bitcast=True) * _E4M3
+    else:
+        values = codes.to(tl.float32)
+    scale, group = _scale_at(scales, k, start, row // ROWS, stride, wanted, inside, columns, GROUP, 1, BLOCK_K)
+    w = (values * scale).to(T)
+    if UPCAST:
+        a, w = a.to(tl.float32), w.to(tl.float32)
+    return tl.dot(a, w, acc, input_precision="ieee")
+
+
+@triton.jit
+def multiply(
+    a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
+    start: tl.tensor, rows: tl.tensor, columns: tl.tensor,
+    CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Returns acc + a W[row, start : start + BLOCK_K]^T, float32 [M, N].
+
+    Args:
+        a: [M, BLOCK_K] of 16 bits, zero where the columns end.
+        acc: [M, N] float32.
+        codes, scales: pointers to an expert's tensors; of ``e4m3`` the codes may be float8e4nv.
+        row, wanted: [N] rows of W, and which of them are read.
+        start: first column of the tile, a multiple of BLOCK_K.
+        rows, columns: of W.
+        CODES, GROUP, ROWS, ZEROS: as in ``formats.Format``.
+        EVEN_K: BLOCK_K divides ``columns``.
+        WIDE: a row of codes is a multiple of 16 bytes.
+        UPCAST: the interpreter cannot multiply bfloat16.
+    """
+    PACKED: tl.constexpr = 2 if CODES == "e2m1" or CODES == "int4" else 1
+    stride = tl.cdiv(tl.cdiv(rows, ROWS), 4) * 4
+    k = tl.arange(0, BLOCK_K // PACKED)
+    length = columns // PACKED
+    if WIDE:
+        length = tl.multiple_of(length, 16)
+    inside = wanted[None, :]
+    if not EVEN_K:
+        inside = inside & (k < length - start // PACKED)[:, None]
+    raw = tl.load(codes + row[None, :] * length + (start // PACKED + k)[:, None], mask=inside, other=0.0)
+    if CODES == "e2m1":
+        acc = _mxfp4(a, acc, raw, scales, row, wanted, start, stride, BLOCK_K)
+    elif CODES == "int4":
+        acc = _int4(
+            a, acc, raw, scales, row, wanted, inside, k, start, stride, columns, GROUP, ZEROS, BLOCK_M, BLOCK_K, UPCAST
+        )
+    else:
+        acc = _bytes(
+            a, acc, raw, scales, row, wanted, inside, k, start, stride, columns, CODES, GROUP, ROWS, BLOCK_K, UPCAST
+        )
+    return acc

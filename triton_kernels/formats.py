@@ -1,0 +1,86 @@
+"""How quantised experts are stored for ``grouped_gemm``, shared by the kernel, its torch twin and the host. No Triton.
+
+A matrix of weights W [N, K] of an expert is two tensors: codes, and scales by groups of columns. Dequantised to the
+dtype T of x, which is what the kernel multiplies::
+
+    W[n, k] = T(float32(code[n, k] - zero[n, k / group]) * scale[n / rows, k / group])      rounded to T once
+
+| codes | uint8 | scales: 4 bytes each, [words, N / rows rounded up to 4] |
+|---|---|---|
+| ``e2m1`` | [N, K / 2], the low nibble is the even k | int32: e8m0 exponents of 4 groups of 32, low byte first |
+| ``int4`` | [N, K / 2], as above; zero = 8 | int32: T's bits of the scales of 2 groups, low half first |
+| ``int4``, ``zeros`` | [N, K / 2], as above | int32: T's bits of a scale, and its zero << 16 |
+| ``int8`` | [N, K], two's complement; zero = 0 | float32 |
+| ``e4m3`` | [N, K], no NaN; zero = 0 | float32 |
+
+Scales are transposed, so that the rows of a tile are neighbours in memory, and packed, so that each is loaded in
+4 bytes: the least that a GPU copies asynchronously.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Codes = Literal["e2m1", "int4", "int8", "e4m3"]
+MX_GROUP = 32  # columns that share an exponent in all OCP microscaling formats
+_PER_WORD = 4  # scales are padded to multiples of 4 words, 16 bytes
+
+
+@dataclass(frozen=True)
+class Format:
+    """The layout of an expert's weights.
+
+    Attributes:
+        codes: what a weight is; see the module.
+        group: columns that share a scale, 0 for all.
+        rows: rows that share a scale.
+        zeros: each scale has a zero point, only with ``int4``.
+    """
+
+    codes: Codes
+    group: int = 0
+    rows: int = 1
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.codes in ("e2m1", "int4", "int8", "e4m3") and self.group >= 0 and self.rows >= 1
+        assert self.codes != "e2m1" or self.group == MX_GROUP, "e2m1 has an exponent for each 32 columns"
+        assert self.per_byte == 1 or (self.rows == 1 and self.group % 2 == 0), "both weights of a byte share a scale"
+        assert not self.zeros or self.codes == "int4"
+
+    @property
+    def per_byte(self) -> int:
+        """Weights per byte of codes."""
+        return 2 if self.codes in ("e2m1", "int4") else 1
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the tensor of scales."""
+        return torch.int32 if self.per_byte == 2 else torch.float32
+
+    @property
+    def groups_per_word(self) -> int:
+        """Groups of columns whose scales share a word."""
+        return 4 if self.codes == "e2m1" else 2 if self.codes == "int4" and not self.zeros else 1
+
+    def groups(self, columns: int) -> int:
+        """Returns the groups of a row of so many columns."""
+        return -(-columns // self.group) if self.group else 1
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Returns the shape of the scales of W [rows, columns]."""
+        words, across = -(-self.groups(columns) // self.groups_per_word), -(-rows // self.rows)
+        return words, -(-across // _PER_WORD) * _PER_WORD
+
+    def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Returns the shape of the codes of W [rows, columns]."""
+        return rows, columns // self.per_byte
+
+    def describe(self) -> str:
+        """Returns a few words for messages, such as ``int4 by 128 columns with zero points``."""
+        block = f"{self.rows} rows x " if self.rows > 1 else ""
+        by = f"by {block}{self.group} columns" if self.group else "by channel"
+        return f"{self.codes} {by}{' with zero points' if self.zeros else ''}"

@@ -1,0 +1,50 @@
+"""Block sizes of ``grouped_gemm``, by rows. No Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes of both GEMMs. Another tile may round differently: fix one where results of batches must agree.
+
+    ``gate_up_n`` counts columns of h: gate and up make twice as many rows of W13. ``k_bytes`` is the depth of a tile
+    in bytes, so that float32 gets half the columns. ``group_m`` row blocks share a strip of weights in L2.
+    """
+
+    block_m: int
+    gate_up_n: int
+    down_n: int
+    k_bytes: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 1
+
+
+# By rows M. Not tuned: reasoned, and to be measured by benchmarks/kernels on a GPU. Decode is bound by memory: narrow N
+# for many programs (Qwen3-30B-A3B at M = 1: 192 and 256 of them), deep K and stages for 60 KB in flight in each.
+# Prefill is bound by arithmetic: square tiles. All fit 99 KB of shared memory, the least of sm_80 ... sm_120.
+_TILES = (
+    (16, Tile(block_m=16, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=4)),
+    (32, Tile(block_m=32, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=3)),
+    (64, Tile(block_m=64, gate_up_n=32, down_n=64, k_bytes=128, num_warps=4, num_stages=4)),
+    (256, Tile(block_m=64, gate_up_n=64, down_n=128, k_bytes=128, num_warps=4, num_stages=3, group_m=4)),
+)
+_PREFILL = Tile(block_m=128, gate_up_n=64, down_n=128, k_bytes=128, num_warps=8, num_stages=3, group_m=8)
+
+
+# Of quantised weights. A tile is 128 columns deep: a word of four exponents, 64 or 128 bytes of codes. Dequantised
+# weights take registers: wider tiles of 64 rows, or more stages of them, would spill on sm_80.
+_QUANTISED = (
+    (16, Tile(block_m=16, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=4)),
+    (32, Tile(block_m=32, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=3)),
+    (64, Tile(block_m=64, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=2)),
+)
+_QUANTISED_PREFILL = Tile(block_m=64, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=2, group_m=8)
+
+
+def tile_for(rows: int, quantised: bool = False) -> Tile:
+    """Returns the tile for M rows: a fixed table, because nothing may be timed while a graph is captured."""
+    tiles, prefill = (_QUANTISED, _QUANTISED_PREFILL) if quantised else (_TILES, _PREFILL)
+    return next((tile for most, tile in tiles if rows <= most), prefill)
