@@ -62,12 +62,15 @@ def _managed(load_model: Callable):
         config = config_of(vllm_config.additional_config)
         if config is None or model_config.runner_type == "draft":
             return load_model(self, vllm_config, model_config, *args, **kwargs)
+        from vllm.model_executor.model_loader.utils import get_model_architecture
+
         from vllm_spac.integration import compat
         from vllm_spac.integration.loading import updates
         from vllm_spac.integration.loading.managed_load import managed_load
         from vllm_spac.integration.stepping import drafts
 
         compat.request_amx()
+        get_model_architecture(model_config)  # imports the module of the model, as vLLM does next, with its layers
         patches.require_names("worker", "v2" if drafts.plans_drafts(vllm_config) else "v1")
         load_weights = self.load_weights
 

@@ -22,11 +22,12 @@ _TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers.moe"
 
 @contextlib.contextmanager
 def managed_load(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ModelExperts]:
-    """Context in which MoE layers are built as ``ManagedExperts``; used for the target model only, not for drafts."""
-    from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.model_loader.utils import get_model_architecture
+    """Context in which MoE layers are built as ``ManagedExperts``; used for the target model only, not for drafts.
 
-    get_model_architecture(vllm_config.model_config)  # imports the module of the model, as vLLM does next
+    The module of the model has been imported.
+    """
+    from vllm.model_executor.custom_op import op_registry_oot
+
     classes = _managed_classes()
     if taken := set(classes) & set(op_registry_oot):
         raise UnsupportedError(
