@@ -172,9 +172,10 @@ class StagedExperts(_Layer):
         assert name is not None
         if local == -1:  # another rank's
             return
-        experts = slice(None) if loaded_weight.dim() == 3 else slice(local, local + 1)  # as vLLM's loader decides
         shards = self._shards(name)
-        columns = slice(shards.index(shard_id), shards.index(shard_id) + 1) if shard_id in shards else slice(None)
+        known = shard_id in shards  # GPT-OSS's own loader takes both shards of one expert, in three dimensions
+        experts = slice(None) if known and loaded_weight.dim() == 3 else slice(local, local + 1)  # as vLLM's loader
+        columns = slice(shards.index(shard_id), shards.index(shard_id) + 1) if known else slice(None)
         awaited = self._awaited[name][experts, columns]
         if not awaited.all():
             raise SpacError(
