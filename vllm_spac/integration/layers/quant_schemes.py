@@ -73,11 +73,11 @@ def expert_tensors(layer: RoutedExperts, packed: bool = False) -> dict[str, Para
     method, name = layer.quant_method, layer.layer_name
     kind, kernel = type(method).__name__, getattr(method, "experts_cls", None)
     if (scheme := SCHEMES.get(kind)) is None or not (packed or scheme.kernels):
-        known = sorted(other for other, found in SCHEMES.items() if found.kernels and other != _UNQUANTISED)
+        supported = sorted(other for other, found in SCHEMES.items() if found.kernels and other != _UNQUANTISED)
         others = "" if scheme is None else ", use --spac-execution pointers, which can"
         raise UnsupportedError(
             f"spac: {name} has quantised experts ({kind}) that the plugin does not support in slots; supported are "
-            f"{', '.join(known)}{others}, or use an unquantised checkpoint"
+            f"{', '.join(supported)}{others}, or use an unquantised checkpoint"
         )
     if kernel is not None and method.is_monolithic:
         raise UnsupportedError(
