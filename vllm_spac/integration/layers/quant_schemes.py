@@ -105,7 +105,7 @@ def expert_tensors(layer: RoutedExperts, packed: bool = False) -> dict[str, Para
 def _instead() -> str:
     """What works on this platform where a kernel does not."""
     if current_platform.is_cpu():
-        return "it needs a GPU: use an unquantised checkpoint on this machine"
+        return "slots hold quantised experts for kernels of a GPU only: use an unquantised checkpoint on this machine"
     return "add --moe-backend triton, or use an unquantised checkpoint"
 
 
