@@ -426,15 +426,21 @@ def test_gptq_and_awq_that_vllm_or_its_kernel_cannot_run(quantisation, named):
     assert named in quantised.refusal(quantisation)
 
 
-def test_a_kernel_that_was_never_seen_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("on_cpu", "instead"),
+    [(False, "add --moe-backend triton, or"), (True, "for kernels of a GPU only: use an unquantised")],
+)
+def test_a_kernel_that_was_never_seen_is_refused(monkeypatch, on_cpu, instead):
+    """With what works on this machine, and not on another."""
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.quantization import fp8
 
     monkeypatch.setattr(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.MARLIN, MarlinExperts))
-    with pytest.raises(
-        UnsupportedError, match="MarlinExperts was never tested .* TritonExperts was; on a GPU add --moe"
-    ):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: on_cpu)
+    with pytest.raises(UnsupportedError, match=f"MarlinExperts was never tested .* TritonExperts was; .*{instead}"):
         build(METHODS["fp8, blocks"])
 
 

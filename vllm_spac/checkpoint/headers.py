@@ -175,8 +175,12 @@ def first_number(config: dict, names: tuple[str, ...], most: int = _MOST) -> int
     return max(values)
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, dict]]:
-    """Yields (name, header entry) of each tensor of the files in the index, or of all files if there is no index."""
+def shards(folder: Path) -> list[Path]:
+    """Returns the safetensors files of the index, or all files if there is no index, by name.
+
+    Raises:
+        UnsupportedError: there are none, or the index is damaged or names files of other folders.
+    """
     index = folder / "model.safetensors.index.json"
     if os.path.lexists(index):
         try:
@@ -190,8 +194,18 @@ def _tensors(folder: Path) -> Iterator[tuple[str, dict]]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UnsupportedError(f"{folder} has no *.safetensors; convert the checkpoint, or download it completely")
-    for path in files:
-        try:
-            yield from read_header(path)[1].items()
-        except (OSError, ValueError) as error:
-            raise UnsupportedError(f"{path} is not a complete safetensors file: {error}") from error
+    return files
+
+
+def entries(path: Path) -> dict[str, dict]:
+    """Returns the header entry of each tensor of a file; raises ``UnsupportedError`` if it is not complete."""
+    try:
+        return read_header(path)[1]
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, dict]]:
+    """Yields (name, header entry) of each tensor."""
+    for path in shards(folder):
+        yield from entries(path).items()

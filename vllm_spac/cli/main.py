@@ -20,6 +20,7 @@ from vllm_spac.cli import (
     predictors,
     profile,
     quality,
+    quantise,
     simulate,
     stats,
     timeline,
@@ -78,6 +79,7 @@ for _examples, _command in (
     (calibrate.EXAMPLES, calibrate.calibrate),
     (calibrate.TUNE_EXAMPLES, calibrate.tune),
     (quality.EXAMPLES, quality.quality),
+    (quantise.EXAMPLES, quantise.quantise),
     (predictors.TRAIN_EXAMPLES, predictors.train_predictor),
     (predictors.EXAMPLES, predictors.predictors),
 ):

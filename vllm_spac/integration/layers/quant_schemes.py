@@ -73,11 +73,11 @@ def expert_tensors(layer: RoutedExperts, packed: bool = False) -> dict[str, Para
     method, name = layer.quant_method, layer.layer_name
     kind, kernel = type(method).__name__, getattr(method, "experts_cls", None)
     if (scheme := SCHEMES.get(kind)) is None or not (packed or scheme.kernels):
-        others = sorted(other for other, found in SCHEMES.items() if found.kernels and other != _UNQUANTISED)
-        instead = "" if scheme is None else ", use --spac-execution pointers, which can"
+        supported = sorted(other for other, found in SCHEMES.items() if found.kernels and other != _UNQUANTISED)
+        others = "" if scheme is None else ", use --spac-execution pointers, which can"
         raise UnsupportedError(
             f"spac: {name} has quantised experts ({kind}) that the plugin does not support in slots; supported are "
-            f"{', '.join(others)}{instead}, or use an unquantised checkpoint"
+            f"{', '.join(supported)}{others}, or use an unquantised checkpoint"
         )
     if kernel is not None and method.is_monolithic:
         raise UnsupportedError(
@@ -105,7 +105,7 @@ def expert_tensors(layer: RoutedExperts, packed: bool = False) -> dict[str, Para
 def _instead() -> str:
     """What works on this platform where a kernel does not."""
     if current_platform.is_cpu():
-        return "it needs a GPU: use an unquantised checkpoint on this machine"
+        return "slots hold quantised experts for kernels of a GPU only: use an unquantised checkpoint on this machine"
     return "add --moe-backend triton, or use an unquantised checkpoint"
 
 
