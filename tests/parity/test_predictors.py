@@ -73,7 +73,7 @@ def test_recall_on_held_out_text(trained: Path) -> None:
 
 @pytest.mark.parametrize("method", [None, "eagle3"])
 def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None) -> None:
-    """The guard is off so that all steps have stock's shape; four of five of the experts read ahead are used."""
+    """The guard is off so that all steps have stock's shape."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off"}
     spac |= {"prefetch": "linear", "predictor_file": str(trained / "p.safetensors")}
     options = {} if method is None else {"speculative_config": METHODS[method]}
@@ -82,7 +82,7 @@ def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None
     stats = run.stats
     assert stats["prefetch_hits"] > 100 and stats["prefetch_hits"] > 0.5 * stats["prefetches"]
     needed = stats["loads"] + stats["prefetch_hits"] - stats["prefetch_harmful"]
-    assert stats["loads"] + stats["prefetches"] <= 1.1 * needed + stats["prefetch_late"]
+    assert stats["loads"] + stats["prefetches"] <= 1.1 * needed, stats
 
 
 def test_predictors_of_another_model_are_refused(trained: Path) -> None:

@@ -199,6 +199,21 @@ def test_what_is_no_longer_expected_is_not_read() -> None:
         assert list(ahead.keys) == [22], "those of layer 3 became loads on demand"
 
 
+def test_reads_that_never_began_are_not_counted_against_the_share() -> None:
+    """One read never ends; two more are asked for behind it in each step, and cancelled."""
+    with pool(20, background=Endless, extra=1.0) as made:
+        made.step((5, 6), (5, 6), (5, 6), (5, 6))
+        ahead = made._loader._transfers.ahead
+        for _ in range(30):
+            made.script.says = {START: [(1, (7, 6)), (2, (7, 6)), (3, (7, 6))]}
+            made.begin()
+            assert list(ahead.keys) == [15, 23, 31]
+            for layer in range(LAYERS):
+                made.layer(layer, (0, 1))
+            assert list(ahead.keys) == [15]
+            made.end_forward()
+
+
 def test_prompts_are_not_guessed_about() -> None:
     with pool(16) as made:
         made.script.says = {START: [(0, (5, 6))], 0: [(1, (6, 7))], 3: [(0, (6, 7))]}

@@ -293,22 +293,26 @@ def test_exchanging_for_what_the_policy_would_rather_keep() -> None:
 
 @given(
     order=st.permutations(range(KEYS)),
-    held=st.integers(0, SLOTS),
-    pinned=st.sets(st.integers(0, KEYS - 1)),
-    soft=st.sets(st.integers(0, KEYS - 1)),
-    keys=some_keys,
+    held=st.integers(SLOTS - 1, SLOTS),
+    pinned=st.sets(st.integers(0, SLOTS - 1), max_size=2),
+    soft=st.sets(st.integers(0, SLOTS + 1), min_size=1),
+    needed=st.sets(st.integers(0, SLOTS + 3), min_size=1),
     policy=st.sampled_from([LRU, LFU]),
 )
 @settings(max_examples=300, **BUSY)
-def test_soft_pins_go_last_and_hinder_nobody(order, held, pinned, soft, keys, policy) -> None:
-    """A call succeeds with them if it does without; and none is evicted while another one could be."""
+def test_soft_pins_go_last_and_hinder_nobody(order, held, pinned, soft, needed, policy) -> None:
+    """A call succeeds with them if it does without; and none is evicted while another one could be.
+
+    Sets are of places in ``order``, whose first ``held`` keys are resident.
+    """
+    pinned, soft, needed = ({order[place] for place in places} for places in (pinned, soft, needed))
     plain, made = Residency(KEYS, SLOTS, policy()), Residency(KEYS, SLOTS, policy())
     for residency in (plain, made):
         for key in order[:held]:
             ready(residency, key)
         residency.prepare(sorted(pinned.intersection(order[:held])))
     made.soft = soft
-    keys = [key for key in keys if key not in pinned]
+    keys = sorted(needed - pinned)
     before, resident = snapshot(made), set(order[:held])
     try:
         expected = plain.prepare(keys)

@@ -125,7 +125,8 @@ def test_linear_keeps_nothing_of_earlier_rows() -> None:
     table = TokenTable(material.sizes, TokenTable.train(0, material, {}), {})
     kept = Linear(material.sizes, tensors, {"token_table": table})
     earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for number, (layer, rows) in enumerate([(0, (0, 9)), (START, (9, 12)), (1, (9, 12)), (0, (1, 40)), (2, (3, 5))]):
+    asked = [(0, (0, 9)), (0, (20, 29)), (START, (9, 12)), (1, (9, 12)), (0, (1, 40)), (2, (3, 5))]
+    for number, (layer, rows) in enumerate(asked):
         seen = samples.seen(layer, slice(*rows), kept.needs)
         with torch.inference_mode(number % 2 == 1):
             found = [guess.scores for guess in kept.guesses(seen)]
@@ -134,6 +135,9 @@ def test_linear_keeps_nothing_of_earlier_rows() -> None:
             torch.testing.assert_close(ours, theirs.scores)
             earlier.append((ours, ours.clone()))
     assert len(earlier) > 4 and all(torch.equal(ours, then) for ours, then in earlier)
+    one, other = (kept.guesses(samples.seen(0, slice(*rows), kept.needs)) for rows in ((0, 9), (20, 29)))
+    for guess, (expected, _) in zip((*one, *other), earlier, strict=False):
+        torch.testing.assert_close(guess.scores, expected)
 
 
 def test_neural_undoes_the_normalisation_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

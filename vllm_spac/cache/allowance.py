@@ -13,11 +13,11 @@ PAUSE = 1024  # steps without reads ahead, until they are tried again
 
 
 class Allowance:
-    """Limits reads ahead so that all reads together stay below (1 + ``extra``) times those without them.
+    """Limits reads ahead so that all reads together stay below (1 + ``extra``) times what layers need.
 
-    Without reads ahead, layers would load what they now load or find because of a read ahead, less what they load only
-    because a read ahead evicted it: that is ``needed``. A read ahead that no layer has used is extra, and so is a load
-    of what one evicted. Extra reads may be at most ``extra`` times the needed ones.
+    They need what they load or find because of a read ahead, less what they load only because a read ahead that was
+    not used yet had evicted it: about what they would load without reads ahead. A read ahead that no layer has used is
+    extra, and so is a load of what one evicted. Extra reads may be at most ``extra`` times the needed ones.
 
     Reads ahead pause for ``PAUSE`` steps when layers used less than ``PAYS`` of them.
 
