@@ -192,8 +192,10 @@ def test_recording_ends_and_begins_between_steps(tmp_path: Path) -> None:
     try:
         for timeline in (None, writer.timeline, None, writer.timeline):
             runtime.watch(timeline)
+            before = len(writer.timeline.last()[2])
             for _ in range(3):
                 model.run(runtime, DECODE)
+            assert (len(writer.timeline.last()[2]) > before) is (timeline is not None), "loads are recorded as well"
         assert runtime.counts_tokens is False, "between steps nobody waits for tokens"
     finally:
         runtime.close()

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -220,7 +221,7 @@ class SpacEndpoint:
         state.spac_rankings = {*components.names("budget.rankings"), config.budget_ranking}
         state.spac_client = engine_client
         if config.page:
-            facts = {"model": args.model, "control": config.control}
+            facts = {"model": Path(args.model).name, "control": config.control}
             state.spac_feed = LiveFeed(engine_client, facts)
         state.spac_collector = WorkerCollector(engine_client)
         await state.spac_collector.refresh()

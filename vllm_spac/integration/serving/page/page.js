@@ -139,8 +139,8 @@ function hits(stats, before) {
   $("hit-all").textContent = asked ? percent(stats.hits / asked) : "–";
   if (before) {
     const [hit, missed] = [stats.hits - before.hits, stats.misses - before.misses];
+    $("hit-now").textContent = hit + missed > 0 ? percent(hit / (hit + missed)) : "–";
     if (hit + missed > 0) {
-      $("hit-now").textContent = percent(hit / (hit + missed));
       state.rates.push(hit / (hit + missed));
       state.rates = state.rates.slice(-KEPT);
     }
