@@ -97,6 +97,8 @@ class StagedExperts(_Layer):
     ):
         """Stages one checkpoint tensor; after the last of the layer, packs the layer and frees the staged weights."""
         self.spac.arrived(loaded_weight.nbytes)
+        if self._map_global_expert_id_to_local_expert_id(expert_id) == -1:  # another rank's
+            return False if return_success else None
         if not self._awaits(param, weight_name):
             return True if return_success else None
         success = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
@@ -152,9 +154,7 @@ class StagedExperts(_Layer):
             SpacError: it was staged before.
         """
         name, local = self._name_of(param), self._map_global_expert_id_to_local_expert_id(expert_id)
-        assert name is not None
-        if local == -1:  # another rank's
-            return
+        assert name is not None and local != -1
         experts = slice(None) if loaded_weight.dim() == 3 else slice(local, local + 1)  # as vLLM's loader decides
         shards = self._shards(name)
         columns = slice(shards.index(shard_id), shards.index(shard_id) + 1) if shard_id in shards else slice(None)
