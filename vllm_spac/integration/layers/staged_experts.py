@@ -104,6 +104,8 @@ class StagedExperts(_Layer):
     ):
         """Stages one checkpoint tensor; after the last of the layer, packs the layer and frees the staged weights."""
         self.spac.arrived(loaded_weight.nbytes)
+        if self._map_global_expert_id_to_local_expert_id(expert_id) == -1:  # another rank's
+            return False if return_success else None
         if not self._awaits(param, weight_name):
             self._check_unread(weight_name, loaded_weight)
             return True if return_success else None
@@ -169,9 +171,7 @@ class StagedExperts(_Layer):
             SpacError: it was staged before.
         """
         name, local = self._name_of(param), self._map_global_expert_id_to_local_expert_id(expert_id)
-        assert name is not None
-        if local == -1:  # another rank's
-            return
+        assert name is not None and local != -1
         shards = self._shards(name)
         known = shard_id in shards  # GPT-OSS's own loader takes both shards of one expert, in three dimensions
         experts = slice(None) if known and loaded_weight.dim() == 3 else slice(local, local + 1)  # as vLLM's loader
