@@ -743,3 +743,22 @@ def test_what_pointers_cannot_read_is_refused(backends):
 def test_slots_name_the_execution_that_can(backends):
     with pytest.raises(UnsupportedError, match="W8A8Int8MoEMethod.* in slots; .*use --spac-execution pointers"):
         build(PACKED["compressed int8, channels"])
+
+
+@pytest.mark.parametrize("name", ["compressed int8, channels", "gpt-oss"])
+def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
+    """Of what only our kernels read."""
+    facts = {"num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": PACKED[name]}))
+    tensors = published(name)
+    if name == "gpt-oss":  # all experts of a layer in one tensor
+        lasts = {n.partition(".")[2] for n in tensors}
+        tensors = {
+            last.replace(".", "_"): torch.stack([tensors[f"{e}.{last}"] for e in range(EXPERTS)]) for last in lasts
+        }
+    save_file({f"model.layers.0.mlp.experts.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    found, layer = headers.read_checkpoint(tmp_path), build_packed(name)
+    stand_in(layer)
+    assert found.expert_bytes == [sum(spec.nbytes for spec in layer.probe().values())]
+    assert quantised.refusal(found.quantisation) is None
+    assert quantised.flags(found.quantisation) == ("--spac-execution pointers",)
