@@ -816,3 +816,47 @@ def test_what_pointers_cannot_read_is_refused(backends):
 def test_slots_name_the_execution_that_can(backends):
     with pytest.raises(UnsupportedError, match="W8A8Int8MoEMethod.* in slots; .*use --spac-execution pointers"):
         build(PACKED["compressed int8, channels"])
+
+
+@pytest.mark.parametrize("name", ["compressed int8, channels", "gpt-oss"])
+def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
+    """Of what only our kernels read."""
+    facts = {"num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": PACKED[name]}))
+    tensors = published(name)
+    if name == "gpt-oss":  # all experts of a layer in one tensor
+        lasts = {n.partition(".")[2] for n in tensors}
+        tensors = {
+            last.replace(".", "_"): torch.stack([tensors[f"{e}.{last}"] for e in range(EXPERTS)]) for last in lasts
+        }
+    save_file({f"model.layers.0.mlp.experts.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    found, layer = headers.read_checkpoint(tmp_path), build_packed(name)
+    stand_in(layer)
+    assert found.expert_bytes == [sum(spec.nbytes for spec in layer.probe().values())]
+    assert quantised.refusal(found.quantisation) is None
+    assert quantised.flags(found.quantisation) == ("--spac-execution pointers",)
+
+
+def test_sizes_that_vllm_rounds_up(backends, monkeypatch):
+    """As Marlin does: a layer is packed when the real part has arrived, and the rest is zero."""
+    monkeypatch.setitem(globals(), "HIDDEN", 192)
+    monkeypatch.setitem(globals(), "INNER", 96)
+    tensors, layer = published("gpt-oss"), build_packed("gpt-oss")
+    packed = stand_in(layer)
+    assert layer._staged["w13_weight"].shape == (EXPERTS, 256, 128), "192 became 256, and 96 128"
+    layer.probe()
+    given(layer, "gpt-oss", tensors)
+    assert packed == [0]
+    execution = served(layer, 3)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.pad((torch.randn(4, 192, generator=generator) / 16).bfloat16(), (0, 64))
+    weights, ids = torch.rand(4, TOP_K, generator=generator), torch.tensor([[0, 5], [3, 1], [2, 0], [4, 5]])
+    out = layer.forward_modular(x, weights, ids)
+    plain = tables_of("gpt-oss", tensors)
+    tables = {kind: torch.tensor([part.data_ptr() for part in parts]) for kind, parts in plain.items()}
+    expected = grouped_gemm(
+        x[:, :192].contiguous(), tables["w13"], tables["w2"], weights, ids, 96, tables["b13"], tables["b2"], "swigluoai"
+    )
+    torch.testing.assert_close(out[:, :192], expected, rtol=2**-7, atol=1e-3)
+    assert not out[:, 192:].any() and execution.shape.packed is not None
+    layer.spac.runtime.close()

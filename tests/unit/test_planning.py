@@ -408,6 +408,10 @@ def test_bad_models(tmp_path: Path) -> None:
         ("[]", "is no mapping"),
         (json.dumps(CONFIG | {"num_experts": 0}), "is a dense model"),
         (json.dumps(CONFIG | {"quantization_config": {"quant_method": "quark"}}), "quantised experts (quark)"),
+        (
+            json.dumps(CONFIG | {"quantization_config": {"quant_method": "mxfp4"}}),
+            "not supported in slots; use --spac-ex",
+        ),
     ):
         (tmp_path / "config.json").write_text(text)
         assert said in run(tmp_path, *at, code=1)

@@ -42,7 +42,7 @@ class ServedModel:
         config, folder = read_config(path), path.parent
         whole = path.name == "config.json" and any(folder.glob("*.safetensors"))
         checkpoint = read_checkpoint(folder) if whole else described(config, folder)
-        if checkpoint.quantisation and (reason := quantisation.refusal(checkpoint.quantisation)):
+        if checkpoint.quantisation and (reason := quantisation.refusal(checkpoint.quantisation, packed=False)):
             raise UnsupportedError(f"{model} has {reason}")
         halved = checkpoint.dtypes == {"F32"}
         if halved:
