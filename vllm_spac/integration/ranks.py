@@ -159,3 +159,8 @@ def _expert_refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tu
         f"cpu_experts={config.cpu_experts} (--spac-cpu-experts) with {option}",
         "use --spac-cpu-experts off",
     )
+    yield (
+        config.predictor_file is not None,
+        f"prefetch={config.prefetch} (--spac-prefetch), whose predictor knows the experts of all ranks, with {option}",
+        "use --spac-prefetch utility or off",
+    )
