@@ -223,10 +223,150 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"calibration": "text"}, "text cannot be read as a calibration.*vllm-spac calibrate"),
         ({"calibration": "pipe"}, "--spac-calibration.*no such file"),
         ({"prefetch": "linear"}, "prefetch=linear.*needs predictor_file.*vllm-spac train-predictor"),
+        ({"prefetch": "linear", "predictor_file": "/not/there"}, "predictor_file=/not/there.*no such file"),
+        ({"prefetch": "linear", "predictor_file": "text"}, "text cannot be read as a file of predictors"),
+        ({"prefetch": "frequency", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
+        ({"budget_file": "deep"}, "--spac-budget-file.*nested too deeply.*vllm-spac tune"),
+        ({"budget_file": "other.json"}, r"--spac-budget-file.*another model or revision: \\x1b\[2J"),
+        ({"disk_dir": ""}, "disk_dir=''.*--spac-disk-dir.*path is empty"),
+        ({"disk_dir": "~nouser"}, "--spac-disk-dir.*home folder"),
+        ({"disk_dir": "a\0b"}, "--spac-disk-dir.*NUL"),
+        ({"disk_dir": "x/" * 2500}, "--spac-disk-dir.*too long"),
+        ({"disk_dir": "x" * 300}, "--spac-disk-dir.*too long"),
+        ({"disk_dir": 5}, "--spac-disk-dir.*use a path"),
+        ({"disk_dir": "/proc/x"}, "--spac-disk-dir.*/proc cannot be written to.*name a writable folder"),
+        ({"disk_dir": "/proc"}, "--spac-disk-dir.*/proc cannot be written to.*name a writable folder"),
+        ({"disk_dir": "dangling"}, "--spac-disk-dir.*dangling is a link to nothing"),
+        ({"disk_dir": "dangling/below"}, "--spac-disk-dir.*dangling is a link to nothing"),
+        ({"disk_dir": "loop"}, "--spac-disk-dir.*loop is"),
+        ({"disk_dir": "text"}, "--spac-disk-dir.*text is not a folder"),
+        ({"disk_dir": "pipe/x"}, "--spac-disk-dir.*pipe is not a folder"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_the_user_wrote_is_checked_before_a_worker_starts(moe, outside, spac, named):
+    with pytest.raises(ValueError, match=named) as caught:
+        engine_config(moe, spac)
+    assert str(caught.value).isprintable() and str(caught.value).startswith("spac: ")
+    assert (outside / "text").read_text() == "precious"
+
+
+def test_a_predictor_that_looks_at_layers_needs_the_host(moe, outside, monkeypatch):
+    from vllm_spac.integration import preflight
+
+    monkeypatch.setattr(preflight.drafts, "plans_drafts", lambda vllm_config: True)
+    with pytest.raises(
+        ValueError, match="looks at what layers compute, which works on a CPU with vLLM's V1 runner only"
+    ):
+        engine_config(moe, {"prefetch": "frequency", "predictor_file": "other.predictors"})
+    engine_config(moe, {"prefetch": "utility"})
+
+
+def test_a_predictor_is_of_this_model(tmp_path):
+    from vllm_spac.integration.loading import assembly
+
+    path = tmp_path / "p"
+    predictors("f" * 32, 2).save(path)
+    shape = MoEShape(("0", "1"), 16, 4, {})
+
+    def built(name: str, shapes: list[MoEShape], model: str = "f" * 32):
+        config = SpacConfig.parse({"prefetch": name, "predictor_file": str(path)})
+        return assembly.predictor(config, shapes, lambda: model)
+
+    assert built("frequency@depth=3", [shape]).sizes.layers == 2
+    for wrong, says in (
+        (("gate", [shape]), r"has no predictor gate \(no router\); use one of frequency"),
+        (("frequency", [shape, shape]), "needs MoE layers of one shape, this model has 2"),
+        (("frequency", [shape], "e" * 32), "not for this model or revision"),
+        (("frequency", [replace(shape, experts=8)]), r"2 layers of 8\)"),
+        (("frequency", [replace(shape, layers=("0",))]), r"1 layers of 16\)"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            built(*wrong)
+    assert assembly.predictor(SpacConfig.parse({}), [shape], lambda: "") is None
+
+
+@pytest.mark.parametrize("value", [5, None, [], "25%", True], ids=repr)
+def test_a_configuration_of_another_type(moe, value):
+    with pytest.raises(ValueError, match="spac: the configuration must be a mapping of knobs"):
+        refused_engine(moe, value)
+
+
+def refused_engine(moe, value):
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs(model=str(moe), additional_config={"spac": value}).create_engine_config()
+
+
+def test_what_may_be_served(moe, outside, caplog):
+    """A class from outside; a trace in place of a trace, with a warning; a packed folder that cannot be written to."""
+    from vllm_spac.traces.synthetic import synthetic_trace
+
+    synthetic_trace(layers=2, experts=8, top_k=2, steps=2).save(outside / "old.trace")
+    with caplog.at_level("WARNING", "vllm.spac"):
+        engine_config(moe, {"policy": "spac_outside:Fine", "trace": "old.trace"})
+    assert "the trace of this engine replaces it" in caplog.text
+    engine_config(moe, {"trace": "text", "trace_overwrite": True})
+    engine_config(moe, {"slots": "100%", "disk_dir": "/proc/x"})  # nothing is packed
+    assert (outside / "text").read_text() == "precious"
+
+
+def test_a_packed_folder_may_be_read_only(moe, tmp_path, monkeypatch):
+    """Whether it holds all experts is known when they are loaded."""
+    from vllm_spac.integration import preflight
+
+    def refuse(**options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ValueError, match="Read-only file system; name a writable folder"):
+        engine_config(moe, {"disk_dir": str(tmp_path)})
+    (tmp_path / ("0123456789abcdef" * 2)).mkdir()
+    engine_config(moe, {"disk_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size above 1 (stock vLLM fails with it on a CPU"),
+        ({"data_parallel_size": 2}, "--data-parallel-size above 1 is not supported; use 1, or one server per replica"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "rows of other replicas reach a layer after"),
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel with one rank is not supported; drop it"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            "use --distributed-executor",
+        ),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
+        ({"worker_extension_cls": "collections.OrderedDict"}, "vllm_spac.integration.serving.worker.SpacWorker"),
+        ({"worker_extension_cls": "spac_nowhere.X"}, "--worker-extension-cls spac_nowhere.X cannot be imported"),
+        ({"worker_extension_cls": "collections.Nope"}, "--worker-extension-cls collections.Nope cannot be imported"),
+        ({"worker_extension_cls": "nodots"}, "--worker-extension-cls nodots cannot be imported"),
+        ({"worker_extension_cls": "os.getcwd"}, "vllm_spac.integration.serving.worker.SpacWorker"),
+        ({"worker_extension_cls": "."}, "cannot be imported"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together(moe, options, named):
+    with pytest.raises(ValueError) as caught:
+        engine_config(moe, {"slots": "50%"}, **options)
+    assert named in str(caught.value) and str(caught.value).isprintable()
+
+
+RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "options", "named"),
+    [
+        ({"budget": 4, "budget_ranking": "resident"}, {}, "ranks have different experts.*use --spac-budget-ranking"),
+        ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
+        ({"execution": "pointers"}, EXPERTS, "execution=pointers .*; use --spac-execution slots"),
+        ({"store": "host", "cpu_experts": "auto"}, EXPERTS, "cpu_experts=auto .*; use --spac-cpu-experts off"),
         (
             {"prefetch": "linear", "predictor_file": __file__},
             EXPERTS,
-            "prefetch=linear .* knows the experts of all ranks.*use --spac-prefetch utility",
+            "experts of all ranks.*use --spac-prefetch utility",
         ),
         ({"slots": "9"}, EXPERTS, "more than the 8 experts of a layer"),
         ({}, EXPERTS | {"tensor_parallel_size": 3}, "16 experts for 3 ranks is not supported; drop it"),

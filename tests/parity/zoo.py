@@ -133,20 +133,24 @@ FAMILIES = {
 ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
 
 
-def write(family: str, folder: Path, seed: int = 0) -> Path:
-    """Save a seeded random checkpoint of ``family`` into ``folder`` (bf16) and return it.
+def spread(model: torch.nn.Module) -> None:
+    """Scales random weights so that greedy tokens vary from step to step.
 
-    Weights are scaled so that greedy tokens vary from step to step: a model that always says the same token
-    would be equal to anything.
+    A model that always says the same token would be equal to anything.
     """
-    torch.manual_seed(seed)
-    model = FAMILIES[family]().to(torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(6.0 if "expert" in name else 3.0)
             elif "bias" in name:
                 parameter.normal_(std=0.2)
+
+
+def write(family: str, folder: Path, seed: int = 0) -> Path:
+    """Save a seeded random checkpoint of ``family`` into ``folder`` (bf16) and return it."""
+    torch.manual_seed(seed)
+    model = FAMILIES[family]().to(torch.bfloat16)
+    spread(model)
     model.save_pretrained(folder)
     if family in ARCHITECTURES:
         path = folder / "config.json"

@@ -1,0 +1,207 @@
+"""Tries every MoE architecture of the installed vLLM, stock against the plugin, and writes the table of verdicts.
+
+    python tests/upstream/families.py [--only NAME,NAME] [--again] [--minutes M]
+
+Each architecture gets a process of its own (``one_family.py``) and a time limit. The result is written after each, so
+an interrupted run continues where it stopped; ``--again`` tries those that were tried already. The table is for one
+version of vLLM: with another, everything is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]
+
+import moe_architectures  # noqa: E402
+from moe_architectures import Architecture  # noqa: E402
+
+from vllm_spac.system import provenance  # noqa: E402
+from vllm_spac.system.atomic_write import replacing  # noqa: E402
+
+RESULT, TABLE = HERE / "families.json", HERE / "FAMILIES.md"
+LIMIT_SECONDS = 1200
+VERDICTS = {
+    "served": "served exactly: stock vLLM's tokens with a quarter of the experts in slots",
+    "refused": "refused by the plugin",
+    "stock": "stock vLLM cannot serve it on a CPU",
+    "differs": "other tokens than stock vLLM's: a bug",
+    "fails": "the plugin fails: a bug",
+    "checkpoint": "no useful tiny checkpoint",
+    "unwritten": "no tiny checkpoint is written yet",
+    "pending": "not run yet",
+}
+_HEADINGS = {
+    "text": "Text",
+    "multimodal": "With images, video or sound",
+    "transformers": "Served by vLLM's Transformers backend",
+    "draft": "Draft models and MTP heads",
+    "pooling": "Embeddings and classification",
+}
+_NO_TOKENS = {
+    "draft": "drafts for another model: see the tests of speculation",
+    "pooling": "emits no tokens",
+}
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit))(?:: (.*))?$")
+# What the tiny checkpoint lacks of a published one: names of weights (w13 and w2 are vLLM's own names), fields of its
+# configuration, a tokenizer.
+_LACKING = re.compile(
+    r"not initialized from checkpoint|KeyError(?!.*\.w(13|2)_)|no module or parameter named"
+    r"|Config' object has no attribute|please check config|Tokenizer not available"
+)
+
+
+def read() -> dict:
+    """Returns the content of the result file; an empty one if there is none."""
+    return json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"vllm": None, "rows": {}}
+
+
+def try_one(architecture: Architecture) -> tuple[str, str]:
+    """Returns (verdict, detail) of one architecture, whatever becomes of its process."""
+    with tempfile.TemporaryDirectory(prefix="spac-family-") as folder:
+        command = [sys.executable, str(HERE / "one_family.py"), architecture.name, folder]
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        try:
+            out, err = child.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            out, err = child.communicate()
+            err += f"\nTimeoutError: no answer within {LIMIT_SECONDS} s\n"
+        if os.environ.get("SPAC_FAMILIES_LOG"):
+            Path(os.environ["SPAC_FAMILIES_LOG"], f"{architecture.name}.log").write_text(out + err)
+        return judge(out, err, child.returncode, folder)
+
+
+def judge(out: str, err: str, code: int, folder: str) -> tuple[str, str]:
+    """Returns (verdict, detail) from what a process printed, its exit status and the folder it wrote to."""
+    said = [json.loads(line) for line in out.splitlines() if line.startswith('{"')]
+    if said and "verdict" in said[-1]:
+        return said[-1]["verdict"], _plain(said[-1]["detail"], folder)
+    stage = said[-1]["stage"] if said else "checkpoint"
+    verdict = {"checkpoint": "checkpoint", "stock": "stock", "plugin": "fails"}[stage]
+    err = re.sub(r"(validation errors? for \w+)\n\s*", r"\1: ", err)  # pydantic says on the next line what is wrong
+    errors = list(_errors(err.splitlines()))
+    # vLLM logs why it cannot import a model, and raises an error that refers to its log.
+    told = [error for error in errors if "failed to be inspected" not in error]
+    reason = (told or errors or [f"exit status {code}"])[-1]
+    if verdict == "fails" and ": spac: " in reason:  # an engine in a further process
+        verdict, reason = "refused", reason.partition(": spac: ")[2]
+    if verdict == "stock" and _LACKING.search(reason):
+        verdict = "checkpoint"
+    return verdict, _plain(reason, folder)
+
+
+def _errors(lines: list[str]) -> Iterator[str]:
+    """Yields the errors that a traceback names; one without a text, with the assertion that failed."""
+    failed = "it has no text"
+    for line in lines:
+        code = line.partition("]: ")[2].strip() if line.startswith("[rank") else line.strip()
+        failed = code if code.startswith("assert ") else failed
+        if (match := _ERROR.match(line)) is not None:
+            yield f"{match[1]}: {match[2] or failed}"
+
+
+def _plain(text: str, folder: str) -> str:
+    """One line without this machine's paths."""
+    text = " ".join(text.replace(folder, "CHECKPOINT").split())
+    text = re.sub(r"/\S*/site-packages/", "", text)
+    return text if len(text) <= 240 else f"{text[:237]}..."
+
+
+def rows(found: list[Architecture], content: dict) -> list[tuple[Architecture, str, str]]:
+    """Returns (architecture, verdict, detail) for each of ``found``, also for those that were not tried."""
+    import tiny_models
+
+    lines = []
+    for one in found:
+        row = content["rows"].get(one.name)
+        if row is not None:
+            lines.append((one, row["verdict"], row["detail"]))
+        elif one.group in _NO_TOKENS:
+            lines.append((one, "", _NO_TOKENS[one.group]))
+        else:
+            lines.append((one, "pending" if one.name in tiny_models.TINY else "unwritten", ""))
+    return lines
+
+
+def document(found: list[Architecture], content: dict) -> str:
+    """Returns the table in Markdown."""
+    lines = rows(found, content)
+    counts = [f"{sum(verdict == name for _, verdict, _ in lines)} {text}" for name, text in VERDICTS.items()]
+    text = [
+        "# MoE architectures",
+        "",
+        "Written by `python tests/upstream/families.py`: all architectures of vLLM "
+        f"{content['vllm']} whose code can build experts, {len(found)}.",
+        "Those with a tiny random checkpoint (`tiny_models.py`: the real configuration class and flags, small sizes)",
+        "were served by stock vLLM on a CPU and then by the plugin, in bf16.",
+        "",
+        *(f"- {count}" for count in counts if not count.startswith("0 ")),
+    ]
+    for group, heading in _HEADINGS.items():
+        text += ["", f"## {heading}", "", "| architecture | verdict | |", "|---|---|---|"]
+        for one, verdict, detail in lines:
+            if one.group == group:
+                shown = VERDICTS.get(verdict, "not tried").partition(":")[0]
+                text.append(f"| `{one.name}` | {shown} | {detail.replace('|', chr(92) + '|')} |")
+    return "\n".join(text) + "\n"
+
+
+def write(found: list[Architecture], content: dict) -> None:
+    """Writes the result and the table."""
+    for path, text in ((RESULT, json.dumps(content, indent=1) + "\n"), (TABLE, document(found, content))):
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+
+def main(
+    only: Annotated[str, typer.Option(help="names of architectures, separated by commas; default: all")] = "",
+    again: Annotated[bool, typer.Option(help="also try those that were tried already")] = False,
+    minutes: Annotated[float, typer.Option(help="start no architecture after this many minutes")] = 1e6,
+) -> None:
+    """Try every MoE architecture of the installed vLLM and write the table of verdicts."""
+    import tiny_models
+    import vllm
+
+    found, content = moe_architectures.find(), read()
+    if content["vllm"] != vllm.__version__:
+        content = {"vllm": vllm.__version__, "rows": {}}
+    names = {name for name in only.split(",") if name} or {one.name for one in found}
+    if unknown := names - {one.name for one in found}:
+        sys.exit(f"families: vLLM {vllm.__version__} has no MoE architecture {', '.join(sorted(unknown))}")
+    content["rows"] = {one.name: content["rows"][one.name] for one in found if one.name in content["rows"]}
+    todo = [one for one in found if one.name in names & set(tiny_models.TINY)]
+    todo = [one for one in todo if again or one.name not in content["rows"]]
+    end = time.monotonic() + 60 * minutes
+    with tqdm(todo, unit="architecture") as bar:
+        for one in bar:
+            if time.monotonic() > end:
+                break
+            bar.set_postfix_str(one.name)
+            verdict, detail = try_one(one)
+            content["rows"][one.name] = {"verdict": verdict, "detail": detail}
+            content["versions"], content["commit"] = provenance.versions(), provenance.code(ROOT)["commit"]
+            write(found, content)
+            bar.write(f"{one.name}: {verdict}: {detail}", file=sys.stderr)
+    write(found, content)
+
+
+if __name__ == "__main__":
+    typer.run(main)
