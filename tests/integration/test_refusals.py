@@ -366,7 +366,7 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         (
             {"prefetch": "linear", "predictor_file": __file__},
             EXPERTS,
-            "experts of all ranks.*use --spac-prefetch utility",
+            "experts of all ranks.*--spac-prefetch utility",
         ),
         ({"slots": "9"}, EXPERTS, "more than the 8 experts of a layer"),
         ({}, EXPERTS | {"tensor_parallel_size": 3}, "16 experts for 3 ranks is not supported; drop it"),
