@@ -85,7 +85,8 @@ _BYTES = {"bytes", "slot_bytes"}
 _AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds"}
 _EXPERTS = {
     *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),
-    *("prefetches", "prefetch_hits", "prefetch_late", "prefetch_wasted", "prefetch_failed", "cpu_experts", "cpu_rows"),
+    *("prefetches", "prefetch_hits", "prefetch_late", "prefetch_wasted", "prefetch_harmful", "prefetch_failed"),
+    *("cpu_experts", "cpu_rows"),
 }
 
 

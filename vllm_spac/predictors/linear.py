@@ -33,10 +33,11 @@ class Linear(Maps):
         table = beside["token_table"]
         assert isinstance(table, TokenTable)
         self._table, self._jumps = table, {jump: number for number, jump in enumerate(sizes.jumps())}
-        self._targets = torch.tensor([target for _, target in self._jumps])
+        self._targets = [target for _, target in self._jumps]
         # Of a map, the rows of the token table are used once per step, for all layers together.
         self._of_table = torch.stack([self._maps[jump][-sizes.experts :] for jump in self._jumps])
         self._biases = torch.stack([self._bias[jump] for jump in self._jumps])[:, None]
+        self._bias = {}
         self._maps = {jump: self._maps[jump][: -sizes.experts].clone() for jump in self._jumps}
         self._tokens = torch.empty(0, dtype=torch.int64)  # of the step that ``_by_token`` is of
         self._by_token = torch.empty(0)  # [jumps, rows, N], the part of the scores that follows from the tokens
