@@ -1,4 +1,4 @@
-"""llama.cpp in its own process, which takes turns like ``serving/engine.py``; started by ``compare.py``.
+"""llama.cpp in its own process, which takes turns like ``serving/engine.py``; started by ``beside_llama.py``.
 
 ``python llama.py JOB`` answers each line of its input, ``{"prompt": [ids], "tokens": n}``, with the tokens that
 llama.cpp chose greedily, and its own times. JOB: ``model`` (a GGUF file), ``threads``, ``context``, ``mapped``.

@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "peers")]
-compare = importlib.import_module("compare")
+beside_llama = importlib.import_module("beside_llama")
 gguf_model = importlib.import_module("gguf_model")
-memory = importlib.import_module("memory")
+process_memory = importlib.import_module("process_memory")
 
 TOY = BENCHMARKS / "toy" / "models" / "target"
 
 
 def measured(tpot: list[float], tokens: list[list[int]], name: str = "spac"):
-    found = compare.Measured(name, used={"cpu_seconds": 6.0, "read_bytes": 1200.0})
+    found = beside_llama.Measured(name, used={"cpu_seconds": 6.0, "read_bytes": 1200.0})
     for seconds, said in zip(tpot, tokens, strict=True):
         found.add({"seconds": 1.0, "tpot": [seconds], "ttft": [0.5], "tokens": [said]})
     return found
@@ -34,10 +34,10 @@ def test_ratios_are_per_turn() -> None:
     """Twice, three times and half as fast; the last answers differ from their second token on."""
     ours = measured([0.1, 0.1, 0.4], [[1, 2], [3, 4], [5, 6]])
     theirs = measured([0.2, 0.3, 0.2], [[1, 2], [3, 4], [5, 7]], "weights")
-    found = compare.compared(ours, theirs, seed=0)
+    found = beside_llama.compared(ours, theirs, seed=0)
     assert found["ratio"] == pytest.approx(2) and found["interval"] == pytest.approx([0.5, 3])
     assert found["equal_answers"] == 2 and found["equal_first_tokens"] == 2
-    said = compare.summary(ours)
+    said = beside_llama.summary(ours)
     assert said["tokens_per_second"] == pytest.approx(10) and said["cpu_seconds_per_token"] == 1
     assert said["read_bytes_per_token"] == 200
 
@@ -49,9 +49,9 @@ def test_a_process_and_its_children_are_counted() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         child = int(process.stdout.readline())
         try:
-            assert set(memory.tree(process.pid)) == {process.pid, child}
-            assert memory.taken(process.pid)["total"] > memory.taken(child)["total"] > 0
-            assert memory.used(process.pid)["cpu_seconds"] >= 0
+            assert set(process_memory.tree(process.pid)) == {process.pid, child}
+            assert process_memory.taken(process.pid)["total"] > process_memory.taken(child)["total"] > 0
+            assert process_memory.used(process.pid)["cpu_seconds"] >= 0
         finally:
             os.kill(child, 9)
 
@@ -70,13 +70,13 @@ def test_mapped_pages_count_as_memory(tmp_path: Path) -> None:
     file.write_bytes(os.urandom(1 << 20) * 128)
 
     def resident(before) -> int:
-        memory.forget_file(file)
+        process_memory.forget_file(file)
         command = [sys.executable, "-c", READ_MAPPED, file]
         return int(subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=before, check=True).stdout) << 10
 
     try:
-        limit = memory.MemoryLimit("test", 64 << 20)
-    except memory.LimitError as error:
+        limit = process_memory.MemoryLimit("test", 64 << 20)
+    except process_memory.LimitError as error:
         pytest.skip(str(error))
     try:
         assert resident(limit.join) < 96 << 20, "with shared pages of Python, which others have read"

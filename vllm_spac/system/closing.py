@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -42,16 +43,21 @@ class _Dropped:
     """The callbacks of dropped objects and the thread that runs them."""
 
     def __init__(self) -> None:
+        self._exiting = False
+        self._reset()
+        atexit.register(self._exit)
+        # A fork has neither the thread nor a usable queue, whose lock the parent's thread may have held.
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._exiting = False
-        atexit.register(self._exit)
 
     def start(self) -> None:
-        """Starts the thread, in each process that needs it: a fork has none of its parent's."""
+        """Starts the thread, if this process has none yet."""
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="spac-closer", daemon=True)
                 self._thread.start()
 
@@ -69,7 +75,7 @@ class _Dropped:
     def _exit(self) -> None:
         """Waits until all that was dropped is closed; finalizers that run later call ``put``."""
         self._exiting = True
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
 

@@ -33,8 +33,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import gguf_model
-import memory
 import plan
+import process_memory
 import prompts
 from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
 from paired import Side, interval, orders
@@ -54,9 +54,9 @@ _PAUSE = 0.3  # seconds between two answers
 _SLACK = 8 << 20  # bytes of a control group that its kernel structures take
 _EPILOG = """[bold]Examples[/]
 
-python benchmarks/peers/compare.py .cache/toy/mid --slots 25%
+python benchmarks/peers/beside_llama.py .cache/toy/mid --slots 25%
 
-python benchmarks/peers/compare.py MODEL --slots 10%,25%,50%,100% --read-ahead-kib 128
+python benchmarks/peers/beside_llama.py MODEL --slots 10%,25%,50%,100% --read-ahead-kib 128
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
@@ -69,7 +69,7 @@ class Measured:
         limit: bytes that it may take; None: as many as it wants.
         seconds, tpot, ttft: per turn. ``tokens``: what it said. ``hits``, ``misses``: the plugin's, of all turns.
         used: CPU seconds and bytes read from disks, of all turns.
-        memory: bytes, see ``memory.taken``.
+        memory: bytes, see ``process_memory.taken``.
     """
 
     name: str
@@ -95,7 +95,9 @@ class Measured:
 class Llama(LiveProcess):
     """llama.cpp with a file of its own, in a control group if its memory is limited."""
 
-    def __init__(self, file: Path, context: int, threads: int, limit: memory.MemoryLimit | None, timeout: float):
+    def __init__(
+        self, file: Path, context: int, threads: int, limit: process_memory.MemoryLimit | None, timeout: float
+    ):
         job = {"model": str(file), "context": context, "threads": threads, "mapped": True}
         self._limit = limit
 
@@ -103,7 +105,7 @@ class Llama(LiveProcess):
             (folder / "job.json").write_text(json.dumps(job))
             return [sys.executable, str(LLAMA), str(folder / "job.json")]
 
-        memory.forget_file(file)
+        process_memory.forget_file(file)
         super().__init__(command, timeout, _QUIET_OPENMP, limit.join if limit else None)
 
     def turn(self, prompt: list[int], tokens: int) -> dict:
@@ -169,7 +171,7 @@ def main(
         }
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with (
-            memory.read_ahead(work, read_ahead_kib) as found,
+            process_memory.read_ahead(work, read_ahead_kib) as found,
             Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
         ):
             result["read_ahead_kib"] = found
@@ -185,7 +187,7 @@ def main(
     except (plan.PlanError, ConfigError, UnsupportedError, gguf_model.UnsupportedModelError, ImportError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
-    except (EngineError, memory.LimitError) as error:
+    except (EngineError, process_memory.LimitError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error
     show(console, result)
@@ -212,7 +214,7 @@ class Comparison:
             engine = stack.enter_context(closing(LiveEngine(self._job, False, self._settings.timeout)))
             first = engine.turn(ids[0], self._settings.output_tokens)
             self.choices = first["choices"]
-            taken = memory.taken(engine.pid)["total"]
+            taken = process_memory.taken(engine.pid)["total"]
             peers = self._start_peers(stack, ids[0], taken)
             everyone: list[tuple[Measured, LiveEngine | Llama]] = [(self.plugin, engine)]
             everyone += zip(self.peers, peers, strict=True)
@@ -221,7 +223,7 @@ class Comparison:
                 zip(ids, orders(self._settings.seed, len(everyone)), strict=False)
             ):
                 if number == warm:
-                    before = [memory.used(process.pid) for _, process in everyone]
+                    before = [process_memory.used(process.pid) for _, process in everyone]
                 for which in order:
                     time.sleep(_PAUSE)
                     answer = everyone[which][1].turn(prompt, self._settings.output_tokens)
@@ -229,8 +231,8 @@ class Comparison:
                         everyone[which][0].add(answer)
                 yield
             for (measured, process), start in zip(everyone, before, strict=True):
-                measured.used = {name: value - start[name] for name, value in memory.used(process.pid).items()}
-                measured.memory = memory.taken(process.pid)
+                measured.used = {name: value - start[name] for name, value in process_memory.used(process.pid).items()}
+                measured.memory = process_memory.taken(process.pid)
 
     def row(self, slots: str, seed: int) -> dict:
         """Returns what was measured, and the plugin's speed over llama.cpp's per turn."""
@@ -256,7 +258,7 @@ class Comparison:
         closing_free = stack.enter_context(closing(free))
         free.turn(prompt, self._settings.output_tokens)
         self.llama = free.ready
-        besides = memory.taken(free.pid)["anonymous"] + _SLACK
+        besides = process_memory.taken(free.pid)["anonymous"] + _SLACK
         limits = {"weights": besides + self._weights(), "process": taken}
         found = []
         for kind in self._kinds:
@@ -264,7 +266,7 @@ class Comparison:
             if kind == "all":
                 found.append(free)
                 continue
-            limit = memory.MemoryLimit(kind, limits[kind])
+            limit = process_memory.MemoryLimit(kind, limits[kind])
             file = Path(shutil.copyfile(self._gguf, self._gguf.with_suffix(f".{kind}.gguf")))
             stack.callback(file.unlink)
             found.append(stack.enter_context(closing(Llama(file, *options, limit, self._settings.timeout))))
