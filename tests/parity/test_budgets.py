@@ -51,7 +51,7 @@ def _rows_seen(worker) -> int:
     return worker._spac_experts().runtime.listeners.pop().seen
 
 
-# Of each kind of router there is one family; groups (deepseek_v2) and a function of its own (phimoe) take a minute each.
+# Kinds of routers; groups (deepseek_v2) and a function of its own (phimoe) take a minute each.
 KINDS = ("qwen3_moe", "glm4_moe")  # softmax, sigmoid with a bias
 ALL = [f if f in KINDS else pytest.param(f, marks=pytest.mark.full) for f in zoo.FAMILIES]
 
