@@ -206,15 +206,16 @@ class Runtime:
         real = self.rows(len(x))
         as_routed = self._step is not None and real == len(x) and not self.budget.active
         rows = Rows(real, as_routed, None if self.trace is None else self._record)
-        start = now()
+        timeline = None if self._step is None else self.timeline
+        start = 0 if timeline is None else now()
         try:
             out = execution.forward(layer, x, weights, ids, kernel, rows)
         except Exception as error:
             if self._failed is not None:
                 self._failed(error)
             raise
-        if self.timeline is not None and self._step is not None:
-            self.timeline.add(Kind.LAYER, start, self._first_layer[execution] + layer, real)
+        if timeline is not None:
+            timeline.add(Kind.LAYER, start, self._first_layer[execution] + layer, real)
         return out
 
     def _record(self, layer: int, ids: Tensor, weights: Tensor) -> None:

@@ -51,7 +51,6 @@ class Transfers:
         background: int | None = None,
         rows: HostRows | None = None,
     ) -> None:
-        self._slots = slots
         self._mover = Mover(store, slots, path, rows)
         self._device = next(iter(slots.values())).device
         self._threads = threads
