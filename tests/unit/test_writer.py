@@ -435,6 +435,15 @@ def test_traces_of_chains_are_read_and_stay_what_they_are(tmp_path: Path) -> Non
     assert Text.of(found).ids.tolist() == Text.of(trace).ids.tolist()
 
 
+def test_a_trace_of_chains_that_is_all_drafts_has_depths(tmp_path: Path) -> None:
+    """No recording is like this, a file may be: each draft follows the row before it, and the first one nothing."""
+    trace = synthetic_trace(layers=2, experts=8, top_k=2, steps=5, drafts=2)
+    dataclasses.replace(trace, row_kind=np.full_like(trace.row_kind, 3), row_back=None, row_accepted=None).save(
+        tmp_path / "t"
+    )
+    assert draft_depths(Trace.load(tmp_path / "t")).tolist() == list(range(1, 16))
+
+
 # --- synthetic traces ------------------------------------------------------------------------------------------------
 
 

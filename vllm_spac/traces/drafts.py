@@ -9,14 +9,12 @@ from vllm_spac.traces.format import ACCEPTED, DRAFT, UNKNOWN, Trace
 
 def draft_depths(trace: Trace) -> np.ndarray:
     """Returns int64 [sum rows]: drafts on the path to each draft, itself included; 0 for other rows."""
-    drafts = trace.row_kind == DRAFT
-    back = drafts.astype(np.int64) if trace.row_back is None else trace.row_back.astype(np.int64)
-    depths = np.zeros(len(drafts), dtype=np.int64)
-    ancestor = np.arange(len(drafts))
-    while (below := drafts[ancestor]).any():
-        depths += below
-        ancestor = np.where(below, ancestor - back[ancestor], ancestor)
-    return depths
+    depths = [0] * len(trace.row_kind)
+    drafts = np.flatnonzero(trace.row_kind == DRAFT)
+    back = np.ones_like(drafts) if trace.row_back is None else trace.row_back[drafts]
+    for row, distance in zip(drafts.tolist(), back.tolist(), strict=True):
+        depths[row] = 1 + (depths[row - distance] if row else 0)  # a trace of chains may begin with a draft
+    return np.array(depths, dtype=np.int64)
 
 
 def accepted_by_depth(trace: Trace) -> list[tuple[int, int]]:
