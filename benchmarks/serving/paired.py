@@ -53,6 +53,8 @@ import matplotlib.pyplot as plt
 
 _PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
 _RESAMPLES = 10_000
+_DRAFTED = ("drafts", "draft_tokens", "accepted_tokens")
+_SUMMED = ("hits", "misses", "loads", "cpu_experts", "prefetches", "prefetch_hits")
 _EPILOG = """[bold]Examples[/]
 
 python benchmarks/serving/paired.py .cache/toy/mid stock spac --slots 100%
@@ -274,8 +276,8 @@ def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> 
                 "tokens_per_second_of_totals": _total_rate(mine),
                 "tpot": statistics.median(answer["tpot"][0] for answer in mine),
                 "ttft": statistics.median(answer["ttft"][0] for answer in mine),
-                "hits": sum(answer["counters"].get("hits", 0) for answer in mine),
-                "misses": sum(answer["counters"].get("misses", 0) for answer in mine),
+                **{name: sum(answer["counters"].get(name, 0) for answer in mine) for name in _SUMMED},
+                "speculation": _drafted(mine),
                 "guard": [start[-1][which]["choices"].get("guard") for start in answered],
             }
         )
@@ -291,6 +293,12 @@ def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> 
     if len(sides) > 2:
         row["own_base"] = {**_compared(counted, 2, seed), "base": sides[2]}
     return row
+
+
+def _drafted(answers: list[dict]) -> dict:
+    """Returns the sums of what vLLM counts of drafts; empty without speculation."""
+    counted = [answer["counters"].get("speculation") for answer in answers]
+    return {name: sum(one[name] for one in counted if one) for name in _DRAFTED} if counted[0] else {}
 
 
 def _compared(counted: list[list[list[dict]]], base: int, seed: int) -> dict:
