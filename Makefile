@@ -13,6 +13,10 @@ BIN := .venv/bin
 # Not `python -m pytest`: that would put the checkout, and with it the folder triton_kernels, on sys.path.
 PYTEST := $(BIN)/pytest
 
+# Tests that start engines take one core each, and 3 GB. Where pytest-xdist is missing (SPAC_SITE=system), one after another.
+JOBS ?= 2
+PARALLEL = $(if $(wildcard .venv/lib/python*/site-packages/xdist),-n $(JOBS) --dist worksteal)
+
 # The toy model with the experts of a published one.
 LARGE_LIKE := qwen3-30b-a3b
 LARGE := .cache/toy/$(LARGE_LIKE)
@@ -35,11 +39,11 @@ setup: ## install everything into .venv (minutes the first time; SPAC_DEVICE=cpu
 demo: setup ## serve a toy model with a quarter of its experts in fast memory and compare with stock vLLM
 	@$(BIN)/python benchmarks/demo.py
 
-test: setup ## unit, property and contract tests and the short engine tests
-	@$(PYTEST) -m "not full and not gpu" -rs
+test: setup ## unit, property and contract tests and the short engine tests, two at a time (JOBS=N)
+	@$(PYTEST) $(PARALLEL) -m "not full and not gpu" -rs
 
 test-full: setup ## all tests that need no GPU, also the slow ones
-	@$(PYTEST) -m "not gpu" -rs
+	@$(PYTEST) $(PARALLEL) -m "not gpu" -rs
 
 test-gpu: setup ## the tests that need a CUDA device, with three engines: some minutes
 	@$(PYTEST) -m "gpu and not full" -rs $(GPU_TESTS)

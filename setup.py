@@ -68,7 +68,7 @@ setup(
     extras_require={
         "kt": ["kt-kernel"],
         "peers": ["gguf", "xllamacpp"],
-        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "ruff"],
+        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],

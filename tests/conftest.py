@@ -1,10 +1,14 @@
 """Fixtures for all tests: no deadlines on slow machines, readable log records whatever engines do to vLLM's logger."""
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one core each: threads that wait for one another spin on the others' cores
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no look at the clock
 settings.load_profile("busy")

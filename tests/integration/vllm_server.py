@@ -22,6 +22,9 @@ from openai import OpenAI
 TARGET = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
 PROMPTS = [f"def function_{i}(self, {'value, ' * (i % 5)}**kwargs):\n" for i in range(16)]
 COMMON = ["--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager", "--dtype", "float32"]
+# What other tests set for the engines in their process; a user's server has its own threads, bound by vLLM.
+OF_THE_TESTS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_PLUGINS")
+OF_THE_TESTS += ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
 PATIENCE = 600  # seconds until a server that hangs is told from a slow machine
 
 
@@ -41,9 +44,8 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        environment.pop("VLLM_LOGGING_LEVEL", None)
-        environment.pop("VLLM_PLUGINS", None)
+        for name in OF_THE_TESTS:
+            environment.pop(name, None)
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 [*command, *flags], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
