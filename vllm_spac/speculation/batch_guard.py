@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm_spac.speculation.acceptance import Acceptance
+from vllm_spac.speculation.adopted import AdoptedDrafts
 from vllm_spac.speculation.trials import BLOCK, Trial, TrialCosts
 
 ALLOWANCE = 48  # steps that may go into trials before ``share`` applies
@@ -23,6 +24,7 @@ _PROBE_STEPS = 1  # measured steps of a probe, in addition to the first, which i
 _ROUTINE, _PROBING = 0.3, 0.85  # share of ``loss`` for routine trials, and for routine trials and probes together
 _SLACK, _ALARM = 0.3, 5.0  # of the Page test, in steps: the excess ignored per step, the sum that raises the alarm
 _SLOWEST = 3.0  # a step counts in it for at most this many times the typical seconds
+_CHARGED = 0.25  # share of what adopted drafts lost that must be earned before further trials
 _PRIOR = 1  # steps of the expected length, averaged with those since the change
 
 
@@ -64,6 +66,7 @@ class BatchGuard:
         self._interval, self._check = _FIRST, _CHECKS[0]
         self._usual: float | None = None
         self._excess, self._rise = 0.0, deque[tuple[float, float]](maxlen=4 * BLOCK)  # sum and steps of the Page test
+        self._adopted = AdoptedDrafts()
         self._probed = 0  # step of the last trial of drafts
         self._again: int | None = None  # a length whose last trial was an outlier
         self._typical = math.inf  # seconds of a current step
@@ -101,9 +104,11 @@ class BatchGuard:
             self._recent.append(seconds)
             if trial is not None:
                 trial.after.append(seconds)
-            elif self.current and self._alarmed(seconds, tokens):
-                self._start(0, urgent=True)
-                return
+            elif self.current:
+                self._adopted.add(seconds, tokens, self._typical)
+                if self._alarmed(seconds, tokens) or self._adopted.lose:
+                    self._start(0, urgent=True)
+                    return
         if trial is None:
             if self._first or self.steps % BLOCK == 0:  # decisions between trials need not be made at every step
                 self._think()
@@ -141,6 +146,8 @@ class BatchGuard:
             self._first.clear()
             self._interval = min(2 * self._interval, _LONGEST)
             return
+        if trial.length == 0 and trial.during:
+            self._adopted.measured(statistics.median_low(trial.during))
         if trial.urgent and self._fled(trial):
             return
         changed = self._costs.add(trial.length, trial.ratio)
@@ -194,7 +201,9 @@ class BatchGuard:
 
     def _start(self, length: int, *, first: bool = False, steps: int = BLOCK, urgent: bool = False) -> None:
         before = list(self._recent)[-BLOCK:]
-        if urgent:  # after a change all steps are slow: a fast one among them shows a passing disturbance
+        if urgent and self._adopted.lose:
+            before = [self._adopted.seconds]
+        elif urgent:  # after a change all steps are slow: a fast one among them shows a passing disturbance
             before = sorted(seconds for seconds, _ in self._rise)[(len(self._rise) - 1) // 4 :][:1]
         self._trial = Trial(length, first, before, steps, urgent)
         self._again = None
@@ -220,17 +229,23 @@ class BatchGuard:
         self._rise.clear()
 
     def _fled(self, trial: Trial) -> bool:
-        """Switches to no speculation if an urgent trial of it beats the steps since the change; whether it did."""
+        """Switches to no speculation if an urgent trial of it beats the steps that led to it; whether it did."""
+        lost, charged = self._adopted.lose, 0.0
+        since = self._adopted.tokens if lost else [tokens for _, tokens in self._rise]
         expected = self._acceptance.tokens()[self.current]
-        tokens = (_PRIOR * expected + sum(emitted for _, emitted in self._rise)) / (_PRIOR + len(self._rise))
+        tokens = (_PRIOR * expected + sum(since)) / (_PRIOR + len(since))
+        if lost:
+            charged = _CHARGED * self._adopted.behind * self._adopted.plain
         self._calm()
+        self._adopted.level()
         if -math.log(tokens) - trial.ratio <= 0:
-            self._excess = _ALARM / 2  # steps before the change may be among them: a real change soon alarms again
+            if not lost:
+                self._excess = _ALARM / 2  # steps before the change may be among them: a real change soon alarms again
             return False
         self._costs.forget()
         self._costs.add(0, trial.ratio)
         self._acceptance.fade(_PRIOR)
-        self._seconds = self._lost = 0.0  # the allowance for trials was earned at another speed
+        self._seconds, self._lost = 0.0, charged  # what was earned before was earned at another speed
         self._move(0)
         return True
 
@@ -250,6 +265,7 @@ class BatchGuard:
         if self.current == 0:
             self._costs.forget(above=best)  # longer ones were tried while not even this one was worth its cost
             self._acceptance.fade(0, best)
+            self._adopted.begin(statistics.median(self._recent))
         self._costs.move(best)
         self._calm()
         self._again = None

@@ -8,10 +8,12 @@ batch size; together with the decayed acceptance probability per position they g
 No speculation is the safe choice. It is left only for a gain that exceeds ``margin`` and is statistically significant,
 and returned to as soon as it seems better; while drafts are used, it is tried regularly.
 
-Two cases do not wait for that schedule. While drafts are used, a Page test adds up how much longer steps take than
-their tokens justify; when the sum passes its limit, no speculation is tried next and compared with the steps since the
-change. While none are used, a *probe* of one draft runs every ``_PROBE`` steps, as far as ``loss`` allows: nothing else
-shows that drafts would be accepted or have become cheap. A length that looks cheaper than ever is tried again at once.
+Three cases do not wait for that schedule. While drafts are used, a Page test adds up how much longer steps take than
+their tokens justify, and ``AdoptedDrafts`` how much longer than the same tokens took without speculation: the first
+notices a change, the second drafts that were adopted by mistake. When one passes its limit, no speculation is tried
+next and compared with the steps that were added up. While none are used, a *probe* of one draft runs every ``_PROBE``
+steps, as far as ``loss`` allows: nothing else shows that drafts would be accepted or have become cheap. A length that
+looks cheaper than ever is tried again at once.
 
 Per batch size, trials of drafts take at most ``share`` of the steps after the first ``ALLOWANCE``. Another trial starts
 only while what earlier ones lost, computed from their seconds and tokens, is at most ``loss`` of all seconds; the first
