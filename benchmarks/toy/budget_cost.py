@@ -92,12 +92,12 @@ def timed(runtime):
         running.update(began=time.perf_counter() if verifies else None, budget=0.0)
         return begin(step)
 
-    def ended(tokens):
+    def ended(*emitted):
         if running["began"] is not None:
             found["steps"] += 1
             found["seconds"] += time.perf_counter() - running["began"]
             found["budget_seconds"] += running["budget"]
-        return end(tokens)
+        return end(*emitted)
 
     runtime.budget.apply, runtime.begin_step, runtime.end_step = applied, begun, ended
     try:

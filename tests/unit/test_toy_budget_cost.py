@@ -26,7 +26,7 @@ class Runtime:
     def begin_step(self, step: Step) -> None:
         self.clock[0] += 0.25
 
-    def end_step(self, tokens: list[int] | None) -> None:
+    def end_step(self, tokens: list[int] | None, paths: list[list[int]] | None) -> None:
         """What follows the tokens is no part of the step."""
         self.clock[0] += 100
 
@@ -51,7 +51,7 @@ def test_only_verify_steps_are_timed(monkeypatch) -> None:
             runtime.begin_step(step)
             assert [runtime.budget.apply(layer) for layer in range(3)] == [0, 1, 2]
             clock[0] += 0.75
-            runtime.end_step(None)
+            runtime.end_step([2], [[0]])
     assert found == {"steps": 2, "seconds": 2 * (0.25 + 1.5 + 0.75), "budget_seconds": 3.0}
     assert not {"begin_step", "end_step"} & set(vars(runtime)) and "apply" not in vars(runtime.budget)
 
