@@ -74,6 +74,7 @@ def rendered() -> Values:
         trees,
         serving,
         paired,
+        recipe,
         one_after_the_other,
         locality,
         scaled,
@@ -154,28 +155,56 @@ def paired() -> Values:
         "paired_resident_toy": "spac over stock vLLM",
         "paired_never_slower_toy": "EAGLE-3, 4 drafts, over no drafts (`guard=on`)",
         "paired_trace_toy": "`--spac-trace` over no trace",
+        "paired_recipe_toy": "MoE-SpAc's recipe over `layer_lru`, experts in host memory",
     }
-    lines, exact = [], {"paired_resident_toy": 2}
+    lines, apart = [], "the same over an engine that no drafter was configured for"
     for name, shown in what.items():
-        digits = exact.get(name, 3)
-        for place, row in enumerate(result(name)["rows"]):
-            first = (shown, f"`{name}.json`") if place == 0 else ("", "")
+        rows = result(name)["rows"]
+        found = [(shown, row["slots"], row) for row in rows]
+        found += [(apart, row["slots"], row["own_base"]) for row in rows if "own_base" in row]
+        digits, before = {"paired_resident_toy": 2}.get(name, 3), ""
+        for said, slots, row in found:
             low, high = row["interval"]
+            numbers = row["ratio"], row["ratio_of_totals"]
+            median, totals = (f"{number:.{digits}f}" for number in numbers)
+            file = f"`{name}.json`" if (said, slots, row) == found[0] else ""
+            first = said if said != before else ""
             interval = f"{low:.{digits}f} – {high:.{digits}f}"
-            slots = row["slots"].replace("%", " %")
-            lines.append([first[0], slots, f"{row['ratio']:.{digits}f}", interval, first[1]])
+            lines.append([first, slots.replace("%", " %"), median, interval, totals, file])
+            before = said
     resident, slower = result("paired_resident_toy")["rows"][0], result("paired_never_slower_toy")["rows"]
     steps = [engine["steps"] for row in slower for engine in row["other"]["guard"]]
     without = [100 * count["0"] / sum(count.values()) for count in steps]
-    least = [engine["steps"] for row in slower if row["slots"] == "5%" for engine in row["other"]["guard"]][0]
+    least = slower[0]["other"]["guard"][0]["steps"]  # of the fewest slots
     low, high = resident["interval"]
     return {
-        "paired": table(("", "slots", "ratio", "95 %", ""), lines),
+        "paired": table(("", "slots", "ratio", "95 %", "of totals", ""), lines),
         "resident.ratio": f"{resident['ratio']:.2f}",
         "resident.interval": f"{low:.2f} – {high:.2f}",
         "guard.without": f"{min(without):.0f}-{max(without):.0f} %",
+        "guard.slots": slower[0]["slots"].replace("%", " %"),
         "guard.trials": f"{sum(least.values()) - least['0']} of {sum(least.values()):,}",
     }
+
+
+def recipe() -> Values:
+    """What MoE-SpAc's recipe does per emitted token, and its base."""
+    content = result("paired_recipe_toy")
+    lines = []
+    for side, shown in (("base", "`layer_lru`"), ("other", "MoE-SpAc's recipe")):
+        for row in content["rows"]:
+            counted = row[side]
+            tokens = content["output_tokens"] * len(counted["tokens_per_second"])
+            drafted = counted["speculation"]
+            step = 1 + drafted["accepted_tokens"] / drafted["drafts"] if drafted else 1
+            numbers = (counted[name] / tokens for name in ("loads", "prefetches", "cpu_experts"))
+            found = counted["hits"] / sum(counted[name] for name in ("hits", "misses", "cpu_experts"))
+            slots = row["slots"].replace("%", " %")
+            lines.append(
+                [shown, slots, f"{step:.2f}", *(f"{number:.1f}" for number in numbers), f"{100 * found:.0f} %"]
+            )
+    head = ("per token", "slots", "tokens per step", "loads on demand", "moved ahead", "on the CPU", "found in slots")
+    return {"recipe": table(head, lines)}
 
 
 def one_after_the_other() -> Values:
@@ -184,23 +213,12 @@ def one_after_the_other() -> Values:
     rates = {row["name"]: row for row in content["rows"]}
     counted = {run["configuration"]: run["batches"]["1"]["counters"] for run in content["runs"]}
     loads = [counted[f"{name}{budget}, eagle3"]["loads"] for budget in ("", " budget 32")]
-    alone = result("serving_toy_policies")
-    speeds = {row["name"]: _rate(row) for row in alone["rows"]}
-    counters = {run["configuration"]: run["batches"]["1"]["counters"] for run in alone["runs"]}[
-        "spac 25% utility+prefetch"
-    ]
-    ahead = counters["bytes"]["disk ahead"] * counters["loads"] // counters["bytes"]["disk"]
     simulated = result("simulated_toy")["rows"]
     return {
         "budget.dropped": f"{100 * rates[f'{name} budget 32']['dropped_share']:.1f} %",
         "budget.loads": f"{100 * (1 - loads[1] / loads[0]):.0f} %",
         "budget.speed": _rate(rates[f"{name} budget 32"]),
         "budget.exact": _rate(rates[name]),
-        "prefetch.utility": speeds["spac 25% utility+prefetch"],
-        "prefetch.lru": speeds["spac 25% lru"],
-        "prefetch.reuse": speeds[name],
-        "prefetch.experts": str(ahead),
-        "prefetch.steps": str(counters["steps"]["decode"]),
         **{
             f"simulated.{drafts}{suffix}": ", ".join(
                 f"{100 * row[key]:+.0f}" for row in simulated if row["speculation"] == drafts

@@ -118,6 +118,18 @@ FIGURES = {
         inflated=True,
         note="the rows of the second command were added to the result of the first, which each overwrites",
     ),
+    "recipe": Figure(
+        "Results: MoE-SpAc's recipe over on-demand caches, in turns",
+        ("paired_recipe_toy.json", "paired_recipe_toy.png"),
+        (
+            f"{_PAIRED} 'spac store=host policy=layer_lru' 'spac store=host policy=utility prefetch=utility "
+            f"cpu_experts=auto balancer=threshold guard=off speculation=eagle3' {_HEAD} --draft-tokens 8 "
+            "--slots 17%,25% --turns 30 --starts 1 --output-tokens 64 --dtype float32 "
+            f"{_RESULT}/paired_recipe_toy.json",
+        ),
+        timed=True,
+        inflated=True,
+    ),
     "trace": Figure(
         "Results: --spac-trace over no trace, in turns",
         ("paired_trace_toy.json", "paired_trace_toy.png"),
@@ -134,16 +146,6 @@ FIGURES = {
             f"--guard off --repeats 2 {_RESULT}/serving_toy_budget.json",
         ),
         minutes=15,
-        timed=True,
-        inflated=True,
-    ),
-    "prefetch": Figure(
-        "Results: utility with its prefetcher in real time",
-        ("serving_toy_policies.json", "serving_toy_policies.png"),
-        (
-            f"{_SERVE} --slots 25% --policy lru,utility+prefetch,reuse --batch 1 --repeats 1 "
-            f"{_RESULT}/serving_toy_policies.json",
-        ),
         timed=True,
         inflated=True,
     ),
