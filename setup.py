@@ -70,7 +70,7 @@ setup(
         "kt": ["kt-kernel"],
         "ray": ["ray"],
         "peers": ["gguf", "xllamacpp"],
-        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "ruff"],
+        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "ray", "ruff"],
     },
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, provenance, write_result
+from common import provenance, write_result
 
 from vllm_spac.simulation.workers import LayerTimes, Network, cached, cacheless
 from vllm_spac.traces.format import Trace
@@ -51,7 +51,7 @@ def main(
     compute_ms: Annotated[float, typer.Option(help="A layer's experts for one row.")] = 0.08,
     load_ms: Annotated[float, typer.Option(help="Loading one expert.")] = 3.0,
     hidden: Annotated[int, typer.Option(help="Width of a row of 16 bits.")] = 2048,
-    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "od_moe.json",
+    output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON, too.")] = None,
 ) -> None:
     loaded = synthetic_trace(**SYNTHETIC) if trace is None else Trace.load(trace)
     times = LayerTimes(main_ms / 1e3, compute_ms / 1e3, load_ms / 1e3)
@@ -66,7 +66,8 @@ def main(
         "routing": {"synthetic": SYNTHETIC} if trace is None else {"trace": trace.name},
         "provenance": provenance(),
     }
-    write_result(output, result)
+    if output is not None:
+        write_result(output, result)
     show(result)
 
 

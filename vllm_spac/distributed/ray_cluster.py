@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ logger = logging.getLogger("vllm.spac")
 
 _RESERVE = 1 << 30  # of a machine's memory, left to the rest of it
 _OBJECTS = 100 << 20  # bytes of Ray's own store, of which next to nothing is used
+_POLL = 0.5  # seconds
 _START = 600.0  # seconds for Ray to find a place, and for the worker to import its kernels
 
 
@@ -78,6 +81,7 @@ class RayWorkers(Places):
             ) from error
         self._ray: Any = ray
         self._count, self._at = count, address
+        self._asking, self._closed = threading.Lock(), False
         self.secret = secrets.token_bytes(32)
         try:
             if address is None:
@@ -108,16 +112,24 @@ class RayWorkers(Places):
         return f"{self._count} workers placed by Ray ({self._at or 'on this machine'})"
 
     def close(self) -> None:
-        for host in self._hosts:
-            self._ray.kill(host)
-        self._ray.shutdown()
+        self._closed = True
+        with self._asking:  # Ray ends the process of a thread that asks it while it ends
+            for host in self._hosts:
+                self._ray.kill(host)
+            self._ray.shutdown()
 
     def _said(self, answers: list[Any]) -> list[str]:
-        try:
-            return self._ray.get(answers, timeout=_START)
-        except self._ray.exceptions.GetTimeoutError:
-            raise SpacError(
-                f"spac: Ray found no place for {self._count} workers of one core each; use fewer (--spac-workers)"
-            ) from None
-        except self._ray.exceptions.RayError as error:
-            raise SpacError(f"spac: Ray could not start a worker: {error}") from error
+        end = time.monotonic() + _START
+        while time.monotonic() < end:
+            with self._asking:
+                if self._closed:
+                    raise SpacError("spac: the engine ends")
+                try:
+                    return self._ray.get(answers, timeout=_POLL)
+                except self._ray.exceptions.GetTimeoutError:
+                    continue
+                except self._ray.exceptions.RayError as error:
+                    raise SpacError(f"spac: Ray could not start a worker: {error}") from error
+        raise SpacError(
+            f"spac: Ray found no place for {self._count} workers of one core each; use fewer (--spac-workers)"
+        )
