@@ -148,8 +148,9 @@ def test_sizes_are_refused_before_the_payload_is_looked_at(header: Header) -> No
     head, _ = encode(header, b"")
     stated = bytearray(head)
     struct.pack_into("<Q", stated, HEADER_BYTES - 40, header.payload)
-    with pytest.raises(FrameError, match="states|of \\d+ bytes, and an expert"):
+    with pytest.raises(FrameError) as refused:
         decode([bytes(stated), b""], LIMITS)
+    assert not str(refused.value).endswith("and has 0"), "it was refused for its payload"
 
 
 def test_no_expert_is_accepted_before_its_size_is_known() -> None:

@@ -273,7 +273,7 @@ def test_a_damaged_expert_at_a_worker(client) -> None:
     assert found.shares.lost["worker-0"] >= 6 and found.shares.rows["worker-1"] > 0
 
 
-def test_a_worker_with_another_kernel_is_not_admitted() -> None:
+def test_a_worker_with_another_kernel_is_not_admitted(client) -> None:
     """One unit in the last place of one element."""
 
     def nearly(*given):
@@ -282,7 +282,7 @@ def test_a_worker_with_another_kernel_is_not_admitted() -> None:
         return out
 
     with pytest.raises(ConfigError, match="worker-0 at .* computes other bits"):
-        connected(Threads(2, nearly))
+        client(Threads(2, nearly))
 
 
 def test_a_second_engine_is_refused_while_the_first_one_is_there(client) -> None:
@@ -340,10 +340,17 @@ def test_what_strangers_send_changes_nothing(client) -> None:
     socket = context.socket(zmq.DEALER)
     socket.connect(places.addresses()[0])
     x, weights, ids = layer_input(2)
-    sizes = (Kind.RUN, 12345, 1, 1, 0, 2, HIDDEN, TOP_K, torch.float32)
-    run = encode(Header(*sizes, fingerprint=bytes.fromhex(FINGERPRINT)), run_payload(x, weights, ids))
+    epoch = found.roster.epoch(0)
+    assert epoch is not None
+    runs = [
+        encode(
+            Header(Kind.RUN, guess, 1, 1, 0, 2, HIDDEN, TOP_K, torch.float32, fingerprint=bytes.fromhex(FINGERPRINT)),
+            run_payload(x, weights, ids),
+        )
+        for guess in (12345, epoch)  # also one that was overheard: it is of another connection
+    ]
     messages = [
-        [b""], [b"x" * HEADER_BYTES, b""], [b"a"] * 7, run, encode(Header(Kind.LEAVE, 1)),
+        [b""], [b"x" * HEADER_BYTES, b""], [b"a"] * 7, *runs, encode(Header(Kind.LEAVE, epoch)),
         encode(Header(Kind.PROOF), b'{"proof": 5}'), encode(Header(Kind.HELLO), b"[]"),
     ]  # fmt: skip
     for message in messages:

@@ -70,7 +70,15 @@ def test_misses_are_those_of_lru_at_each_worker(trace, workers: int) -> None:
                 if len(held) == slots:
                     held.pop(next(other for other in held if other not in keys))
                 held[key] = None
-    assert cached(trace, workers, share, NET, TIMES, ROW).misses == misses
+    run = cached(trace, workers, share, NET, TIMES, ROW)
+    assert run.misses == misses and run.stalls == pytest.approx(misses * TIMES.load)
+    alone = cached(trace, workers, 1.0, NET, TIMES, ROW)
+    assert run.seconds - alone.seconds == pytest.approx(run.stalls)
+
+
+def test_keys_beyond_the_trace_s_own_type() -> None:
+    """A trace keeps experts in 8 bits; keys of many layers need more."""
+    assert cached(synthetic_trace(layers=20, experts=32, steps=3), 2, 1.0, NET, TIMES, ROW).misses == 0
 
 
 def test_od_moe_s_figure() -> None:

@@ -121,7 +121,7 @@ def cached(trace: Trace, workers: int, share: float, network: Network, times: La
     for layer, ids in zip(trace.record_layer.tolist(), rows_of_records(trace), strict=True):
         residency, loads = memory[layer % workers], 0
         for start, stop in row_waves(ids, residency.slots, facts.experts):
-            keys = (np.unique(ids[start:stop]) + layer * facts.experts).tolist()
+            keys = (np.unique(ids[start:stop]).astype(np.int64) + layer * facts.experts).tolist()
             placed = residency.prepare(keys)
             for key, _ in placed.loads:
                 residency.loaded(key)
