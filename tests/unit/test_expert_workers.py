@@ -273,6 +273,26 @@ def test_a_damaged_expert_at_a_worker(client) -> None:
     assert found.shares.lost["worker-0"] >= 6 and found.shares.rows["worker-1"] > 0
 
 
+def test_an_answer_that_is_no_number_counts_as_lost(client) -> None:
+    """If its rows were finite; rows that are not may have such a result in stock vLLM, too."""
+    spoiled = threading.Event()
+
+    def spoiling(*given):
+        out = row_by_row(*given)
+        if spoiled.is_set():
+            out[-1, -1] = torch.inf
+        return out
+
+    found = client(Threads(1, spoiling), copy=full_copy())
+    spoiled.set()
+    assert_right(found, 0, rows=4)
+    assert found.shares.lost == {"worker-0": 4} and found.shares.elsewhere == 4
+    x, weights, ids = layer_input(2)
+    x[0, 0] = torch.nan
+    assert found.compute(Forward(2), 0, x, weights, ids).isnan().any()
+    assert found.shares.rows == {"worker-0": 2}
+
+
 def test_a_worker_with_another_kernel_is_not_admitted(client) -> None:
     """One unit in the last place of one element."""
 
