@@ -6,8 +6,8 @@ layer takes 1 / (32 x 4.89) s in all, of which 1.4 ms are experts; a hop takes 1
 MB/s; an expert of 352 MB is loaded in 22 ms (16 GB/s); recall 97.34 % (an INT8 shadow). The load time is the free
 parameter.
 
-The second table: 1 to 16 workers, each with a share of its layers' experts in memory, over four networks; the routing
-is a trace's, or by default synthetic, with the sizes of Qwen3-30B-A3B.
+The second table: 1 to 16 workers, each with memory for a share of all experts, over four networks; the routing is a
+trace's, or by default synthetic, with the sizes of Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def main(
     trace: Annotated[
         Path | None, typer.Argument(help="Routing of one request without drafts.", show_default="synthetic")
     ] = None,
-    share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of a worker's experts in memory.")] = 0.5,
+    share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Of all experts, what one worker's memory holds.")
+    ] = 0.125,
     main_ms: Annotated[float, typer.Option(help="The main process's part of a layer.")] = 0.08,
     compute_ms: Annotated[float, typer.Option(help="A layer's experts for one row.")] = 0.08,
     load_ms: Annotated[float, typer.Option(help="Loading one expert.")] = 3.0,
@@ -103,7 +105,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _speed(trace: Trace, count: int, share: float, network: Network, times: LayerTimes, hidden: int) -> float:
-    return cached(trace, count, share, network, times, 2 * hidden).per_second
+    return cached(trace, count, min(1.0, share * count), network, times, 2 * hidden).per_second
 
 
 if __name__ == "__main__":
