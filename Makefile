@@ -24,7 +24,7 @@ LARGE := .cache/toy/$(LARGE_LIKE)
 # Only these are collected: what other tests import, a GPU machine may lack.
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help setup demo test test-full test-gpu test-gpu-full soak families versions recipes results results-timed
+.PHONY: help setup demo demo-cluster test test-full test-gpu test-gpu-full soak families versions recipes results results-timed
 .PHONY: bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
@@ -38,6 +38,9 @@ setup: ## install everything into .venv (minutes the first time; SPAC_DEVICE=cpu
 
 demo: setup ## serve a toy model with a quarter of its experts in fast memory and compare with stock vLLM
 	@$(BIN)/python benchmarks/demo.py
+
+demo-cluster: setup ## serve it from three expert workers, kill one on the way, and compare with stock vLLM
+	@$(BIN)/python benchmarks/demo_cluster.py
 
 test: setup ## unit, property and contract tests and the short engine tests, two at a time (JOBS=N)
 	@$(PYTEST) $(PARALLEL) -m "not full and not gpu" -rs

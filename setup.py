@@ -57,6 +57,7 @@ setup(
         "prometheus_client",
         "psutil",
         "pydantic>=2",
+        "pyzmq",
         "rich",
         "safetensors",
         "sortedcontainers",
@@ -67,8 +68,9 @@ setup(
     # kt-kernel pins a torch of its own: `pip install --no-deps kt-kernel` where vLLM brings another.
     extras_require={
         "kt": ["kt-kernel"],
+        "ray": ["ray"],
         "peers": ["gguf", "xllamacpp"],
-        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ray", "ruff"],
     },
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,8 +204,10 @@ def stock_server(options: argparse.Namespace) -> Server:
 # --- completions -----------------------------------------------------------------------------------------------------
 
 
-def complete(server: Server, prompt: str, tokens: int, show: bool) -> Reply:
-    """Requests one greedy completion, streamed to the terminal if ``show``."""
+def complete(
+    server: Server, prompt: str, tokens: int, show: bool, arrived: Callable[[int], None] | None = None
+) -> Reply:
+    """Requests one greedy completion, streamed to the terminal if ``show``; ``arrived``: told how many tokens came."""
     ids: list[int] = []
     text, reported = "", True
     direct = openai.DefaultHttpxClient(trust_env=False)
@@ -224,6 +227,8 @@ def complete(server: Server, prompt: str, tokens: int, show: bool) -> Reply:
                 part = (choice.model_extra or {}).get("token_ids")
                 reported = reported and part is not None
                 ids += part or []
+                if arrived is not None:
+                    arrived(len(ids))
                 if show:
                     console.print(choice.text, end="", markup=False, style="green")
     return Reply(text, ids if reported else None)

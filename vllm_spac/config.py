@@ -125,6 +125,30 @@ class SpacConfig(BaseModel):
     io_threads: Annotated[int, BeforeValidator(no_bool)] = Field(
         4, ge=1, le=64, description="Threads that load missed experts."
     )
+    executor: Literal["local", "processes", "ray"] = Field(
+        "local",
+        description="Which processes keep and compute the experts: local, the engine's own; processes, expert workers, "
+        "each of which has whole layers (on a CPU); ray, expert workers that Ray places.",
+    )
+    workers: Annotated[int | None, BeforeValidator(no_bool)] = Field(
+        None,
+        ge=1,
+        le=256,
+        description="The number of expert workers: started on this machine, or, with cluster, those "
+        "of its workers to use (default: all). Slots are then those of each worker, for its layers.",
+    )
+    cluster: str | None = Field(
+        None,
+        description="With executor=processes, the file of vllm-spac cluster start, for workers that run already, also "
+        "on other machines; with executor=ray, the address of a Ray cluster (default: one is started here).",
+    )
+    replicas: Annotated[int, BeforeValidator(no_bool)] = Field(
+        0,
+        ge=0,
+        le=255,
+        description="With expert workers, how many further workers have each layer, to compute it when its worker is "
+        "lost.",
+    )
     execution: Annotated[str, ComponentName("execution", "execution")] = Field(
         "slots",
         description="How layers access experts: slots loads missing ones into slots and runs vLLM's kernel; pointers "
@@ -230,7 +254,12 @@ class SpacConfig(BaseModel):
     @property
     def execution_class(self) -> type[Any]:
         """The ``Execution`` subclass that runs the layers."""
-        return components.find("execution", self.execution)
+        return components.find("execution", self.execution_name)
+
+    @property
+    def execution_name(self) -> str:
+        """Name of ``execution_class``: that of the knob, unless expert workers run the layers."""
+        return self.execution if self.executor == "local" else "workers"
 
     def store_on(self, device: str) -> str:
         """Name of the store on a ``device`` of this type (``cpu``, ``cuda``): the configured one, or its default."""

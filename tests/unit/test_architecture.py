@@ -43,6 +43,7 @@ LEVELS = {
     "prediction": 2,
     "speculation": 2,
     "execution": 2,
+    "distributed": 2,
     "profiling.costs": 2,
     "profiling.fit": 2,
     "profiling.timing": 2,

@@ -205,6 +205,39 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         SpacConfig.parse({"execution": "pointers", **others})
 
 
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"workers": 2}, "no effect with executor=local .*; add --spac-executor processes"),
+        ({"replicas": 1}, "no effect with executor=local"),
+        ({"cluster": "/x"}, "no effect with executor=local"),
+        ({"executor": "processes"}, r"needs workers \(--spac-workers 2\), or cluster"),
+        ({"executor": "ray", "cluster": "auto"}, r"needs workers \(--spac-workers 2\)"),
+        ({"executor": "processes", "workers": 2, "replicas": 2}, "use at most --spac-replicas 1"),
+        ({"executor": "processes", "cluster": "\0"}, "NUL"),
+        ({"executor": "processes", "workers": 2, "execution": "pointers"}, "drop --spac-execution"),
+        ({"executor": "processes", "workers": 2, "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
+        ({"executor": "processes", "workers": 2, "prefetch": "utility"}, "drop --spac-prefetch"),
+        ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
+        ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
+        ({"executor": "processes", "workers": 2, "budget_ranking": "resident"}, "use --spac-budget-ranking router"),
+        ({"executor": "threads"}, "executor='threads'"),
+    ],
+    ids=str,
+)
+def test_what_expert_workers_do_not_go_with(raw: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpacConfig.parse(raw)
+
+
+def test_expert_workers_run_the_layers() -> None:
+    config = SpacConfig.parse({"executor": "processes", "workers": 2, "replicas": 1})
+    assert config.execution_name == "workers" and config.store_on("cpu") == "disk"
+    assert SpacConfig.parse({}).execution_name == "slots"
+    with pytest.raises(ConfigError, match="it is taken with --spac-executor processes"):
+        SpacConfig.parse({"execution": "workers"})
+
+
 def test_the_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         SpacConfig.parse({}).slots = "3"

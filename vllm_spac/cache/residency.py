@@ -82,7 +82,7 @@ class Residency:
     activity: ExpertActivity | None = None
 
     def __init__(self, keys: int, slots: int, policy: Policy) -> None:
-        assert 0 < slots <= keys, f"{slots} slots for {keys} experts"
+        assert 0 <= slots <= keys, f"{slots} slots for {keys} experts"
         self.policy = policy
         self.soft: Container[int] | None = None
         self.slot_of = np.full(keys, NOWHERE, dtype=np.int32)

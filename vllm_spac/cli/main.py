@@ -12,6 +12,7 @@ from rich.console import Console
 from vllm_spac import __version__
 from vllm_spac.cli import (
     calibrate,
+    cluster,
     doctor,
     inspect,
     knobs,
@@ -89,6 +90,11 @@ _trace = typer.Typer(help="Inspect what an engine recorded: the routers' choices
 _trace.command(epilog=trace.EXAMPLES)(_reported(trace.show))
 _trace.command(epilog=timeline.EXAMPLES)(_reported(timeline.timeline))
 app.add_typer(_trace, name="trace")
+_cluster = typer.Typer(help="Start, show or stop expert workers.", no_args_is_help=True)
+_cluster.command(epilog=cluster.START_EXAMPLES)(_reported(cluster.start))
+_cluster.command(epilog=cluster.EXAMPLES)(_reported(cluster.show))
+_cluster.command(epilog=cluster.STOP_EXAMPLES)(_reported(cluster.stop))
+app.add_typer(_cluster, name="cluster")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from vllm_spac.checkpoint import quantisation
 from vllm_spac.checkpoint.headers import LAYERS, first_number
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration import device, ranks
+from vllm_spac.integration import device, expert_workers, ranks
 from vllm_spac.integration.compat import WORKER_EXTENSION
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import drafts
@@ -139,6 +139,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[boo
     """Yields (whether it is in use, the option, what to do instead) for each option of vLLM that is not supported."""
     model, load = vllm_config.model_config, vllm_config.load_config
     yield from ranks.refusals(config, vllm_config)
+    yield from expert_workers.refusals(config, vllm_config)
     yield vllm_config.parallel_config.enable_eplb, "--enable-eplb", "drop it: spac decides where experts are placed"
     yield vllm_config.lora_config is not None, "--enable-lora", "merge the adapter into the checkpoint"
     yield model.enable_sleep_mode, "--enable-sleep-mode", "drop it"

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_spac import components
 from vllm_spac.knobs.types import flag
+from vllm_spac.system.untrusted import path_of
 
 # Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
 _OF_EXECUTION = {
@@ -82,6 +83,42 @@ def _check_execution(config: Any) -> None:
         raise ValueError(
             f"policy={config.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
             f"for experts with {named}; use --spac-policy lru, or --spac-execution slots"
+        )
+
+
+def _check_workers(config: Any) -> None:
+    named = f"executor={config.executor} (--spac-executor)"
+    if config.executor == "local":
+        for name, idle in (("workers", None), ("cluster", None), ("replicas", 0)):
+            if getattr(config, name) != idle:
+                raise ValueError(f"{name} ({flag(name)}) has no effect with {named}; add --spac-executor processes")
+        return
+    if config.executor == "ray" and config.workers is None:
+        raise ValueError(f"{named} needs workers (--spac-workers 2)")
+    if config.workers is None and config.cluster is None:
+        raise ValueError(f"{named} needs workers (--spac-workers 2), or cluster (--spac-cluster FILE)")
+    if config.executor == "processes" and config.cluster is not None:
+        path_of(config.cluster)
+    if config.workers is not None and config.replicas >= config.workers:
+        raise ValueError(
+            f"replicas={config.replicas} (--spac-replicas) are other workers, and there are {config.workers} "
+            f"(--spac-workers); use at most --spac-replicas {config.workers - 1}"
+        )
+    idle_values = {"execution": "slots", "cpu_experts": "off", "prefetch": "off", "host_memory": None}
+    for name, without in idle_values.items():
+        if (value := getattr(config, name)) != without:
+            raise ValueError(f"{name}={value} ({flag(name)}) is not for {named}; drop {flag(name)}")
+    if config.store not in (None, "disk"):
+        raise ValueError(
+            f"store={config.store} (--spac-store) is not for {named}: each worker packs its experts on its disk; drop "
+            "--spac-store, and give --spac-slots 100% if they are to be in memory"
+        )
+    if components.find("policies", config.policy).needs_calibration:
+        raise ValueError(f"policy={config.policy} (--spac-policy) is not for {named}; use --spac-policy lru")
+    if components.find("budget.rankings", config.budget_ranking).needs_resident:
+        raise ValueError(
+            f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) asks which experts are in fast memory, "
+            f"and with {named} that is the workers'; use --spac-budget-ranking router"
         )
 
 
@@ -168,6 +205,7 @@ def _check_cpu_experts(config: Any) -> None:
 
 _RULES = (
     _check_budget,
+    _check_workers,
     _check_execution,
     _check_tree,
     _check_host_memory,

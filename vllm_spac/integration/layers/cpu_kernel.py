@@ -25,15 +25,24 @@ def of(layer: RoutedExperts) -> Kernel | None:
     """
     if layer.spac.device.type != "cpu":
         return None
-    from vllm import _custom_ops as ops
-
-    serves = layer.quant_method.moe_kernel.fused_experts
-    isa, activation = getattr(serves, "isa", None), layer.activation.value
-    if isa is None or getattr(serves, "_use_zentorch", False):
+    if (isa := isa_of(layer)) is None:
+        kernel = type(layer.quant_method.moe_kernel.fused_experts).__name__
         raise UnsupportedError(
-            f"spac: cpu_experts (--spac-cpu-experts) does not support the kernel {type(serves).__name__} of "
+            f"spac: cpu_experts (--spac-cpu-experts) does not support the kernel {kernel} of "
             f"{layer.layer_name}; use off"
         )
+    return named(isa, layer.activation.value)
+
+
+def isa_of(layer: RoutedExperts) -> str | None:
+    """The instruction set that the CPU kernel of ``layer`` uses; None for a kernel that is not vLLM's fused one."""
+    serves = layer.quant_method.moe_kernel.fused_experts
+    return None if getattr(serves, "_use_zentorch", False) else getattr(serves, "isa", None)
+
+
+def named(isa: str, activation: str) -> Kernel:
+    """vLLM's fused kernel for an instruction set and an activation; no layer need exist in this process."""
+    from vllm import _custom_ops as ops
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
         out = torch.empty_like(x)

@@ -43,7 +43,7 @@ def choices(config: SpacConfig, execution: Execution) -> str:
     """Execution and policy, for the log line at start-up."""
     details = execution.describe()
     ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={config.prefetch}"
-    return f"execution={config.execution}{f' ({details})' if details else ''}, policy={config.policy}{ahead}"
+    return f"execution={config.execution_name}{f' ({details})' if details else ''}, policy={config.policy}{ahead}"
 
 
 def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:
@@ -52,7 +52,7 @@ def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None)
     total: dict[str, Any] = {
         "mode": mode(runtime.budget, runtime.executions),
         "store": store if any(not execution.holds_all for execution in runtime.executions) else "resident",
-        "execution": config.execution,
+        "execution": config.execution_name,
         "policy": config.policy,
     }
     for execution in runtime.executions:

@@ -19,7 +19,7 @@ from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError, UnsupportedError
 from vllm_spac.execution._exchange import Exchange
 from vllm_spac.execution.base import Execution, ExecutionContext, Room
-from vllm_spac.integration import graphs
+from vllm_spac.integration import expert_workers, graphs
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading import assembly, description, fast_memory
@@ -133,7 +133,7 @@ class ModelExperts:
                 triton_tiles.install()
             self._plan.append(room)
             free -= room.nbytes
-            self._open_store(shape, room)
+            self._open_store(shape, room, free)
         if not self._store_kind.persistent:
             self.ranks.wait()  # until all have seen that there is room; no lock is held that another engine waits for
         missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
@@ -240,9 +240,15 @@ class ModelExperts:
         names, specs = tuple(layer.layer_name for layer in layers), first.probe()
         return MoEShape(names, first.local_num_experts, first.top_k, specs, first.spac_packed)
 
-    def _open_store(self, shape: MoEShape, room: Room) -> None:
+    def _open_store(self, shape: MoEShape, room: Room, free: int) -> None:
         kind, lock = self._store_kind, None
-        if room.slots == shape.total:
+        store: ExpertStore
+        if self.config.executor != "local":
+            expert_workers.check_shapes(self.config, self._shapes)
+            layer = self._layer_of(shape)
+            name = fingerprint(self.vllm_config, shape, layer, self.checkpoint)
+            store = expert_workers.store(self.config, self.vllm_config, shape, layer, name, free)
+        elif room.slots == shape.total:
             store = components.build("tiers", "resident", shape=shape, fingerprint="", device=self.device)
         elif kind.persistent:
             name = fingerprint(self.vllm_config, shape, self._layer_of(shape), self.checkpoint)
@@ -309,7 +315,7 @@ class ModelExperts:
                 predictor=self._predictor,
             )
         )
-        hidden = execution.holds_all
+        hidden = execution.holds_all or filled == 0
         try:
             with self._progress(filled, "Filling slots", hidden) as bar:
                 for loaded in execution.fill():

@@ -1,0 +1,138 @@
+"""Serves a toy model whose experts belong to three worker processes, kills one, and compares with stock vLLM.
+
+    make demo-cluster
+
+Each worker has two of the six MoE layers, with a quarter of their experts in memory. In the middle of the second prompt
+one is killed (SIGKILL): its rows are computed from the server's own disk until it is back. Ends with exit code 1 if a
+token differs, or if the worker does not return. In float32, as ``demo.py`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import demo
+import psutil
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_spac.distributed.processes import MODULE
+
+_BACK = 180.0  # seconds for a worker to be started again and tested
+_PAUSE = 0.5
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=3, help="expert workers (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, default=0, help="further workers per layer (default: %(default)s)")
+    parser.add_argument("--slots", default="25%", help="experts in each worker's memory (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per prompt (default: %(default)s)")
+    parser.add_argument("--memory", type=float, default=0.3, help="--gpu-memory-utilization (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds a server may take to start")
+    options = parser.parse_args(arguments)
+    options.model, options.dtype = demo.MODELS / "target", "float32"
+    return options
+
+
+def worker_server(options: argparse.Namespace) -> demo.Server:
+    knobs = {"executor": "processes", "workers": options.workers, "replicas": options.replicas, "slots": options.slots}
+    flags = [text for name, value in knobs.items() for text in (f"--spac-{name}", str(value))]
+    arguments = [str(options.model), "--plugin", "spac", *flags, *demo.common_arguments(options)]
+    return demo.Server("workers (an engine and its workers)", arguments, demo.environment(), options.timeout)
+
+
+def worker_processes(server: demo.Server) -> list[psutil.Process]:
+    """Returns the server's workers, the first started first."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    found = [child for child in children if MODULE in child.cmdline()]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def stats(server: demo.Server) -> dict:
+    return json.loads(server.get("/spac/stats"))["workers"][0]
+
+
+def serve_and_kill(server: demo.Server, options: argparse.Namespace) -> list[demo.Reply]:
+    """Completes the prompts, and kills a worker when half of the second one's tokens have come."""
+    killed: list[int] = []
+
+    def kill_once(tokens: int) -> None:
+        if tokens >= options.tokens // 2 and not killed:
+            killed.append(worker_processes(server)[-1].pid)
+            os.kill(killed[0], signal.SIGKILL)
+            demo.console.print(f"\n[bold red]process {killed[0]}, a worker, was killed[/]")
+
+    replies = []
+    for number, prompt in enumerate(demo.PROMPTS, 1):
+        demo.console.rule(f"toy model, prompt {number} of {len(demo.PROMPTS)}", align="left", style="dim")
+        demo.console.print(prompt, end="", markup=False, style="dim")
+        replies.append(demo.complete(server, prompt, options.tokens, True, kill_once if number == 2 else None))
+        demo.console.print()
+    return replies
+
+
+def wait_for_return(server: demo.Server, options: argparse.Namespace) -> bool:
+    """Generates until every worker computes rows again; returns whether the one that was killed does."""
+    end = time.monotonic() + _BACK
+    with demo.console.status("until the worker is back"):
+        while time.monotonic() < end:
+            demo.complete(server, demo.PROMPTS[0], 4, False)
+            if any(count > 1 for count in stats(server)["worker_joined"].values()):
+                return True
+            time.sleep(_PAUSE)
+    return False
+
+
+def shares(found: dict) -> Table:
+    table = Table(title="toy model: rows of layers, by who computed them", title_justify="left")
+    for column in ("", "rows", "lost", "admitted"):
+        table.add_column(column)
+    for name in sorted(found["worker_joined"]):
+        lost, rows = found["worker_rows_lost"].get(name, 0), found["worker_rows"].get(name, 0)
+        table.add_row(name, f"{rows:,}", f"{lost:,}", str(found["worker_joined"][name]))
+    table.add_row("this server, from its disk", f"{found['worker_rows_elsewhere']:,}", "", "")
+    return table
+
+
+def compare(options: argparse.Namespace) -> int:
+    with worker_server(options) as server:
+        ours = serve_and_kill(server, options)
+        back = wait_for_return(server, options)
+        ours.append(demo.complete(server, demo.PROMPTS[0], options.tokens, False))
+        found = stats(server)
+    with demo.stock_server(options) as server, demo.console.status("stock vLLM: the same prompts"):
+        stock = demo.complete_all(server, options.tokens, show=False)
+    table, equal = demo.comparison(ours[:-1], stock)
+    again = demo.difference(ours[-1], stock[0])
+    demo.console.print("\n", table, shares(found), sep="")
+    demo.console.print(f"The first prompt again, with all workers: {'equal' if again is None else f'differs {again}'}.")
+    if not back:
+        demo.console.print(f"[red]The worker did not return within {_BACK:.0f} s.[/] Logs: {demo.LOGS}")
+    return 0 if equal and again is None and back else 1
+
+
+def main() -> int:
+    options = parse()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, demo.on_signal)
+    try:
+        if not (Path(options.model) / "config.json").exists():
+            raise demo.DemoError(f"no toy model in {options.model}: see benchmarks/toy")
+        return compare(options)
+    except demo.DemoError as error:
+        demo.console.print(f"[red]demo-cluster:[/] {escape(str(error))}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        demo.console.print("\ndemo-cluster: stopped")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""OD-MoE's decoding speed of Mixtral, and what workers on other networks would do. Everything here is calculated.
+
+The paper (OD-MoE, section 5): Mixtral-8x7B at batch size 1 on eight workers in four groups of two, 1 Gbit/s Ethernet:
+3.69 tokens/s, 75.5 % of the 4.89 tokens/s of Hugging Face Transformers with all experts in memory. Assumed here: a
+layer takes 1 / (32 x 4.89) s in all, of which 1.4 ms are experts; a hop takes 150 us and the time of the rows at 117
+MB/s; an expert of 352 MB is loaded in 22 ms (16 GB/s); recall 97.34 % (an INT8 shadow). The load time is the free
+parameter.
+
+The second table: 1 to 16 workers, each with memory for a share of all experts, over four networks; the routing is a
+trace's, or by default synthetic, with the sizes of Qwen3-30B-A3B.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import provenance, write_result
+
+from vllm_spac.simulation.workers import LayerTimes, Network, cached, cacheless
+from vllm_spac.traces.format import Trace
+from vllm_spac.traces.synthetic import synthetic_trace
+
+PAPER = 3.69
+MIXTRAL = {"layers": 32, "top_k": 2, "groups": 4, "fan": 2, "row_bytes": 4096 * 4}
+TIMES = LayerTimes(main=5.0e-3, compute=1.4e-3, load=22e-3)
+NETWORKS = {  # latency one way with its software, bandwidth: assumed
+    "1 Gbit/s": Network(150e-6, 0.117e9),
+    "10 Gbit/s": Network(45e-6, 1.17e9),
+    "25 Gbit/s": Network(40e-6, 2.9e9),
+    "100 Gbit/s": Network(5e-6, 11.5e9),
+}
+WORKERS = (1, 2, 4, 8, 16)
+SYNTHETIC: dict[str, Any] = {"layers": 48, "experts": 128, "top_k": 8, "steps": 100, "reuse": 0.5}
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@app.command(help=__doc__)
+def main(
+    trace: Annotated[
+        Path | None, typer.Argument(help="Routing of one request without drafts.", show_default="synthetic")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Of all experts, what one worker's memory holds.")
+    ] = 0.125,
+    main_ms: Annotated[float, typer.Option(help="The main process's part of a layer.")] = 0.08,
+    compute_ms: Annotated[float, typer.Option(help="A layer's experts for one row.")] = 0.08,
+    load_ms: Annotated[float, typer.Option(help="Loading one expert.")] = 3.0,
+    hidden: Annotated[int, typer.Option(help="Width of a row of 16 bits.")] = 2048,
+    output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON, too.")] = None,
+) -> None:
+    loaded = synthetic_trace(**SYNTHETIC) if trace is None else Trace.load(trace)
+    times = LayerTimes(main_ms / 1e3, compute_ms / 1e3, load_ms / 1e3)
+    result: dict[str, Any] = {
+        "calculated": True,
+        "mixtral": {"paper": PAPER, "tokens_per_second": round(mixtral(), 3)},
+        "workers": {
+            name: {str(n): round(_speed(loaded, n, share, network, times, hidden), 2) for n in counts(loaded)}
+            for name, network in NETWORKS.items()
+        },
+        "assumed": {"share": share, "main_ms": main_ms, "compute_ms": compute_ms, "load_ms": load_ms, "hidden": hidden},
+        "routing": {"synthetic": SYNTHETIC} if trace is None else {"trace": trace.name},
+        "provenance": provenance(),
+    }
+    if output is not None:
+        write_result(output, result)
+    show(result)
+
+
+def mixtral() -> float:
+    """Returns tokens per second of the paper's set-up."""
+    return cacheless(
+        MIXTRAL["layers"],
+        MIXTRAL["top_k"],
+        MIXTRAL["groups"],
+        NETWORKS["1 Gbit/s"],
+        TIMES,
+        MIXTRAL["row_bytes"],
+        recall=0.9734,
+        tokens=500,
+        fan=MIXTRAL["fan"],
+    ).per_second
+
+
+def counts(trace: Trace) -> list[int]:
+    """Returns the numbers of workers that the trace's layers can be divided among."""
+    return [count for count in WORKERS if count <= trace.facts.layers]
+
+
+def show(result: dict[str, Any]) -> None:
+    console, found = Console(), result["mixtral"]
+    console.print(f"Mixtral, calculated: {found['tokens_per_second']} tokens/s; the paper: {found['paper']}")
+    table = Table(title="tokens/s by number of workers, calculated", title_justify="left")
+    for column in ("network", *next(iter(result["workers"].values()))):
+        table.add_column(column)
+    for name, speeds in result["workers"].items():
+        table.add_row(name, *map(str, speeds.values()))
+    console.print(table)
+
+
+def _speed(trace: Trace, count: int, share: float, network: Network, times: LayerTimes, hidden: int) -> float:
+    return cached(trace, count, min(1.0, share * count), network, times, 2 * hidden).per_second
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,114 @@
+"""Engines whose layers belong to expert workers: stock's tokens, also when a worker ends within a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import engines
+import psutil
+import pytest
+from exactness import FLOAT32, assert_same_tokens
+from typer.testing import CliRunner
+
+import vllm_spac
+from vllm_spac.cli.main import app
+from vllm_spac.distributed.client import WorkerClient
+from vllm_spac.distributed.places import ClusterFile
+from vllm_spac.distributed.processes import MODULE
+
+
+def workers() -> list[psutil.Process]:
+    """The worker processes of this process's engine, the first started first."""
+    children = psutil.Process().children(recursive=True)
+    found = [child for child in children if child.is_running() and MODULE in child.cmdline()]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+@pytest.fixture
+def at_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """``at_call(number, act)``: acts right before that layer is sent to its worker."""
+    compute, calls = WorkerClient.compute, [0]
+
+    def plan(number: int, act: Callable[[], None]) -> None:
+        def counted(*given):
+            calls[0] += 1
+            if calls[0] == number:
+                act()
+            return compute(*given)
+
+        monkeypatch.setattr(WorkerClient, "compute", counted)
+
+    return plan
+
+
+def run(model: Path, spac: dict, **options) -> engines.Run:
+    """As ``engines.generate``; with statistics of an engine that lives."""
+    with engines.engine(model, spac, **options) as llm:
+        tokens = engines.say(llm)
+        found = vllm_spac.stats(llm)
+        return engines.Run(tokens, found["workers"][0], options.get("dtype", engines.DTYPE))
+
+
+def test_same_tokens_when_a_worker_is_killed(checkpoint, stock, at_call, tmp_path) -> None:
+    """The rows of the layer that it had, and of those until it is back, are computed from the engine's own disk."""
+    at_call(31, lambda: os.kill(workers()[0].pid, signal.SIGKILL))
+    spac = {"slots": "50%", "executor": "processes", "workers": 2, "disk_dir": str(tmp_path)}
+    found = run(checkpoint("qwen3_moe"), spac)
+    assert_same_tokens(found, stock("qwen3_moe"))
+    stats = found.stats
+    assert (stats["mode"], stats["execution"]) == ("exact", "workers")
+    assert stats["worker_rows_elsewhere"] > 0 and stats["worker_rows"].keys() == {"worker-0", "worker-1"}
+    assert stats["hits"] > 0 and stats["misses"] > 0 and stats["slots"] > 0
+    for process in workers():  # they end with the engine
+        process.wait(30)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_workers_that_ran_before_the_engine(dtype, checkpoint, tmp_path) -> None:
+    """Started by the command, with a replica of each layer; one is stopped in the middle, and goes on later."""
+    file = tmp_path / "cluster.json"
+    options = ["--file", str(file), "--disk-dir", str(tmp_path / "packed"), "--threads", "1"]
+    started = CliRunner().invoke(app, ["cluster", "start", "--workers", "3", *options])
+    assert started.exit_code == 0, started.output
+    try:
+        pids = [place.pid for place in ClusterFile.read(file).workers]
+        assert oct(file.stat().st_mode).endswith("600")
+        stock = engines.generate(checkpoint("qwen3_moe"), dtype=dtype)
+        spac = {"slots": "100%", "executor": "processes", "cluster": str(file), "replicas": 1}
+        spac["disk_dir"] = str(tmp_path / "of the engine")
+        for _ in range(2):  # the second start finds everything packed
+            found = run(checkpoint("qwen3_moe"), spac, dtype=dtype)
+            assert_same_tokens(found, stock)
+            assert found.stats["worker_rows_elsewhere"] == 0 and found.stats["misses"] == 0
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(Exception, match="did not answer|tcp://"):
+            run(checkpoint("qwen3_moe"), spac, dtype=dtype)
+        os.kill(pids[1], signal.SIGCONT)
+    finally:
+        stopped = CliRunner().invoke(app, ["cluster", "stop", "--file", str(file)])
+    assert "3 workers stopped" in stopped.output and not file.exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
+def test_other_experts(family, checkpoint, tmp_path) -> None:
+    """Biases and clamped activations; shared experts."""
+    stock = engines.generate(checkpoint(family), **FLOAT32)
+    spac = {"slots": "50%", "executor": "processes", "workers": 2, "replicas": 1, "disk_dir": str(tmp_path)}
+    assert_same_tokens(run(checkpoint(family), spac, **FLOAT32), stock)
+
+
+@pytest.mark.full
+def test_workers_that_ray_places(checkpoint, at_call, tmp_path) -> None:
+    """Ray starts them; one is killed within a step, and Ray's actor starts it again."""
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    stock = engines.generate(checkpoint("qwen3_moe"), **FLOAT32)
+    at_call(31, lambda: os.kill(workers()[0].pid, signal.SIGKILL))
+    spac = {"slots": "50%", "executor": "ray", "workers": 2, "disk_dir": str(tmp_path)}
+    found = run(checkpoint("qwen3_moe"), spac, **FLOAT32)
+    assert_same_tokens(found, stock)
+    assert found.stats["worker_rows_elsewhere"] > 0

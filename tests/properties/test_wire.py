@@ -1,0 +1,165 @@
+"""Frames between an engine and its workers: what was sent arrives, or is refused."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.distributed.wire import (
+    HEADER_BYTES,
+    MOST_BYTES,
+    MOST_TEXT,
+    FrameError,
+    Header,
+    Kind,
+    Limits,
+    decode,
+    encode,
+    expert_payload,
+    raw,
+    run_payload,
+)
+
+SHAPE = MoEShape(
+    ("layer",),
+    4,
+    2,
+    {"w13_weight": TensorSpec((4, 3), torch.bfloat16), "scale": TensorSpec((), torch.float32)},
+)
+LIMITS = Limits(rows=8, hidden=16, top_k=4, expert_bytes=SHAPE.expert_bytes)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def tensors(rows: int, hidden: int, top_k: int, dtype: torch.dtype, seed: int = 0):
+    """x of random bits, NaN of every kind among them; weights and ids."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 256, (rows, hidden * dtype.itemsize), dtype=torch.uint8, generator=rng).view(dtype)
+    return x, torch.rand(rows, top_k, generator=rng), torch.randint(0, 4, (rows, top_k), generator=rng).int()
+
+
+def run_frame(rows: int = 2, hidden: int = 5, top_k: int = 2, dtype: torch.dtype = torch.bfloat16):
+    x, weights, ids = tensors(rows, hidden, top_k, dtype)
+    header = Header(Kind.RUN, 2**64 - 1, 3, 4, 5, rows, hidden, top_k, dtype, fingerprint=bytes(range(16)))
+    return encode(header, run_payload(x, weights, ids))
+
+
+def rows_frame():
+    x = tensors(2, 5, 2, torch.float32)[0]
+    return encode(Header(Kind.ROWS, 1, 2, 3, 4, 2, 5, dtype=torch.float32), raw(x))
+
+
+def expert() -> dict[str, torch.Tensor]:
+    return {"w13_weight": torch.randn(4, 3).bfloat16(), "scale": torch.tensor(1.5)}
+
+
+FRAMES = {
+    "rows to run": run_frame,
+    "rows": rows_frame,
+    "expert": lambda: encode(Header(Kind.PUT, 1, layer=3), expert_payload(SHAPE, expert())),
+    "text": lambda: encode(Header(Kind.FAILED, 1), b'{"why": "no"}'),
+    "nothing": lambda: encode(Header(Kind.FILL, 9)),
+}
+each = pytest.mark.parametrize("name", FRAMES)
+
+
+@given(
+    rows=st.integers(1, 8),
+    hidden=st.integers(1, 16),
+    top_k=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    numbers=st.tuples(*[st.integers(0, 2**64 - 1)] * 3),
+    layer=st.integers(0, 2**32 - 1),
+    prompts=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_what_was_sent_arrives(rows, hidden, top_k, dtype, numbers, layer, prompts, seed) -> None:
+    x, weights, ids = tensors(rows, hidden, top_k, dtype, seed)
+    fingerprint = seed.to_bytes(16, "little")
+    header = Header(Kind.RUN, *numbers, layer, rows, hidden, top_k, dtype, 0, fingerprint, prompts)
+    frame = decode(encode(header, run_payload(x, weights, ids)), LIMITS)
+    found = frame.header
+    for name in ("kind", "epoch", "step", "sequence", "layer", "rows", "hidden", "top_k", "dtype", "prompts"):
+        assert getattr(found, name) == getattr(header, name), name
+    assert found.fingerprint == fingerprint
+    assert raw(frame.rows()) == raw(x)
+    assert [raw(tensor) for tensor in frame.pairs()] == [raw(weights), raw(ids)]
+
+
+def test_an_expert_arrives_in_the_layout_of_its_shape() -> None:
+    sent = expert()
+    found = decode(encode(Header(Kind.EXPERT, 1), expert_payload(SHAPE, sent)), LIMITS).expert(SHAPE)
+    assert list(found) == list(SHAPE.tensors)
+    assert all(found[name].dtype == sent[name].dtype and torch.equal(found[name], sent[name]) for name in sent)
+
+
+@each
+def test_every_changed_bit_is_noticed(name: str) -> None:
+    parts = FRAMES[name]()
+    decode(parts, LIMITS)
+    for which, part in enumerate(parts):
+        for bit in range(8 * len(part)):
+            changed = bytearray(part)
+            changed[bit // 8] ^= 1 << bit % 8
+            message = list(parts)
+            message[which] = bytes(changed)
+            with pytest.raises(FrameError):
+                decode(message, LIMITS)
+
+
+@each
+def test_parts_of_other_lengths_are_refused(name: str) -> None:
+    head, payload = FRAMES[name]()
+    for message in (
+        *([head[:length], payload] for length in range(HEADER_BYTES)),
+        *([head, payload[:length]] for length in range(len(payload))),
+        *([head + b"\0", payload], [head, payload + b"\0"], [head], [head, payload, b""], []),
+    ):
+        with pytest.raises(FrameError):
+            decode(message, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(Kind.RUN, rows=9, hidden=16, top_k=4, dtype=torch.float32, payload=9 * (64 + 32)),
+        Header(Kind.RUN, rows=1, hidden=17, top_k=4, dtype=torch.float32, payload=68 + 32),
+        Header(Kind.RUN, rows=1, hidden=16, top_k=5, dtype=torch.float32, payload=64 + 40),
+        Header(Kind.RUN, rows=1, hidden=16, top_k=0, dtype=torch.float32, payload=64),
+        Header(Kind.RUN, rows=0, hidden=16, top_k=4, dtype=torch.float32),
+        Header(Kind.RUN, rows=1, hidden=16, top_k=4, payload=64 + 32),
+        Header(Kind.ROWS, rows=1, hidden=16, top_k=4, dtype=torch.float32, payload=64),
+        Header(Kind.ROWS, rows=1, hidden=16, dtype=torch.float32, payload=2**60),
+        Header(Kind.PUT, payload=SHAPE.expert_bytes + 1),
+        Header(Kind.PUT, rows=1, payload=SHAPE.expert_bytes),
+        Header(Kind.FAILED, payload=MOST_TEXT + 1),
+        Header(Kind.FAILED, payload=MOST_BYTES + 1),
+        Header(Kind.FILL, payload=1),
+        Header(Kind.FILL, dtype=torch.float32),
+    ],
+    ids=str,
+)
+def test_sizes_are_refused_before_the_payload_is_looked_at(header: Header) -> None:
+    """The payload here has another size than the header states: it is the statement that is refused."""
+    head, _ = encode(header, b"")
+    stated = bytearray(head)
+    struct.pack_into("<Q", stated, HEADER_BYTES - 40, header.payload)
+    with pytest.raises(FrameError) as refused:
+        decode([bytes(stated), b""], LIMITS)
+    assert not str(refused.value).endswith("and has 0"), "it was refused for its payload"
+
+
+def test_no_expert_is_accepted_before_its_size_is_known() -> None:
+    with pytest.raises(FrameError, match="an expert has 0"):
+        decode(FRAMES["expert"](), Limits())
+
+
+@pytest.mark.parametrize("payload", [b"", b"[]", b"{", b"\xff", b'{"a": NaN}', b"[" * 5000])
+def test_text_that_is_no_object(payload: bytes) -> None:
+    frame = decode(encode(Header(Kind.HELLO), payload), LIMITS)
+    with pytest.raises(FrameError, match="JSON"):
+        frame.text()

@@ -1,0 +1,392 @@
+"""An engine's side and real workers over loopback: threads, with a kernel in torch whose rows are independent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.distributed import schedule
+from vllm_spac.distributed.client import WorkerClient
+from vllm_spac.distributed.layer_call import Forward
+from vllm_spac.distributed.link import Link, Lost
+from vllm_spac.distributed.patience import Patience
+from vllm_spac.distributed.places import Places
+from vllm_spac.distributed.roster import Roster
+from vllm_spac.distributed.service import Service, facts
+from vllm_spac.distributed.wire import HEADER_BYTES, Header, Kind, Limits, decode, encode, run_payload
+from vllm_spac.distributed.worker import Worker
+from vllm_spac.errors import ConfigError, SpacError, StoreError
+from vllm_spac.tiers.memory import MemoryStore
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 2, 8, 4
+SPECS = {
+    "w13_weight": TensorSpec((2 * INTERMEDIATE, HIDDEN), torch.float32),
+    "w2_weight": TensorSpec((HIDDEN, INTERMEDIATE), torch.float32),
+}
+SHAPE = MoEShape(tuple(f"layers.{i}" for i in range(LAYERS)), EXPERTS, TOP_K, SPECS)
+FINGERPRINT = "5a" * 16
+SECRET = b"the secret of these workers ....."
+
+
+def row_by_row(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+    """A kernel whose result for a row does not depend on the other rows, like vLLM's."""
+    out = torch.zeros_like(x)
+    for row, chosen in enumerate(ids.tolist()):
+        for place, expert in enumerate(chosen):
+            gate, up = (experts["w13_weight"][expert] @ x[row]).chunk(2)
+            acted = torch.nn.functional.silu(gate) * up
+            out[row] += weights[row, place] * (experts["w2_weight"][expert] @ acted)
+    return out
+
+
+def expert(key: int) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(key)
+    return {name: torch.randn(spec.shape, generator=rng) for name, spec in SPECS.items()}
+
+
+def layer_input(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=rng)[:TOP_K] for _ in range(rows)]).int()
+    return torch.randn(rows, HIDDEN, generator=rng), torch.rand(rows, TOP_K, generator=rng), ids
+
+
+def here(layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """The layer's output with all of its experts in this thread."""
+    all_of_it = [expert(layer * EXPERTS + number) for number in range(EXPERTS)]
+    return row_by_row(x, weights, ids, {name: torch.stack([each[name] for each in all_of_it]) for name in SPECS})
+
+
+@dataclass
+class Running:
+    """A worker in a thread."""
+
+    worker: Worker
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.worker.serve(self.stop.is_set)
+        self.worker.close()
+
+    def end(self) -> None:
+        """Ends it as a killed process ends: connections close, without a word."""
+        self.stop.set()
+        self.thread.join(30)
+
+
+class Threads(Places):
+    """Workers in threads of this process, each with its own store, which outlives it like a disk."""
+
+    def __init__(self, count: int, kernel: Callable = row_by_row) -> None:
+        self.secret, self.kernel = SECRET, kernel
+        self.stores = [MemoryStore(SHAPE, FINGERPRINT) for _ in range(count)]
+        self.running = [self._start(number) for number in range(count)]
+        self.may_return = True
+
+    def _start(self, number: int) -> Running:
+        return Running(Worker(self.secret, lambda service: self.kernel, lambda *_: self.stores[number], 1 << 20))
+
+    def addresses(self) -> list[str]:
+        return [f"tcp://127.0.0.1:{running.worker.port}" for running in self.running]
+
+    def again(self, worker: int) -> str:
+        if not self.may_return:
+            raise SpacError("spac: it stays away")
+        if self.running[worker].stop.is_set():
+            self.running[worker] = self._start(worker)
+        return self.addresses()[worker]
+
+    def describe(self) -> str:
+        return f"{len(self.running)} threads"
+
+    def close(self) -> None:
+        for running in self.running:
+            running.end()
+
+
+def services(count: int, replicas: int = 0, slots: str = "50%") -> list[Service]:
+    layers = [schedule.layers_of(worker, LAYERS, count, replicas) for worker in range(count)]
+    return [Service.of(SHAPE, FINGERPRINT, mine, hidden=HIDDEN, slots=slots, policy="lru") for mine in layers]
+
+
+def connected(places: Threads, replicas: int = 0, slots: str = "50%", copy: MemoryStore | None = None) -> WorkerClient:
+    """A client whose experts are packed and whose workers are admitted."""
+    given = services(len(places.running), replicas, slots)
+    client = WorkerClient(places, given, replicas, row_by_row, torch.float32, lambda: copy)
+    client.roster = Roster(len(given), replicas, given[0].digest, lambda: Patience(0.5, 2.0))
+    try:
+        client.open()
+        for key in range(SHAPE.total):
+            if not client.holds(key):
+                client.put(key, expert(key))
+        client.fill()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+@pytest.fixture
+def client() -> Iterator[Callable[..., WorkerClient]]:
+    made = []
+
+    def get(places: Threads, **options) -> WorkerClient:
+        made.append(connected(places, **options))
+        return made[-1]
+
+    yield get
+    for each in made:
+        each.close()
+
+
+def full_copy() -> MemoryStore:
+    store = MemoryStore(SHAPE, FINGERPRINT)
+    for key in range(SHAPE.total):
+        store.put(key, expert(key))
+    return store
+
+
+def assert_right(found: WorkerClient, layer: int, rows: int = 3, seed: int = 0, step: int = 1) -> None:
+    given = layer_input(rows, seed)
+    assert torch.equal(found.compute(Forward(step), layer, *given), here(layer, *given))
+
+
+@pytest.mark.parametrize("slots", ["3", "50%", "100%"])
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_rows_have_the_bits_of_the_local_kernel(client, slots: str, replicas: int) -> None:
+    """From one row to a prompt in several parts, with slots for a part of the experts."""
+    places = Threads(2)
+    found = client(places, slots=slots, replicas=replicas)
+    for step, rows in enumerate((1, 7, 300), 1):
+        for layer in range(LAYERS):
+            assert_right(found, layer, rows, seed=layer, step=step)
+    for worker, service in enumerate(found.services):
+        held = [key for key in range(SHAPE.total) if places.stores[worker].holds(key)]
+        assert held == service.keys, "a worker has its layers and no other"
+    assert found.shares.rows == {"worker-0": 3 * 308, "worker-1": 2 * 308}
+    assert (found.shares.lost, found.shares.elsewhere, found.shares.dropped) == ({}, 0, 0)
+    counts = found.counts()
+    assert counts["hits"] + counts["misses"] > 0 and counts["slots"] == found.slots
+    assert (counts["misses"] > 0) == (slots != "100%")
+
+
+def test_a_second_start_packs_nothing(client, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = Threads(2)
+    first = connected(places)
+    first.places = Threads(0)  # whose end ends no worker
+    first.close()
+    monkeypatch.setattr(WorkerClient, "put", None)
+    assert_right(client(places), 3)
+
+
+def test_an_expert_that_was_packed_wrongly_is_dropped_everywhere(client) -> None:
+    places = Threads(2)
+    found = client(places, replicas=1)
+    dropped = []
+    for store in places.stores:
+        store.drop = dropped.append  # type: ignore[method-assign]
+    found.drop(7)
+    assert dropped == [7, 7] and not found.holds(7)
+
+
+def test_a_lost_worker_s_rows_go_to_its_replica_and_it_returns(client) -> None:
+    places = Threads(3)
+    found = client(places, replicas=1)
+    assert_right(found, 1)
+    places.running[1].end()
+    assert_right(found, 1, seed=1)
+    assert found.shares.rows["worker-2"] > 0 and found.shares.elsewhere == 0
+    until(lambda: assert_right(found, 1, seed=2) or found.shares.joined["worker-1"] == 2)
+    before = found.shares.rows["worker-1"]
+    assert_right(found, 1, seed=3)
+    assert found.shares.rows["worker-1"] > before, "it is asked again"
+
+
+def test_without_a_replica_this_process_computes_from_its_copy(client) -> None:
+    places = Threads(2)
+    found = client(places, copy=full_copy())
+    places.may_return = False
+    places.running[0].end()
+    for layer in range(LAYERS):
+        assert_right(found, layer, rows=5, seed=layer)
+    assert found.shares.elsewhere == 3 * 5, "layers 0, 2 and 4"
+    assert "this process, from its disk" in found.describe()
+
+
+def test_without_either_the_error_names_the_worker(client) -> None:
+    places = Threads(2)
+    found = client(places)
+    places.may_return = False
+    places.running[1].end()
+    with pytest.raises(SpacError, match=r"no worker computes layers\.3 \(worker-1: its connection ended\)"):
+        found.compute(Forward(1), 3, *layer_input(2))
+    assert_right(found, 2)
+
+
+def test_a_worker_that_hangs_is_late(client) -> None:
+    """Its sockets live, and it answers nothing: the deadline finds it, and its late answers are dropped."""
+    places = Threads(2)
+    held, go = threading.Event(), threading.Event()
+    go.set()
+
+    def hanging(*given):
+        held.set()
+        go.wait(60)
+        return row_by_row(*given)
+
+    places.kernel = hanging
+    for number in range(2):  # with the kernel that hangs
+        places.running[number].end()
+        places.running[number] = places._start(number)
+    found = client(places, copy=full_copy())
+    places.may_return = False
+    go.clear()
+    assert_right(found, 0)
+    assert found.shares.lost == {"worker-0": 3} and found.shares.elsewhere == 3
+    go.set()
+    until(lambda: assert_right(found, 0, seed=1) or found.shares.dropped > 0)
+
+
+def test_a_damaged_expert_at_a_worker(client) -> None:
+    """What it cannot read it does not compute: the rows go to the replica."""
+    places = Threads(2)
+    found = client(places, replicas=1, slots="2")
+    broken = places.stores[0]
+
+    def refuse(key: int, into: Mapping[str, Tensor]) -> int:
+        raise StoreError(f"expert {key} is damaged")
+
+    broken.read = refuse  # type: ignore[method-assign]
+    for seed in range(4):
+        assert_right(found, 0, rows=6, seed=seed)
+    assert found.shares.lost["worker-0"] >= 6 and found.shares.rows["worker-1"] > 0
+
+
+def test_an_answer_that_is_no_number_counts_as_lost(client) -> None:
+    """If its rows were finite; rows that are not may have such a result in stock vLLM, too."""
+    spoiled = threading.Event()
+
+    def spoiling(*given):
+        out = row_by_row(*given)
+        if spoiled.is_set():
+            out[-1, -1] = torch.inf
+        return out
+
+    found = client(Threads(1, spoiling), copy=full_copy())
+    spoiled.set()
+    assert_right(found, 0, rows=4)
+    assert found.shares.lost == {"worker-0": 4} and found.shares.elsewhere == 4
+    x, weights, ids = layer_input(2)
+    x[0, 0] = torch.nan
+    assert found.compute(Forward(2), 0, x, weights, ids).isnan().any()
+    assert found.shares.rows == {"worker-0": 2}
+
+
+def test_a_worker_with_another_kernel_is_not_admitted(client) -> None:
+    """One unit in the last place of one element."""
+
+    def nearly(*given):
+        out = row_by_row(*given)
+        out[0, 0] = torch.nextafter(out[0, 0], torch.tensor(torch.inf))
+        return out
+
+    with pytest.raises(ConfigError, match="worker-0 at .* computes other bits"):
+        client(Threads(2, nearly))
+
+
+def test_a_second_engine_is_refused_while_the_first_one_is_there(client) -> None:
+    places = Threads(1)
+    client(places)
+    context = zmq.Context()
+    link = Link(context, places.addresses()[0], SECRET, facts(), "another")
+    with pytest.raises(Lost, match="serves another engine"):
+        link.join(20)
+    link.drop()
+    context.destroy(linger=0)
+
+
+def test_an_engine_that_was_killed_gives_way_to_the_next() -> None:
+    """It leaves without a word, and its connections are closed by the system."""
+    places = Threads(1)
+    first = connected(places)
+    for link in first._links.values():
+        link.drop()
+    first._links.clear()
+    second = connected(places)
+    assert_right(second, 2)
+    first.places = Threads(0)
+    first.close()
+    second.close()
+
+
+def test_a_worker_of_another_cluster_is_found_out() -> None:
+    places = Threads(1)
+    context = zmq.Context()
+    link = Link(context, places.addresses()[0], b"another", facts(), "engine")
+    with pytest.raises(SpacError, match="has another secret"):
+        link.join(20)
+    link.drop()
+    context.destroy(linger=0)
+    places.close()
+
+
+def test_other_versions_are_refused() -> None:
+    places = Threads(1)
+    context = zmq.Context()
+    link = Link(context, places.addresses()[0], SECRET, facts() | {"vllm": "0.1"}, "engine")
+    with pytest.raises(Lost, match=r"could differ in bits: vllm .* here and '0\.1' there"):
+        link.join(20)
+    link.drop()
+    context.destroy(linger=0)
+    places.close()
+
+
+def test_what_strangers_send_changes_nothing(client) -> None:
+    """Noise, a wrong proof, frames of a guessed session: at most a refusal, and the engine is served on."""
+    places = Threads(1)
+    found = client(places)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(places.addresses()[0])
+    x, weights, ids = layer_input(2)
+    epoch = found.roster.epoch(0)
+    assert epoch is not None
+    runs = [
+        encode(
+            Header(Kind.RUN, guess, 1, 1, 0, 2, HIDDEN, TOP_K, torch.float32, fingerprint=bytes.fromhex(FINGERPRINT)),
+            run_payload(x, weights, ids),
+        )
+        for guess in (12345, epoch)  # also one that was overheard: it is of another connection
+    ]
+    messages = [
+        [b""], [b"x" * HEADER_BYTES, b""], [b"a"] * 7, *runs, encode(Header(Kind.LEAVE, epoch)),
+        encode(Header(Kind.PROOF), b'{"proof": 5}'), encode(Header(Kind.HELLO), b"[]"),
+    ]  # fmt: skip
+    for message in messages:
+        socket.send_multipart(message)
+    socket.send_multipart(encode(Header(Kind.HELLO), b'{"nonce": "n"}'))
+    socket.send_multipart(encode(Header(Kind.PROOF), b'{"proof": "%s"}' % (b"0" * 64)))
+    frames = [decode(socket.recv_multipart(), Limits()) for _ in range(3)]
+    assert [frame.header.kind for frame in frames] == [Kind.REFUSED, Kind.CHALLENGE, Kind.REFUSED]
+    assert "the secret is another one" in frames[2].why()
+    context.destroy(linger=0)
+    assert_right(found, 0)
+
+
+def until(done: Callable[[], object]) -> None:
+    """Waits for what another thread does."""
+    end = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < end, "it never happens"
+        time.sleep(0.01)

@@ -1,0 +1,89 @@
+"""Workers on a virtual clock, against closed formulas and against a plain LRU."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import pairwise
+
+import pytest
+
+from vllm_spac.distributed.schedule import Cycle, layers_of
+from vllm_spac.simulation.workers import LayerTimes, Network, cached, cacheless
+from vllm_spac.traces.synthetic import synthetic_trace
+
+NET = Network(latency=1e-4, bandwidth=1e8)
+TIMES = LayerTimes(main=2e-3, compute=1e-3, load=5e-3)
+ROW = 8192
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return synthetic_trace(layers=4, experts=16, top_k=2, steps=60)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("load", [1e-3, 9e-3, 40e-3])
+def test_cacheless_decoding_settles_at_the_formula(groups: int, load: float) -> None:
+    """Time per layer is max(t_M + t_W, (t_load + t_W) / n), whether or not loads stall it."""
+    times = LayerTimes(TIMES.main, TIMES.compute, load)
+    cycle = Cycle(times.main, 2 * NET.hop(ROW) + times.compute, load)
+    layers = 8
+    runs = [cacheless(layers, 1, groups, NET, times, ROW, tokens=tokens) for tokens in (50, 150)]
+    settled = (runs[1].seconds - runs[0].seconds) / (100 * layers)
+    assert settled == pytest.approx(cycle.layer(groups), rel=1e-6)
+    assert (runs[1].stalls == 0) == (cycle.stall(groups) == 0)
+
+
+def test_recall_costs_a_load_per_layer_with_a_wrong_guess() -> None:
+    right, wrong = (cacheless(4, 2, 8, NET, TIMES, ROW, recall, fan=2) for recall in (1.0, 0.0))
+    assert wrong.seconds - right.seconds == pytest.approx(64 * 4 * TIMES.load)
+    assert (right.hits, wrong.hits) == (64 * 4 * 2, 0)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4])
+def test_with_all_experts_in_memory_only_hops_and_computing_count(trace, workers: int) -> None:
+    run = cached(trace, workers, 1.0, NET, TIMES, ROW)
+    assert run.misses == 0
+    assert run.seconds == pytest.approx(60 * 4 * (TIMES.main + TIMES.compute + 2 * NET.hop(ROW)))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_misses_are_those_of_lru_at_each_worker(trace, workers: int) -> None:
+    share, experts = 0.25, trace.facts.experts
+    memory = []
+    for worker in range(workers):
+        mine = layers_of(worker, 4, workers, 0)
+        slots = max(2, -(-len(mine) * experts // 4))
+        first = sorted((rank, layer) for layer in mine for rank in range(experts))[:slots]
+        held_first = sorted(layer * experts + rank for rank, layer in first)
+        memory.append((slots, OrderedDict.fromkeys(held_first)))
+    misses = 0
+    for layer, (start, stop) in zip(trace.record_layer.tolist(), pairwise(trace.record_start.tolist()), strict=True):
+        slots, held = memory[layer % workers]
+        keys = sorted({int(each) + layer * experts for each in trace.ids[start:stop].ravel()})
+        for key in keys:
+            if key in held:
+                held.move_to_end(key)
+        for key in keys:
+            if key not in held:
+                misses += 1
+                if len(held) == slots:
+                    held.pop(next(other for other in held if other not in keys))
+                held[key] = None
+    run = cached(trace, workers, share, NET, TIMES, ROW)
+    assert run.misses == misses and run.stalls == pytest.approx(misses * TIMES.load)
+    alone = cached(trace, workers, 1.0, NET, TIMES, ROW)
+    assert run.seconds - alone.seconds == pytest.approx(run.stalls)
+
+
+def test_keys_beyond_the_trace_s_own_type() -> None:
+    """A trace keeps experts in 8 bits; keys of many layers need more."""
+    assert cached(synthetic_trace(layers=20, experts=32, steps=3), 2, 1.0, NET, TIMES, ROW).misses == 0
+
+
+def test_od_moe_s_figure() -> None:
+    """Mixtral at 3.69 tokens/s in the paper; the assumptions are in benchmarks/papers/od_moe.py."""
+    times = LayerTimes(main=5.0e-3, compute=1.4e-3, load=22e-3)
+    network = Network(latency=150e-6, bandwidth=117e6)
+    run = cacheless(32, 2, 4, network, times, 4096 * 4, recall=0.9734, tokens=200, fan=2)
+    assert run.per_second == pytest.approx(3.69, rel=0.05)

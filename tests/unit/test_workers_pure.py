@@ -1,0 +1,119 @@
+"""Decisions about workers that need no worker: owners, deadlines, proofs, the description of a service."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.distributed.patience import Patience
+from vllm_spac.distributed.schedule import Cycle, layers_of, owners
+from vllm_spac.distributed.service import Service, difference, proof, proved
+from vllm_spac.errors import ConfigError
+
+SPECS = {"w13_weight": TensorSpec((8, 4), torch.bfloat16), "w2_weight": TensorSpec((4, 4), torch.bfloat16)}
+SHAPE = MoEShape(("a", "b", "c"), 4, 2, SPECS)
+SECRET = bytes(32)
+
+
+@given(workers=st.integers(1, 8), layers=st.integers(1, 20), data=st.data())
+def test_each_layer_has_its_group_and_its_replicas(workers: int, layers: int, data: st.DataObject) -> None:
+    replicas = data.draw(st.integers(0, workers - 1))
+    for layer in range(layers):
+        found = owners(layer, workers, replicas)
+        assert found[0] == layer % workers and len(set(found)) == 1 + replicas
+        assert sorted(found) == [w for w in range(workers) if layer in layers_of(w, layers, workers, replicas)]
+
+
+@given(
+    st.builds(Cycle, *[st.floats(1e-4, 1.0)] * 3),
+    st.integers(1, 16),
+)
+def test_no_stall_if_and_only_if_a_load_fits_the_slack(cycle: Cycle, groups: int) -> None:
+    """Against layers played one after another: a group begins its next load when it has answered."""
+    clock, ready = 0.0, [0.0] * groups
+    waited = 0.0
+    for layer in range(20 * groups):
+        clock += cycle.main
+        stall = max(0.0, ready[layer % groups] - clock) if layer >= groups else 0.0
+        waited = max(waited, stall)
+        clock += stall + cycle.worker
+        ready[layer % groups] = clock + cycle.load
+    assert (waited > 1e-9) == (cycle.stall(groups) > 1e-9)
+    if waited == 0:
+        assert cycle.layer(groups) == pytest.approx(cycle.main + cycle.worker)
+
+
+def test_the_paper_s_example() -> None:
+    """Eight workers, two experts per token: four groups, so n t_M + (n - 1) t_W = 4 t_M + 3 t_W."""
+    assert Cycle(main=2.0, worker=3.0, load=17.0).stall(4) == 0
+    assert Cycle(main=2.0, worker=3.0, load=18.0).stall(4) == 1
+
+
+def test_deadlines_follow_calls_of_their_size() -> None:
+    patience = Patience(least=1.0, first=60.0)
+    assert patience.of(1) == 60
+    for _ in range(8):
+        patience.observe(1, 0.01)
+        patience.observe(100, 2.0)
+    assert patience.of(1) == 1.0, "never below the least"
+    assert patience.of(120) == 16.0
+    assert patience.of(5000) == 60.0, "nothing of that size was measured"
+
+
+def test_a_proof_is_of_one_secret_role_and_pair_of_nonces() -> None:
+    right = proof(SECRET, "worker", "theirs", "own")
+    assert proved(SECRET, "worker", "theirs", "own", right)
+    for other in (
+        (b"\1" * 32, "worker", "theirs", "own"),
+        (SECRET, "engine", "theirs", "own"),
+        (SECRET, "worker", "own", "theirs"),
+        (SECRET, "worker", "theirsown", ""),
+    ):
+        assert not proved(*other, right)
+    for given_proof in (None, 5, "", right[:-1], right.upper(), "é" * 64):
+        assert not proved(SECRET, "worker", "theirs", "own", given_proof)
+
+
+def test_what_differs_is_named() -> None:
+    ours = {"vllm": "0.32", "cpu": "AVX512+AMX"}
+    assert difference(ours, dict(ours)) is None
+    assert difference(ours, {"vllm": "0.32", "cpu": "AVX2"}) == "cpu AVX512+AMX here and 'AVX2' there"
+    assert "vllm" in str(difference(ours, {"cpu": "AVX512+AMX"}))
+    assert difference(ours, None) == "its facts are missing"
+
+
+def service(**changes: object) -> dict:
+    known = Service.of(SHAPE, "0a" * 16, (0, 2), hidden=4, slots="50%", policy="lru")
+    return known.model_dump(mode="json") | changes
+
+
+def test_a_service_is_read_as_it_was_written() -> None:
+    found = Service.parse(service())
+    assert found.shape == SHAPE and found.mine == (0, 2)
+    assert found.keys == [*range(4), *range(8, 12)]
+    assert found.digest == b"\x0a" * 16
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mine": [0, 3]},
+        {"mine": [2, 0]},
+        {"mine": [0, 0]},
+        {"mine": []},
+        {"mine": [-1]},
+        {"fingerprint": "../../etc"},
+        {"experts": 0},
+        {"tensors": {"w": {"shape": [2], "dtype": "object"}}},
+        {"tensors": {"w": {"shape": [1 << 24, 1 << 24], "dtype": "float32"}}},
+        {"tensors": {}},
+        {"surprise": 1},
+    ],
+    ids=str,
+)
+def test_a_service_that_cannot_be_is_refused(changes: dict) -> None:
+    with pytest.raises(ConfigError, match="spac: "):
+        Service.parse(service(**changes))

@@ -1,0 +1,156 @@
+"""``vllm-spac cluster``: starts, shows and stops expert workers that outlive an engine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import time
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_spac.cli.text import shown
+from vllm_spac.distributed.places import ClusterFile, Place
+from vllm_spac.distributed.processes import MODULE, StartedWorker
+from vllm_spac.errors import SpacError
+from vllm_spac.system.atomic_write import replacing
+from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.system.machine import DISK_DIR
+
+FILE = Path("~/.cache/vllm_spac/cluster.json")
+START_EXAMPLES = """[bold]Examples[/]
+
+vllm-spac cluster start --workers 3
+
+vllm-spac cluster start --workers 1 --bind 10.0.0.7 --file /shared/cluster.json --memory 48
+"""
+EXAMPLES = """[bold]Examples[/]
+
+vllm-spac cluster show
+"""
+STOP_EXAMPLES = """[bold]Examples[/]
+
+vllm-spac cluster stop
+"""
+_RESERVE = 1 << 30  # of memory, left to the rest of the machine
+_END = 20.0  # seconds until a worker that does not end is killed
+
+_File = Annotated[Path, typer.Option("--file", help="The cluster's file: its workers and their secret.")]
+
+
+def start(
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Workers to start on this machine.")] = 1,
+    bind: Annotated[
+        str, typer.Option(help="Address to listen on. Frames are not encrypted: use a private network.")
+    ] = "127.0.0.1",
+    disk_dir: Annotated[
+        Path, typer.Option(help="Folder of the packed experts.", show_default=str(DISK_DIR))
+    ] = DISK_DIR,
+    memory: Annotated[
+        float | None, typer.Option(min=0, help="GiB of experts per worker. Default: an equal part of what is free.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads per worker. Default: an equal part.")] = None,
+    file: _File = FILE,
+) -> None:
+    """Start expert workers, and add them to the cluster's file."""
+    path = file.expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = ClusterFile.read(path) if path.exists() else ClusterFile(secret=secrets.token_hex(32), workers=())
+    free = max(0, available_host_bytes() - _RESERVE) // workers
+    arguments = {
+        "--bind": bind,
+        "--disk-dir": str(disk_dir.expanduser().absolute()),
+        "--memory": str(free if memory is None else int(memory * 2**30)),
+        "--threads": str(threads or max(1, len(os.sched_getaffinity(0)) // workers)),
+    }
+    given = [text for pair in arguments.items() for text in pair]
+    console = Console(highlight=False)
+    with open(path.with_suffix(".log"), "ab") as log:
+        started = [StartedWorker(bytes.fromhex(found.secret), given, log) for _ in range(workers)]
+        try:
+            with console.status("starting the workers"):
+                addresses = [each.address() for each in started]
+        except BaseException:
+            for each in started:
+                each.kill()
+            raise
+    new = [
+        Place(address=address, pid=each.process.pid, machine=platform.node())
+        for address, each in zip(addresses, started, strict=True)
+    ]
+    _write(path, ClusterFile(secret=found.secret, workers=(*found.workers, *new)))
+    for place in new:
+        console.print(f"worker at {place.address}, process {place.pid}", markup=False)
+    total = len(found.workers) + len(new)
+    console.print(
+        f"{total} workers in {path}, each with up to {gib(int(arguments['--memory']))} of experts. Serve with:"
+    )
+    console.print(
+        f"vllm serve MODEL --plugin spac --spac-executor processes --spac-cluster {path}", markup=False, soft_wrap=True
+    )
+
+
+def show(file: _File = FILE) -> None:
+    """Show the workers of a cluster's file, and which of them run."""
+    path = file.expanduser()
+    table = Table(title=shown(str(path)), title_justify="left", box=box.SIMPLE)
+    for column in ("worker", "address", "machine", "process", "state"):
+        table.add_column(column)
+    for number, place in enumerate(ClusterFile.read(path).workers):
+        table.add_row(str(number), shown(place.address), shown(place.machine), str(place.pid), _state(place))
+    Console(highlight=False).print(table)
+
+
+def stop(file: _File = FILE) -> None:
+    """Stop the workers of a cluster's file that run on this machine, and remove them from it."""
+    path = file.expanduser()
+    found = ClusterFile.read(path)
+    here = [place for place in found.workers if place.machine == platform.node()]
+    ending = [process for place in here if (process := _process(place)) is not None]
+    for process in ending:
+        process.terminate()
+    _, alive = psutil.wait_procs(ending, _END)
+    for process in alive:
+        process.kill()
+    left = tuple(place for place in found.workers if place not in here)
+    if left:
+        _write(path, ClusterFile(secret=found.secret, workers=left))
+    else:
+        path.unlink()
+    console = Console(highlight=False)
+    console.print(f"{len(ending)} workers stopped, {len(here) - len(ending)} had ended")
+    if left:
+        console.print(f"{len(left)} run on other machines: run this command there, too")
+
+
+def _write(path: Path, content: ClusterFile) -> None:
+    try:
+        with replacing(path) as partial:
+            partial.touch(mode=0o600)
+            partial.write_text(content.text())
+    except OSError as error:
+        raise SpacError(f"spac: cannot write {path}: {error.strerror}") from error
+
+
+def _process(place: Place) -> psutil.Process | None:
+    """Returns the process of a worker of this machine; None if it ended, or its number is another program's now."""
+    try:
+        process = psutil.Process(place.pid)
+        return process if MODULE in process.cmdline() else None
+    except psutil.Error:
+        return None
+
+
+def _state(place: Place) -> str:
+    if place.machine != platform.node():
+        return "[dim]on another machine"
+    process = _process(place)
+    if process is None:
+        return "[red]ended"
+    return f"runs since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(process.create_time()))}"

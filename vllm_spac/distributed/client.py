@@ -1,0 +1,349 @@
+"""An engine's side of its expert workers: which have what, and the rows of one layer after another."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import zmq
+from torch import Tensor
+
+from vllm_spac.distributed.layer_call import Forward, LayerCall
+from vllm_spac.distributed.link import Busy, Link
+from vllm_spac.distributed.places import Places
+from vllm_spac.distributed.pool import ExpertPool
+from vllm_spac.distributed.recovery import Recovery
+from vllm_spac.distributed.roster import Roster, Shares, name
+from vllm_spac.distributed.service import Service, facts
+from vllm_spac.distributed.wire import Kind, Limits, expert_payload, run_payload
+from vllm_spac.errors import ConfigError, SpacError, StoreError
+from vllm_spac.executors.base import Kernel
+from vllm_spac.tiers.base import ExpertStore, allocate
+
+logger = logging.getLogger("vllm.spac")
+
+_LOCAL_TOKENS = 4  # whose experts of a layer have slots, where rows of lost workers are computed
+_JOIN, _AGAIN, _STORE, _FILL, _STATS = 30.0, 1.0, 60.0, 3600.0, 5.0  # seconds
+
+
+class _Sample(NamedTuple):
+    """A row of a layer and its output, by which a worker is tested before it is asked."""
+
+    layer: int
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    out: Tensor
+
+
+class WorkerClient:
+    """The workers of one engine. All methods are called by one thread.
+
+    Args:
+        places: where the workers are; owned.
+        services: what each worker serves.
+        replicas: as in ``schedule.owners``.
+        kernel: the kernel of the layers, in this process.
+        dtype: of the rows.
+        copy: opens a store on this machine that has all experts, for rows that no worker can compute; None if there is
+            none. Called once all experts are packed.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        services: Sequence[Service],
+        replicas: int,
+        kernel: Kernel,
+        dtype: torch.dtype,
+        copy: Callable[[], ExpertStore | None],
+    ) -> None:
+        self.places, self.services, self.shape = places, list(services), services[0].shape
+        self.roster = Roster(len(services), replicas, services[0].digest)
+        self.slots = 0
+        self._kernel, self._dtype, self._open_copy = kernel, dtype, copy
+        self._copy: ExpertStore | None = None
+        self._pool: ExpertPool | None = None  # of the copy, once it was needed
+        self._limits = Limits()
+        self._context = zmq.Context()
+        self._engine, self._facts = secrets.token_hex(16), facts()
+        self._links: dict[int, Link] = {}
+        self._held: dict[int, set[int]] = {}
+        self._samples: dict[int, _Sample] = {}
+        self._counts: dict[int, dict[str, Any]] = {}  # of each worker, as it last said
+        self._past: list[dict[str, Any]] = []  # of workers that were lost
+        self._ended = threading.Event()
+        self._recovery = Recovery(self._bring, self._ended)
+        self._poller = zmq.Poller()
+
+    # -- before anything is served -------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connects to every worker and learns which experts it has.
+
+        Raises:
+            SpacError: one cannot be reached, or refuses.
+        """
+        for worker, address in enumerate(self.places.addresses()[: len(self.services)]):
+            link = self._links[worker] = self._joined(address)
+            self._held[worker] = set(link.serve(self.services[worker], _STORE))
+
+    def refresh(self) -> None:
+        """Asks again which experts each worker has: a damaged file is found when it is read."""
+        for worker, link in self._links.items():
+            self._held[worker] = set(link.serve(self.services[worker], _STORE))
+
+    def holds(self, key: int) -> bool:
+        """Whether every worker that serves the layer of expert ``key`` has it."""
+        return all(key in self._held[worker] for worker in self._having(key))
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        """Stores an expert at the workers that serve its layer; raises ``StoreError`` if one could not."""
+        payload = expert_payload(self.shape, tensors)
+        for worker in self._having(key):
+            if key not in self._held[worker]:
+                try:
+                    self._links[worker].ask(Kind.PUT, _STORE, payload, layer=key)
+                except SpacError as error:
+                    raise StoreError(f"spac: {name(worker)} did not store expert {key}: {error}") from error
+                self._held[worker].add(key)
+
+    def drop(self, key: int) -> None:
+        """Has the workers remove an expert whose content is wrong; raises ``StoreError`` if one does not."""
+        for worker in self._having(key):
+            try:
+                self._links[worker].ask(Kind.DROP, _STORE, layer=key)
+            except SpacError as error:
+                raise StoreError(f"spac: {name(worker)} did not drop expert {key}: {error}") from error
+            self._held[worker].discard(key)
+
+    def fetch(self, key: int) -> dict[str, Tensor]:
+        """Returns the tensors of an expert, from a worker that has it; raises ``StoreError`` if none gives it."""
+        worker = self._having(key)[0]
+        try:
+            return self._links[worker].ask(Kind.FETCH, _STORE, layer=key).expert(self.shape)
+        except (SpacError, KeyError) as error:
+            raise StoreError(f"spac: {name(worker)} did not give expert {key}: {error}") from error
+
+    def fill(self) -> None:
+        """Has all workers fill their slots, tests each, and admits it.
+
+        Raises:
+            StoreError: an expert could not be read.
+            ConfigError: the slots do not fit, or a worker computes other bits than this process.
+        """
+        with ThreadPoolExecutor(len(self._links), thread_name_prefix="spac-fill") as pool:
+            jobs = [pool.submit(link.ask, Kind.FILL, _FILL) for link in self._links.values()]
+        self.slots = 0
+        for worker, job in zip(self._links, jobs, strict=True):
+            if (error := job.exception()) is not None:
+                raise StoreError(f"spac: {name(worker)} cannot fill its slots: {error}") from error
+            self.slots += int(job.result().text()["slots"])
+        for worker, link in self._links.items():
+            self._samples[worker] = self._sampled(worker)
+            self._test(worker, link)
+            self._admit(worker, link)
+        self._copy = self._open_copy()
+
+    # -- serving -------------------------------------------------------------------------------------------
+
+    def compute(self, forward: Forward, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Computes rows of a layer at its worker; returns [rows, hidden] like ``x``.
+
+        Args:
+            forward: the step.
+            layer: number of the layer.
+            x: [rows, hidden] on the CPU.
+            weights: [rows, top_k].
+            ids: int [rows, top_k], experts of the layer.
+
+        Raises:
+            SpacError: neither a worker nor this process could compute them; names the workers.
+        """
+        for worker, link in self._recovery.back():
+            self._admit(worker, link)
+            logger.warning("spac: %s is back", name(worker))
+        call = LayerCall(self.roster, forward, layer, x, weights, ids, self._limits)
+        while not call.done:
+            for worker, message in call.outgoing(time.monotonic()):
+                self._links[worker].send(message)
+            for rows in call.stranded():
+                call.computed(rows, self._elsewhere(call, rows))
+            if not call.done:
+                self._wait(call)
+                call.expire(time.monotonic())
+                self._let_go()
+        return call.out
+
+    def counts(self) -> dict[str, Any]:
+        """Returns the workers' counters and sizes, summed, as plain data; asks each that is in."""
+        for worker, link in list(self._links.items()):
+            try:
+                self._counts[worker] = link.ask(Kind.STATS, _STATS).text()
+            except SpacError as error:
+                self.roster.remove(worker, str(error))
+        self._let_go()
+        total: Counter[str] = Counter()
+        moved: Counter[str] = Counter()
+        for found in (*self._past, *self._counts.values()):
+            total.update({key: n for key, n in found.items() if isinstance(n, int | float)})
+            moved.update(found.get("bytes", {}))
+        return {**total, "bytes": dict(moved)}
+
+    @property
+    def shares(self) -> Shares:
+        """What became of the rows."""
+        return self.roster.shares
+
+    def describe(self) -> str:
+        """Returns which layers are where, for the start-up line."""
+        first: dict[int, list[int]] = {}
+        for layer in range(len(self.shape.layers)):
+            first.setdefault(self.roster.having(layer)[0], []).append(layer)
+        where = "; ".join(f"{name(worker)}: layers {_numbers(layers)}" for worker, layers in sorted(first.items()))
+        lost = [f"{self.roster.replicas} replica(s)"] if self.roster.replicas else []
+        lost += [] if self._copy is None else ["this process, from its disk"]
+        return f"{self.places.describe()} ({where}; if one is lost: {', then '.join(lost) or 'the engine ends'})"
+
+    def close(self) -> None:
+        """Leaves the workers, ends those that were started for this engine, and releases everything."""
+        self._ended.set()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self.places.close()
+        self._recovery.close()  # now: what it may wait for is over
+        if self._pool is not None:
+            self._pool.close()
+        elif self._copy is not None:
+            self._copy.close()
+        self._context.destroy(linger=200)
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
+    def _having(self, key: int) -> tuple[int, ...]:
+        return self.roster.having(self.shape.split(key)[0])
+
+    def _link(self, address: str) -> Link:
+        return Link(self._context, address, self.places.secret, self._facts, self._engine, self._ended)
+
+    def _joined(self, address: str) -> Link:
+        """Returns a session with a worker; waits until it is clear that an engine that had it is gone."""
+        end = time.monotonic() + _JOIN
+        while True:
+            link = self._link(address)
+            try:
+                link.join(_JOIN)
+                return link
+            except BaseException as error:
+                link.drop()
+                if not isinstance(error, Busy) or time.monotonic() > end:
+                    raise
+            time.sleep(_AGAIN)
+
+    def _bring(self, worker: int) -> Link:
+        """Returns a tested link to a worker that was lost; called in the thread of ``Recovery``."""
+        service = self.services[worker]
+        link = self._link(self.places.again(worker))
+        try:
+            link.join(_JOIN)
+            held = link.serve(service, _STORE)
+            if len(held) < len(service.keys):
+                raise StoreError(
+                    f"spac: {name(worker)} has {len(held)} of its {len(service.keys)} experts; restart the engine to "
+                    "pack the others"
+                )
+            link.ask(Kind.FILL, _FILL)
+            self._test(worker, link)
+        except BaseException:
+            link.drop()
+            raise
+        return link
+
+    def _sampled(self, worker: int) -> _Sample:
+        """Computes a row here, with experts that the worker gives: they and its kernel are tested by it."""
+        service = self.services[worker]
+        top_k, layer = service.top_k, service.mine[0]
+        experts = allocate(self.shape.tensors, top_k, "cpu")
+        for expert in range(top_k):
+            frame = self._links[worker].ask(Kind.FETCH, _STORE, layer=self.shape.key(layer, expert))
+            for tensor_name, tensor in frame.expert(self.shape).items():
+                experts[tensor_name][expert].copy_(tensor)
+        x = torch.randn(1, service.hidden, generator=torch.Generator().manual_seed(worker)).to(self._dtype)
+        ids, weights = torch.arange(top_k, dtype=torch.int32)[None], torch.full((1, top_k), 1 / top_k)
+        return _Sample(layer, x, weights, ids, self._kernel(x, weights, ids, experts).to(x.dtype))
+
+    def _test(self, worker: int, link: Link) -> None:
+        """Raises ``ConfigError`` if the worker's output for its sample has other bits than this process's."""
+        layer, x, weights, ids, expected = self._samples[worker]
+        sizes = {"rows": 1, "hidden": x.shape[1], "top_k": ids.shape[1], "dtype": x.dtype}
+        payload = run_payload(x, weights, ids)
+        frame = link.ask(Kind.RUN, _STORE, payload, layer=layer, fingerprint=self.roster.fingerprint, **sizes)
+        if frame.header.kind != Kind.ROWS or not torch.equal(frame.rows(), expected):
+            raise ConfigError(
+                f"spac: {name(worker)} at {link.address} computes other bits than this process for the same experts; "
+                "use machines with the same processors, and the same vLLM"
+            )
+
+    def _admit(self, worker: int, link: Link) -> None:
+        self._links[worker] = link
+        self._limits = link.limits
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
+        self.roster.admit(worker, link.epoch)
+
+    def _let_go(self) -> None:
+        """Drops the links of workers that are out, and has them brought back."""
+        for worker, link in list(self._links.items()):
+            if self.roster.epoch(worker) is None:
+                logger.warning("spac: %s is lost: %s", name(worker), self.roster.why_out[worker])
+                self._poller.unregister(link.socket)
+                self._poller.unregister(link.monitor)
+                link.drop()
+                del self._links[worker]
+                if (counted := self._counts.pop(worker, None)) is not None:
+                    self._past.append(_ended(counted))
+                self._recovery.lost(worker)
+
+    def _wait(self, call: LayerCall) -> None:
+        """Takes what arrives until the next deadline."""
+        deadline = call.deadline()
+        left = 1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = {socket for socket, _ in self._poller.poll(int(1000 * left) + 1)}
+        for worker, link in self._links.items():
+            if link.socket in ready:
+                call.incoming(worker, link.receive(), time.monotonic())
+            if link.monitor in ready and link.broken:
+                call.gone(worker, "its connection ended")
+
+    def _elsewhere(self, call: LayerCall, rows: slice) -> Tensor:
+        if self._copy is None:
+            raise SpacError(
+                f"spac: no worker computes {self.shape.layers[call.layer]} ({call.blame()}), and this machine has no "
+                "copy of its experts; start the workers again and restart, or add --spac-replicas 1"
+            )
+        if self._pool is None:
+            logger.warning("spac: rows of lost workers are computed by this process, from its disk")
+            every = {"mine": tuple(range(len(self.shape.layers))), "slots": "auto"}
+            service = self.services[0].model_copy(update=every)
+            few = _LOCAL_TOKENS * self.shape.top_k * self.shape.expert_bytes
+            self._pool = ExpertPool(service, self._copy, self._kernel, few)
+        return self._pool.run(call.step, call.layer, *call.rows(rows))
+
+
+def _ended(counts: dict[str, Any]) -> dict[str, Any]:
+    """What counters add to those of a later start; sizes of memory that is gone do not."""
+    return {key: n for key, n in counts.items() if key not in ("slots", "slot_bytes", "resident")}
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    """Returns numbers for a log line, the middle of a long list left out."""
+    texts = list(map(str, layers))
+    return ", ".join(texts if len(texts) <= 6 else [*texts[:3], "…", texts[-1]])

@@ -1,0 +1,155 @@
+"""The experts of some layers over slots of their own: what a worker computes with, without vLLM's model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.cache.sizing import resolve
+from vllm_spac.core import MoEShape, RequestRows, RowKind, Step
+from vllm_spac.distributed.layer_call import Forward
+from vllm_spac.distributed.service import Service
+from vllm_spac.errors import SpacError
+from vllm_spac.execution.base import Rows
+from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.executors.base import Kernel
+from vllm_spac.knobs.types import Slots
+from vllm_spac.policies.base import PolicyContext
+from vllm_spac.tiers.base import ExpertStore, allocate
+
+
+class SomeLayers(ExpertStore):
+    """Some layers of a store, numbered from 0. Closing it closes the store.
+
+    Args:
+        store: of all layers; owned.
+        layers: numbers of the layers, ascending.
+    """
+
+    def __init__(self, store: ExpertStore, layers: Sequence[int], folder: Path | None = None) -> None:
+        names = tuple(store.shape.layers[layer] for layer in layers)
+        whole = store.shape
+        super().__init__(MoEShape(names, whole.experts, whole.top_k, whole.tensors), store.fingerprint, folder)
+        self._store, self._layers = store, tuple(layers)
+
+    def holds(self, key: int) -> bool:
+        return self._store.holds(self._key(key))
+
+    def reserve(self, experts: int) -> None:
+        self._store.reserve(experts)
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        self._store.put(self._key(key), tensors)
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        return self._store.read(self._key(key), into)
+
+    def describe(self) -> str:
+        return self._store.describe()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _key(self, key: int) -> int:
+        layer, expert = self.shape.split(key)
+        return self._store.shape.key(self._layers[layer], expert)
+
+
+class _PoolKernel:
+    """The kernel of one layer as a ``LayerKernel``: it reads ``tensors``, the slots or the layer's own experts."""
+
+    takes_slots = True
+
+    def __init__(self, kernel: Kernel, activation: str, tensors: Mapping[str, Tensor]) -> None:
+        self._kernel, self.activation, self._tensors = kernel, activation, tensors
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
+        return self._kernel(x, weights, ids, self._tensors).to(x.dtype)
+
+
+class ExpertPool:
+    """Residency, policy, loads and kernel of some layers. Called by one thread.
+
+    Args:
+        service: the layers, and the knobs.
+        store: has the experts of ``service.mine``; owned.
+        kernel: computes experts in the layout of the store.
+        free_bytes: memory that the slots may take.
+
+    Raises:
+        ConfigError: the slots do not fit, or are too few.
+        StoreError: an expert cannot be read.
+    """
+
+    def __init__(self, service: Service, store: ExpertStore, kernel: Kernel, free_bytes: int) -> None:
+        view = SomeLayers(store, service.mine)
+        self.shape = shape = view.shape
+        self._number = {layer: index for index, layer in enumerate(service.mine)}
+        slots = resolve(Slots.parse(service.slots), shape, free_bytes)
+        kind = components.find("policies", service.policy)
+        policy = components.build("policies", service.policy, kind.of, context=PolicyContext(slots, shape.top_k, None))
+        tensors = allocate(shape.tensors, slots, "cpu")
+        self._execution = SlotExecution(shape, slots, policy, view, tensors, io_threads=service.io_threads, path="disk")
+        own = (slice(i * shape.experts, (i + 1) * shape.experts) for i in range(len(shape.layers)))
+        parts = own if self._execution.holds_all else [slice(None)] * len(shape.layers)
+        self._kernels = [
+            _PoolKernel(kernel, service.activation, {name: tensor[part] for name, tensor in tensors.items()})
+            for part in parts
+        ]
+        self._step = 0
+        try:
+            for _ in self._execution.fill():
+                pass
+        except BaseException:
+            self._execution.close()
+            raise
+        self._execution.counters.reset()
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self._execution.residency.slots
+
+    def run(self, forward: Forward, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Computes rows of a layer; returns [rows, hidden] like ``x``.
+
+        Args:
+            forward: the step; one with another number than the last begins a step.
+            layer: number of the layer in the model, one of ``service.mine``.
+            x: [rows, hidden].
+            weights: [rows, top_k] float32.
+            ids: int32 [rows, top_k], experts of the layer.
+
+        Raises:
+            SpacError: the rows are none of a layer of this pool, or an expert could not be loaded.
+        """
+        number = self._number.get(layer)
+        if number is None:
+            raise SpacError(f"spac: layer {layer} is not served here")
+        if ids.shape[1] != self.shape.top_k or int(ids.min()) < 0 or int(ids.max()) >= self.shape.experts:
+            raise SpacError(f"spac: rows with experts that layer {layer} does not have")
+        self._begin(forward, len(x))
+        return self._execution.forward(number, x, weights, ids, self._kernels[number], Rows(len(x), as_routed=True))
+
+    def counts(self) -> dict[str, Any]:
+        """Returns the counters, and the sizes of fast memory, as plain data."""
+        sizes = {"slots": self.slots, "slot_bytes": self.slots * self.shape.expert_bytes}
+        return {**sizes, "resident": self._execution.residency.resident, **self._execution.snapshot()}
+
+    def close(self) -> None:
+        """Stops threads and closes the store."""
+        self._execution.close()
+
+    def _begin(self, forward: Forward, rows: int) -> None:
+        if forward.number == self._step:
+            return
+        if self._step:
+            self._execution.end_forward()
+        self._step = forward.number
+        if self._step:
+            kind = RowKind.PREFILL if forward.prompts else RowKind.DECODE
+            self._execution.begin_step(Step((RequestRows(0, rows, kind),)))

@@ -1,0 +1,117 @@
+"""Which workers are asked, and under which epoch: what a client knows between two layers. Pure, without sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_spac.distributed import schedule
+from vllm_spac.distributed.patience import Patience
+
+_MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
+
+
+@dataclass
+class Shares:
+    """What became of the rows of all layers since the start; rows are counted once per layer.
+
+    Attributes:
+        rows: rows that each worker computed.
+        lost: rows that each worker was sent and whose answer did not count, so that they were computed elsewhere.
+        elsewhere: rows that this process computed, because no worker could.
+        dropped: answers that did not count: late, repeated, damaged, or of another session.
+        joined: how often each worker was admitted.
+    """
+
+    rows: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+    elsewhere: int = 0
+    dropped: int = 0
+    joined: dict[str, int] = field(default_factory=dict)
+
+
+class Roster:
+    """The workers of one engine. Called by one thread.
+
+    Args:
+        workers: number of workers.
+        replicas: as in ``schedule.owners``.
+        fingerprint: 16 bytes, of the experts.
+        patience: makes the deadlines of a worker.
+
+    Attributes:
+        shares: counters.
+        why_out: reason for each worker that is out.
+    """
+
+    def __init__(
+        self, workers: int, replicas: int, fingerprint: bytes, patience: Callable[[], Patience] = Patience
+    ) -> None:
+        self.workers, self.replicas, self.fingerprint = workers, replicas, fingerprint
+        self.shares = Shares()
+        self.why_out: dict[int, str] = dict.fromkeys(range(workers), "it has not joined yet")
+        self._patience = patience
+        self._patiences: dict[int, Patience] = {}
+        self._epochs: dict[int, int] = {}  # of the workers that are in
+        self._failures: dict[int, int] = {}  # in a row
+        self._sequence = 0
+
+    def admit(self, worker: int, epoch: int) -> None:
+        """Asks ``worker`` from now on; answers of its earlier epochs do not count."""
+        assert worker not in self._epochs and epoch > 0
+        self._epochs[worker], self._failures[worker] = epoch, 0
+        self._patiences[worker] = self._patience()
+        self.why_out.pop(worker, None)
+        self._count(self.shares.joined, worker, 1)
+
+    def remove(self, worker: int, why: str) -> None:
+        """Asks ``worker`` no more; does nothing if it is out."""
+        if self._epochs.pop(worker, None) is not None:
+            self.why_out[worker] = why
+
+    def failed(self, worker: int, why: str) -> None:
+        """A request to ``worker`` came to nothing; two in a row remove it."""
+        if worker in self._epochs:
+            self._failures[worker] += 1
+            if self._failures[worker] >= _MOST_FAILURES:
+                self.remove(worker, why)
+
+    def answered(self, worker: int, rows: int, seconds: float) -> None:
+        """An answer of ``worker`` counted."""
+        self._failures[worker] = 0
+        self._patiences[worker].observe(rows, seconds)
+        self._count(self.shares.rows, worker, rows)
+
+    def lost(self, worker: int, rows: int) -> None:
+        """Counts rows whose answer by ``worker`` does not count."""
+        self._count(self.shares.lost, worker, rows)
+
+    def epoch(self, worker: int) -> int | None:
+        """The epoch of ``worker``; None if it is out."""
+        return self._epochs.get(worker)
+
+    def patience(self, worker: int, rows: int) -> float:
+        """As ``Patience.of``, of a worker that is in."""
+        return self._patiences[worker].of(rows)
+
+    def having(self, layer: int) -> tuple[int, ...]:
+        """The workers that have ``layer``, in or out, the one to ask first before its replicas."""
+        return schedule.owners(layer, self.workers, self.replicas)
+
+    def owners(self, layer: int) -> list[int]:
+        """Those of ``having`` that are in."""
+        return [worker for worker in self.having(layer) if worker in self._epochs]
+
+    def sequence(self) -> int:
+        """Returns the number of a new request; none is used twice."""
+        self._sequence += 1
+        return self._sequence
+
+    @staticmethod
+    def _count(counts: dict[str, int], worker: int, rows: int) -> None:
+        counts[name(worker)] = counts.get(name(worker), 0) + rows
+
+
+def name(worker: int) -> str:
+    """How a worker is called in logs and statistics."""
+    return f"worker-{worker}"

@@ -1,0 +1,285 @@
+"""An expert worker: serves some layers of one engine from a pool of its own, over zmq."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import zmq
+
+from vllm_spac.core import MoEShape
+from vllm_spac.distributed.layer_call import Forward
+from vllm_spac.distributed.pool import ExpertPool
+from vllm_spac.distributed.service import Service, difference, facts, proof, proved
+from vllm_spac.distributed.sockets import as_text, configure
+from vllm_spac.distributed.wire import (
+    Frame,
+    FrameError,
+    Header,
+    Kind,
+    Limits,
+    decode,
+    encode,
+    expert_payload,
+    raw,
+)
+from vllm_spac.errors import SpacError
+from vllm_spac.executors.base import Kernel
+from vllm_spac.tiers.base import ExpertStore, allocate
+
+logger = logging.getLogger("vllm.spac")
+
+_MOST_STRANGERS = 64  # connections that have not proved anything
+_POLL = 0.2  # seconds
+
+
+@dataclass
+class _Session:
+    """One engine.
+
+    Attributes:
+        peer: its connection.
+        engine: its own name, by which it returns with a new connection.
+    """
+
+    peer: bytes
+    engine: str
+    epoch: int
+    service: Service | None = None
+    store: ExpertStore | None = None
+    pool: ExpertPool | None = None
+    limits: Limits = Limits()
+
+
+class Worker:
+    """Answers the frames of one engine after another. All methods are called by one thread.
+
+    Args:
+        secret: what an engine must know.
+        kernel: returns the kernel that a service names.
+        store: opens the store of a shape under a fingerprint.
+        memory: bytes that slots may take.
+        host: address to bind; other machines reach only one that is not a loopback address.
+        port: 0 for any that is free.
+
+    Raises:
+        SpacError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        kernel: Callable[[Service], Kernel],
+        store: Callable[[MoEShape, str], ExpertStore],
+        memory: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self._secret, self._kernel, self._open_store, self._memory = secret, kernel, store, memory
+        self._facts = facts()
+        self._strangers: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # peer -> (its nonce, ours)
+        self._session: _Session | None = None
+        self._context = zmq.Context()
+        self._socket = configure(self._context.socket(zmq.ROUTER))
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to send to an engine that is gone is an error
+        try:
+            self.port = self._bind(host, port)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise SpacError(
+                f"spac: a worker cannot bind {host}:{port}: {error}; name another --bind or --port"
+            ) from None
+
+    def serve(self, ended: Callable[[], bool]) -> None:
+        """Answers until ``ended`` returns true, which is asked a few times per second."""
+        while not ended():
+            if self._socket.poll(int(1000 * _POLL)):
+                self.answer(self._socket.recv_multipart())
+
+    def close(self) -> None:
+        """Ends the session and closes the socket."""
+        self._end_session()
+        self._context.destroy(linger=0)
+
+    def answer(self, message: list[bytes]) -> None:
+        """Answers one message [peer, header, payload]; a damaged one, or one of nobody known, has no answer."""
+        peer, *parts = message
+        session = self._session
+        ours = session is not None and session.peer == peer
+        try:
+            frame = decode(parts, session.limits if session is not None and ours else Limits())
+        except FrameError as error:
+            logger.warning("%s; dropped", error)
+            return
+        header = frame.header
+        if header.kind in (Kind.HELLO, Kind.PROOF):
+            self._meet(peer, frame)
+        elif session is not None and ours and header.epoch == session.epoch:
+            self._serve(session, frame)
+
+    # -- who asks ------------------------------------------------------------------------------------------
+
+    def _meet(self, peer: bytes, frame: Frame) -> None:
+        try:
+            given = frame.text()
+        except FrameError:
+            return
+        if frame.header.kind == Kind.HELLO:
+            theirs, own = str(given.get("nonce"))[:64], secrets.token_hex(16)
+            self._strangers[peer] = theirs, own
+            while len(self._strangers) > _MOST_STRANGERS:
+                self._strangers.popitem(last=False)
+            answer = {"nonce": own, "proof": proof(self._secret, "worker", theirs, own)}
+            self._say(peer, frame.header, Kind.CHALLENGE, as_text({**answer, "serving": self._session is not None}))
+            return
+        theirs, own = self._strangers.pop(peer, ("", ""))
+        if not theirs or not proved(self._secret, "engine", own, theirs, given.get("proof")):
+            self._refuse(peer, frame.header, "the secret is another one")
+        elif (unlike := difference(self._facts, given.get("facts"))) is not None:
+            self._refuse(peer, frame.header, f"results could differ in bits: {unlike}")
+        elif self._busy(str(given.get("engine"))):
+            self._refuse(peer, frame.header, "it serves another engine; stop that, or start further workers", True)
+        else:
+            self._welcome(peer, frame.header, str(given.get("engine")))
+
+    def _busy(self, engine: str) -> bool:
+        """Whether another engine has the worker, and is still connected."""
+        session = self._session
+        if session is None or session.engine == engine:
+            return False
+        return self._send(session.peer, encode(Header(Kind.PROBE, session.epoch)))
+
+    def _refuse(self, peer: bytes, header: Header, why: str, busy: bool = False) -> None:
+        logger.warning("spac: an engine was refused: %s", why)
+        self._say(peer, header, Kind.REFUSED, as_text({"why": why, "busy": busy}))
+
+    def _welcome(self, peer: bytes, header: Header, engine: str) -> None:
+        epoch = 1 + secrets.randbits(63)
+        before, self._session = self._session, _Session(peer, engine, epoch)
+        if before is not None and before.engine == engine:
+            self._session = replace(before, peer=peer, epoch=epoch)  # it keeps what it has
+        elif before is not None:
+            _close(before)
+        self._say(peer, replace(header, epoch=epoch), Kind.WELCOME, as_text({}))
+
+    def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            _close(session)
+
+    # -- what it asks --------------------------------------------------------------------------------------
+
+    def _serve(self, session: _Session, frame: Frame) -> None:
+        header = frame.header
+        if header.kind == Kind.LEAVE:
+            self._end_session()
+            return
+        act = self._acts.get(header.kind)
+        try:
+            if act is None:
+                raise SpacError(f"spac: a worker is asked for {header.kind.name}")
+            kind, sizes, payload = act(self, session, frame)
+        except Exception as error:  # whatever it is, the engine is told, and computes the rows elsewhere
+            if not isinstance(error, SpacError):
+                logger.exception("spac: a worker failed")
+            why = str(error) if isinstance(error, SpacError) else f"{type(error).__name__}: {error}"
+            kind, sizes, payload = Kind.FAILED, {}, as_text({"why": why})
+        self._say(session.peer, header, kind, payload, **sizes)
+
+    def _take_service(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
+        service = Service.parse(frame.text())
+        if session.service != service or session.store is None:
+            _close(session)
+            shape = service.shape
+            session.service, session.store, session.pool = service, self._open_store(shape, service.fingerprint), None
+            session.limits = Limits(hidden=service.hidden, top_k=service.top_k, expert_bytes=shape.expert_bytes)
+        return Kind.HELD, {}, as_text({"held": [key for key in service.keys if session.store.holds(key)]})
+
+    def _put(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
+        service, store = _given(session)
+        key = frame.header.layer
+        if key not in service.keys:
+            raise SpacError(f"spac: expert {key} belongs to another worker")
+        store.put(key, frame.expert(store.shape))
+        return Kind.STORED, {}, b""
+
+    def _drop(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
+        _given(session)[1].drop(frame.header.layer)
+        return Kind.DROPPED, {}, b""
+
+    def _fill(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
+        service, store = _given(session)
+        if session.pool is None:
+            session.pool = ExpertPool(service, store, self._kernel(service), self._memory)
+        return Kind.READY, {}, as_text({"slots": session.pool.slots, "store": store.describe()})
+
+    def _fetch(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
+        _, store = _given(session)
+        tensors = {name: rows[0] for name, rows in allocate(store.shape.tensors, 1, "cpu").items()}
+        store.read(frame.header.layer, tensors)
+        return Kind.EXPERT, {}, expert_payload(store.shape, tensors)
+
+    def _run(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
+        service, _ = _given(session)
+        header = frame.header
+        if session.pool is None or header.fingerprint != service.digest or header.hidden != service.hidden:
+            raise SpacError("spac: a worker is asked for rows of experts that it does not serve")
+        x, pairs = frame.rows(), frame.pairs()
+        out = session.pool.run(Forward(header.step, header.prompts), header.layer, x, *pairs)
+        sizes = {"rows": len(out), "hidden": out.shape[1], "dtype": out.dtype}
+        return Kind.ROWS, sizes, raw(out)
+
+    def _count(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
+        return Kind.COUNTS, {}, as_text({} if session.pool is None else session.pool.counts())
+
+    _acts: dict[Kind, Callable[[Worker, _Session, Frame], tuple[Kind, dict[str, Any], bytes]]] = {
+        Kind.SERVE: _take_service,
+        Kind.PUT: _put,
+        Kind.DROP: _drop,
+        Kind.FILL: _fill,
+        Kind.FETCH: _fetch,
+        Kind.RUN: _run,
+        Kind.STATS: _count,
+    }
+
+    # -- frames --------------------------------------------------------------------------------------------
+
+    def _say(self, peer: bytes, asked: Header, kind: Kind, payload: bytes, **sizes: Any) -> None:
+        """Answers ``asked``: the same session, step, layer, sequence and fingerprint."""
+        repeated = (asked.epoch, asked.step, asked.sequence, asked.layer)
+        header = Header(kind, *repeated, fingerprint=asked.fingerprint, **sizes)
+        self._send(peer, encode(header, payload))
+
+    def _send(self, peer: bytes, message: tuple[bytes, bytes]) -> bool:
+        """Sends a frame; returns whether the peer is connected."""
+        try:
+            self._socket.send_multipart([peer, *message])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _bind(self, host: str, port: int) -> int:
+        if port:
+            self._socket.bind(f"tcp://{host}:{port}")
+            return port
+        return self._socket.bind_to_random_port(f"tcp://{host}")
+
+
+def _given(session: _Session) -> tuple[Service, ExpertStore]:
+    if session.service is None or session.store is None:
+        raise SpacError("spac: a worker is asked before it was told what to serve")
+    return session.service, session.store
+
+
+def _close(session: _Session) -> None:
+    if session.pool is not None:
+        session.pool.close()  # and the store
+    elif session.store is not None:
+        session.store.close()
+    session.pool = session.store = session.service = None

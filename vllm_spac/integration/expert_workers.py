@@ -1,0 +1,131 @@
+"""Expert workers of an engine: what they serve of a model, where they are, and what cannot be served by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_spac import components
+from vllm_spac.config import SpacConfig
+from vllm_spac.core import MoEShape
+from vllm_spac.distributed import ray_cluster, schedule
+from vllm_spac.distributed.client import WorkerClient
+from vllm_spac.distributed.places import Places, RunningWorkers
+from vllm_spac.distributed.processes import Processes
+from vllm_spac.distributed.service import Service
+from vllm_spac.distributed.store import WorkerStore
+from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.integration.layers import cpu_kernel
+from vllm_spac.system import cpu_affinity
+from vllm_spac.system.untrusted import path_of
+from vllm_spac.tiers.base import ExpertStore
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_spac.integration.layers.managed_experts import ManagedExperts
+
+
+def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yields (whether it is in use, the option, what to do instead) for what workers cannot serve."""
+    if config.executor == "local":
+        return
+    from vllm.platforms import current_platform
+
+    model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    named, local = f"executor={config.executor} (--spac-executor)", "use --spac-executor local"
+    yield not current_platform.is_cpu(), f"{named} on a GPU (workers run vLLM's CPU kernel)", local
+    yield model.quantization is not None, f"{named} with quantised experts", local
+    yield ranks > 1, f"{named} with --tensor-parallel-size {ranks}", "use one of them"
+
+
+def check_shapes(config: SpacConfig, shapes: Sequence[MoEShape]) -> None:
+    """Refuses layers of several shapes, and more workers than layers."""
+    if len(shapes) != 1:
+        raise ConfigError(
+            f"spac: executor={config.executor} (--spac-executor) needs MoE layers of one shape, this model has "
+            f"{len(shapes)}; use --spac-executor local"
+        )
+
+
+def store(
+    config: SpacConfig, vllm_config: VllmConfig, shape: MoEShape, layer: ManagedExperts, fingerprint: str, free: int
+) -> WorkerStore:
+    """Starts or reaches the workers, and opens the store that they are.
+
+    Args:
+        config, vllm_config: of the engine.
+        shape: of all MoE layers.
+        layer: one of them, whose kernel is built.
+        fingerprint: of the packed experts.
+        free: bytes that experts may take on this machine.
+
+    Raises:
+        SpacError: a worker cannot be started, reached or used.
+    """
+    isa = cpu_kernel.isa_of(layer)
+    if isa is None or layer.apply_router_weight_on_input:
+        raise UnsupportedError(
+            f"spac: executor={config.executor} (--spac-executor) needs vLLM's fused CPU kernel, and {layer.layer_name} "
+            "runs in another; use --spac-executor local"
+        )
+    places, client = _places(config, free), None
+    try:
+        count = len(places.addresses()) if config.workers is None else config.workers
+        _check_count(config, count, len(shape.layers))
+        knobs = {"slots": config.slots, "policy": config.policy, "io_threads": config.io_threads}
+        kind = {"activation": layer.activation.value, "isa": isa, "hidden": layer.moe_config.hidden_dim}
+        layers = [schedule.layers_of(worker, len(shape.layers), count, config.replicas) for worker in range(count)]
+        services = [Service.of(shape, fingerprint, mine, **knobs, **kind) for mine in layers]
+        kernel = cpu_kernel.named(isa, layer.activation.value)
+        client = WorkerClient(
+            places,
+            services,
+            config.replicas,
+            kernel,
+            vllm_config.model_config.dtype,
+            lambda: _copy(config, shape, fingerprint),
+        )
+        return WorkerStore(shape, fingerprint, client)
+    except BaseException:
+        (places if client is None else client).close()
+        raise
+
+
+def _places(config: SpacConfig, free: int) -> Places:
+    """Returns where the workers are; those of this machine share its CPUs with the engine, and ``free`` bytes."""
+    if config.executor == "processes" and config.cluster is not None:
+        return RunningWorkers(path_of(config.cluster), config.workers)
+    assert config.workers is not None
+    arguments = ["--disk-dir", str(config.folder)]
+    if config.executor == "ray" and config.cluster is not None:
+        return ray_cluster.RayWorkers(config.workers, arguments, config.cluster)
+    threads = max(1, len(cpu_affinity.cpus()) // (config.workers + 1))
+    arguments += ["--memory", str(max(0, free) // config.workers), "--threads", str(threads)]
+    if config.executor == "ray":
+        return ray_cluster.RayWorkers(config.workers, arguments, None)
+    return Processes(config.workers, arguments)
+
+
+def _check_count(config: SpacConfig, count: int, layers: int) -> None:
+    if count > layers:
+        raise ConfigError(
+            f"spac: {count} workers (--spac-workers) for {layers} MoE layers: a worker has at least one; use "
+            f"--spac-workers {layers}"
+        )
+    if config.replicas >= count:
+        raise ConfigError(
+            f"spac: replicas={config.replicas} (--spac-replicas) are other workers, and there are {count}; use at most "
+            f"--spac-replicas {count - 1}"
+        )
+
+
+def _copy(config: SpacConfig, shape: MoEShape, fingerprint: str) -> ExpertStore | None:
+    """Opens the experts on this machine's disk, if all are packed there, as they are where workers share it."""
+    if not (config.folder / fingerprint).is_dir():
+        return None
+    found = components.build("tiers", "disk", shape=shape, fingerprint=fingerprint, folder=config.folder)
+    if all(map(found.holds, range(shape.total))):
+        return found
+    found.close()
+    return None

