@@ -161,7 +161,8 @@ def predictors(fingerprint: str, layers: int) -> PredictorFile:
     counts = torch.ones(layers, 16, dtype=torch.int64)
     identity = Identity(fingerprint, fingerprint, tuple(map(str, range(layers))))
     sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1, words=1)
-    return PredictorFile(identity, sizes, 1, {"frequency": {"counts": counts}}, {"gate": "no router"})
+    tensors, recall = {"frequency": {"counts": counts}}, {"frequency": {"step": [(0.25, 0.5)] * layers}}
+    return PredictorFile(identity, sizes, 1, tensors, {"gate": "no router"}, recall)
 
 
 @pytest.fixture
