@@ -13,7 +13,7 @@ from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
 from vllm_spac.knobs import rules
-from vllm_spac.knobs.types import ALPHA, EXTRA, STEPS, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
+from vllm_spac.knobs.types import ALPHA, AUTO, EXTRA, STEPS, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
 from vllm_spac.speculation.trees import shape
 from vllm_spac.speculation.trees.shape import MOST_NODES, TreeShape
 from vllm_spac.system.machine import DISK_DIR
@@ -58,13 +58,14 @@ class SpacConfig(BaseModel):
     prefetch: Annotated[
         str,
         ComponentName(
-            "predictors", "predictor", ("off",), arguments=True, settings=("threshold", "depth", "background")
+            "predictors", "predictor", ("off", AUTO), arguments=True, settings=("threshold", "depth", "background")
         ),
     ] = Field(
         "off",
         description="Prefetch experts in the background: utility, those with the highest utility over past steps; a "
-        "predictor of predictor_file, those that it expects in the next layers, on a CPU; off, none. Further "
-        "arguments: threshold, depth and background.",
+        "predictor of predictor_file, those that it expects in the next layers, on a CPU; auto, the predictor of the "
+        "file that was right most often, or none where that cannot pay; off, none. Further arguments: threshold, depth "
+        "and background.",
     )
     predictor_file: SomePath = Field(
         None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."
@@ -115,7 +116,9 @@ class SpacConfig(BaseModel):
         "(MoE-SpAc's).",
     )
     profile: SomePath = Field(
-        None, description="Costs for the balancer, a file of vllm-spac profile. Default: measured at start-up."
+        None,
+        description="Costs for the balancer and prefetch=auto, a file of vllm-spac profile. Default: measured at "
+        "start-up.",
     )
     cpu_kernel: Annotated[str | None, ComponentName("executors", "CPU kernel")] = Field(
         None,
@@ -240,6 +243,11 @@ class SpacConfig(BaseModel):
     def store_class_on(self, device: str) -> type[ExpertStore]:
         """Class of the store that ``store_on`` names."""
         return components.find("tiers", self.store_on(device))
+
+    @property
+    def named_prefetch(self) -> str:
+        """The predictor that ``prefetch`` names; ``off`` while ``auto`` has not chosen one."""
+        return "off" if self.prefetch == AUTO else self.prefetch
 
     @property
     def prefetch_share(self) -> float:

@@ -264,7 +264,7 @@ def test_a_predictor_that_looks_at_layers_needs_the_host(moe, outside, monkeypat
 
 
 def test_a_predictor_is_of_this_model(tmp_path):
-    from vllm_spac.integration.loading import assembly
+    from vllm_spac.integration.loading import ahead
 
     path = tmp_path / "p"
     predictors("f" * 32, 2).save(path)
@@ -272,7 +272,7 @@ def test_a_predictor_is_of_this_model(tmp_path):
 
     def built(name: str, shapes: list[MoEShape], model: str = "f" * 32):
         config = SpacConfig.parse({"prefetch": name, "predictor_file": str(path)})
-        return assembly.predictor(config, shapes, lambda: model)
+        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model))
 
     assert built("frequency@depth=3", [shape]).sizes.layers == 2
     for wrong, says in (
@@ -284,7 +284,10 @@ def test_a_predictor_is_of_this_model(tmp_path):
     ):
         with pytest.raises(ConfigError, match=says):
             built(*wrong)
-    assert assembly.predictor(SpacConfig.parse({}), [shape], lambda: "") is None
+    assert ahead.predictors(SpacConfig.parse({}), [shape], lambda: "") is None
+    auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": str(path)})
+    file = ahead.predictors(auto, [shape], lambda: "f" * 32)
+    assert file is not None and ahead.predictor(auto, file) is None, "it is chosen later"
 
 
 @pytest.mark.parametrize("value", [5, None, [], "25%", True], ids=repr)

@@ -317,6 +317,9 @@ def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
         ),
         ({"predictor_file": "/x"}, r"no effect with prefetch=off \(--spac-prefetch\); add --spac-prefetch linear"),
         ({"predictor_file": "/x", "prefetch": "utility"}, "no effect with prefetch=utility"),
+        ({"prefetch": "auto"}, r"prefetch=auto .* needs predictor_file \(--spac-predictor-file FILE\)"),
+        ({"prefetch": "auto@depth=2", "predictor_file": "/x"}, "no predictor is called 'auto'"),
+        ({"prefetch": "linear", "predictor_file": "/x", "profile": "/y"}, "add --spac-cpu-experts auto"),
         ({"soft_pins": "on"}, r"soft_pins=on \(--spac-soft-pins\) has no effect with prefetch=off"),
         ({"soft_pins": "off", "prefetch": "utility@upper=1"}, "utility@upper=1 .* does not look at layers"),
         ({"soft_pins": "maybe"}, "'on' or 'off'"),
@@ -339,6 +342,8 @@ def test_knobs_of_the_prefetcher() -> None:
     config = SpacConfig.parse(raw)
     assert (config.prefetch_share, config.soft_pins, str(config.predictor_file)) == (0.25, "off", "/x")
     assert SpacConfig.parse({}).prefetch_share == 0.1
+    auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": "/x", "profile": "/y", "soft_pins": "off"})
+    assert (auto.prefetch, auto.named_prefetch, config.named_prefetch) == ("auto", "off", "linear@depth=4")
 
 
 def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_spac import components
-from vllm_spac.knobs.types import flag
+from vllm_spac.knobs.types import AUTO, flag
 
 # Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
 _OF_EXECUTION = {
@@ -116,9 +116,10 @@ def _check_calibration(config: Any) -> None:
 
 def _check_prefetch(config: Any) -> None:
     named, off = f"prefetch={config.prefetch} (--spac-prefetch)", config.prefetch == "off"
-    kind = None if off else components.find("predictors", config.prefetch)
-    trained = kind is not None and kind.needs_file
-    looks = kind is not None and kind.looks_at_layers()
+    auto = config.prefetch == AUTO
+    kind = None if off or auto else components.find("predictors", config.prefetch)
+    trained = auto or (kind is not None and kind.needs_file)
+    looks = auto or (kind is not None and kind.looks_at_layers())
     if trained and config.predictor_file is None:
         raise ValueError(
             f"{named} needs predictor_file (--spac-predictor-file FILE); write the file with "
@@ -156,7 +157,8 @@ def _check_cpu_experts(config: Any) -> None:
             f"cpu_experts=auto (--spac-cpu-experts) lets the balancer decide, and balancer={config.balancer} "
             "(--spac-balancer) computes none; use --spac-balancer waterfill, or --spac-cpu-experts off"
         )
-    for name, given in (("balancer", decides), ("profile", config.profile is not None)):
+    weighed = config.profile is not None and config.prefetch != AUTO
+    for name, given in (("balancer", decides), ("profile", weighed)):
         if config.cpu_experts != "auto" and given:
             raise ValueError(
                 f"{name} ({flag(name)}) decides nothing with cpu_experts={config.cpu_experts}; "
