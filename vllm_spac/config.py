@@ -207,6 +207,12 @@ class SpacConfig(BaseModel):
         le=1,
         description=f"With budget_votes=path, the power of that probability: 0 equals uniform. Default: {ALPHA:g}.",
     )
+    speculate: Literal["off", "restricted", "predicted"] = Field(
+        "off",
+        description="LOSSY: decoding rows run experts by a prediction that the predictor of prefetch makes one layer "
+        "earlier: predicted, those that it names, with predicted weights, whatever the router chooses; restricted, the "
+        "router's choice among the first 2k that it names and those in fast memory.",
+    )
     calibration: SomePath = Field(
         None,
         description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
@@ -283,6 +289,7 @@ class SpacConfig(BaseModel):
             when=self.budget_when,
             votes=self.budget_votes,
             votes_alpha=ALPHA if self.budget_votes_alpha is None else self.budget_votes_alpha,
+            speculate=self.speculate,
         )
 
     @classmethod

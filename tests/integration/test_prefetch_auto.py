@@ -26,7 +26,7 @@ SHAPE = MoEShape(("0", "1"), 16, 4, {"w": TensorSpec((8,), torch.float32)})
 PROFILE = {
     "format": "spac-profile-1",
     "name": "here",
-    "provenance": {"how": "measured", "source": "a test", "expert_bytes": 1, "store": "disk"},
+    "provenance": {"how": "measured", "source": "a test", "expert_bytes": SHAPE.expert_bytes, "store": "disk"},
     "fast": {"bytes_per_second": 32000.0},
     "load": {"bytes_per_second": 32000.0},
     "cpu": {"bytes_per_second": 1.0},
@@ -119,11 +119,14 @@ def test_a_profile_of_another_machine_is_not_used_and_that_is_said(slots: SlotEx
 
 def test_a_profile_of_this_machine_is(slots: SlotExecution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead.Costs, "_check_machine", lambda *given: None)
-    monkeypatch.setattr(ahead.Costs, "check_experts", lambda *given: None)
+    monkeypatch.setattr(ahead, "ExpertSize", SimpleNamespace(of=lambda nbytes: SimpleNamespace(nbytes=nbytes)))
     (tmp_path / "p.json").write_text(json.dumps(PROFILE))
     costs = ahead._costs(config(profile=str(tmp_path / "p.json")), slots, LAYER, "disk")
     assert costs.compute == pytest.approx(8 * 0.001 + 0.001) and costs.loads == pytest.approx(8 * 0.75 * 0.001)
     assert costs.origin == f" ({tmp_path / 'p.json'})"
+    assert (
+        "measured now, because" in ahead._costs(config(profile=str(tmp_path / "p.json")), slots, LAYER, "host").origin
+    )
 
 
 def test_nothing_is_measured_where_every_expert_has_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:

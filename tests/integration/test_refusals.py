@@ -372,6 +372,11 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             EXPERTS,
             "experts of all ranks.*--spac-prefetch utility",
         ),
+        (
+            {"speculate": "restricted", "prefetch": "linear", "predictor_file": __file__},
+            {},
+            "speculate=restricted .* with --tensor-parallel-size 2 .*; drop --spac-speculate",
+        ),
         ({"slots": "9"}, EXPERTS, "more than the 8 experts of a layer"),
         ({}, EXPERTS | {"tensor_parallel_size": 3}, "16 experts for 3 ranks is not supported; drop it"),
         ({}, EXPERTS | {"tensor_parallel_size": 8}, "2 experts per rank, fewer than the 4 of a token"),

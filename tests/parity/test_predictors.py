@@ -85,6 +85,47 @@ def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None
     assert stats["prefetch_hits"] > 100 and stats["prefetch_hits"] > 0.5 * stats["prefetches"]
     needed = stats["loads"] + stats["prefetch_hits"] - stats["prefetch_harmful"]
     assert stats["loads"] + stats["prefetches"] <= 1.1 * needed, stats
+    assert stats["prefetch_stops"] == 0
+
+
+def test_speculated_execution(trained: Path) -> None:
+    """Exact until it is switched on and after; the true router among predicted experts drops less than predictions."""
+    spac = {"slots": "25%", "disk_dir": str(trained), "predictor_file": str(trained / "p.safetensors")}
+    with engines.engine(MODELS / "target", spac | {"prefetch": "linear"}, enable_prefix_caching=False) as llm:
+        exact, same, dropped = engines.say(llm), {}, {}
+        for mode in ("restricted", "predicted"):
+            llm.collective_rpc("spac_budget", args=({"speculate": mode},))
+            before = vllm_spac.stats(llm)["workers"][0]
+            said = engines.say(llm)
+            after = vllm_spac.stats(llm)["workers"][0]
+            assert before["mode"] == "lossy"
+            rows, lost = (after["budget"][name] - before["budget"][name] for name in ("rows", "dropped_weight"))
+            assert rows > 0 and rows % (LAYERS - 1) == 0, "nothing is predicted of the first layer"
+            dropped[mode] = lost / rows
+            pairs = [pair for ours, theirs in zip(said, exact, strict=True) for pair in zip(ours, theirs, strict=True)]
+            same[mode] = sum(one == other for one, other in pairs) / len(pairs)
+            assert [ours[0] for ours in said] == [theirs[0] for theirs in exact], "prompts are not speculated"
+        assert 0 < dropped["restricted"] < dropped["predicted"] < 0.5 and same["restricted"] > 0.5, (dropped, same)
+        llm.collective_rpc("spac_budget", args=({},))
+        assert engines.say(llm) == exact
+
+
+@pytest.mark.full
+def test_quality_of_speculated_execution(trained: Path) -> None:
+    said = vllm_spac_command(
+        *("quality", MODELS / "target", "--prompts", trained / "held.jsonl", "--speculate", "restricted,predicted"),
+        *("--predictor", trained / "p.safetensors", "--slots", "25%", "--disk-dir", trained, "--window", "5"),
+        *("--generate", "2", "--new-tokens", "16", "--output", trained / "quality", *ENGINE),
+    )
+    results = json.loads((trained / "quality" / "quality.json").read_text())
+    restricted, predicted = results["points"]
+    assert (restricted["coverage"], predicted["coverage"]) == ("restricted", "predicted")
+    assert 0 < restricted["kl"] < predicted["kl"] and restricted["dropped"] < predicted["dropped"]
+    assert 1 > restricted["agreement"] > predicted["agreement"] > 0.5
+    exact, *ours = results["generation"]
+    assert exact["equal"] == 1 and [each["coverage"] for each in ours] == ["restricted", "predicted"]
+    assert all(each["bytes_per_token"] > 0 for each in results["generation"])
+    assert "generation with speculated execution, predicted:" in said
 
 
 def test_predictors_of_another_model_are_refused(trained: Path) -> None:

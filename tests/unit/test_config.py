@@ -337,6 +337,39 @@ def test_knobs_of_the_prefetcher_that_cannot_be(raw: dict, match: str) -> None:
         SpacConfig.parse(raw)
 
 
+SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file": "/x"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        ({"speculate": "on"}, "'off', 'restricted' or 'predicted'"),
+        (
+            {"speculate": "predicted"},
+            r"predicted \(--spac-speculate\) needs a predictor .*prefetch=off .*add --spac-pref",
+        ),
+        (
+            {"speculate": "predicted", "prefetch": "utility"},
+            "prefetch=utility .* names none; add --spac-prefetch linear",
+        ),
+        (SPECULATES | {"prefetch": "auto"}, "prefetch=auto .* names none"),
+        (SPECULATES | {"budget": 8}, r"and budget \(--spac-budget\) both choose .*; drop one of them"),
+        (SPECULATES | {"budget_mass": 0.9}, r"and budget_mass \(--spac-budget-mass\) both choose"),
+        (SPECULATES | {"tree": 8}, "was not tried with draft trees; drop --spac-tree"),
+        ({"speculate": "predicted", "execution": "pointers"}, "execution=pointers .*; drop --spac-speculate"),
+    ],
+    ids=str,
+)
+def test_speculated_execution_that_cannot_be(raw: dict, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        SpacConfig.parse(raw)
+
+
+def test_speculated_execution_is_a_setting_of_the_budget() -> None:
+    assert SpacConfig.parse(SPECULATES).budget_settings(None).speculate == "restricted"
+    assert not SpacConfig.parse({}).budget_settings(None).active
+
+
 def test_knobs_of_the_prefetcher() -> None:
     raw = {"prefetch": "linear@depth=4", "predictor_file": "/x", "soft_pins": "off", "prefetch_extra": "0.25"}
     config = SpacConfig.parse(raw)

@@ -76,7 +76,7 @@ class SlotExecution(Execution):
     needs_host: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
-    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch", "speculate"})
 
     def __init__(
         self,

@@ -22,6 +22,11 @@ _OF_EXECUTION = {
         "host_memory (--spac-host-memory) holds experts between slots and disk, and execution={execution} "
         "(--spac-execution) reads none from a disk; drop --spac-host-memory",
     ),
+    "speculate": (
+        ("off",),
+        "speculate (--spac-speculate) decides before a layer's experts are loaded, and execution={execution} "
+        "(--spac-execution) loads none before it runs; drop --spac-speculate",
+    ),
     "staging": (
         ("auto", "off"),
         "staging (--spac-staging) applies to execution=pointers only: with slots, prompts pass through the slots; "
@@ -141,6 +146,22 @@ def _check_prefetch(config: Any) -> None:
         )
 
 
+def _check_speculate(config: Any) -> None:
+    if config.speculate == "off":
+        return
+    named = f"speculate={config.speculate} (--spac-speculate)"
+    if given := [name for name in ("budget", "budget_mass", "budget_file") if getattr(config, name) is not None]:
+        raise ValueError(f"{named} and {given[0]} ({flag(given[0])}) both choose a layer's experts; drop one of them")
+    if config.tree:
+        raise ValueError(f"{named} was not tried with draft trees; drop --spac-tree")
+    off = config.prefetch in ("off", AUTO)
+    if off or not components.find("predictors", config.prefetch).needs_file:
+        raise ValueError(
+            f"{named} needs a predictor that looks one layer ahead, and prefetch={config.prefetch} (--spac-prefetch) "
+            "names none; add --spac-prefetch linear --spac-predictor-file FILE"
+        )
+
+
 def _check_trace(config: Any) -> None:
     if config.trace_overwrite and config.trace is None:
         raise ValueError("trace_overwrite (--spac-trace-overwrite) replaces nothing without --spac-trace FILE")
@@ -175,6 +196,7 @@ _RULES = (
     _check_host_memory,
     _check_calibration,
     _check_prefetch,
+    _check_speculate,
     _check_trace,
     _check_cpu_experts,
 )

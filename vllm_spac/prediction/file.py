@@ -210,8 +210,9 @@ def _recall(text: str, names: Sequence[str], sizes: Sizes) -> dict[str, Recalls]
 
 def _is_recall(value: object) -> bool:
     """Whether it is a list of R@k and R@2k."""
-    numbers = isinstance(value, list) and len(value) == 2 and all(type(each) in (int, float) for each in value)
-    return numbers and 0 <= value[0] <= value[1] <= 1
+    if not isinstance(value, list) or len(value) != 2 or any(type(each) not in (int, float) for each in value):
+        return False
+    return bool(0 <= value[0] <= value[1] <= 1)
 
 
 def flat(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

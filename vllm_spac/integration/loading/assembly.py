@@ -29,6 +29,7 @@ from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.knobs.types import STEPS
 from vllm_spac.policies.base import Policy, PolicyContext
+from vllm_spac.predictors.base import Predictor
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import serving_rates
@@ -57,6 +58,7 @@ def budget(
     layers: Sequence[ManagedExperts],
     device: torch.device,
     model: Callable[[], str],
+    predictor: Predictor | None,
 ) -> BudgetControl:
     """Builds the budget's control with the configured budget; possible before any weight is loaded.
 
@@ -65,6 +67,7 @@ def budget(
         layers: the managed layers, in the order of execution.
         device: device of the routers' scores.
         model: returns the fingerprint of the weights, which may take long; called only if a file must match it.
+        predictor: trained, if ``prefetch`` names one.
 
     Raises:
         ConfigError: a file is of another model, or the budget does not fit a layer.
@@ -81,12 +84,18 @@ def budget(
             bound = read_budgets(config.budget_file, name, names, experts)
     several = vllm_config.parallel_config.tensor_parallel_size > 1
     control = BudgetControl(
-        known, calibration, device=device, unweighted=drafts.unweighted(vllm_config), ranks_differ=several
+        known,
+        calibration,
+        device=device,
+        unweighted=drafts.unweighted(vllm_config),
+        ranks_differ=several,
+        predictor=predictor if predictor is not None and predictor.reach else None,
     )
     control.change(config.budget_settings(bound))
     if graphs.hold_budget(config):
         control.hold_in_graphs(graphs.most_rows(vllm_config))
-    if control.active and config.budget_when == "verify" and vllm_config.speculative_config is None:
+    bounded = control.active and config.speculate == "off"
+    if bounded and config.budget_when == "verify" and vllm_config.speculative_config is None:
         logger.warning(
             "spac: the budget applies to verify steps and this engine does not speculate, so it has no effect; "
             "add --speculative-config or --spac-budget-when decode"
@@ -254,9 +263,9 @@ def one_row(execution: Execution, layer: ManagedExperts) -> tuple[tuple[Tensor, 
     top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
     row = x, torch.full((1, top_k), 1 / top_k), torch.arange(top_k, dtype=torch.int32)[None]
-    there = [tensor.to(layer.spac.device) for tensor in row]
+    there, routed, chosen = (tensor.to(layer.spac.device) for tensor in row)
     rows = Rows(1, as_routed=True)
-    return row, partial(execution.forward, layer.spac_index, *there, layer.spac_kernel, rows)
+    return row, partial(execution.forward, layer.spac_index, there, routed, chosen, layer.spac_kernel, rows)
 
 
 def _balancer(

@@ -116,7 +116,8 @@ class ModelExperts:
         routers.install(model, self._layers)
         self._predictors = ahead.predictors(self.config, self._shapes, self.model_name)
         self._predictor = ahead.predictor(self.config, self._predictors)
-        self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device, self.model_name)
+        args = self.config, self.vllm_config, self._layers, self.device, self.model_name, self._predictor
+        self._budget = assembly.budget(*args)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         working = fast_memory.working(self.vllm_config, self.device, {layer.spac_widths for layer in self._layers})
         if self.config.parsed_slots == Slots():
