@@ -82,6 +82,7 @@ def rendered() -> Values:
         budgets,
         predictors,
         recall,
+        shadow,
         executions,
         papers,
         reuse_of_experts,
@@ -412,6 +413,27 @@ def recall() -> Values:
         "recall.files": str(content["texts"]["held-out"]["files"]),
         "recall.training": f"{content['texts']['training']['tokens']:,}",
         "recall.slots": str(content["slots_percent"]),
+    }
+
+
+def shadow() -> Values:
+    content = result("toy_shadow")
+    models = content["models"]
+    pairs = [tuple(name.split(", ")) for name in models["flat"]]
+    copies, periods = (list(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
+    found = [(model, copy) for model in models for copy in copies]
+    lines = [
+        [period, *(_percent(models[model][f"{copy}, {period}"]["recall_at_k"]) for model, copy in found)]
+        for period in periods
+    ]
+    last = [models[model][f"int8, {periods[-1]}"]["by_token"][-1] for model in models]
+    texts = content["texts"]
+    return {
+        "shadow": table(("aligned every", *(f"{model}: {copy}" for model, copy in found)), lines),
+        "shadow.files": str(texts["files"]),
+        "shadow.written": str(texts["written"]),
+        "shadow.block": str(content["block"]),
+        "shadow.decayed": _range(100 * each for each in last),
     }
 
 

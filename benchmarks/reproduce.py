@@ -258,6 +258,12 @@ FIGURES = {
         ("python benchmarks/toy/predictors.py",),
         minutes=10,
     ),
+    "shadow": Figure(
+        "Results: a quantised copy as a shadow",
+        ("toy_shadow.json",),
+        ("python benchmarks/toy/shadow.py",),
+        minutes=5,
+    ),
     "executions": Figure(
         "Pointers: what ways to reach experts take, calculated",
         ("toy_executions.json", "toy_executions.png"),

@@ -13,7 +13,7 @@ from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
 from vllm_spac.knobs import rules
-from vllm_spac.knobs.types import ALPHA, EXTRA, STEPS, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
+from vllm_spac.knobs.types import ALPHA, AUTO, EXTRA, STEPS, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
 from vllm_spac.speculation.trees import shape
 from vllm_spac.speculation.trees.shape import MOST_NODES, TreeShape
 from vllm_spac.system.machine import DISK_DIR
@@ -58,13 +58,14 @@ class SpacConfig(BaseModel):
     prefetch: Annotated[
         str,
         ComponentName(
-            "predictors", "predictor", ("off",), arguments=True, settings=("threshold", "depth", "background")
+            "predictors", "predictor", ("off", AUTO), arguments=True, settings=("threshold", "depth", "background")
         ),
     ] = Field(
         "off",
         description="Prefetch experts in the background: utility, those with the highest utility over past steps; a "
-        "predictor of predictor_file, those that it expects in the next layers, on a CPU; off, none. Further "
-        "arguments: threshold, depth and background.",
+        "predictor of predictor_file, those that it expects in the next layers, on a CPU; auto, the predictor of the "
+        "file that was right most often, or none where that cannot pay; off, none. Further arguments: threshold, depth "
+        "and background.",
     )
     predictor_file: SomePath = Field(
         None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."
@@ -115,7 +116,9 @@ class SpacConfig(BaseModel):
         "(MoE-SpAc's).",
     )
     profile: SomePath = Field(
-        None, description="Costs for the balancer, a file of vllm-spac profile. Default: measured at start-up."
+        None,
+        description="Costs for the balancer and prefetch=auto, a file of vllm-spac profile. Default: measured at "
+        "start-up.",
     )
     cpu_kernel: Annotated[str | None, ComponentName("executors", "CPU kernel")] = Field(
         None,
@@ -228,6 +231,12 @@ class SpacConfig(BaseModel):
         le=1,
         description=f"With budget_votes=path, the power of that probability: 0 equals uniform. Default: {ALPHA:g}.",
     )
+    speculate: Literal["off", "restricted", "predicted"] = Field(
+        "off",
+        description="LOSSY: decoding rows run experts by a prediction that the predictor of prefetch makes one layer "
+        "earlier: predicted, those that it names, with predicted weights, whatever the router chooses; restricted, the "
+        "router's choice among the first 2k that it names and those in fast memory.",
+    )
     calibration: SomePath = Field(
         None,
         description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
@@ -271,6 +280,11 @@ class SpacConfig(BaseModel):
         return components.find("tiers", self.store_on(device))
 
     @property
+    def named_prefetch(self) -> str:
+        """The predictor that ``prefetch`` names; ``off`` while ``auto`` has not chosen one."""
+        return "off" if self.prefetch == AUTO else self.prefetch
+
+    @property
     def prefetch_share(self) -> float:
         """Share of the loads that layers need which prefetches may add."""
         return EXTRA if self.prefetch_extra is None else self.prefetch_extra
@@ -304,6 +318,7 @@ class SpacConfig(BaseModel):
             when=self.budget_when,
             votes=self.budget_votes,
             votes_alpha=ALPHA if self.budget_votes_alpha is None else self.budget_votes_alpha,
+            speculate=self.speculate,
         )
 
     @classmethod

@@ -43,6 +43,7 @@ class Counters:
         prefetch_wasted: prefetches that were evicted unused.
         prefetch_harmful: experts that a layer had to load because a prefetch, unused until then, had evicted them.
         prefetch_failed: prefetch reads that failed; the expert is read again when it is needed.
+        prefetch_stops: times that ``prefetch=auto`` stopped reading ahead because it did not pay.
         cpu_experts: distinct experts per layer and forward that were computed on the CPU, from the store's memory.
         cpu_rows: (row, expert) pairs computed on the CPU.
         cpu_wait_seconds: time that layers waited for the CPU after their part in fast memory was done.
@@ -62,6 +63,7 @@ class Counters:
     prefetch_wasted: int = 0
     prefetch_harmful: int = 0
     prefetch_failed: int = 0
+    prefetch_stops: int = 0
     cpu_experts: int = 0
     cpu_rows: int = 0
     cpu_wait_seconds: float = 0.0
@@ -82,7 +84,7 @@ class Counters:
 # Of several ranks: bytes add up; steps and seconds are those of all ranks at once; experts are the same ones if each
 # rank holds a part of every expert, and different ones if each holds some of them.
 _BYTES = {"bytes", "slot_bytes"}
-_AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds"}
+_AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds", "prefetch_stops"}
 _EXPERTS = {
     *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),
     *("prefetches", "prefetch_hits", "prefetch_late", "prefetch_wasted", "prefetch_harmful", "prefetch_failed"),

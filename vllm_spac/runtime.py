@@ -141,7 +141,9 @@ class Runtime:
         rows = self._rows
         for listener in self.listeners:
             listener.route(layer, hidden[:rows], logits[:rows], weights[:rows], ids[:rows])
-        return self.budget.apply(layer, logits, weights, ids, self._step) if self.budget.active else (weights, ids)
+        if not self.budget.active:
+            return weights, ids
+        return self.budget.apply(layer, logits, weights, ids, self._step, hidden=hidden)
 
     def captured(self) -> None:
         """Called while a layer is captured into a CUDA graph; replays do not run this method.
@@ -253,7 +255,8 @@ class Runtime:
     @property
     def looks_at_tokens(self) -> bool:
         """Whether ``begin_step`` must be passed the tokens of the rows."""
-        return any(Signal.TOKENS in execution.looks_at for execution in self.executions)
+        looks_at = [self.budget.looks_at, *(execution.looks_at for execution in self.executions)]
+        return any(Signal.TOKENS in each for each in looks_at)
 
     @property
     def counts_tokens(self) -> bool:

@@ -161,7 +161,8 @@ def predictors(fingerprint: str, layers: int) -> PredictorFile:
     counts = torch.ones(layers, 16, dtype=torch.int64)
     identity = Identity(fingerprint, fingerprint, tuple(map(str, range(layers))))
     sizes = Sizes(layers, experts=16, top_k=4, width=8, reach=1, words=1)
-    return PredictorFile(identity, sizes, 1, {"frequency": {"counts": counts}}, {"gate": "no router"})
+    tensors, recall = {"frequency": {"counts": counts}}, {"frequency": {"step": [(0.25, 0.5)] * layers}}
+    return PredictorFile(identity, sizes, 1, tensors, {"gate": "no router"}, recall)
 
 
 @pytest.fixture
@@ -263,7 +264,7 @@ def test_a_predictor_that_looks_at_layers_needs_the_host(moe, outside, monkeypat
 
 
 def test_a_predictor_is_of_this_model(tmp_path):
-    from vllm_spac.integration.loading import assembly
+    from vllm_spac.integration.loading import ahead
 
     path = tmp_path / "p"
     predictors("f" * 32, 2).save(path)
@@ -271,7 +272,7 @@ def test_a_predictor_is_of_this_model(tmp_path):
 
     def built(name: str, shapes: list[MoEShape], model: str = "f" * 32):
         config = SpacConfig.parse({"prefetch": name, "predictor_file": str(path)})
-        return assembly.predictor(config, shapes, lambda: model)
+        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model))
 
     assert built("frequency@depth=3", [shape]).sizes.layers == 2
     for wrong, says in (
@@ -283,7 +284,10 @@ def test_a_predictor_is_of_this_model(tmp_path):
     ):
         with pytest.raises(ConfigError, match=says):
             built(*wrong)
-    assert assembly.predictor(SpacConfig.parse({}), [shape], lambda: "") is None
+    assert ahead.predictors(SpacConfig.parse({}), [shape], lambda: "") is None
+    auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": str(path)})
+    file = ahead.predictors(auto, [shape], lambda: "f" * 32)
+    assert file is not None and ahead.predictor(auto, file) is None, "it is chosen later"
 
 
 @pytest.mark.parametrize("value", [5, None, [], "25%", True], ids=repr)
@@ -367,6 +371,11 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             {"prefetch": "linear", "predictor_file": __file__},
             EXPERTS,
             "experts of all ranks.*--spac-prefetch utility",
+        ),
+        (
+            {"speculate": "restricted", "prefetch": "linear", "predictor_file": __file__},
+            {},
+            "speculate=restricted .* with --tensor-parallel-size 2 .*; drop --spac-speculate",
         ),
         ({"slots": "9"}, EXPERTS, "more than the 8 experts of a layer"),
         ({}, EXPERTS | {"tensor_parallel_size": 3}, "16 experts for 3 ranks is not supported; drop it"),

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engines
 import pytest
 from compare import METHODS, compare
 from exactness import assert_same_tokens
 
+import vllm_spac
 from vllm_spac.prediction.file import PredictorFile
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
@@ -28,7 +30,7 @@ def command(program: list, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def vllm_spac(*arguments, code: int = 0) -> str:
+def vllm_spac_command(*arguments, code: int = 0) -> str:
     return command([sys.executable, "-c", "from vllm_spac.cli.main import app; app()", *arguments], code)
 
 
@@ -38,7 +40,7 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     command([sys.executable, TEXTS, folder / "train.jsonl", "--training", "--count", "16"])
     command([sys.executable, TEXTS, folder / "held.jsonl", "--count", "4"])
-    said = vllm_spac(
+    said = vllm_spac_command(
         *("train-predictor", MODELS / "target", "--prompts", folder / "train.jsonl", "--reach", "2"),
         *("--output", folder / "p.safetensors", "--disk-dir", folder, "--slots", "60%", *ENGINE),
     )
@@ -49,7 +51,7 @@ def trained(tmp_path_factory) -> Path:
 
 def test_recall_on_held_out_text(trained: Path) -> None:
     texts, file, out = trained / "held.jsonl", trained / "p.safetensors", trained / "out"
-    said = vllm_spac(
+    said = vllm_spac_command(
         *("predictors", MODELS / "target", "--prompts", texts, "--predictor", file, "--json", trained / "r.json"),
         *("--pictures", out, "--slots", "25%", "--disk-dir", trained, *ENGINE),
     )
@@ -71,11 +73,11 @@ def test_recall_on_held_out_text(trained: Path) -> None:
     assert (sizes.layers, sizes.experts, sizes.top_k) == (LAYERS, EXPERTS, TOP_K)
 
 
-@pytest.mark.parametrize("method", [None, "eagle3"])
-def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None) -> None:
-    """The guard is off so that all steps have stock's shape."""
+@pytest.mark.parametrize(("method", "prefetch"), [(None, "linear"), ("eagle3", "auto")])
+def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None, prefetch: str) -> None:
+    """The guard is off so that all steps have stock's shape. ``auto`` chooses a predictor: loads take long here."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off"}
-    spac |= {"prefetch": "linear", "predictor_file": str(trained / "p.safetensors")}
+    spac |= {"prefetch": prefetch, "predictor_file": str(trained / "p.safetensors")}
     options = {} if method is None else {"speculative_config": METHODS[method]}
     stock, run = compare(MODELS / "target", [None, spac], max_tokens=32, **options)
     assert_same_tokens(run, stock)
@@ -83,10 +85,51 @@ def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None
     assert stats["prefetch_hits"] > 100 and stats["prefetch_hits"] > 0.5 * stats["prefetches"]
     needed = stats["loads"] + stats["prefetch_hits"] - stats["prefetch_harmful"]
     assert stats["loads"] + stats["prefetches"] <= 1.1 * needed, stats
+    assert stats["prefetch_stops"] == 0
+
+
+def test_speculated_execution(trained: Path) -> None:
+    """Exact until it is switched on and after; the true router among predicted experts drops less than predictions."""
+    spac = {"slots": "25%", "disk_dir": str(trained), "predictor_file": str(trained / "p.safetensors")}
+    with engines.engine(MODELS / "target", spac | {"prefetch": "linear"}, enable_prefix_caching=False) as llm:
+        exact, same, dropped = engines.say(llm), {}, {}
+        for mode in ("restricted", "predicted"):
+            llm.collective_rpc("spac_budget", args=({"speculate": mode},))
+            before = vllm_spac.stats(llm)["workers"][0]
+            said = engines.say(llm)
+            after = vllm_spac.stats(llm)["workers"][0]
+            assert before["mode"] == "lossy"
+            rows, lost = (after["budget"][name] - before["budget"][name] for name in ("rows", "dropped_weight"))
+            assert rows > 0 and rows % (LAYERS - 1) == 0, "nothing is predicted of the first layer"
+            dropped[mode] = lost / rows
+            pairs = [pair for ours, theirs in zip(said, exact, strict=True) for pair in zip(ours, theirs, strict=True)]
+            same[mode] = sum(one == other for one, other in pairs) / len(pairs)
+            assert [ours[0] for ours in said] == [theirs[0] for theirs in exact], "prompts are not speculated"
+        assert 0 < dropped["restricted"] < dropped["predicted"] < 0.5 and same["restricted"] > 0.5, (dropped, same)
+        llm.collective_rpc("spac_budget", args=({},))
+        assert engines.say(llm) == exact
+
+
+@pytest.mark.full
+def test_quality_of_speculated_execution(trained: Path) -> None:
+    said = vllm_spac_command(
+        *("quality", MODELS / "target", "--prompts", trained / "held.jsonl", "--speculate", "restricted,predicted"),
+        *("--predictor", trained / "p.safetensors", "--slots", "25%", "--disk-dir", trained, "--window", "5"),
+        *("--generate", "2", "--new-tokens", "16", "--output", trained / "quality", *ENGINE),
+    )
+    results = json.loads((trained / "quality" / "quality.json").read_text())
+    restricted, predicted = results["points"]
+    assert (restricted["coverage"], predicted["coverage"]) == ("restricted", "predicted")
+    assert 0 < restricted["kl"] < predicted["kl"] and restricted["dropped"] < predicted["dropped"]
+    assert 1 > restricted["agreement"] > predicted["agreement"] > 0.5
+    exact, *ours = results["generation"]
+    assert exact["equal"] == 1 and [each["coverage"] for each in ours] == ["restricted", "predicted"]
+    assert all(each["bytes_per_token"] > 0 for each in results["generation"])
+    assert "generation with speculated execution, predicted:" in said
 
 
 def test_predictors_of_another_model_are_refused(trained: Path) -> None:
-    said = vllm_spac(
+    said = vllm_spac_command(
         *("predictors", MODELS / "local" / "target", "--prompts", trained / "held.jsonl", "--disk-dir", trained),
         *("--predictor", trained / "p.safetensors", "--json", trained / "other.json", *ENGINE),
         code=1,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.cache import allowance, transfers
+from vllm_spac.cache import allowance, payback, transfers
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
@@ -337,15 +337,56 @@ def test_reads_that_nobody_needs_add_a_tenth_and_then_stop(
     assert "prefetch=script pauses: layers used 0 of the last" in said and "--spac-prefetch off" in said
 
 
+def test_auto_stops_what_does_not_pay_and_pins_nothing_then(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every guess is wrong; without a limit only ``stops`` ends them. It is counted each time and logged once."""
+    monkeypatch.setattr(payback, "PAUSE", 50)
+    rng = np.random.default_rng(0)
+    with caplog.at_level(logging.WARNING, "vllm.spac"), pool(8, "reuse", pins=True, stops=True) as made:
+        made.script.says = {layer: [((layer + 1) % LAYERS, (6, 7))] for layer in range(LAYERS)}
+        reads, asked = [], []
+        for _ in range(400):
+            made.step(*(tuple(rng.permutation(EXPERTS - 2)[:TOP].tolist()) for _ in range(LAYERS)))
+            reads.append(made.counters.prefetches)
+            asked.append(len(made.script.asked))
+            made.script.asked.clear()
+    stops = made.counters.prefetch_stops
+    assert 1 < stops < 6 and asked.count(0) > 200 and 0 < asked.index(0) < 64
+    idle = [number for number in range(1, 400) if not asked[number]]
+    assert all(reads[number] == reads[number - 1] for number in idle), "nothing is read, nor pinned"
+    [said] = [record.getMessage() for record in caplog.records if "prefetch=auto" in record.getMessage()]
+    assert "stops reading ahead by script: layers used 0 of the experts" in said and "in 50 steps" in said
+
+
 def test_reads_that_are_needed_are_not_limited() -> None:
     rng = np.random.default_rng(0)
-    with pool(8, "reuse", extra=0.1) as made:
+    with pool(8, "reuse", extra=0.1, stops=True) as made:
         for _ in range(200):
             layers = [tuple(rng.permutation(EXPERTS)[:TOP].tolist()) for _ in range(LAYERS)]
             made.script.says = {layer: [(layer + 1, layers[layer + 1])] for layer in range(LAYERS - 1)}
             made.step(*layers)
         counters = made.counters
     assert counters.prefetch_hits == counters.prefetches > 2 * counters.loads, "all layers but the first"
+    assert counters.prefetch_stops == 0
+
+
+def test_a_predictor_that_is_chosen_before_the_first_step_reads_the_same() -> None:
+    with pool(16) as one, pool(16) as other:
+        other.read_ahead(PrefetchSettings())
+        assert other.looks_at == frozenset()
+        other.step((0, 1), (0, 1), (0, 1), (0, 1))
+        assert not other.script.asked
+        other.read_ahead(PrefetchSettings(prefetch="script", built=other.script, poison=True))
+        assert other.looks_at == one.looks_at == Script.needs
+        one.step((0, 1), (0, 1), (0, 1), (0, 1))
+        for made in (one, other):
+            made.script.says = {START: [(0, (5, 6))], 0: [(1, (6, 7))]}
+            made.store.order.clear()
+            made.step((5, 6), (6, 7), (0, 1), (2, 7))
+        counts = [{**made.counters.snapshot(), "stall_seconds": 0} for made in (one, other)]
+        assert one.store.order == other.store.order and counts[0] == counts[1]
+        assert one.counters.prefetch_hits == 4
 
 
 # -- settings ------------------------------------------------------------------------------------------------------

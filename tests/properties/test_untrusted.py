@@ -156,7 +156,8 @@ def predictors(folder) -> bytes:
         for name, specs in ((name, kinds()[name].specs(sizes)) for name in kinds() if name != "neural")
     }
     tensors["token_table"]["tokens"] = torch.tensor([3, 7])
-    made = PredictorFile(Identity("0123", "toy", ("a", "b")), sizes, 9, tensors, {"neural": "too slow"})
+    recall = {name: {"1": [None, (0.5, 0.75)]} for name in tensors}
+    made = PredictorFile(Identity("0123", "toy", ("a", "b")), sizes, 9, tensors, {"neural": "too slow"}, recall)
     return content_of(made.save, folder / "predictors")
 
 

@@ -350,6 +350,9 @@ def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
         ),
         ({"predictor_file": "/x"}, r"no effect with prefetch=off \(--spac-prefetch\); add --spac-prefetch linear"),
         ({"predictor_file": "/x", "prefetch": "utility"}, "no effect with prefetch=utility"),
+        ({"prefetch": "auto"}, r"prefetch=auto .* needs predictor_file \(--spac-predictor-file FILE\)"),
+        ({"prefetch": "auto@depth=2", "predictor_file": "/x"}, "no predictor is called 'auto'"),
+        ({"prefetch": "linear", "predictor_file": "/x", "profile": "/y"}, "add --spac-cpu-experts auto"),
         ({"soft_pins": "on"}, r"soft_pins=on \(--spac-soft-pins\) has no effect with prefetch=off"),
         ({"soft_pins": "off", "prefetch": "utility@upper=1"}, "utility@upper=1 .* does not look at layers"),
         ({"soft_pins": "maybe"}, "'on' or 'off'"),
@@ -367,11 +370,46 @@ def test_knobs_of_the_prefetcher_that_cannot_be(raw: dict, match: str) -> None:
         SpacConfig.parse(raw)
 
 
+SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file": "/x"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        ({"speculate": "on"}, "'off', 'restricted' or 'predicted'"),
+        (
+            {"speculate": "predicted"},
+            r"predicted \(--spac-speculate\) needs a predictor .*prefetch=off .*add --spac-pref",
+        ),
+        (
+            {"speculate": "predicted", "prefetch": "utility"},
+            "prefetch=utility .* names none; add --spac-prefetch linear",
+        ),
+        (SPECULATES | {"prefetch": "auto"}, "prefetch=auto .* names none"),
+        (SPECULATES | {"budget": 8}, r"and budget \(--spac-budget\) both choose .*; drop one of them"),
+        (SPECULATES | {"budget_mass": 0.9}, r"and budget_mass \(--spac-budget-mass\) both choose"),
+        (SPECULATES | {"tree": 8}, "was not tried with draft trees; drop --spac-tree"),
+        ({"speculate": "predicted", "execution": "pointers"}, "execution=pointers .*; drop --spac-speculate"),
+    ],
+    ids=str,
+)
+def test_speculated_execution_that_cannot_be(raw: dict, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        SpacConfig.parse(raw)
+
+
+def test_speculated_execution_is_a_setting_of_the_budget() -> None:
+    assert SpacConfig.parse(SPECULATES).budget_settings(None).speculate == "restricted"
+    assert not SpacConfig.parse({}).budget_settings(None).active
+
+
 def test_knobs_of_the_prefetcher() -> None:
     raw = {"prefetch": "linear@depth=4", "predictor_file": "/x", "soft_pins": "off", "prefetch_extra": "0.25"}
     config = SpacConfig.parse(raw)
     assert (config.prefetch_share, config.soft_pins, str(config.predictor_file)) == (0.25, "off", "/x")
     assert SpacConfig.parse({}).prefetch_share == 0.1
+    auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": "/x", "profile": "/y", "soft_pins": "off"})
+    assert (auto.prefetch, auto.named_prefetch, config.named_prefetch) == ("auto", "off", "linear@depth=4")
 
 
 def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:

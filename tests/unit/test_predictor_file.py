@@ -22,10 +22,22 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.prediction.file import Identity, PredictorFile, flat, kinds
 from vllm_spac.prediction.training import Training
 from vllm_spac.predictors import linear, neural
+from vllm_spac.predictors._recall import overall
 
 IDENTITY = Identity("0123456789abcdef" * 2, "imagined", made.NAMES)
 AGAIN = "vllm-spac train-predictor"
 MATERIAL = made.material()
+WRONG_RECALLS = (
+    [],
+    {"9": [[0.1, 0.2]] * made.LAYERS},
+    {"soon": [[0.1, 0.2]] * made.LAYERS},
+    {"1": [[0.1, 0.2]] * (made.LAYERS - 1)},
+    {"1": [[0.3, 0.2]] * made.LAYERS},
+    {"1": [[0.1, 1.2]] * made.LAYERS},
+    {"1": [[True, 1.0]] * made.LAYERS},
+    {"1": [[0.1]] * made.LAYERS},
+    {"1": 0.5},
+)
 
 
 def training(**others) -> Training:
@@ -61,7 +73,7 @@ def path(file: PredictorFile, tmp_path: Path) -> Path:
 
 def same(one: PredictorFile, other: PredictorFile) -> bool:
     ours, theirs = flat(one.tensors), flat(other.tensors)
-    facts = ("identity", "sizes", "tokens", "left_out")
+    facts = ("identity", "sizes", "tokens", "left_out", "recall")
     return all(getattr(one, name) == getattr(other, name) for name in facts) and (
         ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     )
@@ -96,7 +108,7 @@ def test_bytes_are_those_of_what_is_used_too_each_counted_once(file: PredictorFi
 def test_the_file_is_as_documented(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    assert metadata["format"] == "spac-predictors-1" and json.loads(metadata["layers"]) == list(made.NAMES)
+    assert metadata["format"] == "spac-predictors-2" and json.loads(metadata["layers"]) == list(made.NAMES)
     assert json.loads(metadata["names"]) == list(kinds()) and json.loads(metadata["left_out"]) == {}
     sizes = {name: int(metadata[name]) for name in ("experts", "top_k", "width", "reach", "words", "tokens")}
     expected = {"experts": made.EXPERTS, "top_k": made.TOP_K, "width": made.WIDTH, "reach": 2}
@@ -119,7 +131,7 @@ def test_of_another_model_is_refused(path: Path, other: dict, experts: int) -> N
 @pytest.mark.parametrize(
     "change",
     [
-        {"metadata": {"format": "spac-predictors-2"}},
+        {"metadata": {"format": "spac-predictors-3"}},
         {"metadata": {"format": None}},
         {"metadata": {"layers": "["}},
         {"metadata": {"layers": '["a"]'}},
@@ -134,6 +146,10 @@ def test_of_another_model_is_refused(path: Path, other: dict, experts: int) -> N
         {"metadata": {"names": '["gate", "psychic"]'}},
         {"metadata": {"left_out": "[]"}},
         {"metadata": {"left_out": '{"gate": "why"}'}},
+        {"metadata": {"recall": None}},
+        {"metadata": {"recall": "[]"}},
+        {"metadata": {"recall": "{}"}},
+        *({"metadata": {"recall": json.dumps(dict.fromkeys(kinds(), of))}} for of in WRONG_RECALLS),
         {"gate.map.1.1": None},
         {"gate.map.1.1": torch.zeros(made.WIDTH, made.EXPERTS)},
         {"gate.map.1.1": torch.zeros(made.WIDTH, made.EXPERTS, dtype=torch.float64)},
@@ -160,6 +176,42 @@ def test_a_damaged_file_is_refused(path: Path, change: dict) -> None:
     with pytest.raises(ConfigError, match=AGAIN) as caught:
         PredictorFile.load(path, IDENTITY, made.EXPERTS)
     assert str(caught.value).isprintable()
+
+
+def test_a_file_of_an_older_version_is_refused(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() | {"format": "spac-predictors-1"}
+    save_file(load_file(path), path, metadata)
+    with pytest.raises(ConfigError, match=f"of format spac-predictors-2 but of .*spac-predictors-1.*; .*{AGAIN}"):
+        PredictorFile.load(path, IDENTITY, made.EXPERTS)
+
+
+def test_recall_is_that_of_rows_that_nothing_was_fitted_to_or_chosen_by(file: PredictorFile) -> None:
+    """Counted again by hand: gate, in layer 3, one layer ahead."""
+    assert set(file.recall) == set(file.names)
+    assert list(file.recall["gate"]) == ["1", "2"] and list(file.recall["token_table"]) == ["step"]
+    assert file.recall["gate"]["1"][0] is None and file.recall["gate"]["2"][1] is None
+    others = MATERIAL.others
+    rows = slice(others.rows // 2, others.rows)
+    [guess, *_] = file.build("gate").guesses(others.seen(2, rows, file.build("gate").needs))
+    named = guess.scores.sort(1, descending=True).indices
+    found = [[set(row[:count]) for row in named.tolist()] for count in (made.TOP_K, 2 * made.TOP_K)]
+    true = [set(row) for row in others.ids[3, rows].tolist()]
+    expected = [sum(len(one & two) for one, two in zip(of, true, strict=True)) for of in found]
+    assert file.recall["gate"]["1"][3] == pytest.approx([hits / (len(true) * made.TOP_K) for hits in expected])
+
+
+def test_a_predictor_without_a_guess_about_a_layer_misses_it() -> None:
+    near, far = [None, (0.5, 0.5), (0.7, 0.9)], [(0.3, 0.6), (0.9, 0.9), None]
+    assert overall({"step": far, "1": near}) == pytest.approx((0.3 + 0.5 + 0.7) / 3), "the last guess counts"
+    assert overall({"1": near}) == pytest.approx((0.5 + 0.7) / 3) and overall({}) == 0
+
+
+def test_bytes_in_the_file_are_those_of_what_is_used_too(file: PredictorFile) -> None:
+    own = {name: sum(tensor.nbytes for tensor in file.tensors[name].values()) for name in file.names}
+    assert file.nbytes("gate") == own["gate"]
+    assert file.nbytes("linear") == own["linear"] + own["token_table"]
+    assert file.nbytes("hybrid") == sum(own.values())
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, -1])

@@ -79,6 +79,18 @@ def test_settings_are_those_of_the_control() -> None:
     assert point.label == "B=8, P^0.25" and report.point_of({"mass": None} | asdict(point)) == point
 
 
+def test_speculated_execution_is_a_point_without_a_bound() -> None:
+    from vllm_spac.budget.settings import BudgetSettings
+
+    found, _ = quality.points([], [], [], [], FACTS, speculate=["restricted", "predicted"])
+    assert [point.coverage for point in found] == ["restricted", "predicted"] and all(p.speculated for p in found)
+    settings = BudgetSettings.parse(found[1].settings("all", 9))
+    assert (settings.speculate, settings.when, settings.window, settings.budget) == ("predicted", "all", 9, None)
+    assert report.point_of(asdict(found[0])) == found[0]
+    both, _ = quality.points(["router"], ["truncation"], [8], [], FACTS, speculate=["restricted"])
+    assert both == [Point("router", "truncation", 8), Point("speculated", "restricted")]
+
+
 def test_results_say_which_mass_and_old_ones_meant_the_scores() -> None:
     old = {"ranking": "router", "coverage": "truncation", "budget": None, "mass": 0.9}
     assert report.point_of(old).label == "0.9 of scores"
@@ -104,6 +116,8 @@ def test_rankings_by_default_are_those_that_can_be_had() -> None:
         (("--budgets", "8", "--rankings", "static"), "static needs --calibration FILE"),
         (("--budgets", "8", "--coverages", "none"), "substitution or truncation"),
         (("--budgets", "8", "--speculative-config", "eagle"), "--speculative-config"),
+        (("--speculate", "wild", "--predictor", "p"), "there is no 'wild'; use restricted or predicted"),
+        (("--speculate", "predicted"), "--speculate needs --predictor FILE"),
         (("--budgets", "8"), "cannot be read"),
     ],
 )
@@ -189,6 +203,21 @@ def test_report(results: dict) -> None:
     assert "agreement 99.50 +- 0.30%, perplexity +0.10 +- 0.20%" in text
     assert "saves 12.0% of the bytes (1.5 MiB of 12.5 MiB per step)" in text
     assert "oracle <= router at every budget" in text and "static <= router does not hold at B=8" in text
+
+
+def test_report_of_speculated_execution(results: dict, tmp_path: Path) -> None:
+    """It has no bound; its bytes stand beside those of the exact model, also where there are no drafts."""
+    point = scored(None, 0.97, 0.001, 12.0, ranking="speculated", coverage="restricted")
+    exact = results["generation"][0] | {"bytes_per_token": 3 << 20, "distinct": None, "dropped": 0.0}
+    ours = point | exact | {"ranking": "speculated", "bytes_per_token": 1 << 20, "dropped": 0.024, "equal": 0.75}
+    results |= {"points": [point], "generation": [exact, ours], "reconstruction": None, "verdict": None}
+    text = printed(results)
+    assert "the closest, speculated execution, restricted, has agreement 97.00" in text
+    assert "restricted: 1.0 MiB per token at 50% hits (exact: 3.0 MiB per token at 50% hits)" in text
+    assert "2.4% of the routing weight dropped, 75% of the tokens" in text and "verify step; " not in text
+    assert "acceptance length 2.500 " in text, "without drafts there is no verify step to count experts of"
+    figures.pareto(results, tmp_path / "pareto.png")
+    figures.figures(results, tmp_path / "figures.png")
 
 
 def test_report_without_a_budget_that_keeps_the_quality(results: dict) -> None:

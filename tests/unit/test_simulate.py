@@ -230,7 +230,9 @@ def predictors(path: Path, layers: int = 3) -> Path:
         for name, found in specs.items()
     }
     tensors["frequency"]["counts"][:, :4] = 1
-    PredictorFile(Identity("f", "m", tuple(map(str, range(layers)))), sizes, 1, tensors, {}).save(path)
+    PredictorFile(
+        Identity("f", "m", tuple(map(str, range(layers)))), sizes, 1, tensors, {}, dict.fromkeys(tensors, {})
+    ).save(path)
     return path
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,36 +10,20 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.counters import BudgetCounters
-from vllm_spac.budget.coverage import kept, members
-from vllm_spac.budget.limits import check_mass, validate
+from vllm_spac.budget.coverage import kept, members, selectable
+from vllm_spac.budget.layer import BudgetedLayer, check_layer
+from vllm_spac.budget.limits import check_mass
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass, weighted
 from vllm_spac.budget.replay import Kernels, Launches, ReplayBuffers
-from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.budget.settings import BudgetSettings
+from vllm_spac.budget.speculated import Speculation
+from vllm_spac.budget.speculated import check as check_speculation
 from vllm_spac.budget.votes import Group, groups, unknown, voted
 from vllm_spac.core import Step
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.kernels.reference.cover import rescued, substituted, truncated, where, within_groups
+from vllm_spac.kernels.reference.cover import rescued, substituted, truncated, where
 from vllm_spac.kernels.reference.shortlist import behind_empty, first_members, mass_count
-
-
-@dataclass(frozen=True)
-class BudgetedLayer:
-    """A MoE layer under a budget.
-
-    Attributes:
-        name: of the layer.
-        experts: routed experts (N).
-        top_k: experts per token.
-        rule: how the layer turns router logits into weights.
-        resident: returns bool [N], which experts are in fast memory; None if no ranking uses it.
-    """
-
-    name: str
-    experts: int
-    top_k: int
-    rule: RoutingRule
-    resident: Callable[[], Tensor] | None = field(default=None, compare=False)
+from vllm_spac.predictors.base import Predictor, Signal
 
 
 class BudgetControl:
@@ -57,6 +40,7 @@ class BudgetControl:
         device: device of the routers' scores.
         unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
         ranks_differ: several processes compute the model, and each has other experts in fast memory.
+        predictor: of the next layer's experts, for speculated execution.
     """
 
     def __init__(
@@ -67,6 +51,7 @@ class BudgetControl:
         device: torch.device | str = "cpu",
         unweighted: str | None = None,
         ranks_differ: bool = False,
+        predictor: Predictor | None = None,
     ) -> None:
         self.layers = list(layers)
         self.counters = BudgetCounters()
@@ -76,6 +61,7 @@ class BudgetControl:
         self._device = device
         self._unweighted = unweighted
         self._ranks_differ = ranks_differ
+        self._speculation = None if predictor is None else Speculation(self.layers, predictor, self.counters)
         self._ranking: Ranking | None = None
         self._parts: tuple[Step | None, list[Group]] = (None, [])
         self._mass = torch.ones((), dtype=torch.float64, device=device)
@@ -91,6 +77,13 @@ class BudgetControl:
     def weighs(self) -> bool:
         """Whether rows count by the probability that they are reached, also while no budget is in force."""
         return self.settings.alpha is not None
+
+    @property
+    def looks_at(self) -> frozenset[Signal]:
+        """What speculated execution must be passed of steps and layers, while it is in force."""
+        if self._speculation is None or self.settings.speculate == "off":
+            return frozenset()
+        return self._speculation.needs
 
     @property
     def captured(self) -> bool:
@@ -111,7 +104,9 @@ class BudgetControl:
                 f"spac: votes=path (--spac-budget-votes) cannot work here: {self._unweighted}, or use uniform votes"
             )
         ranking = None
-        if settings.active:
+        if settings.speculate != "off":
+            check_speculation(self._speculation, self.layers, settings)
+        elif settings.active:
             ranking = self._ranking_of(settings)
             if ranking.needs_resident and self._ranks_differ:
                 raise UnsupportedError(
@@ -121,7 +116,7 @@ class BudgetControl:
             if settings.mass is not None:
                 check_mass(settings.mass)
             for layer in self.layers:
-                _check_layer(layer, settings)
+                check_layer(layer, settings)
             if self._captured is not None:
                 self._captured.check_settings(settings)
         if self._captured is None:  # otherwise the graphs read the tensors of the present ranking
@@ -140,7 +135,14 @@ class BudgetControl:
         return budget[layer.name] if isinstance(budget, dict) else budget
 
     def apply(
-        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, step: Step, outputs: Tensor | None = None
+        self,
+        index: int,
+        logits: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        step: Step,
+        outputs: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Weights and ids [rows, k] of layer ``index`` within the budget; rows that are not cut keep theirs.
 
@@ -150,7 +152,12 @@ class BudgetControl:
             weights, ids: [rows, k], the natural choice.
             step: the rows by request.
             outputs: float [rows, N, d] for the oracle.
+            hidden: float [rows, d], input of the router, for speculated execution.
         """
+        if self.settings.speculate != "off":
+            assert self._speculation is not None and hidden is not None, "change has checked it"
+            rows_of = [group.rows for group in self._groups(step)]
+            return self._speculation.apply(index, hidden, logits, (weights, ids), step, rows_of, self.settings)
         natural = weights
         for rows, votes in self._groups(step):
             part = weights[rows], ids[rows]
@@ -344,15 +351,12 @@ class BudgetControl:
             held: bool [rows, k], which of the natural ids are members.
         """
         weights, ids = natural
-        rule, open_to, rescue, needed = layer.rule, inside, self.settings.rescue, layer.top_k
+        rule, rescue, needed = layer.rule, self.settings.rescue, layer.top_k
         if self.settings.coverage == "truncation":
             covered, needed = truncated(probs, weights, ids, held, best), 1
             if not rescue:
                 return covered
-        chosen_by = probs if rule.bias is None else probs + rule.bias
-        if rule.groups is not None and rule.top_groups is not None:
-            summed = 1 if rule.bias is None else 2
-            open_to = within_groups(inside, chosen_by, needed, rule.groups, rule.top_groups, summed)
+        chosen_by, open_to = selectable(rule, probs, inside, needed)
         if rescue:
             return rescued(probs, chosen_by, open_to, ids, held, covered, rule.renormalize, rule.scale)
         covered = substituted(probs, chosen_by, open_to, layer.top_k, rule.renormalize, rule.scale)
@@ -367,21 +371,3 @@ def _ranking(name: str, calibration: Calibration | None, offline: bool) -> Ranki
             f"(vllm-spac quality); use one of {', '.join(components.serving('budget.rankings'))}"
         )
     return found.of(calibration)
-
-
-def _check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
-    if settings.coverage == "substitution" and layer.rule.custom:
-        raise UnsupportedError(
-            f"spac: {layer.name} routes by a function of its own, which substitution cannot repeat; "
-            "use --spac-budget-coverage truncation"
-        )
-    if settings.rescue and layer.rule.custom:
-        raise UnsupportedError(
-            f"spac: {layer.name} routes by a function of its own, which gives no weight to an expert that it did not "
-            "choose; drop --spac-budget-rescue"
-        )
-    if isinstance(settings.budget, dict) and layer.name not in settings.budget:
-        raise ConfigError(f"spac: the budget names no experts for {layer.name}; name every MoE layer")
-    bound = settings.budget[layer.name] if isinstance(settings.budget, dict) else settings.budget
-    if bound is not None:
-        validate(bound, layer.experts, layer.top_k, settings.coverage)

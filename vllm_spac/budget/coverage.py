@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.budget.limits import validate
+from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.kernels.reference.cover import substituted, truncated, where, within_groups
 
 
@@ -17,6 +18,25 @@ def members(shortlist: Tensor, experts: int) -> Tensor:
 def kept(inside: Tensor, ids: Tensor) -> Tensor:
     """bool [rows, k]: which of ``ids`` are ``members`` of the shortlist."""
     return inside.index_select(0, ids.flatten()).view(ids.shape)
+
+
+def selectable(rule: RoutingRule, probs: Tensor, inside: Tensor, needed: int) -> tuple[Tensor, Tensor]:
+    """What experts are chosen by, and which a row may choose.
+
+    Args:
+        rule: of the layer.
+        probs: float [rows, N], its scores.
+        inside: bool [N] or [rows, N], the experts that are left.
+        needed: experts that a row chooses; where its groups hold fewer of ``inside``, the limit to groups is lifted.
+
+    Returns:
+        float [rows, N], and bool [N] or [rows, N].
+    """
+    chosen_by = probs if rule.bias is None else probs + rule.bias
+    if rule.groups is None or rule.top_groups is None:
+        return chosen_by, inside
+    summed = 1 if rule.bias is None else 2
+    return chosen_by, within_groups(inside, chosen_by, needed, rule.groups, rule.top_groups, summed)
 
 
 def truncate(probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, shortlist: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,9 @@ class BudgetSettings(BaseModel):
         votes_alpha: from 0, which equals ``uniform``, to 1.
         window: number of consecutive rows of a request that are ranked at a time, as if they were one verify step. For
             evaluation.
+        speculate: instead of a bound, experts are run by prediction (``budget.speculated``). Then ``when=verify``
+            means all decoding rows too; with ``all``, experts in fast memory do not count as admitted, because while
+            a prompt is read a layer finds all or none of its experts there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -64,11 +67,14 @@ class BudgetSettings(BaseModel):
     votes: Literal["uniform", "path"] = "uniform"
     votes_alpha: Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)] = ALPHA
     window: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(_number)] | None = None
+    speculate: Literal["off", "restricted", "predicted"] = "off"
 
     @model_validator(mode="after")
     def _one_bound(self) -> BudgetSettings:
         if self.budget is not None and self.mass is not None:
             raise ValueError("budget and budget_mass bound the same thing; use one of them")
+        if self.speculate != "off" and (self.budget is not None or self.mass is not None):
+            raise ValueError("speculate and a budget both choose a layer's experts; use one of them")
         if self.mass is None and self.mass_of != "selected":
             raise ValueError(f"mass_of={self.mass_of} has no effect without a share; give mass as well")
         if self.votes == "uniform" and self.votes_alpha != ALPHA:
@@ -96,8 +102,8 @@ class BudgetSettings(BaseModel):
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:
-        """Kinds of rows that vote and are cut."""
-        return _KINDS[self.when]
+        """Kinds of rows that vote and are cut, or whose experts are speculated."""
+        return _KINDS["decode" if self.speculate != "off" and self.when == "verify" else self.when]
 
     @property
     def alpha(self) -> float | None:
@@ -106,12 +112,14 @@ class BudgetSettings(BaseModel):
 
     @property
     def active(self) -> bool:
-        return self.budget is not None or self.mass is not None
+        return self.budget is not None or self.mass is not None or self.speculate != "off"
 
     def describe(self) -> str:
         """A short description for the log and the metrics."""
         if not self.active:
             return "exact"
+        if self.speculate != "off":
+            return f"lossy (speculated execution, {self.speculate}, {'all' if self.when == 'all' else 'decoding'} rows)"
         bound = "by layer" if isinstance(self.budget, dict) else self.budget
         if self.mass is not None:
             bound = f"{self.mass:g} of the mass {self.mass_of}"

@@ -47,14 +47,21 @@ class ExpertLoader:
         self.residency = residency
         self._transfers = transfers
         self._counters = counters
+        self._layer_experts, self._top_k = layer_experts, top_k
+        self._prefetcher: Prefetcher
+        self.read_ahead(settings, balancer)
+
+    def read_ahead(self, settings: PrefetchSettings, balancer: Balancer | None) -> None:
+        """Reads ahead as ``settings`` say, in place of what was said before; called before any step."""
+        residency, keys = self.residency, len(self.residency.slot_of)
         self._fetches = settings.prefetch != "off"
-        predictor = settings.predictor_beside(residency.policy, len(residency.slot_of))
-        shared = residency, transfers, counters, layer_experts, predictor, settings, balancer
+        predictor = settings.predictor_beside(residency.policy, keys)
+        shared = residency, self._transfers, self._counters, self._layer_experts, predictor, settings, balancer
         self.needs: frozenset[Signal] | None = None
         if settings.looks:
-            guesser = settings.build(len(residency.slot_of))
+            guesser = settings.build(keys)
             self.needs = guesser.needs
-            self._prefetcher: Prefetcher = Lookahead(*shared, guesser, top_k)
+            self._prefetcher = Lookahead(*shared, guesser, self._top_k)
         else:
             self._prefetcher = Prefetcher(*shared)
 

@@ -45,6 +45,8 @@ class Lookahead(Prefetcher):
     @property
     def _idle(self) -> bool:
         """Whether nothing follows from a guess."""
+        if self._stopped:
+            return True
         return self._allowance is not None and self._allowance.paused and not self._settings.pins
 
     def begin_step(self, seen: Seen | None) -> None:

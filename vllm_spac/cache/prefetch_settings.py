@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.policies.base import Policy
 from vllm_spac.predictors.base import Guess, Predictor, Seen, Signal
 from vllm_spac.system.printable import brief
+
+if TYPE_CHECKING:
+    from vllm_spac.config import SpacConfig
 
 SETTINGS = ("threshold", "depth", "background")  # that a name with arguments may set, next to the predictor's
 
@@ -39,6 +42,7 @@ class PrefetchSettings:
         built: the predictor, if it is not built from its name and options.
         pins: with a predictor that looks at layers, loads on demand evict the experts that it expects last.
         extra: share of the experts that layers need which reads ahead may add, see ``Allowance``; None: no limit.
+        stops: nothing is read ahead while that does not pay, see ``Payback``; for a predictor that was not named.
         poison: fill slots with NaN before they are loaded; for tests.
 
     Raises:
@@ -55,6 +59,7 @@ class PrefetchSettings:
     built: Predictor | None = None
     pins: bool = False
     extra: float | None = None
+    stops: bool = False
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -91,7 +96,7 @@ class PrefetchSettings:
         """Returns the settings ``name@argument=value@...``: those of ``SETTINGS``, and arguments of the predictor.
 
         Args:
-            more: settings that the spec cannot have: ``built``, ``pins``, ``extra``.
+            more: settings that the spec cannot have: ``built``, ``pins``, ``extra``, ``stops``.
 
         Raises:
             ConfigError: as the constructor, also for arguments that the predictor refuses.
@@ -104,6 +109,11 @@ class PrefetchSettings:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"spac: prefetch={brief(spec)} cannot be built: {error}") from error
+
+    @classmethod
+    def configured(cls, config: SpacConfig, spec: str, built: Predictor | None, stops: bool = False) -> Self:
+        """Returns the settings ``spec``, as in ``of``, with those of the other knobs; raises as ``of``."""
+        return cls.of(spec, built=built, pins=config.soft_pins != "off", extra=config.prefetch_share, stops=stops)
 
     @cached_property
     def looks(self) -> bool:

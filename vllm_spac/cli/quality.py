@@ -1,4 +1,4 @@
-"""``vllm-spac quality``: measures what budgets cost in quality and save in bytes and time, for one model and texts."""
+"""``vllm-spac quality``: what budgets and speculated execution cost in quality and save in bytes and time."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ vllm-spac quality ./model --prompts texts.jsonl --budgets 8,12,16,24,32 --calibr
 vllm-spac quality ./model --prompts texts.jsonl --budgets 16,32 --mass 0.9,0.98 --rankings router --slots 25%
 --speculative-config '{"method": "eagle3", "model": "./eagle", "num_speculative_tokens": 8}'
 
+vllm-spac quality ./model --prompts texts.jsonl --speculate restricted,predicted --slots 25%
+--predictor model.predictors.safetensors
+
 [dim]Results are written point by point: the same command runs what is missing, other budgets are added.[/]
 """
 
+SPECULATE = "Also evaluate speculated execution, as --spac-speculate: restricted, predicted, separated by commas."
 ALPHAS = (
     "Also weigh votes, by these powers, separated by commas: a row counts P^alpha, with P the product of the "
     "probabilities that the model without a budget gives the tokens of its window up to this row, as a perfectly "
@@ -47,6 +51,13 @@ def quality(
     mass: Annotated[str, typer.Option(help="Shares of the mass to keep, separated by commas.")] = "",
     mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
     alphas: Annotated[str, typer.Option(help=ALPHAS)] = "",
+    speculate: Annotated[str, typer.Option(help=SPECULATE)] = "",
+    predictor: Annotated[
+        Path | None, typer.Option(help="File from vllm-spac train-predictor, for --speculate.")
+    ] = None,
+    prefetch: Annotated[
+        str, typer.Option(help="With --predictor, the predictor of the file, as --spac-prefetch.")
+    ] = "linear",
     rankings: Annotated[
         str | None, typer.Option(help="router, static, coactivation, resident, oracle.", show_default="all")
     ] = None,
@@ -68,7 +79,7 @@ def quality(
     limit_tokens: LimitTokens = None,
     engine: Engine = None,
 ) -> None:
-    """Sweep rankings, coverages and budgets: perplexity, agreement and bytes and, with drafts, speed."""
+    """Sweep budgets and speculated execution: perplexity, agreement and bytes and, with drafts, speed."""
     from vllm_spac.budget.limits import check_mass_of
     from vllm_spac.evaluation import points as sweeps
     from vllm_spac.evaluation.prompts import read
@@ -82,19 +93,23 @@ def quality(
         "masses": sweeps.bounds(mass, "--mass", float),
         "mass_of": mass_of,
         "alphas": sweeps.bounds(alphas, "--alphas", float),
+        "speculate": sweeps.modes(speculate, predictor is not None),
     }
-    if not asked["budgets"] and not asked["masses"]:
-        raise ConfigError("nothing to evaluate; name budgets (--budgets 8,16,32) or masses (--mass 0.9,0.98)")
+    if not asked["budgets"] and not asked["masses"] and not asked["speculate"]:
+        raise ConfigError(
+            "nothing to evaluate; name budgets (--budgets 8,16,32), masses (--mass 0.9,0.98) or --speculate restricted"
+        )
     options = offline.options_of(engine, "--engine")
     drafts = offline.options_of(speculative_config, "--speculative-config")
     if drafts:
         options["speculative_config"] = drafts
-    texts, spac = read(prompts), offline.spac_of(slots, disk_dir, calibration)
+    texts, spac = read(prompts), offline.spac_of(slots, disk_dir, calibration, predictor, prefetch)
     length, digest = text_tokens + new_tokens + 16, _digest(calibration)
     with offline.engine(model, spac, length, any(isinstance(t, str) for t in texts), **options) as llm:
         pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
         run = {"window": window, "slots": slots, "drafts": _portable(drafts), "calibration": digest}
-        run |= {"generate": generate, "new_tokens": new_tokens} if drafts else {}
+        run |= {"generate": generate, "new_tokens": new_tokens} if drafts or asked["speculate"] else {}
+        run |= {"predictor": _digest(predictor, "--predictor"), "prefetch": prefetch} if predictor else {}
         _run(llm, pieces, run, asked, output, title)
 
 
@@ -130,7 +145,7 @@ def _portable(drafts: dict) -> dict:
     return drafts | ({"model": Path(drafts["model"]).name} if "model" in drafts else {})
 
 
-def _digest(path: Path | None) -> str | None:
+def _digest(path: Path | None, option: str = "--calibration") -> str | None:
     """Digest of the content of a file."""
     if path is None:
         return None
@@ -139,4 +154,4 @@ def _digest(path: Path | None) -> str | None:
     try:
         return xxhash.xxh3_64_hexdigest(path.expanduser().read_bytes())
     except OSError as error:
-        raise ConfigError(f"--calibration: {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error

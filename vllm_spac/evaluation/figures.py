@@ -111,8 +111,8 @@ def _name(item: dict) -> tuple:
 def _style(ranking: str, coverage: str, alpha: float | None = None) -> dict:
     """Points of weighted votes are marked by their ``alpha``."""
     color = _COLORS.get(ranking, _OTHER)
-    mark, size = (_MARKS[coverage], 4) if alpha is None else (f"${alpha:g}$", 9)
-    return {"color": color, "marker": mark, "linestyle": _LINES[coverage], "linewidth": 1, "markersize": size}
+    mark, size = (_MARKS.get(coverage, "s"), 4) if alpha is None else (f"${alpha:g}$", 9)
+    return {"color": color, "marker": mark, "linestyle": _LINES.get(coverage, ""), "linewidth": 1, "markersize": size}
 
 
 def _figure(rows: int, columns: int, title: str):

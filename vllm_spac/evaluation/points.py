@@ -1,4 +1,4 @@
-"""The points of a quality sweep over budgets, and the verdict drawn from their results."""
+"""The points of a quality sweep over budgets and speculated execution, and the verdict drawn from their results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from vllm_spac.evaluation.reconstruction import ORDER
 
 COVERAGES = ("substitution", "truncation")
 RANKINGS = (*ORDER, "resident")
+SPECULATED = "speculated"  # in place of a ranking: experts are run by prediction, and the coverage says how
+MODES = ("restricted", "predicted")  # of speculated execution
 AGREEMENT, PERPLEXITY = 0.99, 0.01
 
 
@@ -20,6 +22,7 @@ class Point:
     """One setting of the budget: ``budget`` experts per layer, or ``mass``, the share of the mass ``mass_of``.
 
     With ``votes_alpha`` rows count P ** votes_alpha, where P is the probability that they are reached; None: uniformly.
+    Or, with the ranking ``SPECULATED``, speculated execution: the coverage is one of ``MODES``, and there is no bound.
     """
 
     ranking: str
@@ -30,12 +33,21 @@ class Point:
     votes_alpha: float | None = None
 
     @property
+    def speculated(self) -> bool:
+        """Whether it is speculated execution."""
+        return self.ranking == SPECULATED
+
+    @property
     def label(self) -> str:
+        if self.speculated:
+            return "-"
         bound = f"{self.mass:g} of {self.mass_of}" if self.budget is None else f"B={self.budget}"
         return bound if self.votes_alpha is None else f"{bound}, P^{self.votes_alpha:g}"
 
     def settings(self, when: str, window: int | None = None) -> dict:
         """Returns the arguments for ``spac_budget``."""
+        if self.speculated:
+            return {"speculate": self.coverage, "when": when, "window": window}
         bound = {name: value for name, value in asdict(self).items() if value is not None}
         votes = {} if self.votes_alpha is None else {"votes": "path"}
         return bound | votes | {"when": when, "window": window}
@@ -57,6 +69,22 @@ def rankings(text: str | None, calibrated: bool) -> list[str]:
             raise ConfigError(f"--rankings: there is no {name!r}; use some of {', '.join(known)}")
         if name in needs and not calibrated:
             raise ConfigError(f"--rankings: {name} needs --calibration FILE; write it with `vllm-spac calibrate`")
+    return asked
+
+
+def modes(text: str, predictor: bool) -> list[str]:
+    """Parses modes of speculated execution from the command line; none by default.
+
+    Raises:
+        ConfigError: a mode is unknown or twice, or there is no predictor.
+    """
+    if not text.strip():
+        return []
+    asked = _listed(text, "--speculate")
+    if unknown := [name for name in asked if name not in MODES]:
+        raise ConfigError(f"--speculate: there is no {unknown[0]!r}; use {' or '.join(MODES)}")
+    if not predictor:
+        raise ConfigError("--speculate needs --predictor FILE; write it with `vllm-spac train-predictor`")
     return asked
 
 
@@ -84,6 +112,7 @@ def points(
     facts: dict,
     mass_of: str = "selected",
     alphas: Sequence[float] = (),
+    speculate: Sequence[str] = (),
 ) -> tuple[list[Point], list[str]]:
     """Returns the points that a sweep runs, and sentences on those skipped because the model cannot run them.
 
@@ -92,6 +121,7 @@ def points(
         facts: ``experts``, ``top_k``, and ``custom``: whether the model routes by a function of its own.
         mass_of: what ``masses`` are shares of.
         alphas: each point is also run with votes weighted by these powers.
+        speculate: modes of speculated execution to run as well.
 
     Raises:
         ConfigError: a bound is out of range, or nothing is left.
@@ -113,6 +143,7 @@ def points(
             for alpha in (None, *alphas):
                 found += [Point(ranking, coverage, budget=b, votes_alpha=alpha) for b in budgets if b not in few]
                 found += [Point(ranking, coverage, None, mass, mass_of, alpha) for mass in masses]
+    found += [Point(SPECULATED, mode) for mode in speculate]
     if not found:
         raise ConfigError(f"no budget is left to evaluate; {'; '.join(skipped) or 'name some with --budgets'}")
     return found, skipped

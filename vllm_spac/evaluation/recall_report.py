@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vllm_spac.evaluation.recall import RECALLS
+from vllm_spac.predictors._recall import RECALLS
 from vllm_spac.system.host_memory import gib
 
 _TITLES = {

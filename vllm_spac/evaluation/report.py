@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_spac.evaluation.points import AGREEMENT, PERPLEXITY, Point
+from vllm_spac.evaluation.points import AGREEMENT, PERPLEXITY, SPECULATED, Point
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.printable import printable
 
@@ -53,10 +53,12 @@ def sentences(results: dict) -> list[str]:
     found = [_verdict(results)]
     exact = next((item for item in results["generation"] if not item.get("ranking")), None)
     if exact:
+        verified = f", {exact['distinct']:.1f} distinct experts per layer and verify step" if exact["distinct"] else ""
         found.append(
             f"generation without a budget: {exact['tokens_per_second']:.1f} tokens/s, acceptance length "
-            f"{exact['acceptance_length']:.3f}, {exact['distinct'] or 0:.1f} distinct experts per layer and verify step"
+            f"{exact['acceptance_length']:.3f}{verified}"
         )
+        found += [_speculated(item, exact) for item in results["generation"] if item.get("ranking") == SPECULATED]
     found += [_order(pair) for pair in _pairs((results["reconstruction"] or {}).get("order", ()))]
     return found + _same(results["points"])
 
@@ -102,7 +104,19 @@ def _verdict(results: dict) -> str:
     )
 
 
+def _speculated(item: dict, exact: dict) -> str:
+    """Bytes and tokens of speculated execution, beside those of the exact model with the same reads ahead."""
+    both = [f"{gib(each['bytes_per_token'])} per token at {100 * each['hit_rate']:.0f}% hits" for each in (item, exact)]
+    return (
+        f"generation with speculated execution, {item['coverage']}: {both[0]} (exact: {both[1]}), "
+        f"{item['tokens_per_second']:.1f} tokens/s, {100 * item['dropped']:.1f}% of the routing weight dropped, "
+        f"{100 * item['equal']:.0f}% of the tokens before the first that differs"
+    )
+
+
 def _named(item: dict) -> str:
+    if point_of(item).speculated:
+        return f"speculated execution, {item['coverage']}"
     return f"{item['ranking']}, {item['coverage']}, {point_of(item).label}"
 
 

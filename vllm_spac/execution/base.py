@@ -21,6 +21,7 @@ from vllm_spac.tiers.base import ExpertStore
 if TYPE_CHECKING:
     from vllm_spac.balancers.base import Balancer
     from vllm_spac.cache.mover import HostRows
+    from vllm_spac.cache.prefetch_settings import PrefetchSettings
     from vllm_spac.config import SpacConfig
     from vllm_spac.execution._exchange import Exchange
     from vllm_spac.executors._thread import ExecutorThread
@@ -263,6 +264,14 @@ class Execution(ABC):
             UnsupportedError: the layers of this execution do not wait for the host.
         """
         raise UnsupportedError(f"spac: {type(self).__name__} computes no experts on the CPU")
+
+    def read_ahead(self, settings: PrefetchSettings) -> None:
+        """Reads ahead as ``settings`` say from now on; called before any step, not if each expert has its slot.
+
+        Raises:
+            UnsupportedError: this execution moves experts ahead of need itself.
+        """
+        raise UnsupportedError(f"spac: {type(self).__name__} moves experts ahead of need itself")
 
     @property
     def queued(self) -> int:

@@ -76,7 +76,7 @@ class SlotExecution(Execution):
     needs_host: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
-    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch", "speculate"})
 
     def __init__(
         self,
@@ -113,13 +113,12 @@ class SlotExecution(Execution):
             self._residency, transfers, self.counters, shape.experts, knobs, balancer, shape.top_k
         )
         self._layers = SlotLayers(self._loader, shape.experts)
-        if not self.holds_all and self._loader.needs is not None:
-            self.looks_at = self._loader.needs
+        if not self.holds_all:
+            self.looks_at = self._loader.needs or frozenset()
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
-        config, built = context.config, context.predictor
-        pins, extra = config.soft_pins != "off", config.prefetch_share
+        config = context.config
         return cls(
             context.shape,
             context.room.slots,
@@ -128,7 +127,7 @@ class SlotExecution(Execution):
             context.tensors,
             io_threads=config.io_threads,
             path=context.path,
-            ahead=PrefetchSettings.of(config.prefetch, built=built, pins=pins, extra=extra),
+            ahead=PrefetchSettings.configured(config, config.named_prefetch, context.predictor),
             exchange=context.exchange,
             host=context.host,
             local_of=context.local_of,
@@ -173,6 +172,10 @@ class SlotExecution(Execution):
         """As in ``Execution``; the store must be addressable. From now on results are exact up to rounding."""
         self._loader.balancer, self._cpu = balancer, thread
         self.keeps_bits = False
+
+    def read_ahead(self, settings: PrefetchSettings) -> None:
+        self._loader.read_ahead(settings, self._loader.balancer)
+        self.looks_at = self._loader.needs or frozenset()
 
     @property
     def queued(self) -> int:

@@ -25,6 +25,7 @@ from vllm_spac.integration.compat import WORKER_EXTENSION
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.integration.stepping.trees import arguments as trees
+from vllm_spac.knobs.types import AUTO
 from vllm_spac.knobs.types import flag as knob_flag
 from vllm_spac.prediction.file import PredictorFile
 from vllm_spac.profiling.costs import Costs
@@ -235,7 +236,8 @@ def _check_cpu_experts(config: SpacConfig) -> None:
 def _check_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Raises ``UnsupportedError`` if a predictor looks at layers that are not on the host."""
     on_host = _device_type() == "cpu" and not drafts.plans_drafts(vllm_config)
-    looks = config.prefetch != "off" and components.find("predictors", config.prefetch).looks_at_layers()
+    named = config.named_prefetch
+    looks = config.prefetch == AUTO or (named != "off" and components.find("predictors", named).looks_at_layers())
     if looks and not on_host:
         raise UnsupportedError(
             f"spac: prefetch={config.prefetch} (--spac-prefetch) looks at what layers compute, which works on a CPU "

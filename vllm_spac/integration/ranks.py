@@ -130,6 +130,12 @@ def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool
         "have different experts in fast memory and would cut different ones)",
         "use --spac-budget-ranking router",
     )
+    yield (
+        several and config.speculate != "off",
+        f"speculate={config.speculate} (--spac-speculate) with --tensor-parallel-size {ranks} (ranks have different "
+        "experts in fast memory and would run different ones)",
+        "drop --spac-speculate",
+    )
     if experts_divided:
         yield from _expert_refusals(config, vllm_config)
 

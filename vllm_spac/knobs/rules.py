@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_spac import components
-from vllm_spac.knobs.types import flag
+from vllm_spac.knobs.types import AUTO, flag
 from vllm_spac.system.untrusted import path_of
 
 # Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
@@ -22,6 +22,11 @@ _OF_EXECUTION = {
         (None,),
         "host_memory (--spac-host-memory) holds experts between slots and disk, and execution={execution} "
         "(--spac-execution) reads none from a disk; drop --spac-host-memory",
+    ),
+    "speculate": (
+        ("off",),
+        "speculate (--spac-speculate) decides before a layer's experts are loaded, and execution={execution} "
+        "(--spac-execution) loads none before it runs; drop --spac-speculate",
     ),
     "staging": (
         ("auto", "off"),
@@ -153,9 +158,10 @@ def _check_calibration(config: Any) -> None:
 
 def _check_prefetch(config: Any) -> None:
     named, off = f"prefetch={config.prefetch} (--spac-prefetch)", config.prefetch == "off"
-    kind = None if off else components.find("predictors", config.prefetch)
-    trained = kind is not None and kind.needs_file
-    looks = kind is not None and kind.looks_at_layers()
+    auto = config.prefetch == AUTO
+    kind = None if off or auto else components.find("predictors", config.prefetch)
+    trained = auto or (kind is not None and kind.needs_file)
+    looks = auto or (kind is not None and kind.looks_at_layers())
     if trained and config.predictor_file is None:
         raise ValueError(
             f"{named} needs predictor_file (--spac-predictor-file FILE); write the file with "
@@ -177,6 +183,22 @@ def _check_prefetch(config: Any) -> None:
         )
 
 
+def _check_speculate(config: Any) -> None:
+    if config.speculate == "off":
+        return
+    named = f"speculate={config.speculate} (--spac-speculate)"
+    if given := [name for name in ("budget", "budget_mass", "budget_file") if getattr(config, name) is not None]:
+        raise ValueError(f"{named} and {given[0]} ({flag(given[0])}) both choose a layer's experts; drop one of them")
+    if config.tree:
+        raise ValueError(f"{named} was not tried with draft trees; drop --spac-tree")
+    off = config.prefetch in ("off", AUTO)
+    if off or not components.find("predictors", config.prefetch).needs_file:
+        raise ValueError(
+            f"{named} needs a predictor that looks one layer ahead, and prefetch={config.prefetch} (--spac-prefetch) "
+            "names none; add --spac-prefetch linear --spac-predictor-file FILE"
+        )
+
+
 def _check_trace(config: Any) -> None:
     if config.trace_overwrite and config.trace is None:
         raise ValueError("trace_overwrite (--spac-trace-overwrite) replaces nothing without --spac-trace FILE")
@@ -193,7 +215,8 @@ def _check_cpu_experts(config: Any) -> None:
             f"cpu_experts=auto (--spac-cpu-experts) lets the balancer decide, and balancer={config.balancer} "
             "(--spac-balancer) computes none; use --spac-balancer waterfill, or --spac-cpu-experts off"
         )
-    for name, given in (("balancer", decides), ("profile", config.profile is not None)):
+    weighed = config.profile is not None and config.prefetch != AUTO
+    for name, given in (("balancer", decides), ("profile", weighed)):
         if config.cpu_experts != "auto" and given:
             raise ValueError(
                 f"{name} ({flag(name)}) decides nothing with cpu_experts={config.cpu_experts}; "
@@ -211,6 +234,7 @@ _RULES = (
     _check_host_memory,
     _check_calibration,
     _check_prefetch,
+    _check_speculate,
     _check_trace,
     _check_cpu_experts,
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from vllm_spac.errors import ConfigError
 from vllm_spac.prediction.file import DTYPES, Identity, PredictorFile, check_tensors, flat, kinds, needed
+from vllm_spac.predictors._recall import Hits
 from vllm_spac.predictors._trained import Material, Trained
 from vllm_spac.system import tensor_file
 from vllm_spac.system.tensor_file import check
@@ -63,9 +64,10 @@ class Training:
             yield name
 
     def result(self) -> PredictorFile:
-        """Returns the predictors; all stages must have been made."""
+        """Returns the predictors with their recall on texts not fitted to; all stages must have been made."""
         assert self.done == self.stages, "the training is not over"
-        return self._file()
+        file, (_, judged) = self._file(), self._material.others.halves()
+        return replace(file, recall={name: Hits.of(file.build(name), judged).recalls() for name in file.names})
 
     def save_progress(self, path: str | Path) -> None:
         """Writes what is made so far, atomically; ``ConfigError`` when it cannot be written."""
@@ -108,7 +110,7 @@ class Training:
         material = self._material
         finished = {name for name, _ in self._stages} - {name for name, _ in self._stages[self.done :]}
         tensors = {name: made for name, made in self._made.items() if name in finished}
-        return PredictorFile(self._identity, material.sizes, material.samples.rows, tensors, self.left_out)
+        return PredictorFile(self._identity, material.sizes, material.samples.rows, tensors, self.left_out, {})
 
     def _facts(self) -> dict[str, str]:
         identity = self._identity

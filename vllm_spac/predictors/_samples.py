@@ -53,10 +53,21 @@ class Samples:
     def texts(self, first: int, last: int) -> Samples:
         """Returns the texts ``[first, last)``; the tensors are views."""
         bounds = [*self.starts, self.rows]
-        begin, end = bounds[first], bounds[last]
-        starts = tuple(start - begin for start in self.starts[first:last])
+        return self._part(bounds[first], bounds[last])
+
+    def halves(self) -> tuple[Samples, Samples]:
+        """Returns the first and the second half of the rows, as views; a single row is in both."""
+        middle = self.rows // 2
+        return self._part(0, max(1, middle)), self._part(middle, self.rows)
+
+    def _part(self, begin: int, end: int) -> Samples:
+        """Returns the rows ``[begin, end)``; a text that ``begin`` cuts starts there."""
+        starts = {max(start, begin) - begin: None for start, stop in self._spans() if stop > begin and start < end}
         of_layers = (value[:, begin:end] for value in (self.hidden, self.logits, self.ids, self.weights))
-        return Samples(starts, self.tokens[begin:end], *of_layers)
+        return Samples(tuple(starts), self.tokens[begin:end], *of_layers)
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        return zip(self.starts, [*self.starts[1:], self.rows], strict=True)
 
     def seen(self, layer: int, rows: slice, needs: frozenset[Signal]) -> Seen:
         """Returns what a predictor with these ``needs`` is passed about some rows."""

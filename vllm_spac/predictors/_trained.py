@@ -81,7 +81,8 @@ class Material:
     Attributes:
         sizes: of the model and of what is made.
         samples: fitted to.
-        others: samples of other texts, for choices between predictors.
+        others: samples of other texts: choices between predictors are made by the first half of their rows, and the
+            recall that a file holds is measured on the second.
         gates: the model's routers, or why they are not known or cannot be used.
         outputs: float32 [L, N, d], mean output of each expert for the rows of ``samples`` that selected it.
     """

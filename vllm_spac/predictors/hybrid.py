@@ -51,7 +51,7 @@ class Hybrid(Trained):
 
 def recall(predictor: Trained, material: Material) -> Tensor:
     """Returns float [layers]: recall of the last guess about each layer, on texts not fitted to; -1 without guess."""
-    samples, experts = material.others, material.sizes.experts
+    (samples, _), experts = material.others.halves(), material.sizes.experts
     found, rows_of = torch.zeros(samples.layers), torch.zeros(samples.layers)
     for asked, rows, guess in samples.asked(predictor):
         for layer, scores in enumerate(guess.scores.split(experts, 1), guess.first // experts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -48,26 +48,30 @@ def serving_rates(
         with group.computing(x[:rows], torch.ones(rows, 1), ids, experts) as computation:
             computation.result()
 
-    def synchronized() -> None:
-        fast()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    stream = _load_seconds(store, turn, device, io_threads, seconds)
+    stream = load_seconds(store, device, io_threads, seconds)
     cpu = fit_compute({rows: median(partial(compute, rows), seconds) for rows in (1, ROWS[-1])}, 1, fixed=0.0)
     return Rates(
-        fast=median(synchronized, seconds) / shape.top_k,
+        fast=fast_seconds(fast, shape.top_k, device, seconds),
         stream=stream,
         cpu=float(cpu.seconds(1)),
         cpu_row=1 / cpu.flops_per_second if cpu.flops_per_second else 0.0,
     )
 
 
-def _load_seconds(
-    store: ExpertStore, turn: Iterator[int], device: torch.device, io_threads: int, seconds: float
-) -> float:
-    """Returns the seconds per load when ``top_k`` loads start together."""
-    shape, count = store.shape, store.shape.top_k
+def fast_seconds(fast: Callable[[], object], experts: int, device: torch.device, seconds: float) -> float:
+    """Returns the seconds per expert of ``fast``, which runs one row through ``experts`` in fast memory."""
+
+    def synchronized() -> None:
+        fast()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return median(synchronized, seconds) / experts
+
+
+def load_seconds(store: ExpertStore, device: torch.device, io_threads: int, seconds: float) -> float:
+    """Returns the seconds per load when ``top_k`` loads start together; arguments as in ``serving_rates``."""
+    shape, count, turn = store.shape, store.shape.top_k, iter(range(1 << 62))
     transfers = Transfers(store, allocate(shape.tensors, count, device), io_threads, "profile")
 
     def load() -> None:

@@ -96,10 +96,17 @@ def options_of(text: str | None, name: str) -> dict:
     return value
 
 
-def spac_of(slots: str, disk_dir: Path | None, calibration: Path | None = None) -> dict:
-    """The plugin's knobs for a command; ``ConfigError`` if they are invalid."""
-    paths = {"disk_dir": disk_dir, "calibration": calibration}
+def spac_of(
+    slots: str,
+    disk_dir: Path | None,
+    calibration: Path | None = None,
+    predictor: Path | None = None,
+    prefetch: str = "off",
+) -> dict:
+    """The plugin's knobs for a command; ``ConfigError`` if they are invalid. ``prefetch`` is of ``predictor``."""
+    paths = {"disk_dir": disk_dir, "calibration": calibration, "predictor_file": predictor}
     spac = {"slots": slots, "guard": "off"}  # so that all steps have the same draft length
+    spac |= {} if predictor is None else {"prefetch": prefetch}
     spac |= {name: str(path) for name, path in paths.items() if path is not None}
     SpacConfig.parse(spac)
     return spac

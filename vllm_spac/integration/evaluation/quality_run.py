@@ -31,7 +31,7 @@ class QualityRun:
         llm: the engine, from ``engine.engine``.
         texts: token ids.
         run: settings that all results of a file share: window, slots, drafts.
-        asked: rankings, coverages, budgets, masses, ``mass_of`` and alphas.
+        asked: rankings, coverages, budgets, masses, ``mass_of``, alphas and ``speculate``.
         path: the file of results; those of the same model, texts and run are not run again.
         progress: shows the progress.
     """
@@ -43,7 +43,8 @@ class QualityRun:
         sizes = {"count": len(texts), "tokens": sum(map(len, texts)), "checksum": checksum(texts)}
         self._run = run | {"fingerprint": self._facts["fingerprint"], "texts": sizes}
         self._points, skipped = points.points(**asked, facts=self._facts)
-        for point in [each for each in self._points if each.votes_alpha is not None][:1]:
+        weighted = [each for each in self._points if each.votes_alpha is not None]
+        for point in (*weighted[:1], *(each for each in self._points if each.speculated)):
             self._sweep.check(point)
         self._results = self._earlier() | {"format": FORMAT, "run": self._run, "window": run["window"]}
         self._results |= {"facts": self._facts, "skipped": skipped}
@@ -63,7 +64,7 @@ class QualityRun:
         self._write()
         self._scores()
         self._study()
-        if self._run["drafts"]:
+        if self._run["drafts"] or any(point.speculated for point in self._points):
             self._generation()
         results["verdict"] = points.verdict(results["points"])
         results["provenance"] = results["sessions"][-1]
@@ -104,7 +105,9 @@ class QualityRun:
         self._write()
 
     def _generation(self) -> None:
-        results, missing = self._results, self._missing("generation")
+        drafts = bool(self._run["drafts"])
+        missing = [point for point in self._missing("generation") if drafts or point.speculated]
+        results = self._results
         prompts = self._texts[: self._run["generate"]]
         self._show("generation", (len(missing) + 2) * len(prompts))
         exact = self._sweep.generate(None, prompts, self._run["new_tokens"])

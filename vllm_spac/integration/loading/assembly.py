@@ -29,7 +29,6 @@ from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.knobs.types import STEPS
 from vllm_spac.policies.base import Policy, PolicyContext
-from vllm_spac.prediction.file import Identity, PredictorFile
 from vllm_spac.predictors.base import Predictor
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.expert_size import ExpertSize
@@ -59,6 +58,7 @@ def budget(
     layers: Sequence[ManagedExperts],
     device: torch.device,
     model: Callable[[], str],
+    predictor: Predictor | None,
 ) -> BudgetControl:
     """Builds the budget's control with the configured budget; possible before any weight is loaded.
 
@@ -67,6 +67,7 @@ def budget(
         layers: the managed layers, in the order of execution.
         device: device of the routers' scores.
         model: returns the fingerprint of the weights, which may take long; called only if a file must match it.
+        predictor: trained, if ``prefetch`` names one.
 
     Raises:
         ConfigError: a file is of another model, or the budget does not fit a layer.
@@ -83,12 +84,18 @@ def budget(
             bound = read_budgets(config.budget_file, name, names, experts)
     several = vllm_config.parallel_config.tensor_parallel_size > 1
     control = BudgetControl(
-        known, calibration, device=device, unweighted=drafts.unweighted(vllm_config), ranks_differ=several
+        known,
+        calibration,
+        device=device,
+        unweighted=drafts.unweighted(vllm_config),
+        ranks_differ=several,
+        predictor=predictor if predictor is not None and predictor.reach else None,
     )
     control.change(config.budget_settings(bound))
     if graphs.hold_budget(config):
         control.hold_in_graphs(graphs.most_rows(vllm_config))
-    if control.active and config.budget_when == "verify" and vllm_config.speculative_config is None:
+    bounded = control.active and config.speculate == "off"
+    if bounded and config.budget_when == "verify" and vllm_config.speculative_config is None:
         logger.warning(
             "spac: the budget applies to verify steps and this engine does not speculate, so it has no effect; "
             "add --speculative-config or --spac-budget-when decode"
@@ -107,32 +114,6 @@ def policy(config: SpacConfig, shape: MoEShape, slots: int, local_of: Tensor | N
         found = calibration.counts[[calibration.layers.index(name) for name in shape.layers]]
         counts = (found if local_of is None else found[:, local_of >= 0]).numpy()
     return components.build("policies", config.policy, kind.of, context=PolicyContext(slots, shape.top_k, counts))
-
-
-def predictor(config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[], str]) -> Predictor | None:
-    """Builds the trained predictor that ``prefetch`` names; None if it is built from its name alone.
-
-    Args:
-        shapes: of the model's layers.
-        model: as in ``budget``.
-
-    Raises:
-        ConfigError: the file cannot be read, is of another model or lacks the predictor, or layers differ in shape.
-    """
-    if config.predictor_file is None:
-        return None
-    name, path = config.prefetch.partition("@")[0], config.predictor_file
-    if len(shapes) != 1:
-        raise ConfigError(
-            f"spac: prefetch={name} (--spac-prefetch) needs MoE layers of one shape, this model has {len(shapes)}; "
-            "use --spac-prefetch utility or off"
-        )
-    [shape] = shapes
-    file = PredictorFile.load(path, Identity(model(), "", shape.layers), shape.experts)
-    if name not in file.names:
-        why = file.left_out.get(name, "it was written by another version")
-        raise ConfigError(f"spac: {path} has no predictor {name} ({why}); use one of {', '.join(file.names)}")
-    return file.build(name)
 
 
 def check_host_memory(config: SpacConfig, total: int, ranks: int = 1) -> None:
@@ -270,16 +251,21 @@ def _compared(execution: Execution, layer: ManagedExperts, thread: ExecutorThrea
 
     Returns a function that runs this row in fast memory.
     """
+    (x, weights, ids), in_slots = one_row(execution, layer)
+    with thread.computing(x, weights, ids, execution.store.layer(layer.spac_index)) as computation:
+        found = computation.result()
+    check_same(found, in_slots().cpu(), x.dtype, x.shape[1], "CPU experts compared with vLLM's kernel")
+    return in_slots
+
+
+def one_row(execution: Execution, layer: ManagedExperts) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], Tensor]]:
+    """Returns (x, weights, ids) of a row on the CPU, and a function that runs it through ``layer`` in fast memory."""
     top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
-    ids, weights = torch.arange(top_k, dtype=torch.int32)[None], torch.full((1, top_k), 1 / top_k)
-    there, routed, chosen = (tensor.to(layer.spac.device) for tensor in (x, weights, ids))
-    index, rows = layer.spac_index, Rows(1, as_routed=True)
-    in_slots = partial(execution.forward, index, there, routed, chosen, layer.spac_kernel, rows)
-    with thread.computing(x, weights, ids, execution.store.layer(index)) as computation:
-        found = computation.result()
-    check_same(found, in_slots().cpu(), x.dtype, hidden, "CPU experts compared with vLLM's kernel")
-    return in_slots
+    row = x, torch.full((1, top_k), 1 / top_k), torch.arange(top_k, dtype=torch.int32)[None]
+    there, routed, chosen = (tensor.to(layer.spac.device) for tensor in row)
+    rows = Rows(1, as_routed=True)
+    return row, partial(execution.forward, layer.spac_index, there, routed, chosen, layer.spac_kernel, rows)
 
 
 def _balancer(

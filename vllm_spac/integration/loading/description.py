@@ -39,10 +39,10 @@ def _described(host: HostRows | None) -> str:
     return f", host memory={host.tier.rows} experts ({gib(host.block.nbytes)}, {how})"
 
 
-def choices(config: SpacConfig, execution: Execution) -> str:
-    """Execution and policy, for the log line at start-up."""
+def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
+    """Execution, policy and ``prefetch``, as it is or was chosen, for the log line at start-up."""
     details = execution.describe()
-    ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={config.prefetch}"
+    ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={prefetch}"
     return f"execution={config.execution_name}{f' ({details})' if details else ''}, policy={config.policy}{ahead}"
 
 

@@ -22,13 +22,14 @@ from vllm_spac.execution.base import Execution, ExecutionContext, Room
 from vllm_spac.integration import expert_workers, graphs
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
-from vllm_spac.integration.loading import assembly, description, fast_memory
+from vllm_spac.integration.loading import ahead, assembly, description, fast_memory
 from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.integration.ranks import Ranks
 from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
 from vllm_spac.integration.stepping.trees import install as trees
-from vllm_spac.knobs.types import Slots
+from vllm_spac.knobs.types import AUTO, Slots
+from vllm_spac.prediction.file import PredictorFile
 from vllm_spac.predictors.base import Predictor
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.draft_probabilities import DraftProbabilities
@@ -76,6 +77,7 @@ class ModelExperts:
         self._filled: dict[MoEShape, Execution] = {}  # for shapes that an earlier start packed completely
         self._bar: tqdm  # from ``prepare`` on
         self._budget: BudgetControl
+        self._predictors: PredictorFile | None
         self._predictor: Predictor | None
         self._file_bytes = 0
         self._locks: list[StoreLock] = []
@@ -112,8 +114,10 @@ class ModelExperts:
             self._shapes.append(self._shape_of(layers))
             self.execution.check_shape(self._shapes[-1])
         routers.install(model, self._layers)
-        self._predictor = assembly.predictor(self.config, self._shapes, self.model_name)
-        self._budget = assembly.budget(self.config, self.vllm_config, self._layers, self.device, self.model_name)
+        self._predictors = ahead.predictors(self.config, self._shapes, self.model_name)
+        self._predictor = ahead.predictor(self.config, self._predictors)
+        args = self.config, self.vllm_config, self._layers, self.device, self.model_name, self._predictor
+        self._budget = assembly.budget(*args)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         working = fast_memory.working(self.vllm_config, self.device, {layer.spac_widths for layer in self._layers})
         if self.config.parsed_slots == Slots():
@@ -192,15 +196,19 @@ class ModelExperts:
         if plans and self.guard is not None:
             draft_planning.offer(self.vllm_config, self.guard)
         for execution in executions:
+            first, prefetch = self._layer_of(execution.shape), self.config.prefetch
             if self.config.uses_cpu_experts:
-                first = next(layer for layer in self._layers if layer.spac_execution is execution)
                 assembly.balance(self.config, self.vllm_config, execution, first)
+            if prefetch == AUTO and self._predictors is not None:
+                args = self.config, execution, first, self._predictors, self.store_name
+                prefetch = ahead.choose_for(*args).describe()
             mode = (
                 self._budget.settings.describe() if self._budget.active else description.mode(self._budget, executions)
             )
-            choices = description.choices(self.config, execution)
+            choices = description.choices(self.config, execution, prefetch)
             described = description.describe(execution)
             logger.info("spac: mode=%s, %s, %s%s", mode, described, choices, self.ranks.describe())
+        self._predictors = None  # its tensors are only needed by what was built
         if saved is not None:
             self.runtime.watch(saved.timeline)
         for caveat in dict.fromkeys(execution.caveat() for execution in executions):

@@ -53,12 +53,13 @@ _COUNTERS = {
     "prefetch_wasted": "Prefetched experts that were evicted unused.",
     "prefetch_harmful": "Experts loaded because prefetching one that was not used yet had evicted them.",
     "prefetch_failed": "Prefetches that failed; the expert is read again when a layer needs it.",
+    "prefetch_stops": "Times that prefetch=auto stopped reading ahead, because that did not pay.",
     "cpu_experts": "Experts computed on the CPU, where they are stored.",
     "cpu_rows": "Rows computed by experts on the CPU.",
     "cpu_wait_seconds": "Seconds that layers waited for experts on the CPU.",
 }
 _BUDGET = {
-    "rows": "Rows whose experts were limited by a budget, counted once per layer.",
+    "rows": "Rows whose experts were limited by a budget or speculated, counted once per layer.",
     "dropped_weight": "Sum over those rows of the share of their selected experts' routing weights that was dropped.",
     "shortlists": "Shortlists made by budgets, one per layer and forward.",
     "experts": "Distinct experts that budgeted rows used, summed over all shortlists.",
@@ -109,7 +110,9 @@ class WorkerCollector:
             values = [worker["budget"][name] for worker in self._counting("budget")]
             yield _metric(CounterMetricFamily, f"budget_{name}", text, values)
         lossy = [float(worker["mode"] == "lossy") for worker in self._counting("mode")]
-        yield _metric(GaugeMetricFamily, "lossy", "1 while a budget is in force, 0 in exact mode.", lossy)
+        yield _metric(
+            GaugeMetricFamily, "lossy", "1 while a budget or speculated execution is in force, 0 in exact mode.", lossy
+        )
         if all("guard" in worker for worker in self.workers):
             lengths = [worker["guard"]["draft_length"] for worker in self._counting("guard")]
             yield _metric(GaugeMetricFamily, "draft_length", "Draft tokens per request that the guard allows.", lengths)

@@ -1,0 +1,101 @@
+"""Predictors of an engine: from the file that ``predictor_file`` names, and the choice of ``prefetch=auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.config import SpacConfig
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import ConfigError
+from vllm_spac.execution.base import Execution
+from vllm_spac.integration.loading.assembly import one_row
+from vllm_spac.knobs.types import AUTO
+from vllm_spac.prediction.choice import Choice, StepCosts, choose
+from vllm_spac.prediction.file import Identity, PredictorFile
+from vllm_spac.predictors._recall import overall
+from vllm_spac.predictors.base import Predictor
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.profiling.expert_size import ExpertSize
+from vllm_spac.profiling.serving import fast_seconds, load_seconds
+
+if TYPE_CHECKING:
+    from vllm_spac.integration.layers.managed_experts import ManagedExperts
+
+_SECONDS = 0.1  # of each measurement, about
+
+
+def predictors(config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[], str]) -> PredictorFile | None:
+    """Reads the file of trained predictors, if one is given.
+
+    Args:
+        shapes: of the model's layers.
+        model: as in ``budget``.
+
+    Raises:
+        ConfigError: it cannot be read or is of another model, or layers differ in shape.
+    """
+    if config.predictor_file is None:
+        return None
+    name = config.prefetch.partition("@")[0]
+    if len(shapes) != 1:
+        raise ConfigError(
+            f"spac: prefetch={name} (--spac-prefetch) needs MoE layers of one shape, this model has {len(shapes)}; "
+            "use --spac-prefetch utility or off"
+        )
+    [shape] = shapes
+    return PredictorFile.load(config.predictor_file, Identity(model(), "", shape.layers), shape.experts)
+
+
+def predictor(config: SpacConfig, file: PredictorFile | None) -> Predictor | None:
+    """Builds the trained predictor that ``prefetch`` names; None if it names none, or one that needs no file.
+
+    Raises:
+        ConfigError: the file lacks it.
+    """
+    if file is None or config.prefetch == AUTO:
+        return None
+    name, path = config.prefetch.partition("@")[0], config.predictor_file
+    if name not in file.names:
+        why = file.left_out.get(name, "it was written by another version")
+        raise ConfigError(f"spac: {path} has no predictor {name} ({why}); use one of {', '.join(file.names)}")
+    return file.build(name)
+
+
+def choose_for(
+    config: SpacConfig, execution: Execution, layer: ManagedExperts, file: PredictorFile, store: str
+) -> Choice:
+    """Chooses the predictor of ``prefetch=auto`` for ``execution``, which reads ahead by it from now on, if any.
+
+    Args:
+        layer: the first of its layers, attached.
+        file: the predictors.
+        store: name of the store, for a profile.
+    """
+    if execution.holds_all:
+        return Choice(None, "every expert has a slot")
+    recalls = {name: overall(file.recall[name]) for name in file.names}
+    nbytes = {name: file.nbytes(name) for name in file.names}
+    choice = choose(recalls, nbytes, _costs(config, execution, layer, store))
+    if choice.predictor is not None:
+        built = file.build(choice.predictor)
+        execution.read_ahead(PrefetchSettings.configured(config, choice.predictor, built, stops=True))
+    return choice
+
+
+def _costs(config: SpacConfig, execution: Execution, layer: ManagedExperts, store: str) -> StepCosts:
+    """Returns the costs of a step, by the profile if it matches this machine and these experts, else measured."""
+    shape, slots, missing = execution.shape, execution.residency.slots, ""
+    if config.profile is not None:
+        try:
+            costs = Costs.read(config.profile, here=True, disk_dir=config.disk_dir)
+            costs.check_experts(config.profile, ExpertSize.of(shape.expert_bytes).nbytes, store)
+            rates = costs.rates(shape.expert_bytes)
+            return StepCosts.of(shape, slots, rates.fast, rates.stream, costs.other, f" ({config.profile})")
+        except ConfigError as error:
+            missing = f", because {error}"
+    _, in_slots = one_row(execution, layer)
+    fast = fast_seconds(in_slots, shape.top_k, layer.spac.device, _SECONDS)
+    load = load_seconds(execution.store, layer.spac.device, config.io_threads, _SECONDS)
+    return StepCosts.of(shape, slots, fast, load, 0.0, f" (of experts, measured now{missing})")
