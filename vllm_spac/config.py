@@ -174,7 +174,7 @@ class SpacConfig(BaseModel):
         description="The mass that budget_mass is a share of: selected (default), the routing weights of the selected "
         "experts; scores, the routers' scores of all experts.",
     )
-    budget_file: SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac tune.")
+    budget_file: SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac budgets.")
     budget_ranking: Annotated[str, ComponentName("budget.rankings", "ranking")] = Field(
         "router", description="How experts are ranked under a budget; the first B are kept."
     )

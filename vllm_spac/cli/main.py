@@ -11,6 +11,7 @@ from rich.console import Console
 
 from vllm_spac import __version__
 from vllm_spac.cli import (
+    budgets,
     calibrate,
     doctor,
     inspect,
@@ -77,7 +78,7 @@ for _examples, _command in (
     (simulate.EXAMPLES, simulate.simulate),
     (profile.EXAMPLES, profile.profile),
     (calibrate.EXAMPLES, calibrate.calibrate),
-    (calibrate.TUNE_EXAMPLES, calibrate.tune),
+    (budgets.EXAMPLES, budgets.budgets),
     (quality.EXAMPLES, quality.quality),
     (quantise.EXAMPLES, quantise.quantise),
     (predictors.TRAIN_EXAMPLES, predictors.train_predictor),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.tuning import read_budgets, tune, write_budgets
+from vllm_spac.budget.per_layer import choose, read_budgets, write_budgets
 from vllm_spac.errors import ConfigError
 
 LAYERS, EXPERTS, TOP_K, WINDOW = ("model.layers.0.mlp", "model.layers.1.mlp"), 6, 2, 4
@@ -38,31 +38,31 @@ CURVES = [0.5, 0.75, 0.9, 0.95, 1.0, 1.0], [0.97, 0.98, 0.99, 0.995, 0.999, 1.0]
     ],
 )
 def test_tuned_to_a_share(mass: float, coverage: str, budgets: list[int]) -> None:
-    assert tune(with_curves(*CURVES), mass, coverage) == dict(zip(LAYERS, budgets, strict=True))
-    assert tune(with_curves(*CURVES), mass, coverage, "scores") == dict(zip(LAYERS, budgets[::-1], strict=True))
+    assert choose(with_curves(*CURVES), mass, coverage) == dict(zip(LAYERS, budgets, strict=True))
+    assert choose(with_curves(*CURVES), mass, coverage, "scores") == dict(zip(LAYERS, budgets[::-1], strict=True))
 
 
 def test_a_share_is_met_by_the_curve_that_says_so() -> None:
     """0.9 as float32 is below 0.9: a budget that the curve says reaches it is not passed over."""
-    assert tune(with_curves(*CURVES), 0.9, "truncation")[LAYERS[0]] == 3
+    assert choose(with_curves(*CURVES), 0.9, "truncation")[LAYERS[0]] == 3
 
 
 @pytest.mark.parametrize("mass", [0.0, 1.5])
 def test_tuning_to_no_share_is_refused(mass: float) -> None:
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
-        tune(with_curves(*CURVES), mass)
+        choose(with_curves(*CURVES), mass)
 
 
 def test_tuning_without_a_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="saw 8 tokens and no window of 4; calibrate with more text"):
-        tune(with_curves(*[[0.0] * EXPERTS] * 2), 0.9)
+        choose(with_curves(*[[0.0] * EXPERTS] * 2), 0.9)
 
 
 def test_tuning_for_an_unknown_coverage_is_refused() -> None:
     with pytest.raises(ConfigError, match="use truncation or substitution"):
-        tune(with_curves(*CURVES), 0.9, "both")
+        choose(with_curves(*CURVES), 0.9, "both")
     with pytest.raises(ConfigError, match="--spac-budget-mass-of.*use selected or scores"):
-        tune(with_curves(*CURVES), 0.9, mass_of="softmax")
+        choose(with_curves(*CURVES), 0.9, mass_of="softmax")
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
@@ -89,12 +89,12 @@ def test_budgets_are_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "cannot be read.*vllm-spac tune"),
-        ("{", "cannot be read.*vllm-spac tune"),
-        ("\udcff", "cannot be read.*vllm-spac tune"),
-        ("[]", "no budget file.*vllm-spac tune"),
-        ({"format": "other"}, "no budget file.*vllm-spac tune"),
-        ({"fingerprint": "f" * 32}, "another model or revision.*vllm-spac tune"),
+        (None, "cannot be read.*vllm-spac budgets"),
+        ("{", "cannot be read.*vllm-spac budgets"),
+        ("\udcff", "cannot be read.*vllm-spac budgets"),
+        ("[]", "no budget file.*vllm-spac budgets"),
+        ({"format": "other"}, "no budget file.*vllm-spac budgets"),
+        ({"fingerprint": "f" * 32}, "another model or revision.*vllm-spac budgets"),
         ({"budgets": [1, 2]}, "layers differ"),
         ({"budgets": {LAYERS[0]: 2}}, "layers differ"),
         ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 2, "more": 1}}, "layers differ"),
