@@ -13,7 +13,18 @@ from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
 from vllm_spac.knobs import rules
-from vllm_spac.knobs.types import ALPHA, EXTRA, STEPS, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
+from vllm_spac.knobs.types import (
+    ALPHA,
+    EXTRA,
+    STEPS,
+    CpuExpertsText,
+    Slots,
+    SlotsText,
+    SomePath,
+    TunedText,
+    flag,
+    no_bool,
+)
 from vllm_spac.speculation.trees import shape
 from vllm_spac.speculation.trees.shape import MOST_NODES, TreeShape
 from vllm_spac.system.machine import DISK_DIR
@@ -207,6 +218,11 @@ class SpacConfig(BaseModel):
     calibration: SomePath = Field(
         None,
         description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
+    )
+    tuned: TunedText = Field(
+        "auto",
+        description="A profile of vllm-spac tune, whose knobs are used if you set none of them: auto, with vllm serve "
+        "the one beside the packed experts; off; or a file.",
     )
     page: bool = Field(
         False,

@@ -40,10 +40,11 @@ def _described(host: HostRows | None) -> str:
 
 
 def choices(config: SpacConfig, execution: Execution) -> str:
-    """Execution and policy, for the log line at start-up."""
+    """Execution, policy and tuned profile, for the log line at start-up."""
     details = execution.describe()
     ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={config.prefetch}"
-    return f"execution={config.execution}{f' ({details})' if details else ''}, policy={config.policy}{ahead}"
+    tuned = "" if config.tuned in ("off", "auto") else f", tuned={config.tuned}"
+    return f"execution={config.execution}{f' ({details})' if details else ''}, policy={config.policy}{ahead}{tuned}"
 
 
 def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:
