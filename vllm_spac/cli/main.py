@@ -26,6 +26,7 @@ from vllm_spac.cli import (
     stats,
     timeline,
     trace,
+    tune,
 )
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError
@@ -72,6 +73,7 @@ for _examples, _command in (
     (doctor.EXAMPLES, doctor.doctor),
     (inspect.EXAMPLES, inspect.inspect),
     (plan.EXAMPLES, plan.plan),
+    (tune.EXAMPLES, tune.tune),
     (knobs.EXAMPLES, knobs.knobs),
     (stats.EXAMPLES, stats.stats),
     (packed.EXAMPLES, packed.packed),
