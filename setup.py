@@ -44,6 +44,7 @@ setup(
     package_data={
         "vllm_spac": ["py.typed", "*.md"],
         "vllm_spac.profiling": ["profiles/*.json"],
+        "vllm_spac.tuning": ["prompts.jsonl"],
         "vllm_spac.integration.serving": ["grafana.json", "page/*"],
     },
     license="Apache-2.0",

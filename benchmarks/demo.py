@@ -169,7 +169,7 @@ def common_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def spac_arguments(options: argparse.Namespace) -> list[str]:
-    plugin = ["--plugin", "spac", "--spac-slots", options.slots, "--spac-store", "disk"]
+    plugin = ["--plugin", "spac", "--spac-slots", options.slots, "--spac-store", "disk", "--spac-tuned", "off"]
     return [*([] if options.control else plugin), "--speculative-config", json.dumps(speculation(options.draft))]
 
 

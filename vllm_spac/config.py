@@ -12,8 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from vllm_spac import components
 from vllm_spac.components import ComponentName
 from vllm_spac.errors import ConfigError
-from vllm_spac.knobs import rules
-from vllm_spac.knobs.types import ALPHA, AUTO, EXTRA, STEPS, CpuExpertsText, Slots, SlotsText, SomePath, flag, no_bool
+from vllm_spac.knobs import rules, types
 from vllm_spac.speculation.trees import shape
 from vllm_spac.speculation.trees.shape import MOST_NODES, TreeShape
 from vllm_spac.system.machine import DISK_DIR
@@ -31,7 +30,7 @@ class SpacConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    slots: SlotsText = Field(
+    slots: types.SlotsText = Field(
         "auto",
         description="Experts kept in fast memory: a number per layer, a percentage of all, or auto (as many as fit "
         "next to the KV cache).",
@@ -41,10 +40,10 @@ class SpacConfig(BaseModel):
         description="Where the other experts are stored. Default: host where there is a GPU and no host_memory is "
         "given, else disk.",
     )
-    disk_dir: SomePath = Field(
+    disk_dir: types.SomePath = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
     )
-    host_memory: Annotated[ByteSize | None, BeforeValidator(no_bool)] = Field(
+    host_memory: Annotated[ByteSize | None, BeforeValidator(types.no_bool)] = Field(
         None,
         gt=0,
         description="With store=disk, host memory that holds experts between the slots and the disk, e.g. 32GiB, which "
@@ -58,7 +57,11 @@ class SpacConfig(BaseModel):
     prefetch: Annotated[
         str,
         ComponentName(
-            "predictors", "predictor", ("off", AUTO), arguments=True, settings=("threshold", "depth", "background")
+            "predictors",
+            "predictor",
+            ("off", types.AUTO),
+            arguments=True,
+            settings=("threshold", "depth", "background"),
         ),
     ] = Field(
         "off",
@@ -67,7 +70,7 @@ class SpacConfig(BaseModel):
         "file that was right most often, or none where that cannot pay; off, none. Further arguments: threshold, depth "
         "and background.",
     )
-    predictor_file: SomePath = Field(
+    predictor_file: types.SomePath = Field(
         None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."
     )
     soft_pins: Literal["on", "off"] | None = Field(
@@ -75,17 +78,17 @@ class SpacConfig(BaseModel):
         description="With a predictor that looks at layers, loads evict the experts that it expects soon last. "
         "Default: on.",
     )
-    prefetch_extra: Annotated[float | None, BeforeValidator(no_bool)] = Field(
+    prefetch_extra: Annotated[float | None, BeforeValidator(types.no_bool)] = Field(
         None,
         ge=0,
         le=1,
         description="With prefetch, the loads that prefetches may add, unused or because of what they evicted, as a "
-        f"share of those that layers need. Default: {EXTRA:g}.",
+        f"share of those that layers need. Default: {types.EXTRA:g}.",
     )
     guard: Literal["on", "off"] = Field(
         "on", description="Shorten or skip drafts when the experts they need cost more time than their tokens save."
     )
-    tree: Annotated[int, BeforeValidator(no_bool)] = Field(
+    tree: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         0,
         ge=0,
         le=MOST_NODES,
@@ -96,16 +99,16 @@ class SpacConfig(BaseModel):
         description="With tree, which nodes it has: dynamic (default), the most probable by the drafter; static, one "
         "shape for all steps; or the shape as a list of paths, e.g. [[0],[1],[0,0]].",
     )
-    tree_depth: Annotated[int | None, BeforeValidator(no_bool)] = Field(
+    tree_depth: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
         None, ge=1, le=16, description="With tree, its levels, each a forward of the drafter. Default: 6."
     )
-    tree_width: Annotated[int | None, BeforeValidator(no_bool)] = Field(
+    tree_width: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
         None,
         ge=1,
         le=64,
         description="With tree, most children per node, and most expanded nodes per level. Default: 8.",
     )
-    cpu_experts: CpuExpertsText = Field(
+    cpu_experts: types.CpuExpertsText = Field(
         "off",
         description="Compute missing experts on the CPU, where they are stored, exact up to rounding: off; auto, those "
         "that the balancer selects; or N, in each forward of a layer the N missing ones with the fewest rows.",
@@ -115,7 +118,7 @@ class SpacConfig(BaseModel):
         description="With cpu_experts=auto, selects the experts for the CPU: waterfill (default) or threshold "
         "(MoE-SpAc's).",
     )
-    profile: SomePath = Field(
+    profile: types.SomePath = Field(
         None,
         description="Costs for the balancer and prefetch=auto, a file of vllm-spac profile. Default: measured at "
         "start-up.",
@@ -125,7 +128,7 @@ class SpacConfig(BaseModel):
         description="Kernel for CPU experts: vLLM's (native, default on a CPU machine), torch (default elsewhere) or "
         "kt-kernel (kt).",
     )
-    io_threads: Annotated[int, BeforeValidator(no_bool)] = Field(
+    io_threads: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         4, ge=1, le=64, description="Threads that load missed experts."
     )
     executor: Literal["local", "processes", "ray"] = Field(
@@ -133,7 +136,7 @@ class SpacConfig(BaseModel):
         description="Which processes keep and compute the experts: local, the engine's own; processes, expert workers, "
         "each of which has whole layers (on a CPU); ray, expert workers that Ray places.",
     )
-    workers: Annotated[int | None, BeforeValidator(no_bool)] = Field(
+    workers: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
         None,
         ge=1,
         le=256,
@@ -145,7 +148,7 @@ class SpacConfig(BaseModel):
         description="With executor=processes, the file of vllm-spac cluster start, for workers that run already, also "
         "on other machines; with executor=ray, the address of a Ray cluster (default: one is started here).",
     )
-    replicas: Annotated[int, BeforeValidator(no_bool)] = Field(
+    replicas: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         0,
         ge=0,
         le=255,
@@ -169,31 +172,31 @@ class SpacConfig(BaseModel):
         "fast memory).",
     )
 
-    trace: SomePath = Field(
+    trace: types.SomePath = Field(
         None,
         description="Record the routers' choices in this file, for vllm-spac trace and simulate. An existing trace is "
         "replaced.",
     )
     trace_overwrite: bool = Field(False, description="Let the trace replace an existing file of any kind.")
 
-    timeline: SomePath = Field(
+    timeline: types.SomePath = Field(
         None,
         description="Record what each thread does and when in this file, for vllm-spac trace timeline: steps, layers, "
         "waits, loads, drafts. An existing timeline is replaced.",
     )
-    timeline_steps: Annotated[int | None, BeforeValidator(no_bool)] = Field(
+    timeline_steps: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
         None,
         ge=1,
         le=100_000,
-        description=f"With timeline, the number of last steps to keep, in memory and in the file. Default: {STEPS}.",
+        description=f"With timeline, the number of last steps kept, in memory and in the file. Default: {types.STEPS}.",
     )
 
-    budget: Annotated[int | None, BeforeValidator(no_bool)] = Field(
+    budget: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
         None,
         ge=1,
         description="LOSSY: experts per layer that one verify step may use (B), ranked over all of its tokens.",
     )
-    budget_mass: Annotated[float | None, BeforeValidator(no_bool)] = Field(
+    budget_mass: Annotated[float | None, BeforeValidator(types.no_bool)] = Field(
         None, gt=0, le=1, description="LOSSY: instead of B, the share of the routing mass to keep, e.g. 0.98."
     )
     budget_mass_of: Literal["selected", "scores"] | None = Field(
@@ -201,7 +204,7 @@ class SpacConfig(BaseModel):
         description="The mass that budget_mass is a share of: selected (default), the routing weights of the selected "
         "experts; scores, the routers' scores of all experts.",
     )
-    budget_file: SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac tune.")
+    budget_file: types.SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac budgets.")
     budget_ranking: Annotated[str, ComponentName("budget.rankings", "ranking")] = Field(
         "router", description="How experts are ranked under a budget; the first B are kept."
     )
@@ -225,11 +228,11 @@ class SpacConfig(BaseModel):
         description="How much each row counts when experts are ranked: uniform, all the same; path, a draft row by the "
         "probability that it is reached, as the draft model gives it.",
     )
-    budget_votes_alpha: Annotated[float | None, BeforeValidator(no_bool)] = Field(
+    budget_votes_alpha: Annotated[float | None, BeforeValidator(types.no_bool)] = Field(
         None,
         ge=0,
         le=1,
-        description=f"With budget_votes=path, the power of that probability: 0 equals uniform. Default: {ALPHA:g}.",
+        description=f"With budget_votes=path, the power of that probability: 0 is uniform. Default: {types.ALPHA:g}.",
     )
     speculate: Literal["off", "restricted", "predicted"] = Field(
         "off",
@@ -237,9 +240,14 @@ class SpacConfig(BaseModel):
         "earlier: predicted, those that it names, with predicted weights, whatever the router chooses; restricted, the "
         "router's choice among the first 2k that it names and those in fast memory.",
     )
-    calibration: SomePath = Field(
+    calibration: types.SomePath = Field(
         None,
         description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
+    )
+    tuned: types.TunedText = Field(
+        "auto",
+        description="A profile of vllm-spac tune, whose knobs are used if you set none of them: auto, with vllm serve "
+        "the one beside the packed experts; off; or a file.",
     )
     page: bool = Field(
         False,
@@ -282,12 +290,12 @@ class SpacConfig(BaseModel):
     @property
     def named_prefetch(self) -> str:
         """The predictor that ``prefetch`` names; ``off`` while ``auto`` has not chosen one."""
-        return "off" if self.prefetch == AUTO else self.prefetch
+        return "off" if self.prefetch == types.AUTO else self.prefetch
 
     @property
     def prefetch_share(self) -> float:
         """Share of the loads that layers need which prefetches may add."""
-        return EXTRA if self.prefetch_extra is None else self.prefetch_extra
+        return types.EXTRA if self.prefetch_extra is None else self.prefetch_extra
 
     @property
     def uses_cpu_experts(self) -> bool:
@@ -317,7 +325,7 @@ class SpacConfig(BaseModel):
             rescue=self.budget_rescue,
             when=self.budget_when,
             votes=self.budget_votes,
-            votes_alpha=ALPHA if self.budget_votes_alpha is None else self.budget_votes_alpha,
+            votes_alpha=types.ALPHA if self.budget_votes_alpha is None else self.budget_votes_alpha,
             speculate=self.speculate,
         )
 
@@ -341,8 +349,8 @@ class SpacConfig(BaseModel):
             raise ConfigError(f"spac: knobs must be named by strings: {error}") from None
 
     @property
-    def parsed_slots(self) -> Slots:
-        return Slots.parse(self.slots)
+    def parsed_slots(self) -> types.Slots:
+        return types.Slots.parse(self.slots)
 
 
 def check_knob(name: str, text: str) -> str:
@@ -372,7 +380,7 @@ def _explain(item: ErrorDetails) -> str:
         near = difflib.get_close_matches(name, SpacConfig.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known knobs: {', '.join(SpacConfig.model_fields)}"
         return f"unknown knob {name!r}; {hint}"
-    return f"{name}={brief(item['input'])} ({flag(name)}): {message}"
+    return f"{name}={brief(item['input'])} ({types.flag(name)}): {message}"
 
 
 def config_of(additional_config: Any) -> SpacConfig | None:

@@ -37,12 +37,13 @@ import plan
 import process_memory
 import prompts
 from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
-from paired import Side, interval, orders
+from paired import Side
 from processes import EngineError, LiveEngine, LiveProcess
 from run import PACKED, PackedFolder, Settings
 
 from vllm_spac.checkpoint.headers import Checkpoint, read_checkpoint
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.tuning.comparison import interval, orders
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -12,12 +12,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 from machine import ScaledMachine
-from paired import Arm, Side, interval, take_turns
+from paired import Arm, Side, take_turns
 from run import Settings
 from scale import RESIDENT
 
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError
+from vllm_spac.tuning.comparison import interval
 
 DISTURBED = 0.05  # of a deadline: a mean delay beyond it is reported
 # Two I/O threads: while one sleeps until its load has passed the link, the next load is on it already.

@@ -70,7 +70,7 @@ def server_flags(load: client.Load, eager: bool, policy: str, disk_dir: Path) ->
     ]
     return {
         "all": common,
-        "spac": ["--plugin", "spac", "--spac-policy", policy, "--spac-disk-dir", str(disk_dir)],
+        "spac": ["--plugin", "spac", "--spac-policy", policy, "--spac-disk-dir", str(disk_dir), "--spac-tuned", "off"],
     }
 
 

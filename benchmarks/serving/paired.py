@@ -20,7 +20,6 @@ draft if it speculates.
 from __future__ import annotations
 
 import dataclasses
-import random
 import statistics
 import sys
 import time
@@ -31,7 +30,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib
-import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -47,12 +45,12 @@ from run import PACKED, PackedFolder, Settings
 
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError
+from vllm_spac.tuning.comparison import interval, orders
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 _PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
-_RESAMPLES = 10_000
 _DRAFTED = ("drafts", "draft_tokens", "accepted_tokens")
 _SUMMED = ("hits", "misses", "loads", "cpu_experts", "prefetches", "prefetch_hits")
 _EPILOG = """[bold]Examples[/]
@@ -251,18 +249,6 @@ def take_turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Ite
             yield answers
 
 
-def orders(seed: int, arms: int = 2) -> Iterator[tuple[int, ...]]:
-    """Yields the order of the arms in each turn; each order is followed by its reverse.
-
-    A later arm may find experts that an earlier one has loaded.
-    """
-    draw = random.Random(seed)
-    while True:
-        order = tuple(draw.sample(range(arms), arms))
-        yield order
-        yield order[::-1]
-
-
 def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> dict:
     """Returns the row for the arms' answers: [starts][turns][arms]."""
     counted = [start[warm:] for start in answered]
@@ -323,13 +309,6 @@ def _total_rate(answers: list[dict]) -> float:
 def _rate(answer: dict) -> float:
     """Returns the tokens per second of a turn."""
     return len(answer["tokens"][0]) / answer["seconds"]
-
-
-def interval(values: list[float], seed: int) -> tuple[float, float]:
-    """Returns the 95 % bootstrap percentile interval of the median."""
-    draws = np.random.default_rng(seed).choice(values, (_RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
-    return float(low), float(high)
 
 
 def _picture(result: dict, path: Path) -> None:

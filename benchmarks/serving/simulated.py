@@ -84,23 +84,23 @@ def main(
             progress.update(task, description=f"{drafting}: all experts but one")
             path, most = Path(scratch, f"{drafting}.trace"), f"{100 * (total - 1) / total:.4f}%"
             whole = plan.Configuration(most, policies[0], drafting)
-            _engines(settings, whole, ids, 1, path)
+            engines(settings, whole, ids, 1, path)
             progress.advance(task)
             before = profile()
-            resident = _engines(settings, whole, ids, repeats)
+            resident = engines(settings, whole, ids, repeats)
             progress.advance(task, repeats)
             after = profile()
             trace = Trace.load(path)
-            known = _between(before, after).model_copy(update={"other": outside.get("none", 0.0)})
+            known = between(before, after).model_copy(update={"other": outside.get("none", 0.0)})
             outside[drafting] = _outside(trace, total - 1, policies[0], known, resident, drafting != "none")
             update = {"other": outside["none"]} | ({"draft": outside[drafting]} if drafting != "none" else {})
             for size in sizes:
                 for name in policies:
                     progress.update(task, description=f"{drafting}: {size} {name}")
-                    measured = _engines(settings, plan.Configuration(size, name, drafting), ids, repeats)
+                    measured = engines(settings, plan.Configuration(size, name, drafting), ids, repeats)
                     progress.advance(task, repeats)
                     before, after = after, profile()
-                    known = _between(before, after).model_copy(update=update)
+                    known = between(before, after).model_copy(update=update)
                     count_of = math.ceil(_share(size) * total)
                     outcome = simulate(trace, count_of, known, policy=name)
                     seen = Rate(bytes_per_second=nbytes / measured["load_seconds"])
@@ -131,7 +131,7 @@ def _share(size: str) -> Fraction:
     return share
 
 
-def _engines(settings: Settings, configuration, ids, repeats: int, trace: Path | None = None) -> dict:
+def engines(settings: Settings, configuration, ids, repeats: int, trace: Path | None = None) -> dict:
     """Returns means over engines of the time per token and of the hit rate; the last one records its routing."""
     times, rates, loads = [], [], []
     for repeat in range(repeats):
@@ -150,7 +150,7 @@ def _engines(settings: Settings, configuration, ids, repeats: int, trace: Path |
     return {"tpot": statistics.fmean(times), "low": min(times), "high": max(times), **means}
 
 
-def _between(first: Costs, second: Costs) -> Costs:
+def between(first: Costs, second: Costs) -> Costs:
     """Returns the mean of two profiles, cost by cost."""
 
     def rate(a: Rate, b: Rate) -> Rate:

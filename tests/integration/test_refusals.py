@@ -227,7 +227,7 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"prefetch": "linear", "predictor_file": "/not/there"}, "predictor_file=/not/there.*no such file"),
         ({"prefetch": "linear", "predictor_file": "text"}, "text cannot be read as a file of predictors"),
         ({"prefetch": "frequency", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
-        ({"budget_file": "deep"}, "--spac-budget-file.*nested too deeply.*vllm-spac tune"),
+        ({"budget_file": "deep"}, "--spac-budget-file.*nested too deeply.*vllm-spac budgets"),
         ({"budget_file": "other.json"}, r"--spac-budget-file.*another model or revision: \\x1b\[2J"),
         ({"disk_dir": ""}, "disk_dir=''.*--spac-disk-dir.*path is empty"),
         ({"disk_dir": "~nouser"}, "--spac-disk-dir.*home folder"),

@@ -1,4 +1,4 @@
-"""``vllm-spac calibrate``, ``tune`` and ``quality`` on the toy model, each command in a process of its own."""
+"""``vllm-spac calibrate``, ``budgets`` and ``quality`` on the toy model, each command in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exactness import FLOAT32, assert_same_tokens
 from tokenizers import Tokenizer
 
 from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.tuning import read_budgets
+from vllm_spac.budget.per_layer import read_budgets
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 LAYERS, EXPERTS, TOP_K, WINDOW = 6, 64, 8, 5
@@ -51,13 +51,13 @@ def calibrated(tmp_path_factory) -> Path:
     return folder
 
 
-def test_calibration_is_of_every_row_and_serves_to_tune(calibrated):
+def test_calibration_is_of_every_row_and_serves_to_choose_budgets(calibrated):
     found = Calibration.read(calibrated / "c.safetensors")
     assert (len(found.layers), found.experts, found.top_k, found.window) == (LAYERS, EXPERTS, TOP_K, WINDOW)
     assert found.tokens == tokens(), "each row of each text once, and no row of a generated token"
     assert (found.counts.sum(1) == found.tokens * TOP_K).all()
     assert not (calibrated / "c.safetensors.progress").exists()
-    command("tune", calibrated / "c.safetensors", "--mass", "0.9", "--output", calibrated / "b.json")
+    command("budgets", calibrated / "c.safetensors", "--mass", "0.9", "--output", calibrated / "b.json")
     budgets = read_budgets(calibrated / "b.json", found.fingerprint, found.layers, EXPERTS)
     assert all(TOP_K <= budget <= EXPERTS for budget in budgets.values())
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
-from vllm_spac.budget.tuning import read_budgets, write_budgets
+from vllm_spac.budget.per_layer import read_budgets, write_budgets
 from vllm_spac.checkpoint import headers, packed_format
 from vllm_spac.cli.main import app
 from vllm_spac.errors import SpacError

@@ -55,6 +55,7 @@ LEVELS = {
     "evaluation": 4,
     "diagnosis": 4,
     "planning": 4,
+    "tuning": 4,
     "traces.statistics": 4,
     # vLLM, and the command line
     "integration": 5,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
-from vllm_spac.budget.tuning import tune
+from vllm_spac.budget.per_layer import choose
 from vllm_spac.errors import ConfigError
 from vllm_spac.system import atomic_write, tensor_file
 
@@ -80,8 +80,8 @@ def test_selected_mass_by_hand() -> None:
     found = made.result()
     torch.testing.assert_close(found.curve("scores"), torch.tensor([[0.35, 0.6, 0.8, 1.0]]))
     torch.testing.assert_close(found.curve("selected"), torch.tensor([[0.375, 0.725, 0.725, 1.0]]))
-    assert tune(found, 0.7) == tune(found, 0.7, mass_of="selected") == {"only": 2}
-    assert tune(found, 0.7, mass_of="scores") == {"only": 3}
+    assert choose(found, 0.7) == choose(found, 0.7, mass_of="selected") == {"only": 2}
+    assert choose(found, 0.7, mass_of="scores") == {"only": 3}
 
 
 def test_counts_against_loops() -> None:

@@ -1,4 +1,4 @@
-"""``vllm-spac calibrate`` and ``tune`` without an engine: what they print, write and refuse."""
+"""``vllm-spac calibrate`` and ``budgets`` without an engine: what they print, write and refuse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_spac.budget.calibration import CalibrationRecorder
-from vllm_spac.budget.tuning import read_budgets
+from vllm_spac.budget.per_layer import read_budgets
 from vllm_spac.cli.main import app
 
 LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
@@ -36,13 +36,13 @@ def calibration(tmp_path: Path) -> Path:
 
 
 def test_help_has_examples() -> None:
-    for name in ("calibrate", "tune"):
+    for name in ("calibrate", "budgets"):
         assert f"Examples vllm-spac {name}" in run(name, "--help") and name in run("--help")
 
 
-def test_tune_prints_and_writes(calibration: Path, tmp_path: Path) -> None:
+def test_budgets_prints_and_writes(calibration: Path, tmp_path: Path) -> None:
     output = tmp_path / "budgets.json"
-    text = run("tune", calibration, "--mass", "0.9", "--output", output)
+    text = run("budgets", calibration, "--mass", "0.9", "--output", output)
     budgets = read_budgets(output, "f" * 32, LAYERS, 8)
     assert budgets[LAYERS[0]] > budgets[LAYERS[1]] >= 2, "a layer of sharp routers needs fewer"
     for part in ("tiny: budgets for 90% of the mass selected", *LAYERS, "calibrated on 30 tokens", "selected kept"):
@@ -58,7 +58,7 @@ def test_tune_prints_and_writes(calibration: Path, tmp_path: Path) -> None:
 def test_the_scores_of_all_experts_take_more_experts_to_hold(calibration: Path, tmp_path: Path) -> None:
     found = {}
     for mass_of in ("selected", "scores"):
-        text = run("tune", calibration, "--mass", "0.98", "--mass-of", mass_of, "--output", tmp_path / "b.json")
+        text = run("budgets", calibration, "--mass", "0.98", "--mass-of", mass_of, "--output", tmp_path / "b.json")
         assert f"98% of the mass {mass_of}" in text
         found[mass_of] = json.loads((tmp_path / "b.json").read_text())
         assert found[mass_of]["tuned_to"]["mass_of"] == mass_of
@@ -67,7 +67,7 @@ def test_the_scores_of_all_experts_take_more_experts_to_hold(calibration: Path, 
 
 def test_truncation_may_go_below_top_k(calibration: Path, tmp_path: Path) -> None:
     for coverage, least in (("substitution", 2), ("truncation", 1)):
-        run("tune", calibration, "--mass", "0.01", "--coverage", coverage, "--output", tmp_path / "b.json")
+        run("budgets", calibration, "--mass", "0.01", "--coverage", coverage, "--output", tmp_path / "b.json")
         assert set(json.loads((tmp_path / "b.json").read_text())["budgets"].values()) == {least}
 
 
@@ -80,13 +80,13 @@ def test_truncation_may_go_below_top_k(calibration: Path, tmp_path: Path) -> Non
         (("--output", "/none/b.json"), "name another file"),
     ],
 )
-def test_tune_refuses(calibration: Path, options: tuple, says: str) -> None:
-    assert says in run("tune", calibration, *options, code=1)
+def test_budgets_refuses(calibration: Path, options: tuple, says: str) -> None:
+    assert says in run("budgets", calibration, *options, code=1)
 
 
-def test_tune_refuses_what_is_no_calibration(tmp_path: Path) -> None:
+def test_budgets_refuses_what_is_no_calibration(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("nothing")
-    assert "vllm-spac calibrate" in run("tune", tmp_path / "x", code=1)
+    assert "vllm-spac calibrate" in run("budgets", tmp_path / "x", code=1)
 
 
 def test_calibrate_refuses_before_an_engine_starts(tmp_path: Path) -> None:

@@ -1,116 +1,339 @@
-"""Budgets from a calibration, and the file that holds them."""
+"""What ``vllm-spac tune`` would measure, how it compares, and the files that it keeps."""
 
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.tuning import read_budgets, tune, write_budgets
+from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError
+from vllm_spac.planning.machine import HOST_RESERVE, UTILIZATION, PlannedMachine
+from vllm_spac.planning.model import ServedModel
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.system.machine import Machine
+from vllm_spac.tuning import identity
+from vllm_spac.tuning.candidate import DEFAULT, LRU, MAY_SET, Candidate, combine, departures
+from vllm_spac.tuning.candidates import Allowed, Budget, candidates, left_out
+from vllm_spac.tuning.comparison import NEAR, Ratio, Said, compare_tokens
+from vllm_spac.tuning.evaluated import AGREEMENT, MOST, budgets
+from vllm_spac.tuning.profile import TunedProfile, path_of
+from vllm_spac.tuning.progress import Measurement, ProgressFile, key_of
 
-LAYERS, EXPERTS, TOP_K, WINDOW = ("model.layers.0.mlp", "model.layers.1.mlp"), 6, 2, 4
-FINGERPRINT = "0123456789abcdef" * 2
-
-
-def with_curves(*curves: list[float]) -> Calibration:
-    return Calibration(
-        FINGERPRINT, "toy", LAYERS, TOP_K, WINDOW, 8, torch.zeros(2, EXPERTS, EXPERTS, dtype=torch.int64),
-        torch.stack((torch.tensor(curves), torch.tensor(curves).flip(0)))
-    )  # fmt: skip
-
-
-CURVES = [0.5, 0.75, 0.9, 0.95, 1.0, 1.0], [0.97, 0.98, 0.99, 0.995, 0.999, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("mass", "coverage", "budgets"),
-    [
-        (0.9, "substitution", [3, 2]),
-        (0.9, "truncation", [3, 1]),
-        (0.75, "truncation", [2, 1]),
-        (0.98, "truncation", [5, 2]),
-        (1.0, "truncation", [6, 6]),
-        (0.01, "substitution", [2, 2]),
-    ],
-)
-def test_tuned_to_a_share(mass: float, coverage: str, budgets: list[int]) -> None:
-    assert tune(with_curves(*CURVES), mass, coverage) == dict(zip(LAYERS, budgets, strict=True))
-    assert tune(with_curves(*CURVES), mass, coverage, "scores") == dict(zip(LAYERS, budgets[::-1], strict=True))
+ROOT = Path(__file__).parents[2]
+TOY = ROOT / "benchmarks" / "toy" / "models" / "target"
+QUALITY = ROOT / "benchmarks" / "results" / "toy_quality.json"
+GIB, MIB = 1 << 30, 1 << 20
+EXPERTS = 18 * MIB  # of the toy model
+SCARCE = 548 * MIB  # run-time buffers take most of it, and half of the experts have a slot
 
 
-def test_a_share_is_met_by_the_curve_that_says_so() -> None:
-    """0.9 as float32 is below 0.9: a budget that the curve says reaches it is not passed over."""
-    assert tune(with_curves(*CURVES), 0.9, "truncation")[LAYERS[0]] == 3
+@pytest.fixture(scope="module")
+def toy() -> ServedModel:
+    return ServedModel.read(str(TOY))
 
 
-@pytest.mark.parametrize("mass", [0.0, 1.5])
-def test_tuning_to_no_share_is_refused(mass: float) -> None:
-    with pytest.raises(ConfigError, match="above 0 and at most 1"):
-        tune(with_curves(*CURVES), mass)
+def gpu(fast: float, host: float) -> PlannedMachine:
+    """A machine with a GPU, ``fast`` bytes of it for vLLM and ``host`` bytes for experts, and a disk."""
+    return PlannedMachine("gpu", Costs.read("rtx4090"), int(fast / UTILIZATION) + 1, int(host) + HOST_RESERVE, 1 << 40)
 
 
-def test_tuning_without_a_window_is_refused() -> None:
-    with pytest.raises(ConfigError, match="saw 8 tokens and no window of 4; calibrate with more text"):
-        tune(with_curves(*[[0.0] * EXPERTS] * 2), 0.9)
+def cpu(fast: float) -> PlannedMachine:
+    costs = Costs.read("rtx4090")
+    origin = costs.provenance.model_copy(update={"store": "disk"})
+    changes = {"load": costs.disk, "host": costs.load, "disk": None, "provenance": origin}
+    return PlannedMachine("cpu", costs.model_copy(update=changes), 0, int(fast / UTILIZATION) + 1, 1 << 40)
 
 
-def test_tuning_for_an_unknown_coverage_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use truncation or substitution"):
-        tune(with_curves(*CURVES), 0.9, "both")
-    with pytest.raises(ConfigError, match="--spac-budget-mass-of.*use selected or scores"):
-        tune(with_curves(*CURVES), 0.9, mass_of="softmax")
+def by_name(model: ServedModel, machine: PlannedMachine, **allowed) -> dict[str, Candidate]:
+    found = candidates(model, machine, Allowed(**allowed))
+    assert len({candidate.name for candidate in found}) == len(found)
+    for candidate in found:
+        SpacConfig.parse(dict(candidate.knobs or {}))
+        assert set(candidate.knobs or {}) <= MAY_SET
+    return {candidate.name: candidate for candidate in found}
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write_budgets(tmp_path / "no" / "a", FINGERPRINT, {"a": 1}, {})
+# -- candidates --
 
 
-def test_budgets_are_read_back(tmp_path: Path) -> None:
-    budgets = {LAYERS[1]: 5, LAYERS[0]: 2}
-    asked = {"mass": 0.9, "mass_of": "scores", "coverage": "truncation"}
-    write_budgets(tmp_path / "b.json", FINGERPRINT, budgets, asked)
-    assert list(read_budgets(tmp_path / "b.json", FINGERPRINT, LAYERS, EXPERTS).items()) == [
-        (LAYERS[0], 2),
-        (LAYERS[1], 5),
+def test_the_default_and_lru_are_always_first_and_have_no_drafts(toy: ServedModel) -> None:
+    for machine in (gpu(GIB, GIB), gpu(GIB, 0), cpu(GIB)):
+        found = list(by_name(toy, machine, slots="25%").values())
+        assert [candidate.name for candidate in found[:2]] == [DEFAULT, LRU]
+        assert found[0].drafts is None and found[1].knobs == {**(found[0].knobs or {}), "policy": "lru"}
+        assert all((found[0].knobs or {}).items() <= (c.knobs or {}).items() for c in found if not c.is_stock)
+
+
+def test_a_machine_with_a_gpu(toy: ServedModel) -> None:
+    found = by_name(toy, gpu(GIB, GIB), slots="25%", departures=frozenset({"rounding"}))
+    assert found[DEFAULT].knobs == {"slots": "25%"}
+    assert found["store=disk"].knobs == {"slots": "25%", "store": "disk"}
+    assert found["CPU experts"].departures == found["execution=pointers"].departures == {"rounding"}
+    stock = found["stock vLLM, its own offloading"]
+    assert stock.is_stock and stock.options["cpu_offload_gb"] == pytest.approx(0.75 * EXPERTS / GIB)
+    assert left_out(toy, gpu(GIB, GIB), list(found.values())) is None
+    for machine, why in ((gpu(GIB, 0), "host memory has no room"), (gpu(GIB, GIB), "every expert fits")):
+        assert why in (left_out(toy, machine, []) or "")
+
+
+def test_a_machine_without_a_gpu(toy: ServedModel) -> None:
+    found = by_name(toy, cpu(GIB), slots="25%", departures=frozenset({"rounding"}))
+    assert not any(candidate.is_stock for candidate in found.values())
+    assert not any("store" in (candidate.knobs or {}) for candidate in found.values())
+    assert {"prefetch=utility", "policy=lfu", "io_threads=8", "drafts=ngram 4"} <= set(found)
+    assert "policy=pinned" not in found, "it needs a calibration"
+    assert "needs a GPU" in (left_out(toy, cpu(GIB), list(found.values())) or "")
+
+
+def test_host_memory_that_holds_no_more_than_a_part(toy: ServedModel) -> None:
+    large = replace(toy, checkpoint=replace(toy.checkpoint, layer_bytes={n: 64 * MIB * 64 for n in range(6)}))
+    found = by_name(large, gpu(8 * GIB, GIB), slots="25%")
+    assert found[DEFAULT].knobs == {"slots": "25%", "store": "disk"}, "the default store has no room"
+    assert found["host memory=1024MiB"].knobs == {"slots": "25%", "store": "disk", "host_memory": "1024MiB"}
+
+
+def test_only_what_is_allowed(toy: ServedModel) -> None:
+    budget = Budget("budget=32 router", {"budget": 32}, "LOSSY: 95.0% of tokens agree")
+    for allowed in (set(), {"rounding"}, {"lossy"}, {"rounding", "lossy"}):
+        given = (budget,) if "lossy" in allowed else ()
+        found = by_name(toy, gpu(GIB, GIB), slots="25%", budgets=given, departures=frozenset(allowed))
+        assert set().union(*(candidate.departures for candidate in found.values())) == allowed
+    assert found["drafts=ngram 4, budget=32 router"].note == budget.quality
+
+
+def test_drafts_have_lengths_and_the_users_come_first(toy: ServedModel) -> None:
+    asked = {"method": "draft_model", "model": "/d", "num_speculative_tokens": 6}
+    found = by_name(toy, cpu(GIB), slots="25%", drafts=asked, eagle3="/head")
+    lengths = [name for name in found if name.startswith("drafts=")]
+    assert lengths[:2] == ["drafts=draft_model 6", "drafts=draft_model 3"]
+    assert {f"drafts=eagle3 {n}" for n in (2, 4, 8)} | {"drafts=ngram 2", "drafts=ngram 4"} <= set(lengths)
+    assert found["drafts=eagle3 8"].drafts == {"method": "eagle3", "model": "/head", "num_speculative_tokens": 8}
+    assert found["drafts=draft_model 6, guard=off"].knobs == {"slots": "25%", "guard": "off"}
+    assert asked["num_speculative_tokens"] == 6
+
+
+def test_limited_memory_is_counted_in_slots_and_a_context_leaves_more(toy: ServedModel) -> None:
+    limited = by_name(toy, cpu(SCARCE), limited=True)
+    percent = float(str((limited[DEFAULT].knobs or {})["slots"]).rstrip("%"))
+    assert 25 <= percent < 100
+    assert by_name(toy, cpu(SCARCE))[DEFAULT].knobs == {}, "the engine counts by itself"
+    split = [name for name in by_name(toy, cpu(SCARCE), context=256) if name.startswith("slots=")]
+    assert len(split) == 1 and split[0].endswith("KV cache for 256 tokens")
+    everything = by_name(toy, cpu(GIB))
+    assert {candidate.group for candidate in everything.values()} == {"baseline", "drafts"}, "nothing is offloaded"
+
+
+def test_predictors_of_a_file(toy: ServedModel) -> None:
+    found = by_name(toy, cpu(GIB), slots="25%", predictor_file="/p", predictors=("linear", "gate"))
+    assert found["prefetch=linear"].knobs == {"slots": "25%", "prefetch": "linear", "predictor_file": "/p"}
+
+
+def test_what_departs_from_the_tokens_of_vllm() -> None:
+    assert departures({"slots": "25%", "cpu_experts": "off", "execution": "slots", "prefetch": "utility"}) == set()
+    assert departures({"cpu_experts": 2}) == departures({"execution": "pointers"}) == {"rounding"}
+    assert departures({"budget": 8}) == departures({"budget_mass": 0.9}) == {"lossy"}
+    assert departures({"budget_file": "f", "cpu_experts": "auto"}) == {"rounding", "lossy"}
+
+
+# -- combinations --
+
+BASE = Candidate(DEFAULT, "baseline", {"slots": "25%"})
+
+
+def change(name: str, group: str, drafts: dict | None = None, **knobs) -> Candidate:
+    return Candidate(name, group, {"slots": "25%", **knobs}, drafts)
+
+
+def test_the_best_of_each_group_go_together() -> None:
+    ranked = [
+        change("drafts", "drafts", {"method": "ngram"}),
+        change("lfu", "policy", policy="lfu"),
+        change("lru", "policy", policy="lru"),
+        change("more threads", "threads", io_threads=8),
     ]
-    assert json.loads((tmp_path / "b.json").read_text()) == {
-        "format": "spac-budgets-1",
-        "fingerprint": FINGERPRINT,
-        "tuned_to": asked,
-        "budgets": budgets,
+    found = combine(BASE, ranked)
+    assert found is not None and found.name == "drafts + lfu + more threads"
+    assert found.knobs == {"slots": "25%", "policy": "lfu", "io_threads": 8} and found.drafts == {"method": "ngram"}
+
+
+def test_what_contradicts_or_is_refused_is_left_out() -> None:
+    ranked = [
+        change("pointers", "execution", store="host", execution="pointers"),
+        change("disk", "store", store="disk"),
+        change("ahead", "prefetch", prefetch="utility"),  # pointers refuse it
+        change("lru", "policy", policy="lru"),
+    ]
+    found = combine(BASE, ranked)
+    assert found is not None and found.name == "pointers + lru"
+    SpacConfig.parse(dict(found.knobs or {}))
+    assert combine(BASE, ranked[:3]) is None and combine(BASE, []) is None, "one change alone is no combination"
+
+
+# -- comparison --
+
+
+def test_a_ratio_is_faster_only_if_its_whole_interval_is() -> None:
+    rng = random.Random(0)
+    same = Ratio.of([rng.gauss(1.0, 0.1) for _ in range(20)])
+    faster = Ratio.of([rng.gauss(1.2, 0.05) for _ in range(20)])
+    assert not same.is_faster and same.low < 1 < same.high and same.turns == 20
+    assert faster.is_faster and 1.1 < faster.low <= faster.median <= faster.high
+    assert not Ratio.of([1.0] * 8).is_faster, "as fast is not faster"
+    assert "95 % interval" in str(faster)
+
+
+def test_tokens_that_differ_are_wrong_unless_it_was_close() -> None:
+    said = Said(ids=(1, 2, 3), second=(7, 8, 9), gap=(4.0, NEAR / 2, 4.0))
+    for ids, near, verdict in (
+        ([1, 2, 3], False, "equal"),
+        ([1, 8, 5], True, "near-ties"),
+        ([1, 8, 3], False, "wrong"),  # of steps with the same rows
+        ([1, 6, 3], True, "wrong"),  # not the second best
+        ([1, 2, 9], True, "wrong"),  # not close
+        ([1, 2], True, "wrong"),  # too few
+        ([1, 2, 3, 4], True, "wrong"),
+    ):
+        found = compare_tokens([said, said], [[1, 2, 3], ids], near)
+        assert (found.verdict, found.answers) == (verdict, 2), ids
+        assert found.differ == (verdict != "equal")
+    assert compare_tokens([Said(ids=(1,))], [[2]], True).verdict == "wrong", "it was not asked how close it is"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_any_other_token_at_a_clear_place_is_wrong(ids: list[int], data: st.DataObject) -> None:
+    said = Said(ids=tuple(ids), second=tuple(n + 1 for n in ids), gap=(2 * NEAR,) * len(ids))
+    place = data.draw(st.integers(0, len(ids) - 1))
+    other = [*ids[:place], ids[place] + data.draw(st.integers(1, 3)), *ids[place + 1 :]]
+    assert compare_tokens([said], [other], True).verdict == "wrong"
+    assert compare_tokens([said], [ids], False).verdict == "equal"
+
+
+# -- budgets that were evaluated --
+
+
+def test_budgets_come_with_their_quality(toy: ServedModel) -> None:
+    found = budgets(QUALITY, toy)
+    assert 0 < len(found) <= MOST
+    points = {
+        (p["ranking"], p["coverage"], p["budget"], p["mass"]): p for p in json.loads(QUALITY.read_text())["points"]
     }
+    for budget in found:
+        SpacConfig.parse(dict(budget.knobs))
+        knobs = budget.knobs
+        point = points[knobs["budget_ranking"], knobs["budget_coverage"], knobs.get("budget"), knobs.get("budget_mass")]
+        assert point["agreement"] >= AGREEMENT and f"{100 * point['agreement']:.1f}%" in budget.quality
+        assert budget.quality.startswith("LOSSY")
+
+
+def test_what_is_no_evaluation_of_this_model_is_refused(toy: ServedModel, tmp_path: Path) -> None:
+    path, content = tmp_path / "q.json", json.loads(QUALITY.read_text())
+    with pytest.raises(ConfigError, match="evaluate some first: vllm-spac quality"):
+        budgets(path, toy)
+    for text, says in (
+        ("{", "cannot be read"),
+        ("[]", "no result of format"),
+        (json.dumps({"format": "spac-quality-1"}), "cannot be read: KeyError 'facts'"),
+        (json.dumps(content | {"facts": content["facts"] | {"experts": 8}}), "of 8 experts.*has 64"),
+        (json.dumps(content | {"points": content["points"][:1]}), "no budget that keeps 95%"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            budgets(path, toy)
+
+
+# -- files --
+
+HERE = Machine(cpu="c", cores=4, disk="d")
+
+
+def profile(**changes) -> TunedProfile:
+    given = {"model": "m", "identity": "a" * 32, "machine": HERE, "versions": {"vllm": "0.32.0"}}
+    return TunedProfile(**given | {"choice": LRU, "knobs": {"policy": "lru"}} | changes)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = path_of(tmp_path / "new", "a" * 32)
+    whole = profile(ratio=Ratio(median=1.2, low=1.1, high=1.3, turns=9), speculative_config={"method": "ngram"})
+    whole.write(path)
+    assert TunedProfile.read(path) == whole and list(path.parent.iterdir()) == [path]
+    assert whole.differences(HERE, {"vllm": "0.32.0"}) == []
+    assert whole.differences(replace_(HERE, cores=8), {"vllm": "0.33.0"}) == [
+        "cores: 4, not 8",
+        "vllm: 0.32.0, not 0.33.0",
+    ]
+
+
+def replace_(machine: Machine, **changes) -> Machine:
+    return machine.model_copy(update=changes)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("changes", "says"),
     [
-        (None, "cannot be read.*vllm-spac tune"),
-        ("{", "cannot be read.*vllm-spac tune"),
-        ("\udcff", "cannot be read.*vllm-spac tune"),
-        ("[]", "no budget file.*vllm-spac tune"),
-        ({"format": "other"}, "no budget file.*vllm-spac tune"),
-        ({"fingerprint": "f" * 32}, "another model or revision.*vllm-spac tune"),
-        ({"budgets": [1, 2]}, "layers differ"),
-        ({"budgets": {LAYERS[0]: 2}}, "layers differ"),
-        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 2, "more": 1}}, "layers differ"),
-        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 0}}, "is 0; use 1 to 6"),
-        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 7}}, "is 7; use 1 to 6"),
-        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: 2.0}}, r"is 2\.0; use 1 to 6"),
-        ({"budgets": {LAYERS[0]: 2, LAYERS[1]: True}}, "is True; use 1 to 6"),
+        ({"knobs": {"control": True}}, "sets no control"),
+        ({"knobs": {"trace": "/x"}}, "sets no trace"),
+        ({"knobs": {"budget": 8}}, "its knobs are lossy, and it was made for exact ones"),
+        ({"knobs": {"budget": 8}, "allowed": ["rounding"]}, "lossy, and it was made for rounding ones"),
+        ({"knobs": {"store": "host", "cpu_experts": "auto"}}, "rounding"),
+        ({"knobs": {"policy": "best"}}, "best"),
+        ({"format": "spac-tuned-0"}, "format"),
     ],
-    ids=str,
 )
-def test_budgets_that_are_refused(tmp_path: Path, content: dict | str | None, says: str) -> None:
-    path = tmp_path / "b.json"
-    if isinstance(content, dict):
-        write_budgets(path, FINGERPRINT, {LAYERS[0]: 2, LAYERS[1]: 5}, {})
-        path.write_text(json.dumps(json.loads(path.read_text()) | content))
-    elif content is not None:
-        path.write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=f"--spac-budget-file.*{says}"):
-        read_budgets(path, FINGERPRINT, LAYERS, EXPERTS)
+def test_a_profile_that_says_more_than_it_may_is_none(tmp_path: Path, changes: dict, says: str) -> None:
+    content = json.loads(profile().model_dump_json()) | changes
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"no tuned profile of format.*{says}.*run vllm-spac tune again"):
+        TunedProfile.read(tmp_path / "p.json")
+
+
+def test_other_files_are_no_profiles(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no tuned profile.*vllm-spac tune MODEL"):
+        TunedProfile.read(tmp_path / "absent.json")
+    (tmp_path / "p.json").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TunedProfile.read(tmp_path / "p.json")
+
+
+def test_the_identity_of_a_model_changes_with_its_config_and_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes(b"1234")
+    first = identity.identity(tmp_path)
+    assert len(first) == 32
+    (tmp_path / "README.md").write_text("other")
+    assert identity.identity(tmp_path) == first
+    (tmp_path / "a.safetensors").write_bytes(b"12345")
+    second = identity.identity(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert len({first, second, identity.identity(tmp_path)}) == 3
+
+
+def test_progress_is_of_one_run_alone(tmp_path: Path) -> None:
+    key = key_of("a" * 32, HERE, {"vllm": "1"}, {"slots": "25%"})
+    file = ProgressFile(tmp_path, key)
+    file.load()
+    file.content.runs.append(Measurement(arm=DEFAULT, round=0, rates=[1.5], seconds=2.0))
+    file.save()
+    again = ProgressFile(tmp_path, key)
+    again.load()
+    assert again.content == file.content
+    for other in (
+        key_of("b" * 32, HERE, {"vllm": "1"}, {"slots": "25%"}),
+        key_of("a" * 32, replace_(HERE, cores=8), {"vllm": "1"}, {"slots": "25%"}),
+        key_of("a" * 32, HERE, {"vllm": "2"}, {"slots": "25%"}),
+        key_of("a" * 32, HERE, {"vllm": "1"}, {"slots": "50%"}),
+    ):
+        assert ProgressFile(tmp_path, other).path != file.path
+    file.path.write_text("{")
+    with pytest.raises(ConfigError, match="no unfinished tuning.*--fresh"):
+        again.load()
+    file.path.write_text(ProgressFile(tmp_path, other).content.model_dump_json())
+    with pytest.raises(ConfigError, match="belongs to another run"):
+        again.load()
+    file.remove()
+    assert list(tmp_path.iterdir()) == []

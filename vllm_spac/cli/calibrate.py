@@ -1,22 +1,18 @@
-"""``vllm-spac calibrate`` and ``tune``: records a model's routing on a sample of text, and derives budgets from it."""
+"""``vllm-spac calibrate``: records a model's routing on a sample of text."""
 
 from __future__ import annotations
 
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
-
-if TYPE_CHECKING:
-    from vllm_spac.budget.calibration import Calibration
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -25,12 +21,6 @@ vllm-spac calibrate allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --window 9 --
 vllm-spac calibrate ./model --prompts book.txt --limit-tokens 100000 --output model.calibration.safetensors
 
 [dim]Interrupted with Ctrl-C, the same command continues.[/]
-"""
-TUNE_EXAMPLES = """[bold]Examples[/]
-
-vllm-spac tune model.calibration.safetensors --mass 0.98 --output budgets.json
-
-vllm serve ./model --plugin spac --spac-budget-file budgets.json   [dim]# serve with them[/]
 """
 
 Model = Annotated[str, typer.Argument(help="A folder or a name on the hub, as for vllm serve.")]
@@ -63,7 +53,7 @@ def calibrate(
     limit_tokens: LimitTokens = None,
     engine: Engine = None,
 ) -> None:
-    """Run the model on texts, and record how its routers select experts: for tune, and the rankings that need it."""
+    """Run the model on texts, and record how its routers select experts: for budgets, and the rankings that need it."""
     from vllm_spac.evaluation.prompts import checksum, read
     from vllm_spac.integration.evaluation import engine as offline
 
@@ -99,47 +89,6 @@ def _run(llm: Any, pieces: list[list[int]], window: int, source: str, output: Pa
     count = ask(llm, "save_calibration", str(output.absolute()))
     progress_file.unlink(missing_ok=True)
     Console().print(f"{shown(output)}: {count:,} tokens of {len(pieces)} texts", highlight=False, soft_wrap=True)
-
-
-def tune(
-    calibration: Annotated[Path, typer.Argument(help="File from vllm-spac calibrate.")],
-    mass: Annotated[float, typer.Option(help="Share of the mass that each layer keeps.")] = 0.98,
-    mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
-    coverage: Annotated[
-        str, typer.Option(help="What replaces an expert that the budget cut: substitution or truncation.")
-    ] = "substitution",
-    output: Annotated[Path | None, typer.Option(help="Write the budgets to this file, e.g. budgets.json.")] = None,
-) -> None:
-    """Choose a budget for each layer, for --spac-budget-file."""
-    from vllm_spac.budget.calibration import Calibration
-    from vllm_spac.budget.tuning import tune as smallest
-    from vllm_spac.budget.tuning import write_budgets
-
-    found = Calibration.read(calibration)
-    budgets, console = smallest(found, mass, coverage, mass_of), Console()
-    asked: dict[str, Any] = {"mass": mass, "mass_of": mass_of, "coverage": coverage}
-    console.print(_table(found, budgets, **asked))
-    if output is not None:
-        check_target(output)
-        write_budgets(output, found.fingerprint, budgets, asked)
-        console.print(f"written: {shown(output)}", highlight=False, soft_wrap=True)
-
-
-def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
-    experts, uses = calibration.experts, calibration.counts
-    title = (
-        f"{shown(calibration.model)}: budgets for {100 * mass:g}% of the mass {mass_of} in steps of "
-        f"{calibration.window} tokens, {coverage}"
-    )
-    mean = sum(budgets.values()) / len(budgets)
-    caption = f"{mean:.1f} of {experts} experts on average; calibrated on {calibration.tokens:,} tokens"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for name in ("layer", "budget", "of", f"{mass_of} kept", "experts used"):
-        table.add_column(name, justify="left" if name == "layer" else "right")
-    for number, (name, budget) in enumerate(budgets.items()):
-        held = float(calibration.curve(mass_of)[number, budget - 1])
-        table.add_row(shown(name), str(budget), str(experts), f"{100 * held:.2f}%", str(int((uses[number] > 0).sum())))
-    return table
 
 
 def bar(console: Console) -> Progress:

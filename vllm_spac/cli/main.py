@@ -11,6 +11,7 @@ from rich.console import Console
 
 from vllm_spac import __version__
 from vllm_spac.cli import (
+    budgets,
     calibrate,
     cluster,
     doctor,
@@ -26,6 +27,7 @@ from vllm_spac.cli import (
     stats,
     timeline,
     trace,
+    tune,
 )
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError
@@ -72,13 +74,14 @@ for _examples, _command in (
     (doctor.EXAMPLES, doctor.doctor),
     (inspect.EXAMPLES, inspect.inspect),
     (plan.EXAMPLES, plan.plan),
+    (tune.EXAMPLES, tune.tune),
     (knobs.EXAMPLES, knobs.knobs),
     (stats.EXAMPLES, stats.stats),
     (packed.EXAMPLES, packed.packed),
     (simulate.EXAMPLES, simulate.simulate),
     (profile.EXAMPLES, profile.profile),
     (calibrate.EXAMPLES, calibrate.calibrate),
-    (calibrate.TUNE_EXAMPLES, calibrate.tune),
+    (budgets.EXAMPLES, budgets.budgets),
     (quality.EXAMPLES, quality.quality),
     (quantise.EXAMPLES, quantise.quantise),
     (predictors.TRAIN_EXAMPLES, predictors.train_predictor),

@@ -63,7 +63,7 @@ def plan(
     from vllm_spac.planning.model import ServedModel
     from vllm_spac.planning.plan import make_plan
 
-    sizes = {name: _bytes(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
+    sizes = {name: size_of(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
     planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
     with Console(stderr=True).status("reading the model") as status:
         served = ServedModel.read(model)
@@ -88,7 +88,8 @@ def _routings(trace: Path | None, model: ServedModel) -> tuple[Routing, ...]:
     return routing.assumed() if trace is None else routing.recorded(Trace.load(trace), model, str(trace))
 
 
-def _bytes(name: str, text: str | None) -> int | None:
+def size_of(name: str, text: str | None) -> int | None:
+    """Parses ``--NAME-memory 24GiB`` to bytes; None for None."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     if text is None:

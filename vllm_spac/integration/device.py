@@ -61,6 +61,15 @@ def query() -> DeviceFacts | None:
     )
 
 
+def names() -> list[str]:
+    """Returns the name of each GPU, without initialising CUDA in this process; empty on a CPU."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return []
+    return [current_platform.get_device_name(index) for index in range(current_platform.device_count())]
+
+
 def check_device(facts: DeviceFacts, *, pinned: bool, unified: bool = False) -> None:
     """Refuses a device that lacks what is needed.
 

@@ -40,9 +40,11 @@ def _checked(create_engine_config: Callable):
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
         from vllm_spac.integration import compat, graphs, preflight
         from vllm_spac.integration.stepping.trees import arguments as trees
+        from vllm_spac.integration.tuning import applied
 
         compat.require_supported_vllm()
         patches.require_names("frontend")
+        config = applied.apply(self, config)
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         graphs.request(self, config)

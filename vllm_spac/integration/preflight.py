@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm_spac import components
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.limits import validate
-from vllm_spac.budget.tuning import read_budgets
+from vllm_spac.budget.per_layer import read_budgets
 from vllm_spac.cache import sizing
 from vllm_spac.checkpoint import quantisation
 from vllm_spac.checkpoint.headers import LAYERS, first_number

@@ -78,6 +78,9 @@ SlotsText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slot
 CpuExpertsText = Annotated[str, BeforeValidator(lambda value: str(no_bool(value))), AfterValidator(_check_cpu_experts)]
 
 
+TunedText = Annotated[str, BeforeValidator(lambda value: value if value in ("off", "auto") else str(path_of(value)))]
+
+
 def flag(name: str) -> str:
     """Command-line flag of a knob."""
     return "--spac-" + name.replace("_", "-")

@@ -16,7 +16,7 @@ from vllm_spac.system.host_memory import available_host_bytes
 from vllm_spac.system.machine import DISK_DIR
 
 HERE = "here"
-PROFILE = DISK_DIR / "profile.json"  # where `vllm-spac profile` writes by default
+PROFILE = "profile.json"  # that `vllm-spac profile` writes by default, beside packed experts
 UTILIZATION = 0.92  # vLLM's default --gpu-memory-utilization
 HOST_RESERVE = 4 << 30  # bytes of host memory left to the system and to vLLM's processes; assumed
 
@@ -43,16 +43,24 @@ class PlannedMachine:
     disk_free: int | None = None
 
     @classmethod
-    def of(cls, name: str, fast_memory: int | None = None, host_memory: int | None = None) -> PlannedMachine:
+    def of(
+        cls,
+        name: str,
+        fast_memory: int | None = None,
+        host_memory: int | None = None,
+        folder: Path | None = None,
+    ) -> PlannedMachine:
         """Returns the machine ``name``: ``here``, a packaged profile, or a file of ``vllm-spac profile``.
 
         Args:
             fast_memory, host_memory: bytes, instead of the profile's; the first is of a GPU.
+            folder: where experts are packed and the profile of ``here`` is; None: ``DISK_DIR``.
 
         Raises:
             ConfigError: there is no such profile, it lacks what planning needs, or there is no GPU to have memory.
         """
-        costs = _profile_here() if name == HERE else Costs.read(name)
+        folder = (folder or DISK_DIR).expanduser()
+        costs = _profile_here(folder) if name == HERE else Costs.read(name)
         capacity = costs.capacity
         if capacity is None:
             raise ConfigError(
@@ -60,7 +68,7 @@ class PlannedMachine:
             )
         here = name == HERE
         gpu, host = capacity.gpu, available_host_bytes() if here else capacity.host
-        found = cls(name, costs, gpu, host, _free(DISK_DIR.expanduser()) if here else None)
+        found = cls(name, costs, gpu, host, _free(folder) if here else None)
         if fast_memory is not None:
             if not gpu:
                 raise ConfigError(f"--fast-memory is that of a GPU, and {name} has none; use --host-memory")
@@ -102,15 +110,15 @@ class PlannedMachine:
         return self.costs.provenance.store == "disk"
 
 
-def _profile_here() -> Costs:
-    path = PROFILE.expanduser()
+def _profile_here(folder: Path) -> Costs:
+    path = folder / PROFILE
     if not path.exists():
         raise ConfigError(
             f"this machine was not measured: there is no {path}; run vllm-spac profile --model MODEL or --expert-bytes "
             f"N, which takes half a minute, or plan for another: --machine {', '.join(names())} or a file of vllm-spac "
             "profile"
         )
-    return Costs.read(path, here=True)
+    return Costs.read(path, here=True, disk_dir=folder)
 
 
 def _free(folder: Path) -> int:

@@ -176,10 +176,15 @@ def _row(
     return Row(choice, asked, tuple(found), first_token(choice, model, machine, asked))
 
 
+def tier_bytes(model: ServedModel, machine: PlannedMachine, percent: int) -> int:
+    """Returns the bytes of host memory between slots and disk that the experts without a slot can use."""
+    outside = model.experts_bytes - slot_bytes(model, percent)
+    return min(machine.spare, outside) // _TIER_STEP * _TIER_STEP
+
+
 def _with_slots(choice: Choice, percent: int, model: ServedModel, machine: PlannedMachine) -> Choice:
     """Returns the choice with other slots, and with ``tiers`` with the host memory that the rest of them can use."""
-    outside = model.experts_bytes - slot_bytes(model, percent)
-    host = min(machine.spare, outside) // _TIER_STEP * _TIER_STEP if choice.store == "tiers" else 0
+    host = tier_bytes(model, machine, percent) if choice.store == "tiers" else 0
     return Choice(percent, choice.store, host, choice.cpu, choice.drafts)
 
 

@@ -36,7 +36,7 @@ class Machine(BaseModel):
         import torch
 
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return cls(cpu=cpu_name(), cores=len(cpus()), gpus=tuple(names), disk=_disk(folder or DISK_DIR))
+        return cls(cpu=cpu_name(), cores=len(cpus()), gpus=tuple(names), disk=disk_of(folder or DISK_DIR))
 
     def differences(self, other: Machine) -> list[str]:
         """Returns ``cpu: mine, not other's`` for each field that both have and that differs."""
@@ -62,7 +62,8 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _disk(folder: Path) -> str:
+def disk_of(folder: Path) -> str:
+    """Returns the device, file system and size of the disk of ``folder``, which may not exist yet."""
     path = folder.expanduser().absolute()
     while not path.exists():
         path = path.parent

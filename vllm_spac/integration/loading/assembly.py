@@ -15,7 +15,7 @@ from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.control import BudgetControl
-from vllm_spac.budget.tuning import read_budgets
+from vllm_spac.budget.per_layer import read_budgets
 from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.cache.mover import HostRows
 from vllm_spac.config import SpacConfig

@@ -40,10 +40,12 @@ def _described(host: HostRows | None) -> str:
 
 
 def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
-    """Execution, policy and ``prefetch``, as it is or was chosen, for the log line at start-up."""
+    """Execution, policy, ``prefetch``, as it is or was chosen, and tuned profile, for the log line at start-up."""
     details = execution.describe()
     ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={prefetch}"
-    return f"execution={config.execution_name}{f' ({details})' if details else ''}, policy={config.policy}{ahead}"
+    tuned = "" if config.tuned in ("off", "auto") else f", tuned={config.tuned}"
+    shown = f" ({details})" if details else ""
+    return f"execution={config.execution_name}{shown}, policy={config.policy}{ahead}{tuned}"
 
 
 def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:

@@ -16,10 +16,10 @@ from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.untrusted import parse_json, read_text
 
 FORMAT = "spac-budgets-1"
-_AGAIN = "write it again with `vllm-spac tune`"
+_AGAIN = "write it again with `vllm-spac budgets`"
 
 
-def tune(
+def choose(
     calibration: Calibration, mass: float, coverage: str = "substitution", mass_of: str = "selected"
 ) -> dict[str, int]:
     """The smallest budget per layer whose best experts hold ``mass`` of a window's mass on average.
@@ -97,7 +97,7 @@ def read_budgets(
     if other or not isinstance(budgets, dict) or (layers is not None and set(budgets) != set(layers)):
         raise ConfigError(
             f"spac: {path} (--spac-budget-file) was made for another model or revision: {content.get('fingerprint')}, "
-            f"not {fingerprint}, or its layers differ; run `vllm-spac calibrate` and `vllm-spac tune` for this one"
+            f"not {fingerprint}, or its layers differ; run `vllm-spac calibrate` and `vllm-spac budgets` for this one"
         )
     for name, budget in budgets.items():
         if type(budget) is not int or not 1 <= budget <= experts:

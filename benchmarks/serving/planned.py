@@ -1,0 +1,239 @@
+"""Compares the tokens per second that ``vllm-spac plan`` calculates with measured ones.
+
+The toy model is inflated to several sizes of experts. For each, this machine is profiled as ``vllm-spac profile`` does,
+before the engines and after them, because disks of virtual machines drift. The plan then calculates each share of slots
+twice: with its assumptions on locality, which give a range, and from a recording of the model's own routing, as with
+``--trace``. Engines with as many slots measure the time per token of prompts, one after the other. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
+import plan
+import prompts
+from common import RESULTS, ROOT, TOY, exit_on_sigterm, provenance, write_result
+from inflate import inflate, parse_bytes
+from run import Settings
+from simulated import between, engines
+
+from vllm_spac.integration.layers import cpu_kernel
+from vllm_spac.planning import routing
+from vllm_spac.planning.choice import Choice
+from vllm_spac.planning.machine import PlannedMachine
+from vllm_spac.planning.memory import Load
+from vllm_spac.planning.model import ServedModel
+from vllm_spac.planning.predict import Prediction, predict
+from vllm_spac.profiling.costs import Costs
+from vllm_spac.profiling.measure import measure
+from vllm_spac.traces.format import Trace
+
+WITHIN = 0.25  # of the measured speed: what a plan should keep
+_EPILOG = """[bold]Examples[/]
+
+python benchmarks/serving/planned.py
+
+python benchmarks/serving/planned.py --sizes 1.2MB --slots 25% --repeats 1
+"""
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Tokens per second of one model with one share of slots.
+
+    Attributes:
+        planned: by routing: ``low`` and ``high`` of the plan's range, ``even`` without locality, ``trace``.
+        measured: 1 / the mean time per token; ``slowest``, ``fastest``: of single prompts.
+    """
+
+    expert_bytes: int
+    percent: int
+    planned: dict[str, Prediction]
+    measured: float
+    slowest: float
+    fastest: float
+    hit_rate: float
+
+    @property
+    def error(self) -> float:
+        """Of the plan from the model's own routing, as a share of the measured speed."""
+        return self.planned["trace"].tokens_per_second / self.measured - 1
+
+    @property
+    def in_range(self) -> bool:
+        """Whether the measured speed is in the plan's range without a trace."""
+        found = sorted(self.planned[name].tokens_per_second for name in ("low", "high"))
+        return found[0] <= self.measured <= found[1]
+
+    def plain(self) -> dict:
+        """Returns the row for the result."""
+        planned = {name: prediction.tokens_per_second for name, prediction in self.planned.items()}
+        return {
+            "expert_bytes": self.expert_bytes,
+            "slots": f"{self.percent}%",
+            "measured": self.measured,
+            "measured_slowest": self.slowest,
+            "measured_fastest": self.fastest,
+            "planned": planned,
+            "error": self.error,
+            "within": abs(self.error) <= WITHIN,
+            "in_range": self.in_range,
+            "measured_hit_rate": self.hit_rate,
+            "planned_hit_rate": self.planned["trace"].hit_rate,
+            "limit": self.planned["trace"].limit,
+        }
+
+
+def predictions(
+    model: ServedModel, costs: Costs, percent: int, context: int, trace: Trace, source: str
+) -> dict[str, Prediction]:
+    """Returns the plan's tokens per second for a share of slots with the others on disk, by routing. Pure."""
+    assert costs.capacity is not None, "it was measured"
+    machine = PlannedMachine("here", costs, costs.capacity.gpu, costs.capacity.host)
+    choice, load = Choice(percent, "disk"), Load(context, 1)
+    found = {one.name: predict(choice, model, machine, load, one) for one in routing.assumed()}
+    return found | {"trace": predict(choice, model, machine, load, routing.recorded(trace, model, source)[0])}
+
+
+@app.command(help=__doc__, epilog=_EPILOG)
+def main(
+    sizes: Annotated[str, typer.Option(help="Sizes of an expert.")] = "0.3MB,1.2MB,4.7MB",
+    slots: Annotated[str, typer.Option(help="Values of --spac-slots, in whole percent.")] = "10%,25%,50%",
+    models: Annotated[Path, typer.Option(help="Folder of the inflated models.")] = ROOT / ".cache" / "toy",
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts, one after the other.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
+    disk_dir: Annotated[Path, typer.Option(help="Folder of the packed experts.")] = ROOT / ".cache" / "serving",
+    repeats: Annotated[int, typer.Option(min=1, help="Engines per configuration.")] = 2,
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "planned_toy.json",
+) -> None:
+    exit_on_sigterm()
+    origin = provenance()
+    percents = [percent_of(size) for size in plan.split(slots)]
+    shape = count, prompt_tokens, output_tokens
+    rows: list[Comparison] = []
+    profiles: list[dict] = []
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(plan.split(sizes)) * (1 + len(percents)))
+
+        def tell(text: str) -> None:
+            progress.update(task, advance=1, description=text)
+
+        for size in plan.split(sizes):
+            tell(f"experts of {size}")
+            folder = inflated(models, size)
+            found, profile = _one(folder, percents, shape, disk_dir, repeats, tell)
+            rows += found
+            profiles.append(profile.model_dump(mode="json"))
+    result = {
+        "label": "toy model",
+        "prompts": [count, prompt_tokens],
+        "output_tokens": output_tokens,
+        "repeats": repeats,
+        "within": WITHIN,
+        "profiles": profiles,
+        "rows": [row.plain() for row in rows],
+        "provenance": origin,
+    }
+    write_result(output, result)
+    show(Console(), rows)
+    print(f"wrote {output}")
+
+
+def percent_of(size: str) -> int:
+    """``"25%"`` -> 25; ``BadParameter`` for what is no whole percentage."""
+    text = size.removesuffix("%")
+    if not size.endswith("%") or not text.isdigit() or not 0 < int(text) <= 100:
+        raise typer.BadParameter(f"--slots {size}: use whole percentages, e.g. 25%")
+    return int(text)
+
+
+def inflated(models: Path, size: str) -> Path:
+    """Returns the toy model with experts of ``size``, which is written first if it is not there."""
+    folder = models / f"planned-{size}"
+    if not (folder / "config.json").exists():
+        inflate(TOY / "models" / "target", folder, expert_bytes=parse_bytes(size))
+    return folder
+
+
+def _one(
+    folder: Path,
+    percents: Sequence[int],
+    shape: tuple[int, int, int],
+    disk_dir: Path,
+    repeats: int,
+    tell: Callable[[str], None],
+) -> tuple[list[Comparison], Costs]:
+    """Measures one model, and plans for it with the mean of the profiles before and after."""
+    count, prompt_tokens, output_tokens = shape
+    model = ServedModel.read(str(folder))
+    drafts = plan.Drafts(1, folder, folder)
+    settings = Settings(folder, (1,), prompt_tokens, output_tokens, 0, True, "disk", disk_dir, drafts, 1800.0)
+    ids = prompts.load(folder, count, prompt_tokens, 0).ids
+
+    def profile() -> Costs:
+        return measure(model.expert_bytes, disk_dir, store="disk", seconds=0.4, kernel=cpu_kernel.to_profile())
+
+    measured: dict[int, dict] = {}
+    before = profile()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "routing.trace")
+        engines(settings, plan.Configuration("50%", "reuse", "none"), ids, 1, path)
+        trace = Trace.load(path)
+    for percent in percents:
+        tell(f"{folder.name}: {percent}%")
+        measured[percent] = engines(settings, plan.Configuration(f"{percent}%", "reuse", "none"), ids, repeats)
+    costs = between(before, profile())
+    context = prompt_tokens + output_tokens
+    rows = [
+        Comparison(
+            model.expert_bytes,
+            percent,
+            predictions(model, costs, percent, context, trace, "the recording"),
+            1 / found["tpot"],
+            1 / found["high"],
+            1 / found["low"],
+            found["hit_rate"],
+        )
+        for percent, found in measured.items()
+    ]
+    return rows, costs
+
+
+def show(console: Console, rows: Sequence[Comparison]) -> None:
+    """Prints the table, and how many plans are within ``WITHIN``."""
+    table = Table(title="tokens per second", title_justify="left")
+    for name in ("expert", "slots", "measured", "planned, own routing", "error", "range", "hits", "planned hits"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        low, high = (row.planned[name].tokens_per_second for name in ("low", "high"))
+        table.add_row(
+            f"{row.expert_bytes / 1e6:.2g} MB",
+            f"{row.percent}%",
+            f"{row.measured:.1f}",
+            f"{row.planned['trace'].tokens_per_second:.1f}",
+            f"{100 * row.error:+.1f}%",
+            f"{low:.1f} - {high:.1f}" + ("" if row.in_range else " (outside)"),
+            f"{100 * row.hit_rate:.1f}%",
+            f"{100 * row.planned['trace'].hit_rate:.1f}%",
+        )
+    console.print(table)
+    good = sum(abs(row.error) <= WITHIN for row in rows)
+    console.print(f"{good} of {len(rows)} plans are within {100 * WITHIN:.0f}% of the measured speed")
+
+
+if __name__ == "__main__":
+    app()

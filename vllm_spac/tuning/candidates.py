@@ -1,0 +1,190 @@
+"""Lists the ways to serve a model that are worth measuring on a machine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from vllm_spac import components
+from vllm_spac.knobs.types import Slots
+from vllm_spac.planning.choice import NGRAM
+from vllm_spac.planning.machine import PlannedMachine
+from vllm_spac.planning.memory import Load, largest_percent, split
+from vllm_spac.planning.model import ServedModel
+from vllm_spac.planning.plan import stores, tier_bytes
+from vllm_spac.tuning.candidate import DEFAULT, LRU, Candidate, Departure, Knob
+
+_NGRAM_LENGTHS = (2, 4)
+_EAGLE_LENGTHS = (2, 4, 8)
+_THREADS = (2, 8)  # beside the default, 4
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A lossy budget, and what ``vllm-spac quality`` found that it costs."""
+
+    name: str
+    knobs: Mapping[str, Knob]
+    quality: str
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the user allows.
+
+    Attributes:
+        slots: as ``--spac-slots``, for all candidates; None: as many as fit.
+        limited: whether the user limited fast memory, so that slots are counted and not left to the engine.
+        context: tokens of a request that is planned for; None: the engine's own default.
+        drafts: a ``speculative_config`` of the user's.
+        eagle3: folder of an EAGLE-3 head.
+        predictors: of ``predictor_file``.
+        budgets: that may be measured, with drafts; those of ``vllm-spac quality``.
+        departures: from vLLM's tokens that the user agrees to.
+    """
+
+    slots: str | None = None
+    limited: bool = False
+    context: int | None = None
+    drafts: Mapping[str, Any] | None = None
+    eagle3: str | None = None
+    predictor_file: str | None = None
+    predictors: tuple[str, ...] = ()
+    budgets: tuple[Budget, ...] = ()
+    departures: frozenset[Departure] = frozenset()
+
+
+def candidates(model: ServedModel, machine: PlannedMachine, allowed: Allowed) -> list[Candidate]:
+    """Returns the default, ``policy=lru``, and each single change worth trying, the likeliest to be fast first.
+
+    Args:
+        model: that is to be served.
+        machine: whose memory is divided, and whose disk and link decide which stores there are.
+
+    Raises:
+        ConfigError: not even the fewest slots fit.
+    """
+    percent = _percent(model, machine, allowed)
+    base = _base(model, machine, allowed, percent)
+    found = [Candidate(DEFAULT, "baseline", base)]
+    if percent < 100:
+        found.append(Candidate(LRU, "policy", base | {"policy": "lru"}))
+        found += _stock(model, machine, percent)
+    changes = [*_drafts(allowed), *(_placed(model, machine, allowed, base, percent) if percent < 100 else ())]
+    for name, group, knobs, drafts, note in changes:
+        candidate = Candidate(name, group, base | knobs, drafts, note=note)
+        if candidate.departures <= allowed.departures:
+            found.append(candidate)
+    return found
+
+
+def left_out(model: ServedModel, machine: PlannedMachine, found: Sequence[Candidate]) -> str | None:
+    """Returns why stock vLLM's own offloading is not measured; None if it is among the candidates that were found."""
+    if any(candidate.is_stock for candidate in found):
+        return None
+    why = "it needs a GPU"
+    if machine.gpu:
+        fits = model.experts_bytes <= machine.spare
+        why = "every expert fits into fast memory" if fits else "host memory has no room for the experts"
+    return f"stock vLLM's own offloading is not measured: {why}"
+
+
+def _percent(model: ServedModel, machine: PlannedMachine, allowed: Allowed) -> float:
+    """Returns the share of the experts that have a slot, in percent; estimated for ``slots=auto``."""
+    slots = Slots.parse(allowed.slots or "auto")
+    if slots.share is not None:
+        return float(100 * slots.share)
+    if slots.per_layer is not None:
+        return min(100.0, float(Fraction(100 * slots.per_layer, model.checkpoint.experts)))
+    return largest_percent(model, split(model, machine, _load(model, allowed)))
+
+
+def _load(model: ServedModel, allowed: Allowed) -> Load:
+    return Load(allowed.context or min(4096, model.architecture.longest or 4096), 1)
+
+
+def _base(model: ServedModel, machine: PlannedMachine, allowed: Allowed, percent: float) -> dict[str, Knob]:
+    """Returns the knobs of all candidates: slots that the user limits, a store where the default one has no room."""
+    base: dict[str, Knob] = {}
+    if allowed.slots is not None:
+        base["slots"] = allowed.slots
+    elif allowed.limited:
+        base["slots"] = f"{percent:g}%"
+    if machine.gpu and percent < 100 and "host" not in stores(model, machine, int(percent)):
+        base["store"] = "disk"
+    return base
+
+
+_Change = tuple[str, str, dict[str, Knob], Mapping[str, Any] | None, str]
+
+
+def _drafts(allowed: Allowed) -> Iterator[_Change]:
+    """Yields drafts by length, with the guard and without; then budgets of the longest."""
+    sources: list[tuple[str, Mapping[str, Any], tuple[int, ...]]] = []
+    if allowed.drafts is not None:
+        length = int(allowed.drafts.get("num_speculative_tokens") or 0)
+        lengths = tuple(sorted({length, max(1, length // 2)}, reverse=True)) if length else ()
+        sources.append((str(allowed.drafts.get("method", "drafts")), allowed.drafts, lengths))
+    if allowed.eagle3 is not None:
+        sources.append(("eagle3", {"method": "eagle3", "model": allowed.eagle3}, _EAGLE_LENGTHS))
+    if "ngram" not in [name for name, _, _ in sources]:
+        sources.append(("ngram", NGRAM, _NGRAM_LENGTHS))
+    for name, config, lengths in sources:
+        for length in lengths or (0,):
+            given = dict(config) | ({"num_speculative_tokens": length} if length else {})
+            shown = f"{name} {length}" if length else name
+            yield f"drafts={shown}", "drafts", {}, given, ""
+    name, config, lengths = sources[0]
+    longest = max(lengths, default=0)
+    given = dict(config) | ({"num_speculative_tokens": longest} if longest else {})
+    shown = f"{name} {longest}" if longest else name
+    yield f"drafts={shown}, guard=off", "drafts", {"guard": "off"}, given, ""
+    for budget in allowed.budgets:
+        yield f"drafts={shown}, {budget.name}", "drafts", dict(budget.knobs), given, budget.quality
+
+
+def _placed(
+    model: ServedModel, machine: PlannedMachine, allowed: Allowed, base: dict[str, Knob], percent: float
+) -> Iterator[_Change]:
+    """Yields where the other experts are, who computes them, which are evicted, and which are read ahead."""
+    for store in stores(model, machine, int(percent)):
+        if store == "tiers":
+            memory = f"{tier_bytes(model, machine, max(1, int(percent))) >> 20}MiB"
+            yield f"host memory={memory}", "store", {"store": "disk", "host_memory": memory}, None, ""
+        elif store == "disk" and machine.gpu and base.get("store") != "disk":
+            yield "store=disk", "store", {"store": "disk"}, None, ""
+        elif store == "host" and machine.gpu:
+            yield "CPU experts", "cpu", {"store": "host", "cpu_experts": "auto"}, None, ""
+            yield "execution=pointers", "execution", {"store": "host", "execution": "pointers"}, None, ""
+    for name in allowed.predictors:
+        knobs: dict[str, Knob] = {"prefetch": name, "predictor_file": str(allowed.predictor_file)}
+        yield f"prefetch={name}", "prefetch", knobs, None, ""
+    yield "prefetch=utility", "prefetch", {"prefetch": "utility"}, None, ""
+    for name in policies():
+        yield f"policy={name}", "policy", {"policy": name}, None, ""
+    if allowed.context is not None and "slots" not in base:
+        what = f"slots={percent:g}%, KV cache for {allowed.context} tokens"
+        yield what, "slots", {"slots": f"{percent:g}%"}, None, ""
+    for count in _THREADS:
+        yield f"io_threads={count}", "threads", {"io_threads": count}, None, ""
+
+
+def policies() -> list[str]:
+    """Returns the policies that need nothing more, without the default and the baseline."""
+    names = components.serving("policies")
+    return [
+        name
+        for name in names
+        if name not in ("reuse", "lru") and not components.find("policies", name).needs_calibration
+    ]
+
+
+def _stock(model: ServedModel, machine: PlannedMachine, percent: float) -> Iterator[Candidate]:
+    """Yields stock vLLM's own offloading with as many bytes of experts on the GPU."""
+    if not machine.gpu or model.experts_bytes > machine.spare:
+        return
+    moved = (1 - percent / 100) * model.experts_bytes / 2**30
+    options = {"offload_backend": "uva", "cpu_offload_gb": moved, "cpu_offload_params": ["experts"]}
+    yield Candidate("stock vLLM, its own offloading", "baseline", None, options=options)
