@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -78,7 +79,7 @@ def engine_config(model: Path, spac, **options):
     ("spac", "named"),
     [
         ({"slot": "25%"}, ["'slot'", "did you mean 'slots'"]),
-        ({"colour": 1}, ["'colour'", "known knobs", "slots", "policy"]),
+        ({"weather": 1}, ["'weather'", "known knobs", "slots", "policy"]),
         ({"slots": "many"}, ["slots='many'", "--spac-slots", "25%"]),
         ({"slots": "0"}, ["slots='0'", "--spac-slots"]),
         ({"slots": -3}, ["slots=", "--spac-slots"]),
@@ -263,6 +264,25 @@ def test_a_predictor_that_looks_at_layers_needs_the_host(moe, outside, monkeypat
     engine_config(moe, {"prefetch": "utility"})
 
 
+@pytest.mark.parametrize(
+    ("spac", "named"),
+    [
+        (
+            {"executor": "processes", "cluster": "/nowhere/cluster.json"},
+            "no cluster in .*; run vllm-spac cluster start",
+        ),
+        ({"executor": "processes", "cluster": __file__}, "run chmod 600|no file of vllm-spac cluster"),
+        ({"executor": "ray", "workers": 2}, r"pip install 'vllm-spac\[ray\]'; or use --spac-executor processes"),
+    ],
+    ids=str,
+)
+def test_workers_that_are_not_there(moe, monkeypatch, spac, named):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
+    with pytest.raises(ConfigError, match=named):
+        engine_config(moe, spac)
+
+
 def test_a_predictor_is_of_this_model(tmp_path):
     from vllm_spac.integration.loading import ahead
 
@@ -378,6 +398,7 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
             "speculate=restricted .* with --tensor-parallel-size 2 .*; drop --spac-speculate",
         ),
         ({"slots": "9"}, EXPERTS, "more than the 8 experts of a layer"),
+        ({"executor": "processes", "workers": 2}, {}, "executor=processes .*-parallel-size 2 .*; use one of them"),
         ({}, EXPERTS | {"tensor_parallel_size": 3}, "16 experts for 3 ranks is not supported; drop it"),
         ({}, EXPERTS | {"tensor_parallel_size": 8}, "2 experts per rank, fewer than the 4 of a token"),
     ],

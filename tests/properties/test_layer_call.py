@@ -176,4 +176,4 @@ class Network(RuleBasedStateMachine):
 
 
 TestNetwork = Network.TestCase
-TestNetwork.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
+TestNetwork.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)

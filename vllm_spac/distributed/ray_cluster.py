@@ -7,7 +7,7 @@ as there are layers.
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import os
 import secrets
 import threading
@@ -20,12 +20,19 @@ from vllm_spac.distributed.processes import StartedWorker
 from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.system.host_memory import available_host_bytes
 
-logger = logging.getLogger("vllm.spac")
-
 _RESERVE = 1 << 30  # of a machine's memory, left to the rest of it
 _OBJECTS = 100 << 20  # bytes of Ray's own store, of which next to nothing is used
 _POLL = 0.5  # seconds
 _START = 600.0  # seconds for Ray to find a place, and for the worker to import its kernels
+
+
+def check_installed() -> None:
+    """Raises ``ConfigError`` if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "spac: executor=ray (--spac-executor) needs Ray: pip install 'vllm-spac[ray]'; or use --spac-executor "
+            "processes"
+        )
 
 
 class WorkerHost:
@@ -72,13 +79,9 @@ class RayWorkers(Places):
     """
 
     def __init__(self, count: int, arguments: Sequence[str], address: str | None) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise ConfigError(
-                "spac: executor=ray (--spac-executor) needs Ray: pip install 'vllm-spac[ray]'; or use --spac-executor "
-                "processes"
-            ) from error
+        check_installed()
+        import ray
+
         self._ray: Any = ray
         self._count, self._at = count, address
         self._asking, self._closed = threading.Lock(), False

@@ -39,8 +39,16 @@ def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool
     yield ranks > 1, f"{named} with --tensor-parallel-size {ranks}", "use one of them"
 
 
+def check_places(config: SpacConfig) -> None:
+    """Refuses a cluster that is not there before an engine starts; ``ConfigError`` says what to do."""
+    if config.executor == "processes" and config.cluster is not None:
+        RunningWorkers(path_of(config.cluster), config.workers)
+    if config.executor == "ray":
+        ray_cluster.check_installed()
+
+
 def check_shapes(config: SpacConfig, shapes: Sequence[MoEShape]) -> None:
-    """Refuses layers of several shapes, and more workers than layers."""
+    """Refuses layers of several shapes."""
     if len(shapes) != 1:
         raise ConfigError(
             f"spac: executor={config.executor} (--spac-executor) needs MoE layers of one shape, this model has "

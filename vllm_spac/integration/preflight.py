@@ -88,6 +88,7 @@ def check_knobs(config: SpacConfig) -> None:
     if config.profile is not None:
         with _naming(config, "profile"):
             Costs.read(config.profile)
+    expert_workers.check_places(config)
     if config.trace is not None:
         with _naming(config, "trace"):
             replaced = check_target(config.trace, config.trace_overwrite)
