@@ -80,6 +80,7 @@ def rendered() -> Values:
         scaled,
         policies,
         budgets,
+        budget_cost,
         predictors,
         recall,
         shadow,
@@ -367,6 +368,21 @@ def budgets() -> Values:
         "quality.half_9": f"{curves[9]:.1f} %",
         **{f"quality.error.{ranking}": error for ranking, error in errors.items()},
     }
+
+
+def budget_cost() -> Values:
+    lines = [
+        [
+            row["setting"],
+            f"{row['microseconds_a_layer']:.0f}",
+            f"{row['milliseconds_a_step']:.1f}",
+            f"{100 * row['share']:.1f} %",
+        ]
+        for row in result("toy_budget_cost")["rows"]
+        if row["setting"] != "no budget"
+    ]
+    head = ("budget", "microseconds per layer", "milliseconds per verify step", "share of the step")
+    return {"budget_cost": table(head, lines)}
 
 
 def predictors() -> Values:

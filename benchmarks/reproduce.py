@@ -149,6 +149,13 @@ FIGURES = {
         timed=True,
         inflated=True,
     ),
+    "budget_cost": Figure(
+        "Results: what choosing a budget's experts takes",
+        ("toy_budget_cost.json",),
+        ("python benchmarks/toy/budget_cost.py --engine --prompts 12",),
+        minutes=2,
+        timed=True,
+    ),
     "simulated": Figure(
         "Results: simulated and measured time per token",
         ("simulated_toy.json",),
