@@ -271,10 +271,16 @@ class _Run:
 
 
 def _table(model: str, rows: Sequence[Measured]) -> Table:
-    table = Table(title=f"{shown(model)}: measured here, one request at a time", title_justify="left")
+    tried, waiting = [row for row in rows if row.rounds], [row.name for row in rows if not row.rounds]
+    table = Table(
+        title=f"{shown(model)}: measured here, one request at a time",
+        title_justify="left",
+        caption=f"no time was left for: {shown('; '.join(waiting))}" if waiting else None,
+        caption_justify="left",
+    )
     for name in ("choice", "tokens/s", "over the default", "first token", "rounds", "tokens", "remark"):
-        table.add_column(name, justify="left" if name in ("choice", "tokens", "remark") else "right")
-    for row in rows:
+        table.add_column(name, justify="left" if name in ("choice", "tokens", "remark") else "right", overflow="fold")
+    for row in tried:
         cells = (
             "-" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}",
             "-" if row.speed is None else f"{row.speed:.2f}",
