@@ -172,7 +172,7 @@ def paired() -> Values:
             file = f"`{name}.json`" if (said, slots, row) == found[0] else ""
             first = said if said != before else ""
             interval = f"{low:.{digits}f} – {high:.{digits}f}"
-            lines.append([first, slots.replace("%", " %"), median, interval, totals, file])
+            lines.append([first, _spaced(slots), median, interval, totals, file])
             before = said
     resident, slower = result("paired_resident_toy")["rows"][0], result("paired_never_slower_toy")["rows"]
     steps = [engine["steps"] for row in slower for engine in row["other"]["guard"]]
@@ -184,7 +184,7 @@ def paired() -> Values:
         "resident.ratio": f"{resident['ratio']:.2f}",
         "resident.interval": f"{low:.2f} – {high:.2f}",
         "guard.without": f"{min(without):.0f}-{max(without):.0f} %",
-        "guard.slots": slower[0]["slots"].replace("%", " %"),
+        "guard.slots": _spaced(slower[0]["slots"]),
         "guard.trials": f"{sum(least.values()) - least['0']} of {sum(least.values()):,}",
     }
 
@@ -201,7 +201,7 @@ def recipe() -> Values:
             step = 1 + drafted["accepted_tokens"] / drafted["drafts"] if drafted else 1
             numbers = (counted[name] / tokens for name in ("loads", "prefetches", "cpu_experts"))
             found = counted["hits"] / sum(counted[name] for name in ("hits", "misses", "cpu_experts"))
-            slots = row["slots"].replace("%", " %")
+            slots = _spaced(row["slots"])
             lines.append(
                 [shown, slots, f"{step:.2f}", *(f"{number:.1f}" for number in numbers), f"{100 * found:.0f} %"]
             )
@@ -287,7 +287,7 @@ def scaled() -> Values:
         *(text for size in sizes for text in (f"{size.replace('%', ' %')}: ms per token", "× `layer_lru`", "late")),
     )
     errors = [
-        [row["slots"].replace("%", " %"), "none" if row["balancer"] == "none" else "waterfill"]
+        [_spaced(row["slots"]), "none" if row["balancer"] == "none" else "waterfill"]
         + [f"{1e3 * row[kind]['tpot']:.1f}" for kind in ("measured", "simulated")]
         + [f"{100 * row['errors']['tpot']:+.0f} %", f"{row['measured']['loads']:.1f}", f"{row['measured']['cpu']:.1f}"]
         for row in compared["rows"]
@@ -532,6 +532,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in (head, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def _spaced(slots: str) -> str:
+    """Returns ``25 %`` for ``25%``."""
+    return slots.replace("%", " %")
 
 
 def _rate(row: dict[str, Any]) -> str:

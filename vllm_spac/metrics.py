@@ -72,6 +72,10 @@ class Counters:
         """Adds ``count`` bytes read from ``path``."""
         self.bytes[path] = self.bytes.get(path, 0) + count
 
+    def began(self, kind: str) -> None:
+        """Counts a step of a ``kind``."""
+        self.steps[kind] = self.steps.get(kind, 0) + 1
+
     def reset(self) -> None:
         """Sets all counters to zero, e.g. after warm-up."""
         vars(self).update(vars(type(self)()))

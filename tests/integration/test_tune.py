@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_spac.integration import device
+from vllm_spac.system.machine import Machine
 from vllm_spac.tuning import identity
 from vllm_spac.tuning.profile import TunedProfile, path_of
 
@@ -60,7 +61,7 @@ def test_vllm_is_configured_as_a_profile_says(tmp_path: Path) -> None:
     profile = TunedProfile(
         model="toy",
         identity=name,
-        machine=identity.machine(device.names(), tmp_path),
+        machine=Machine.here(tmp_path, device.names()),
         versions=identity.relevant_versions(),
         choice="c",
         knobs={"slots": "25%", "policy": "lru"},

@@ -26,7 +26,7 @@ KNOBS = {"slots": "25%", "policy": "lru"}
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(cpu="c", cores=4, gpus=("g",), disk="d")
-    monkeypatch.setattr(identity, "machine", lambda gpus, folder: machine)
+    monkeypatch.setattr(Machine, "here", lambda folder, gpus: machine)
     monkeypatch.setattr(applied.device, "names", lambda: ["g"])
     return machine
 

@@ -1,4 +1,4 @@
-"""Speculated execution (lossy): which experts a layer runs is decided by a prediction that was made one layer earlier.
+"""Speculated execution (lossy): a prediction, made one layer earlier, decides which experts a layer runs.
 
 ``predicted`` runs the experts that a row was predicted to choose, with the predicted weights, whatever its router
 chooses (Speculating Experts, section 3.2: execute predicted experts and their associated routing weights).

@@ -153,12 +153,13 @@ class _Run:
     ) -> None:
         from vllm_spac.checkpoint.headers import find_folder
         from vllm_spac.integration import device
+        from vllm_spac.system.machine import Machine
         from vllm_spac.tuning import identity
 
         self._model, self._served, self._machine, self._allowed = model, served, machine, allowed
         self._folder, self._arguments, self._options = folder, dict(arguments), dict(options)
         self._identity = identity.identity(find_folder(model))
-        self._here = identity.machine(device.names(), folder)
+        self._here = Machine.here(folder, device.names())
         self._versions = identity.relevant_versions()
         self._console = Console(stderr=True)
 

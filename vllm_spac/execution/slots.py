@@ -147,7 +147,7 @@ class SlotExecution(Execution):
         if not self.holds_all:
             self._routed.clear()  # of a forward that failed
             self._layers.begin_step(None if step.prompts or not step.requests else Seen(START, step.tokens))
-        self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
+        self.counters.began(step.kind)
 
     def end_forward(self) -> None:
         step, self._step = self._step, None

@@ -64,7 +64,7 @@ class WorkerExecution(Execution):
     def begin_step(self, step: Step) -> None:
         self._steps += 1
         self._forward = Forward(self._steps, step.prompts)
-        self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
+        self.counters.began(step.kind)
 
     def end_forward(self) -> None:
         self._forward = Forward()

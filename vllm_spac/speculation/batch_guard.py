@@ -230,12 +230,11 @@ class BatchGuard:
 
     def _fled(self, trial: Trial) -> bool:
         """Switches to no speculation if an urgent trial of it beats the steps that led to it; whether it did."""
-        lost, charged = self._adopted.lose, 0.0
+        lost = self._adopted.lose
         since = self._adopted.tokens if lost else [tokens for _, tokens in self._rise]
         expected = self._acceptance.tokens()[self.current]
         tokens = (_PRIOR * expected + sum(since)) / (_PRIOR + len(since))
-        if lost:
-            charged = _CHARGED * self._adopted.behind * self._adopted.plain
+        charged = _CHARGED * self._adopted.behind * self._adopted.plain if lost else 0.0
         self._calm()
         self._adopted.level()
         if -math.log(tokens) - trial.ratio <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -31,12 +32,18 @@ class Machine(BaseModel):
     disk: str = ""
 
     @classmethod
-    def here(cls, folder: Path | None = None) -> Machine:
-        """Returns this machine; ``folder`` may not exist yet and is ``DISK_DIR`` unless given."""
-        import torch
+    def here(cls, folder: Path | None = None, gpus: Iterable[str] | None = None) -> Machine:
+        """Returns this machine.
 
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return cls(cpu=cpu_name(), cores=len(cpus()), gpus=tuple(names), disk=disk_of(folder or DISK_DIR))
+        Args:
+            folder: may not exist yet; ``DISK_DIR`` unless given.
+            gpus: names of its GPUs; None: torch is asked, which initialises CUDA in this process.
+        """
+        if gpus is None:
+            import torch
+
+            gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return cls(cpu=cpu_name(), cores=len(cpus()), gpus=tuple(gpus), disk=disk_of(folder or DISK_DIR))
 
     def differences(self, other: Machine) -> list[str]:
         """Returns ``cpu: mine, not other's`` for each field that both have and that differs."""

@@ -1,15 +1,12 @@
-"""Identifies the model, machine and versions that a tuned profile belongs to, without reading weights."""
+"""Identifies the model and the versions that a tuned profile belongs to, without reading weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
 
-from vllm_spac.system.cpu_affinity import cpus
-from vllm_spac.system.machine import Machine, cpu_name, disk_of
 from vllm_spac.system.provenance import versions
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")
@@ -29,11 +26,6 @@ def identity(folder: Path) -> str:
     return xxhash.xxh3_128_hexdigest(config + json.dumps(files).encode())
 
 
-def machine(gpus: Iterable[str], folder: Path) -> Machine:
-    """Returns this machine with the disk of ``folder``, without initialising CUDA; ``gpus``: names of its GPUs."""
-    return Machine(cpu=cpu_name(), cores=len(cpus()), gpus=tuple(gpus), disk=disk_of(folder))
-
-
 def relevant_versions() -> dict[str, str]:
     """Returns the versions that a speed depends on; empty text for what is not installed."""
     found = versions()
@@ -42,5 +34,5 @@ def relevant_versions() -> dict[str, str]:
 
 def changed(then: dict[str, str], now: dict[str, str]) -> list[str]:
     """Returns ``vllm: 0.32.0, not 0.33.0`` for each version that differs."""
-    return [f"{name}: {text or 'none'}, not {now.get(name) or 'none'}" for name, text in then.items()
-            if text != now.get(name)]  # fmt: skip
+    differing = {name: text for name, text in then.items() if text != now.get(name)}
+    return [f"{name}: {text or 'none'}, not {now.get(name) or 'none'}" for name, text in differing.items()]

@@ -223,7 +223,7 @@ class PointerExecution(Execution):
         self._pad_from(step.rows)
         if self._staging is not None:
             self._staging[1].begin()
-        self.counters.steps[step.kind] = self.counters.steps.get(step.kind, 0) + 1
+        self.counters.began(step.kind)
         self.admission.begin(step)
 
     def _pad_from(self, rows: int) -> None:

@@ -12,6 +12,7 @@ from vllm_spac.checkpoint.headers import find_folder
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration import device
+from vllm_spac.system.machine import Machine
 from vllm_spac.tuning import identity
 from vllm_spac.tuning.profile import TunedProfile, path_of
 
@@ -86,7 +87,7 @@ def _check_model(engine_args: EngineArgs, profile: TunedProfile) -> None:
 
 def _problem(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile) -> str | None:
     """Returns why the profile cannot be used as it was measured, and what to do; None if it can."""
-    here = identity.machine(device.names(), config.folder)
+    here = Machine.here(config.folder, device.names())
     if differences := profile.differences(here, identity.relevant_versions()):
         return f"it was measured with {'; '.join(differences)}; run vllm-spac tune again, or set --spac-tuned off"
     if missing := _missing(profile):
