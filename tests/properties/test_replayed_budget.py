@@ -76,8 +76,10 @@ def routing(rule: RoutingRule, seed: int, spread: float, coarse: bool) -> tuple[
 
 
 def same(found: tuple, expected: tuple, rows: int = ROWS) -> None:
+    """The ids are equal; the host's sum that renormalises a row adds the same ``TOP_K`` weights in another order."""
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype == theirs.dtype and torch.equal(ours[:rows], theirs[:rows])
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours[:rows], theirs[:rows], rtol=TOP_K * 2**-23, atol=0)
 
 
 def same_counts(found: BudgetControl, expected: BudgetControl) -> None:
@@ -98,9 +100,7 @@ def same_counts(found: BudgetControl, expected: BudgetControl) -> None:
     spread=st.sampled_from([0.1, 1.0, 4.0]),
     coarse=st.booleans(),
 )
-def test_the_same_to_the_bit_as_on_the_host(
-    rule, bound, ranking, coverage, votes, when, step, seed, spread, coarse
-) -> None:
+def test_the_same_as_on_the_host(rule, bound, ranking, coverage, votes, when, step, seed, spread, coarse) -> None:
     """Rows that do not vote may hold anything, and keep it."""
     chosen = bound | coverage | votes | {"ranking": ranking, "when": when}
     host, device = control(rule, **chosen), control(rule, **chosen)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.budget import control as budgeting
 from vllm_spac.budget.control import BudgetControl, BudgetedLayer
+from vllm_spac.budget.host_loops import SCORES, SELECTED, shortlist
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
@@ -105,12 +106,11 @@ def test_everything_within_the_budget_is_unchanged_to_the_bit(bound: dict, cover
     assert counted["dropped_weight"] == 0 and counted["rows"] == 10 and counted["experts"] == len(ids[:10].unique())
 
 
-def test_rows_that_the_shortlist_covers_are_the_router_s_own(monkeypatch) -> None:
-    """To the bit, and no row is chosen again for it."""
+def test_rows_that_the_shortlist_covers_are_the_router_s_own() -> None:
+    """Its tensors, not equal ones."""
     logits, weights, ids = routing()
     logits[:, 4:] -= 50
     ids = logits.topk(TOP_K).indices.int()
-    monkeypatch.setattr(budgeting, "substituted", None)
     budget = control()
     budget.change(BudgetSettings(budget=4))
     got = budget.apply(0, logits, weights, ids, MIXED)
@@ -149,8 +149,10 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
     budget = control()
     budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
-    inside, _ = budget._shortlist(0, probs, *routed, EXPERTS, None)
-    assert set(inside.nonzero().flatten().tolist()) == kept
+    order = budget._order(0, probs, routed, EXPERTS, None, None).numpy()
+    mass = SELECTED if mass_of == "selected" else SCORES
+    inside, best = shortlist(probs.numpy(), order, *(part.numpy() for part in routed), np.empty(0), 0.85, mass, 1)
+    assert set(inside.nonzero()[0].tolist()) == kept and best == 0
     assert budget.settings.describe() == f"lossy (budget 0.85 of the mass {mass_of}, router, substitution, verify rows)"
 
 

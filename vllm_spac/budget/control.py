@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vllm_spac import components
+from vllm_spac.budget import device_cut
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.counters import BudgetCounters
-from vllm_spac.budget.coverage import kept, members, selectable
 from vllm_spac.budget.layer import BudgetedLayer, check_layer
 from vllm_spac.budget.limits import check_mass
-from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass, weighted
+from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass
 from vllm_spac.budget.replay import Kernels, Launches, ReplayBuffers
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.budget.speculated import Speculation
@@ -21,9 +22,10 @@ from vllm_spac.budget.speculated import check as check_speculation
 from vllm_spac.budget.votes import Group, groups, unknown, voted
 from vllm_spac.core import Step
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.kernels.reference.cover import rescued, substituted, truncated, where
-from vllm_spac.kernels.reference.shortlist import behind_empty, first_members, mass_count
 from vllm_spac.predictors.base import Predictor, Signal
+
+if TYPE_CHECKING:
+    from vllm_spac.budget.host_cut import Effect
 
 
 class BudgetControl:
@@ -67,6 +69,7 @@ class BudgetControl:
         self._mass = torch.ones((), dtype=torch.float64, device=device)
         self._graphs: tuple[ReplayBuffers, Kernels] | None = None  # what CUDA graphs read and launch
         self._compiled: set[int] = set()  # layers
+        self._on_host = _compiled_cut() if torch.device(device).type == "cpu" else None
         self._captured: Launches | None = None
 
     @property
@@ -277,14 +280,24 @@ class BudgetControl:
             self.counters.add(weights, torch.ones_like(ids, dtype=torch.bool), weights, ids)
             return None
         probs = layer.rule.probs(logits)
-        inside, best = self._shortlist(index, probs, weights, ids, bound or layer.experts, outputs, votes)
-        held = kept(inside, ids)
-        if not ids.is_cuda and bool(held.all()):  # nothing to do; on a GPU, finding out would need a synchronisation
-            self.counters.add(weights, held, weights, ids)
-            return None
-        covered = self._cover(layer, probs, (weights, ids), inside, best, held)
+        order = self._order(index, probs, (weights, ids), bound or layer.experts, outputs, votes)
+        settings = self.settings
+        options: dict[str, Any] = {
+            "mass_of": settings.mass_of,
+            "least": self._least(layer),
+            "substitute": settings.coverage == "substitution",
+            "rescue": settings.rescue,
+        }
+        if self._on_host is not None:
+            *covered, effect = self._on_host(
+                probs, order, (weights, ids), votes, layer.rule, mass=settings.mass, **options
+            )
+            self.counters.add_counted(len(ids), effect.dropped, effect.experts, effect.emptied)
+            return (covered[0], covered[1]) if effect.cut else None
+        mass = None if settings.mass is None else self._mass
+        *covered, held = device_cut.cut(probs, order, (weights, ids), votes, layer.rule, mass=mass, **options)
         self.counters.add(weights, held, *covered)
-        return covered
+        return covered[0], covered[1]
 
     def _groups(self, step: Step) -> list[Group]:
         """Rows that vote together, computed once per step."""
@@ -293,74 +306,34 @@ class BudgetControl:
             self._parts = step, groups(votes, self.settings.kinds, self.settings.window, self._device)
         return self._parts[1]
 
-    def _shortlist(
+    def _order(
         self,
         index: int,
         probs: Tensor,
-        weights: Tensor,
-        ids: Tensor,
+        natural: tuple[Tensor, Tensor],
         bound: int,
         outputs: Tensor | None,
-        votes: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The shortlist of rows that all vote: (bool [N], its members; int64 [], the best of them).
-
-        It has at most ``bound`` experts.
-        """
-        layer, settings = self.layers[index], self.settings
+        votes: Tensor | None,
+    ) -> Tensor:
+        """int64 [bound]: the best experts for rows that all vote, the best first."""
         mixing = None
         if self._used_ranking.needs_mixing:
-            mixing = torch.zeros_like(probs).scatter(1, ids.long(), weights.float())
-        context = self._context(index, mixing=mixing, outputs=outputs)
-        order = self._used_ranking.rank(probs, votes, bound, context)
-        if settings.mass is None:
-            return members(order, layer.experts), order[0]
-        held = self._held(probs, weights, ids, votes)
-        if settings.mass_of == "selected":
-            order = behind_empty(order, held)
-        return first_members(order, mass_count(order, held, self._mass, self._least(layer))), order[0]
+            mixing = torch.zeros_like(probs).scatter(1, natural[1].long(), natural[0].float())
+        return self._used_ranking.rank(probs, votes, bound, self._context(index, mixing=mixing, outputs=outputs))
 
     def _context(self, index: int, **known: Tensor | None) -> LayerContext:
         resident = self.layers[index].resident if self._used_ranking.needs_resident else None
         return LayerContext(layer=index, resident=None if resident is None else resident(), **known)
 
-    def _held(self, probs: Tensor, weights: Tensor, ids: Tensor, votes: Tensor | None) -> Tensor:
-        """float64 [N]: each expert's part of the mass that the budget keeps a share of."""
-        if self.settings.mass_of == "scores":
-            return router_mass(probs, votes)
-        return selected_mass(weights if votes is None else weighted(weights, votes), ids, probs.shape[1])
-
     def _least(self, layer: BudgetedLayer) -> int:
         """The smallest shortlist that the layer can run with."""
         return layer.top_k if self.settings.coverage == "substitution" else 1
 
-    def _cover(
-        self,
-        layer: BudgetedLayer,
-        probs: Tensor,
-        natural: tuple[Tensor, Tensor],
-        inside: Tensor,
-        best: Tensor,
-        held: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """(weights, ids) within the shortlist.
 
-        Args:
-            inside: bool [N], the members of the shortlist.
-            best: int64 [], the best of them.
-            held: bool [rows, k], which of the natural ids are members.
-        """
-        weights, ids = natural
-        rule, rescue, needed = layer.rule, self.settings.rescue, layer.top_k
-        if self.settings.coverage == "truncation":
-            covered, needed = truncated(probs, weights, ids, held, best), 1
-            if not rescue:
-                return covered
-        chosen_by, open_to = selectable(rule, probs, inside, needed)
-        if rescue:
-            return rescued(probs, chosen_by, open_to, ids, held, covered, rule.renormalize, rule.scale)
-        covered = substituted(probs, chosen_by, open_to, layer.top_k, rule.renormalize, rule.scale)
-        return where(held.all(1), natural, covered)
+def _compiled_cut() -> Callable[..., tuple[Tensor, Tensor, Effect]]:
+    from vllm_spac.budget.host_cut import cut  # compiles its loops at import, so not in the first verify step
+
+    return cut
 
 
 def _ranking(name: str, calibration: Calibration | None, offline: bool) -> Ranking:
