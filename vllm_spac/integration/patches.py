@@ -50,6 +50,7 @@ LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
 ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
@@ -142,6 +143,25 @@ PATCHES = (
         "v1",
         ("scheduler_output",),
         until="a draft length that is queried at each step, as in V2",
+    ),
+    Patch(
+        f"{WORKER}.sample_tokens",
+        "drafts return with the tokens of their step",
+        "v1",
+        until="an engine core that does not ask for drafts in a call of its own",
+    ),
+    Patch(
+        f"{EXECUTOR}.sample_tokens",
+        "takes the drafts out of the tokens of their step",
+        "frontend",
+        ("grammar_output", "non_block"),
+        until="an engine core that does not ask for drafts in a call of its own",
+    ),
+    Patch(
+        f"{EXECUTOR}.take_draft_token_ids",
+        "the worker need not be asked for drafts that came",
+        "frontend",
+        until="an engine core that does not ask for drafts in a call of its own",
     ),
     Patch(
         f"{RUNNER_V1}.initialize_kv_cache",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_spac.config import SpacConfig, config_of
 from vllm_spac.errors import SpacError
 from vllm_spac.integration import arguments, patches
+from vllm_spac.integration.stepping import draft_handover
 from vllm_spac.system import cpu_affinity
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def install() -> None:
     arguments.install()
     patches.wrap(f"{patches.ENGINE_ARGS}.create_engine_config", _checked)
     patches.wrap(f"{patches.LOADER}.load_model", _managed)
+    draft_handover.install_in_engine_core()
 
 
 def _checked(create_engine_config: Callable):

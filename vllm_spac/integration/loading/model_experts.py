@@ -26,7 +26,7 @@ from vllm_spac.integration.loading import ahead, assembly, description, fast_mem
 from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.integration.ranks import Ranks
-from vllm_spac.integration.stepping import draft_planning, drafts, runner_v1, runner_v2, worker_hooks
+from vllm_spac.integration.stepping import draft_handover, draft_planning, drafts, runner_v1, runner_v2, worker_hooks
 from vllm_spac.integration.stepping.trees import install as trees
 from vllm_spac.knobs.types import AUTO, Slots
 from vllm_spac.prediction.file import PredictorFile
@@ -218,6 +218,7 @@ class ModelExperts:
         if self.config.tree:
             trees.install()
         worker_hooks.install()
+        draft_handover.install_in_worker()
 
     def stats(self) -> dict:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
