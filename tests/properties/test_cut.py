@@ -1,4 +1,4 @@
-"""The compiled cut of routing in host memory compared with the torch operations that a GPU runs."""
+"""The cut of routing in host memory compared with the torch operations that a GPU runs."""
 
 from __future__ import annotations
 

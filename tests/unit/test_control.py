@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.host_loops import SCORES, SELECTED, shortlist
+from vllm_spac.budget.host_cut import _held, leading
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
@@ -150,9 +149,9 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     budget = control()
     budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
     order = budget._order(0, probs, routed, EXPERTS, None, None).numpy()
-    mass = SELECTED if mass_of == "selected" else SCORES
-    inside, best = shortlist(probs.numpy(), order, *(part.numpy() for part in routed), np.empty(0), 0.85, mass, 1)
-    assert set(inside.nonzero()[0].tolist()) == kept and best == 0
+    held = _held(probs.numpy(), *(part.numpy() for part in routed), None, mass_of)
+    shortlist = leading(order, held, 0.85, 1, mass_of).tolist()
+    assert set(shortlist) == kept and shortlist[0] == 0
     assert budget.settings.describe() == f"lossy (budget 0.85 of the mass {mass_of}, router, substitution, verify rows)"
 
 

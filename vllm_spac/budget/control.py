@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.budget import device_cut
+from vllm_spac.budget import device_cut, host_cut
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.counters import BudgetCounters
 from vllm_spac.budget.layer import BudgetedLayer, check_layer
@@ -23,9 +23,6 @@ from vllm_spac.budget.votes import Group, groups, unknown, voted
 from vllm_spac.core import Step
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.predictors.base import Predictor, Signal
-
-if TYPE_CHECKING:
-    from vllm_spac.budget.host_cut import Effect
 
 
 class BudgetControl:
@@ -69,7 +66,7 @@ class BudgetControl:
         self._mass = torch.ones((), dtype=torch.float64, device=device)
         self._graphs: tuple[ReplayBuffers, Kernels] | None = None  # what CUDA graphs read and launch
         self._compiled: set[int] = set()  # layers
-        self._on_host = _compiled_cut() if torch.device(device).type == "cpu" else None
+        self._on_host = torch.device(device).type == "cpu"
         self._captured: Launches | None = None
 
     @property
@@ -288,8 +285,8 @@ class BudgetControl:
             "substitute": settings.coverage == "substitution",
             "rescue": settings.rescue,
         }
-        if self._on_host is not None:
-            *covered, effect = self._on_host(
+        if self._on_host:
+            *covered, effect = host_cut.cut(
                 probs, order, (weights, ids), votes, layer.rule, mass=settings.mass, **options
             )
             self.counters.add_counted(len(ids), effect.dropped, effect.experts, effect.emptied)
@@ -328,12 +325,6 @@ class BudgetControl:
     def _least(self, layer: BudgetedLayer) -> int:
         """The smallest shortlist that the layer can run with."""
         return layer.top_k if self.settings.coverage == "substitution" else 1
-
-
-def _compiled_cut() -> Callable[..., tuple[Tensor, Tensor, Effect]]:
-    from vllm_spac.budget.host_cut import cut  # compiles its loops at import, so not in the first verify step
-
-    return cut
 
 
 def _ranking(name: str, calibration: Calibration | None, offline: bool) -> Ranking:
