@@ -286,15 +286,12 @@ class BudgetControl:
             "rescue": settings.rescue,
         }
         if self._on_host:
-            *covered, effect = host_cut.cut(
-                probs, order, (weights, ids), votes, layer.rule, mass=settings.mass, **options
-            )
-            self.counters.add_counted(len(ids), effect.dropped, effect.experts, effect.emptied)
-            return (covered[0], covered[1]) if effect.cut else None
-        mass = None if settings.mass is None else self._mass
-        *covered, held = device_cut.cut(probs, order, (weights, ids), votes, layer.rule, mass=mass, **options)
-        self.counters.add(weights, held, *covered)
-        return covered[0], covered[1]
+            covered = host_cut.cut(probs, order, (weights, ids), votes, layer.rule, mass=settings.mass, **options)
+        else:
+            mass = None if settings.mass is None else self._mass
+            covered = device_cut.cut(probs, order, (weights, ids), votes, layer.rule, mass=mass, **options)
+        self.counters.add(weights, covered[2], covered[0], covered[1])
+        return None if covered[0] is weights else covered[:2]
 
     def _groups(self, step: Step) -> list[Group]:
         """Rows that vote together, computed once per step."""

@@ -39,15 +39,6 @@ class BudgetCounters:
             self._count()
         self._pending.append((natural.clone(), kept, weights.clone(), ids.clone()))  # they may be overwritten
 
-    def add_counted(self, rows: int, dropped: float, experts: int, emptied: int) -> None:
-        """Adds one shortlist that has been counted; see ``snapshot`` for the numbers."""
-        counted = self._counted
-        counted["rows"] += rows
-        counted["dropped_weight"] += dropped
-        counted["shortlists"] += 1
-        counted["experts"] += experts
-        counted["emptied"] += emptied
-
     def count_on(self, device: torch.device | str) -> None:
         """Allocates the counters of graphs on ``device``, at a fixed address."""
         self.on_device = torch.zeros(len(self._counted), dtype=torch.float64, device=device)
