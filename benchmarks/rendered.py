@@ -373,15 +373,20 @@ def budgets() -> Values:
 def budget_cost() -> Values:
     lines = [
         [
+            experts,
             row["setting"],
             f"{row['microseconds_a_layer']:.0f}",
             f"{row['milliseconds_a_step']:.1f}",
             f"{100 * row['share']:.1f} %",
         ]
-        for row in result("toy_budget_cost")["rows"]
+        for experts, name in (
+            ("resident", "toy_budget_cost"),
+            ("25 % resident, 1.2 MB each", "toy_budget_cost_offloaded"),
+        )
+        for row in result(name)["rows"]
         if row["setting"] != "no budget"
     ]
-    head = ("budget", "microseconds per layer", "milliseconds per verify step", "share of the step")
+    head = ("experts", "budget", "microseconds per layer", "milliseconds per verify step", "share of the step")
     return {"budget_cost": table(head, lines)}
 
 

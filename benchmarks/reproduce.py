@@ -151,10 +151,15 @@ FIGURES = {
     ),
     "budget_cost": Figure(
         "Results: what choosing a budget's experts takes",
-        ("toy_budget_cost.json",),
-        ("python benchmarks/toy/budget_cost.py --engine --prompts 12",),
-        minutes=2,
+        ("toy_budget_cost.json", "toy_budget_cost_offloaded.json"),
+        (
+            "python benchmarks/toy/budget_cost.py --engine --prompts 12",
+            f"python benchmarks/toy/budget_cost.py --engine --prompts 12 --model {MID} --slots 25% "
+            f"{_RESULT}/toy_budget_cost_offloaded.json",
+        ),
+        minutes=4,
         timed=True,
+        inflated=True,
     ),
     "simulated": Figure(
         "Results: simulated and measured time per token",

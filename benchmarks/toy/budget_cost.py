@@ -2,6 +2,7 @@
 
     python benchmarks/toy/budget_cost.py            # a second: layers alone, one thread
     python benchmarks/toy/budget_cost.py --engine   # minutes: a real engine, all experts resident, EAGLE-3 drafts
+    python benchmarks/toy/budget_cost.py --engine --model .cache/toy/mid --slots 25%   # with experts that miss
 
 In the engine every prompt runs under each setting in turn, ``never binds`` among them: a mass that ranks all experts
 and cuts none. ``share`` is the time that layers spent in the budget over the seconds of the same steps, so that
@@ -106,17 +107,18 @@ def timed(runtime):
         del runtime.budget.apply, runtime.begin_step, runtime.end_step
 
 
-def in_an_engine(prompts: int, new_tokens: int) -> list[dict]:
+def in_an_engine(model: Path, slots: str, prompts: int, new_tokens: int) -> list[dict]:
     """Measures the milliseconds of a verify step from its inputs to its tokens, and the budget's share of them."""
     from vllm_spac.integration.evaluation import engine as offline
 
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     pieces = [text["prompt_token_ids"] for text in chosen(False, prompts, _PROMPT)]
-    drafts = {"method": "eagle3", "model": str(MODELS / "eagle3"), "num_speculative_tokens": DRAFTS}
-    spac = {"slots": "100%", "guard": "off"}
+    head = MODELS / "eagle3" if model == MODELS / "target" else model.with_name(f"{model.name}-eagle3")
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
+    spac = {"slots": slots, "guard": "off"}
     found: dict[str, list[dict]] = {name: [] for name in ENGINE_SETTINGS}
     length = _PROMPT + new_tokens + 2 * DRAFTS
-    with offline.engine(str(MODELS / "target"), spac, length, False, speculative_config=drafts) as llm:
+    with offline.engine(str(model), spac, length, False, speculative_config=drafts) as llm:
         (runtime,) = llm.collective_rpc(lambda worker: worker._spac_experts().runtime)
         offline.generate(llm, pieces[:1], new_tokens)  # warm
         for piece in pieces:
@@ -142,13 +144,18 @@ def in_an_engine(prompts: int, new_tokens: int) -> list[dict]:
 
 def main(
     engine: Annotated[bool, typer.Option("--engine", help="Measure the share of a step in a real engine.")] = False,
+    model: Annotated[Path, typer.Option(help="Of --engine; its EAGLE-3 head is beside it.")] = MODELS / "target",
+    slots: Annotated[str, typer.Option(help="Of --engine, e.g. 25%.")] = "100%",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, each under every setting.")] = 20,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated after each.")] = 64,
     output: Annotated[Path, typer.Option(help="JSON of --engine.")] = RESULTS / "toy_budget_cost.json",
 ) -> None:
     if engine:
-        measured = in_an_engine(prompts, new_tokens)
-        write_result(output, {"label": "toy model", "drafts": DRAFTS, "rows": measured, "provenance": provenance()})
+        measured = in_an_engine(model, slots, prompts, new_tokens)
+        write_result(
+            output,
+            {"label": "toy model", "drafts": DRAFTS, "slots": slots, "rows": measured, "provenance": provenance()},
+        )
         print(json.dumps(measured, indent=1))
         return
     torch.set_num_threads(1)
