@@ -138,6 +138,14 @@ PATCHES = (
     Patch(f"{RUNNER_V1}.execute_model", "a forward has finished, also a failed one", "v1", until=_STEP_HOOK),
     Patch(f"{RUNNER_V1}.sample_tokens", "a step has finished: its tokens per request", "v1", until=_STEP_HOOK),
     Patch(
+        f"{RUNNER_V1}._calc_spec_decode_metadata",
+        "a step that the guard left without drafts is sampled as without speculation",
+        "v1",
+        ("self", "num_draft_tokens"),
+        first=True,
+        until="an upstream runner that skips it where no request has drafts",
+    ),
+    Patch(
         f"{RUNNER_V1}.propose_draft_token_ids",
         "the guard bounds how many tokens are drafted",
         "v1",

@@ -7,7 +7,9 @@ whose votes are weighted by them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from vllm_spac.core import Step
 from vllm_spac.integration import patches
@@ -17,6 +19,7 @@ from vllm_spac.integration.stepping.trees.install import trees_of
 from vllm_spac.timeline.recorder import Kind, now
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -30,6 +33,7 @@ def install() -> None:
         sampled_plainly,
         _paths,
     )
+    patches.wrap(f"{patches.RUNNER_V1}._calc_spec_decode_metadata", unless_plain)
     patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", lambda propose: _recorded(_proposing(propose)))
 
 
@@ -88,18 +92,40 @@ def _weighing(propose: Callable):
     return proposed
 
 
-def sampled_plainly(runner: GPUModelRunner, scheduled: SchedulerOutput, prepared: tuple):
-    """Removes the metadata of speculation from V1's inputs for a step that the guard left without drafts.
+class PlainSampling(NamedTuple):
+    """In place of the metadata of drafts, for a step that is sampled as without speculation.
 
-    vLLM then samples the step as it does without speculation. Otherwise it would go through the rejection sampler with
-    nothing to reject: the same tokens from the same logits, for more work. Hybrid models keep the metadata, because
-    their recurrent layers count a step's drafts with it.
+    Attributes:
+        logits_indices: int32 [requests], the rows whose logits are sampled.
+    """
+
+    logits_indices: Tensor
+
+
+def unless_plain(calculate: Callable):
+    """Calculates no metadata of drafts for a step that the guard left without any: two dozen small operations.
+
+    Hybrid models keep the metadata, because their recurrent layers count a step's drafts with it.
+    """
+
+    def calculated(self, num_draft_tokens: np.ndarray, *args: Any, **kwargs: Any):
+        experts = managed_experts(self)
+        unguarded = experts is None or experts.runtime.guard is None
+        if unguarded or num_draft_tokens.any() or self.model_config.is_hybrid:
+            return calculate(self, num_draft_tokens, *args, **kwargs)
+        return PlainSampling(self.query_start_loc.gpu[1 : 1 + len(num_draft_tokens)] - 1)
+
+    return calculated
+
+
+def sampled_plainly(runner: GPUModelRunner, scheduled: SchedulerOutput, prepared: tuple):
+    """Removes ``PlainSampling`` from V1's inputs of a step: vLLM then samples it as it does without speculation.
+
+    Otherwise the step would go through the rejection sampler with nothing to reject: the same tokens from the same
+    logits, for more work.
     """
     logits_indices, drafts, *others = prepared
-    guarded = managed_experts(runner).runtime.guard is not None
-    if guarded and not scheduled.scheduled_spec_decode_tokens and not runner.model_config.is_hybrid:
-        drafts = None
-    return logits_indices, drafts, *others
+    return logits_indices, None if isinstance(drafts, PlainSampling) else drafts, *others
 
 
 def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
