@@ -84,7 +84,7 @@ def wait_for_return(server: demo.Server, options: argparse.Namespace) -> bool:
     with demo.console.status("until the worker is back"):
         while time.monotonic() < end:
             demo.complete(server, demo.PROMPTS[0], 4, False)
-            if any(count > 1 for count in stats(server)["worker_joined"].values()):
+            if any(worker["readmissions"] for worker in stats(server)["expert_workers"].values()):
                 return True
             time.sleep(_PAUSE)
     return False
@@ -92,11 +92,10 @@ def wait_for_return(server: demo.Server, options: argparse.Namespace) -> bool:
 
 def shares(found: dict) -> Table:
     table = Table(title="toy model: rows of layers, by who computed them", title_justify="left")
-    for column in ("", "rows", "lost", "admitted"):
+    for column in ("", "rows", "lost", "returned"):
         table.add_column(column)
-    for name in sorted(found["worker_joined"]):
-        lost, rows = found["worker_rows_lost"].get(name, 0), found["worker_rows"].get(name, 0)
-        table.add_row(name, f"{rows:,}", f"{lost:,}", str(found["worker_joined"][name]))
+    for name, worker in found["expert_workers"].items():
+        table.add_row(name, f"{worker['rows']:,}", f"{worker['rows_lost']:,}", str(worker["readmissions"]))
     table.add_row("this server, from its disk", f"{found['worker_rows_elsewhere']:,}", "", "")
     return table
 

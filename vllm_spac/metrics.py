@@ -144,7 +144,12 @@ def described(worker: Mapping[str, Any]) -> dict[str, str]:
     asked = worker.get("hits", 0) + worker.get("misses", 0)
     shown["hit rate"] = f"{100 * worker['hits'] / asked:.1f}%" if asked else "-"
     for name, value in rest.items():
-        if isinstance(value, dict):
+        if name == "expert_workers":
+            each = (
+                (called, key, number) for called, found in dict(value).items() for key, number in dict(found).items()
+            )
+            shown |= {f"{called}: {key}": _text(key, number) for called, key, number in each}
+        elif isinstance(value, dict):
             shown |= {f"{name}: {key}": _text(name, number) for key, number in sorted(value.items())}
         else:
             shown[name] = _text(name, value)

@@ -23,7 +23,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import provenance, write_result
 
-from vllm_spac.simulation.workers import LayerTimes, Network, cached, cacheless
+from vllm_spac.profiling.costs import Costs, Network
+from vllm_spac.simulation.workers import LayerTimes, cached, cacheless
 from vllm_spac.traces.format import Trace
 from vllm_spac.traces.synthetic import synthetic_trace
 
@@ -31,10 +32,10 @@ PAPER = 3.69
 MIXTRAL = {"layers": 32, "top_k": 2, "groups": 4, "fan": 2, "row_bytes": 4096 * 4}
 TIMES = LayerTimes(main=5.0e-3, compute=1.4e-3, load=22e-3)
 NETWORKS = {  # latency one way with its software, bandwidth: assumed
-    "1 Gbit/s": Network(150e-6, 0.117e9),
-    "10 Gbit/s": Network(45e-6, 1.17e9),
-    "25 Gbit/s": Network(40e-6, 2.9e9),
-    "100 Gbit/s": Network(5e-6, 11.5e9),
+    "1 Gbit/s": Network(latency=150e-6, bandwidth=0.117e9),
+    "10 Gbit/s": Network(latency=45e-6, bandwidth=1.17e9),
+    "25 Gbit/s": Network(latency=40e-6, bandwidth=2.9e9),
+    "100 Gbit/s": Network(latency=5e-6, bandwidth=11.5e9),
 }
 WORKERS = (1, 2, 4, 8, 16)
 SYNTHETIC: dict[str, Any] = {"layers": 48, "experts": 128, "top_k": 8, "steps": 100, "reuse": 0.5}
@@ -53,8 +54,15 @@ def main(
     compute_ms: Annotated[float, typer.Option(help="A layer's experts for one row.")] = 0.08,
     load_ms: Annotated[float, typer.Option(help="Loading one expert.")] = 3.0,
     hidden: Annotated[int, typer.Option(help="Width of a row of 16 bits.")] = 2048,
+    profile: Annotated[
+        Path | None, typer.Option(help="Add the network of this file of vllm-spac profile --peer.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON, too.")] = None,
 ) -> None:
+    measured = None if profile is None else Costs.read(profile).network
+    if profile is not None and measured is None:
+        raise typer.BadParameter(f"{profile} has no network; run vllm-spac profile --peer", param_hint="--profile")
+    networks = NETWORKS | ({} if measured is None else {f"measured: {measured.peer}": measured})
     loaded = synthetic_trace(**SYNTHETIC) if trace is None else Trace.load(trace)
     times = LayerTimes(main_ms / 1e3, compute_ms / 1e3, load_ms / 1e3)
     result: dict[str, Any] = {
@@ -62,7 +70,7 @@ def main(
         "mixtral": {"paper": PAPER, "tokens_per_second": round(mixtral(), 3)},
         "workers": {
             name: {str(n): round(_speed(loaded, n, share, network, times, hidden), 2) for n in counts(loaded)}
-            for name, network in NETWORKS.items()
+            for name, network in networks.items()
         },
         "assumed": {"share": share, "main_ms": main_ms, "compute_ms": compute_ms, "load_ms": load_ms, "hidden": hidden},
         "routing": {"synthetic": SYNTHETIC} if trace is None else {"trace": trace.name},

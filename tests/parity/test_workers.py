@@ -60,7 +60,8 @@ def test_same_tokens_when_a_worker_is_killed(checkpoint, stock, at_call, tmp_pat
     assert_same_tokens(found, stock("qwen3_moe"))
     stats = found.stats
     assert (stats["mode"], stats["execution"]) == ("exact", "workers")
-    assert stats["worker_rows_elsewhere"] > 0 and stats["worker_rows"].keys() == {"worker-0", "worker-1"}
+    assert stats["worker_rows_elsewhere"] > 0 and stats["expert_workers"].keys() == {"worker-0", "worker-1"}
+    assert all(each["rows"] > 0 for each in stats["expert_workers"].values())
     assert stats["hits"] > 0 and stats["misses"] > 0 and stats["slots"] > 0
     for process in workers():  # they end with the engine
         process.wait(30)

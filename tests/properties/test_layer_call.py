@@ -63,7 +63,9 @@ class Network(RuleBasedStateMachine):
             self.rows += len(call.out)
             self.call = None
             shares = self.roster.shares
-            assert sum(shares.rows.values()) + shares.elsewhere == self.rows, "each row was computed once"
+            assert sum(share.rows for share in shares.workers) + shares.elsewhere == self.rows, (
+                "each row was computed once"
+            )
 
     @precondition(lambda self: self.call is None)
     @rule(layer=st.integers(0, LAYERS - 1), rows=st.integers(1, 9), seed=number)

@@ -134,6 +134,8 @@ def test_parts_of_other_lengths_are_refused(name: str) -> None:
         Header(Kind.RUN, rows=1, hidden=16, top_k=4, payload=64 + 32),
         Header(Kind.ROWS, rows=1, hidden=16, top_k=4, dtype=torch.float32, payload=64),
         Header(Kind.ROWS, rows=1, hidden=16, dtype=torch.float32, payload=2**60),
+        Header(Kind.ECHO, rows=9, hidden=16, dtype=torch.float32, payload=9 * 64),
+        Header(Kind.ECHO, rows=1, hidden=16, top_k=1, dtype=torch.float32, payload=64 + 8),
         Header(Kind.PUT, payload=SHAPE.expert_bytes + 1),
         Header(Kind.PUT, rows=1, payload=SHAPE.expert_bytes),
         Header(Kind.FAILED, payload=MOST_TEXT + 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
+from vllm_spac.distributed import visits
 from vllm_spac.distributed.places import ClusterFile, Place, RunningWorkers
 from vllm_spac.errors import ConfigError
+from vllm_spac.traces.synthetic import synthetic_trace
 
 
 def run(*arguments: object, code: int = 0) -> str:
@@ -39,12 +42,52 @@ def place(pid: int, machine: str = platform.node(), port: int = 5555) -> Place:
     return Place(address=f"tcp://127.0.0.1:{port}", pid=pid, machine=machine)
 
 
-def test_show_says_which_workers_run(tmp_path: Path) -> None:
+def test_show_says_which_workers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This test's process is none, although it runs: a number may be another program's by now."""
+    monkeypatch.setattr(visits, "counts", lambda addresses, secret: ["did not answer"] * len(addresses))
     file = write(tmp_path / "cluster.json", place(ended()), place(os.getpid()), place(7, "elsewhere"))
     text = run("show", "--file", file)
     assert text.count("ended") == 2 and "on another machine" in text
     assert "abab" not in text, "the secret is not shown"
+
+
+def test_show_prints_what_workers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those that may run are asked; what they say is shown, and obeyed in nothing."""
+    serving = {"pool": "p", "layers": 3, "calls": 1234, "rows": 5678, "hits": 3, "misses": 1, "loads": 42}
+    serving |= {"slot_bytes": 1 << 30, "memory_bytes": 3 << 30, "serving": True}
+    odd = {"pool": "\x1b[2J", "layers": "many", "hits": [1], "memory_bytes": None, "rows": 1.5}
+    said = [serving, {"memory_bytes": 1 << 29, "serving": False}, odd, "it has another secret"]
+    asked: list[str] = []
+
+    def counts(addresses: list[str], secret: bytes) -> list:
+        asked.extend(addresses)
+        assert secret == bytes.fromhex("ab" * 32)
+        return said
+
+    monkeypatch.setattr(visits, "counts", counts)
+    others = [place(7, "elsewhere", port) for port in (1, 2, 3, 4)]
+    text = run("show", "--file", write(tmp_path / "cluster.json", place(ended()), *others))
+    assert asked == [other.address for other in others]
+    for part in ("3 1,234 5,678 75.0% 42 1.00 GiB 3.00 GiB", "serves none", "512.0 MiB", "it has another secret"):
+        assert part in text, part
+    assert "\x1b" not in text and "abab" not in text
+
+
+def test_simulated_workers(tmp_path: Path) -> None:
+    """More workers have more memory; a slower network costs what two hops per layer more cost."""
+    trace = tmp_path / "run.trace"
+    synthetic_trace(layers=4, experts=16, top_k=2, steps=30, expert_bytes=1 << 20).save(trace)
+    options = (trace, "--profile", "rtx4090", "--workers", "1,4", "--slots", "25%")
+    assert "has no network; run vllm-spac profile --peer" in run("simulate", *options, code=1)
+    text = run("simulate", *options, "--latency", 1e-3, "--bandwidth", 1e9)
+    assert "calculated" in text and "1000 us one way, 1.00 GB per second" in text
+    found = [float(value) for value in re.findall(r" [\d.]+ s\W+([\d.]+)\W", text)]
+    slower = run("simulate", *options, "--latency", 2e-3, "--bandwidth", 1e9)
+    later = [float(value) for value in re.findall(r" [\d.]+ s\W+([\d.]+)\W", slower)]
+    assert len(found) == 2 and [b - a for a, b in zip(found, later, strict=True)] == pytest.approx([8, 8], abs=0.02)
+    for counts in ("5", "0", "", "two"):
+        assert "use numbers from 1 to 4" in run("simulate", *options[:3], "--workers", counts,
+                                                "--latency", 1, "--bandwidth", 1, code=1)  # fmt: skip
 
 
 def test_stop_ends_no_other_program_and_keeps_other_machines(tmp_path: Path) -> None:

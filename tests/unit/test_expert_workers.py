@@ -13,17 +13,19 @@ import zmq
 from torch import Tensor
 
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.distributed import schedule
+from vllm_spac.distributed import schedule, visits
 from vllm_spac.distributed.client import WorkerClient
 from vllm_spac.distributed.layer_call import Forward
 from vllm_spac.distributed.link import Link, Lost
 from vllm_spac.distributed.patience import Patience
-from vllm_spac.distributed.places import Places
+from vllm_spac.distributed.places import ClusterFile, Places
 from vllm_spac.distributed.roster import Roster
-from vllm_spac.distributed.service import Service, facts
+from vllm_spac.distributed.service import VISITOR, Service, facts
 from vllm_spac.distributed.wire import HEADER_BYTES, Header, Kind, Limits, decode, encode, run_payload
 from vllm_spac.distributed.worker import Worker
+from vllm_spac.distributed.worker_counts import WorkerCounts
 from vllm_spac.errors import ConfigError, SpacError, StoreError
+from vllm_spac.profiling import peer
 from vllm_spac.tiers.memory import MemoryStore
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 2, 8, 4
@@ -33,7 +35,7 @@ SPECS = {
 }
 SHAPE = MoEShape(tuple(f"layers.{i}" for i in range(LAYERS)), EXPERTS, TOP_K, SPECS)
 FINGERPRINT = "5a" * 16
-SECRET = b"the secret of these workers ....."
+SECRET = b"the secret of these workers ...."
 
 
 def row_by_row(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
@@ -174,9 +176,17 @@ def test_rows_have_the_bits_of_the_local_kernel(client, slots: str, replicas: in
     for worker, service in enumerate(found.services):
         held = [key for key in range(SHAPE.total) if places.stores[worker].holds(key)]
         assert held == service.keys, "a worker has its layers and no other"
-    assert found.shares.rows == {"worker-0": 3 * 308, "worker-1": 2 * 308}
-    assert (found.shares.lost, found.shares.elsewhere, found.shares.dropped) == ({}, 0, 0)
+    assert [share.rows for share in found.shares.workers] == [3 * 308, 2 * 308]
+    assert (found.shares.elsewhere, found.shares.dropped) == (0, 0)
     counts = found.counts()
+    for worker, share in enumerate(found.shares.workers):
+        of_it = counts["expert_workers"][f"worker-{worker}"]
+        assert (of_it["rows"], of_it["losses"], of_it["present"]) == (share.rows, 0, 1)
+        assert of_it["sent_bytes"] > 4 * HIDDEN * share.rows and of_it["received_bytes"] > 4 * HIDDEN * share.rows
+        assert of_it["round_trip_seconds"] > of_it["compute_seconds"] > 0
+        assert of_it["memory_bytes"] > of_it["slot_bytes"] > 0 and of_it["resident"] <= of_it["slots"]
+    for name in ("hits", "misses", "loads", "slots", "resident", "slot_bytes"):
+        assert counts[name] == sum(each[name] for each in counts["expert_workers"].values()), name
     assert counts["hits"] + counts["misses"] > 0 and counts["slots"] == found.slots
     assert (counts["misses"] > 0) == (slots != "100%")
 
@@ -206,11 +216,14 @@ def test_a_lost_worker_s_rows_go_to_its_replica_and_it_returns(client) -> None:
     assert_right(found, 1)
     places.running[1].end()
     assert_right(found, 1, seed=1)
-    assert found.shares.rows["worker-2"] > 0 and found.shares.elsewhere == 0
-    until(lambda: assert_right(found, 1, seed=2) or found.shares.joined["worker-1"] == 2)
-    before = found.shares.rows["worker-1"]
+    lost, replica = found.shares.workers[1:]
+    assert replica.rows > 0 and found.shares.elsewhere == 0
+    assert found.counts()["expert_workers"]["worker-1"]["memory_bytes"] == 0, "it is gone"
+    until(lambda: assert_right(found, 1, seed=2) or lost.readmissions == 1)
+    before = lost.rows
     assert_right(found, 1, seed=3)
-    assert found.shares.rows["worker-1"] > before, "it is asked again"
+    assert lost.rows > before, "it is asked again"
+    assert found.counts()["expert_workers"]["worker-1"]["present"] == 1
 
 
 def test_without_a_replica_this_process_computes_from_its_copy(client) -> None:
@@ -253,7 +266,8 @@ def test_a_worker_that_hangs_is_late(client) -> None:
     places.may_return = False
     go.clear()
     assert_right(found, 0)
-    assert found.shares.lost == {"worker-0": 3} and found.shares.elsewhere == 3
+    assert (found.shares.workers[0].losses, found.shares.workers[0].rows_lost) == (1, 3)
+    assert found.shares.elsewhere == 3
     go.set()
     until(lambda: assert_right(found, 0, seed=1) or found.shares.dropped > 0)
 
@@ -270,7 +284,7 @@ def test_a_damaged_expert_at_a_worker(client) -> None:
     broken.read = refuse  # type: ignore[method-assign]
     for seed in range(4):
         assert_right(found, 0, rows=6, seed=seed)
-    assert found.shares.lost["worker-0"] >= 6 and found.shares.rows["worker-1"] > 0
+    assert found.shares.workers[0].rows_lost >= 6 and found.shares.workers[1].rows > 0
 
 
 def test_an_answer_that_is_no_number_counts_as_lost(client) -> None:
@@ -286,11 +300,11 @@ def test_an_answer_that_is_no_number_counts_as_lost(client) -> None:
     found = client(Threads(1, spoiling), copy=full_copy())
     spoiled.set()
     assert_right(found, 0, rows=4)
-    assert found.shares.lost == {"worker-0": 4} and found.shares.elsewhere == 4
+    assert found.shares.workers[0].rows_lost == 4 and found.shares.elsewhere == 4
     x, weights, ids = layer_input(2)
     x[0, 0] = torch.nan
     assert found.compute(Forward(2), 0, x, weights, ids).isnan().any()
-    assert found.shares.rows == {"worker-0": 2}
+    assert found.shares.workers[0].rows == 2
 
 
 def test_a_worker_with_another_kernel_is_not_admitted(client) -> None:
@@ -350,6 +364,73 @@ def test_other_versions_are_refused() -> None:
     link.drop()
     context.destroy(linger=0)
     places.close()
+
+
+def test_a_visitor_reads_counters_beside_the_engine(client) -> None:
+    """It learns what the worker counts, and can neither be served nor end the engine's session."""
+    places = Threads(2)
+    found = client(places)
+    assert_right(found, 0, rows=5)
+    places.running[1].end()
+    first, second = visits.counts(places.addresses(), SECRET, 1.0)
+    assert isinstance(first, dict) and isinstance(second, str) and "HELLO" in second
+    assert (first["serving"], first["calls"], first["rows"], first["layers"]) == (True, 2, 6, 3), "one row tested it"
+    assert first["memory_bytes"] > 0
+    [refused] = visits.counts(places.addresses()[:1], b"another", 5.0)
+    assert "another secret" in str(refused)
+    context = zmq.Context()
+    link = Link(context, places.addresses()[0], SECRET)
+    link.visit(20)
+    for kind in (Kind.SERVE, Kind.FILL, Kind.FETCH, Kind.DROP):
+        with pytest.raises(SpacError, match=f"asked for {kind.name}"):
+            link.ask(kind, 20)
+    with pytest.raises(SpacError, match="serves an engine; measure while it serves none"):
+        link.ask(Kind.ECHO, 20, bytes(8), rows=1, hidden=4, dtype=torch.bfloat16)
+    link.close()
+    context.destroy(linger=0)
+    assert_right(found, 0, seed=1, step=2)
+
+
+def test_a_proof_of_a_visitor_makes_no_engine(client) -> None:
+    """Its proof is bound to its role, so that who overhears one cannot turn it into the other."""
+    places = Threads(1)
+    context = zmq.Context()
+    link = Link(context, places.addresses()[0], SECRET, facts(), "engine")
+    with pytest.raises(Lost, match="the secret is another one"):
+        link._prove(VISITOR, {"facts": facts(), "engine": "engine"}, 20)
+    link.drop()
+    context.destroy(linger=0)
+    places.close()
+
+
+def test_counters_go_on_with_a_pool_and_start_again_without_one() -> None:
+    """A worker that was only cut off goes on counting; one that was started again begins at zero."""
+    counts = WorkerCounts()
+    said = {"pool": "a", "hits": 3, "misses": 1, "bytes": {"disk": 5}, "memory_bytes": 70, "slots": 2, "steps": {}}
+    counts.told(0, said)
+    counts.lost(0)
+    assert (counts.of(0)["hits"], counts.of(0)["memory_bytes"], counts.total()["slots"]) == (3, 0, 0)
+    counts.told(0, {**said, "hits": 4})
+    assert (counts.of(0)["hits"], counts.of(0)["memory_bytes"]) == (4, 70)
+    counts.lost(0)
+    counts.told(0, {**said, "pool": "b", "hits": 10, "bytes": {"disk": 1, "host": 1}})
+    counts.told(1, {**said, "hits": 100, "misses": "many", "bytes": 7, "unknown": 5})
+    assert counts.of(0)["hits"] == 14 and counts.of(0)["loaded_bytes"] == 7
+    total = counts.total()
+    assert (total["hits"], total["misses"], total["bytes"], total["slots"]) == (114, 2, {"disk": 6, "host": 1}, 4)
+    assert "memory_bytes" not in total and "unknown" not in total
+
+
+def test_round_trips_to_a_worker_are_measured(tmp_path) -> None:
+    places = Threads(1)
+    file = tmp_path / "cluster.json"
+    file.write_text(ClusterFile(secret=SECRET.hex(), workers=()).text())
+    file.chmod(0o600)
+    told: list[str] = []
+    points = peer.round_trips(places.addresses()[0], file, tmp_path, 0.01, told.append)
+    places.close()
+    assert list(points) == list(peer.SIZES) and len(told) == len(points)
+    assert all(0 < seconds < 30 for seconds in points.values())
 
 
 def test_what_strangers_send_changes_nothing(client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ pytest.importorskip("vllm", reason="the exporter is vLLM's plugin interface")
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from vllm_spac.distributed.roster import Share
+from vllm_spac.distributed.worker_counts import WorkerCounts
 from vllm_spac.integration.serving import endpoint
 from vllm_spac.integration.serving.endpoint import WorkerCollector
 from vllm_spac.metrics import Counters
@@ -35,6 +38,7 @@ def exported() -> dict[str, set[str]]:
             "mode": "exact",
             "guard": {"draft_length": 2},
             "budget": dict.fromkeys(names, 1),
+            "expert_workers": {"worker-0": {"present": 1, **WorkerCounts().of(0), **asdict(Share())}},
         }
     ]
     registry = CollectorRegistry()

@@ -15,9 +15,10 @@ from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.executors._thread import ExecutorThread
 from vllm_spac.executors.torch import Torch
 from vllm_spac.profiling import measure as profile
+from vllm_spac.profiling import peer
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.expert_size import ExpertSize
-from vllm_spac.profiling.fit import fit_compute, fit_load
+from vllm_spac.profiling.fit import fit_compute, fit_load, fit_network
 from vllm_spac.profiling.measure import measure, measurements
 from vllm_spac.profiling.serving import serving_rates
 from vllm_spac.system.machine import Machine
@@ -83,6 +84,51 @@ def test_measure(tmp_path: Path, store) -> None:
     assert costs.cpu.seconds(NBYTES, 1) == pytest.approx(points["CPU expert by rows"][1])
     assert torch.cuda.is_available() or costs.fast == costs.cpu
     assert costs.provenance.how == "measured" and costs.provenance.machine == Machine.here(tmp_path)
+
+
+def test_a_network_is_fitted() -> None:
+    """Two hops and the bytes both ways; where the fewest bytes take less than their share, there is no latency."""
+    found = fit_network({n: 2 * (1e-4 + n / 1e9) for n in (4096, 65536, 1 << 23)}, "a")
+    assert (found.latency, found.bandwidth, found.peer) == (pytest.approx(1e-4), pytest.approx(1e9), "a")
+    for points in ({4096: 1.0}, {4096: 1.0, 8192: 1.0}, {4096: 1e-6, 8192: 1.0}):
+        found = fit_network(points, "a")
+        assert found.latency == 0 and found.bandwidth == 2 * max(points) / points[max(points)]
+
+
+def test_a_network_is_added_to_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this machine; without one it is shown, and the command says that nothing was written."""
+    asked = []
+
+    def round_trips(address: str, file: Path, folder: Path, seconds: float) -> dict[int, float]:
+        asked.append(address)
+        return {4096: 2e-4, 1 << 23: 2e-2}
+
+    monkeypatch.setattr(peer, "round_trips", round_trips)
+    path = tmp_path / "here.json"
+    common = ("--disk-dir", tmp_path / "d", "--output", path)
+    text = run("profile", "--peer", "10.0.0.7:5555", *common)
+    assert "rows to 10.0.0.7:5555 and back" in text and "not written" in text and not path.exists()
+    fast = ("--seconds", 0.01, "--io-threads", 1)
+    run("profile", "--expert-bytes", NBYTES, *common, *fast)
+    before = Costs.read(path)
+    assert before.network is None
+    for _ in range(2):
+        assert "added to" in run("profile", "--peer", "10.0.0.7:5555", *common)
+    after = Costs.read(path, here=True, disk_dir=tmp_path / "d")
+    assert after.network == fit_network({4096: 2e-4, 1 << 23: 2e-2}, "10.0.0.7:5555")
+    assert after.model_copy(update={"network": None, "provenance": before.provenance}) == before
+    assert after.provenance.source == f"{before.provenance.source}; vllm-spac profile --peer=10.0.0.7:5555"
+    assert after.provenance.points == before.provenance.points | {"round trip of bytes": {4096: 2e-4, 1 << 23: 2e-2}}
+    text = run("profile", "--expert-bytes", NBYTES, "--peer", "loopback", *common, *fast)
+    assert "CPU expert by rows" in text and "rows to loopback" in text
+    network = Costs.read(path).network
+    assert network is not None and network.peer == asked[-1] == "loopback"
+
+
+@pytest.mark.parametrize("address", ["", "host", "tcp://host", "ipc:///x:5", "a b:5", "tcp://host:123456"])
+def test_peers_that_are_none(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match="use loopback, or the address of a worker"):
+        peer.round_trips(address, tmp_path / "none.json", tmp_path, 0.01)
 
 
 def test_nothing_is_left_behind_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

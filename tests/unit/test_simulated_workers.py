@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from vllm_spac.distributed.schedule import Cycle, layers_of
-from vllm_spac.simulation.workers import LayerTimes, Network, cached, cacheless
+from vllm_spac.profiling.costs import Network
+from vllm_spac.simulation.workers import LayerTimes, cached, cacheless
 from vllm_spac.traces.synthetic import synthetic_trace
 
 NET = Network(latency=1e-4, bandwidth=1e8)

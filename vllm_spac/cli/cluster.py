@@ -7,7 +7,7 @@ import platform
 import secrets
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import typer
@@ -16,14 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_spac.cli.text import shown
-from vllm_spac.distributed.places import ClusterFile, Place
+from vllm_spac.distributed.places import CLUSTER_FILE, ClusterFile, Place
 from vllm_spac.distributed.processes import MODULE, StartedWorker
 from vllm_spac.errors import SpacError
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR
 
-FILE = Path("~/.cache/vllm_spac/cluster.json")
 START_EXAMPLES = """[bold]Examples[/]
 
 vllm-spac cluster start --workers 3
@@ -39,6 +38,7 @@ STOP_EXAMPLES = """[bold]Examples[/]
 vllm-spac cluster stop
 """
 _RESERVE = 1 << 30  # of memory, left to the rest of the machine
+_ENDED = "[red]ended"
 _END = 20.0  # seconds until a worker that does not end is killed
 
 _File = Annotated[Path, typer.Option("--file", help="The cluster's file: its workers and their secret.")]
@@ -56,7 +56,7 @@ def start(
         float | None, typer.Option(min=0, help="GiB of experts per worker. Default: an equal part of what is free.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads per worker. Default: an equal part.")] = None,
-    file: _File = FILE,
+    file: _File = CLUSTER_FILE,
 ) -> None:
     """Start expert workers, and add them to the cluster's file."""
     path = file.expanduser()
@@ -96,18 +96,49 @@ def start(
     )
 
 
-def show(file: _File = FILE) -> None:
-    """Show the workers of a cluster's file, and which of them run."""
+def show(file: _File = CLUSTER_FILE) -> None:
+    """Show the workers of a cluster's file: which of them run, and what they have computed."""
+    from vllm_spac.distributed.visits import counts
+
     path = file.expanduser()
+    found = ClusterFile.read(path)
+    states = [_state(place) for place in found.workers]
+    asked = [number for number, state in enumerate(states) if state != _ENDED]
+    said = counts([found.workers[number].address for number in asked], bytes.fromhex(found.secret))
+    answers = dict(zip(asked, said, strict=True))
     table = Table(title=shown(str(path)), title_justify="left", box=box.SIMPLE)
-    for column in ("worker", "address", "machine", "process", "state"):
+    for column in ("worker", "address", "machine", "process", "state", "layers", "calls", "rows", "hit rate", "loads"):
         table.add_column(column)
-    for number, place in enumerate(ClusterFile.read(path).workers):
-        table.add_row(str(number), shown(place.address), shown(place.machine), str(place.pid), _state(place))
+    table.add_column("experts")
+    table.add_column("memory")
+    for number, place in enumerate(found.workers):
+        answer = answers.get(number, {})
+        state = states[number] if not isinstance(answer, str) else f"{states[number]}[red]; {shown(answer)}"
+        cells = _counted(answer) if isinstance(answer, dict) else ()
+        where = shown(place.address), shown(place.machine), str(place.pid)
+        table.add_row(str(number), *where, state, *cells)
     Console(highlight=False).print(table)
 
 
-def stop(file: _File = FILE) -> None:
+def _counted(answer: dict[str, Any]) -> list[str]:
+    """Returns the cells of a worker: what it serves, and its counters since its engine started; see ``Worker``."""
+    if not answer:
+        return []
+    memory = gib(_number(answer, "memory_bytes"))
+    if "pool" not in answer:
+        return ["serves none", *[""] * 5, memory]
+    hits, asked = _number(answer, "hits"), _number(answer, "hits") + _number(answer, "misses")
+    counters = [f"{_number(answer, name):,}" for name in ("layers", "calls", "rows")]
+    rate = f"{100 * hits / asked:.1f}%" if asked else "-"
+    return [*counters, rate, f"{_number(answer, 'loads'):,}", gib(_number(answer, "slot_bytes")), memory]
+
+
+def _number(answer: dict[str, Any], name: str) -> int:
+    value = answer.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def stop(file: _File = CLUSTER_FILE) -> None:
     """Stop the workers of a cluster's file that run on this machine, and remove them from it."""
     path = file.expanduser()
     found = ClusterFile.read(path)
@@ -152,5 +183,5 @@ def _state(place: Place) -> str:
         return "[dim]on another machine"
     process = _process(place)
     if process is None:
-        return "[red]ended"
+        return _ENDED
     return f"runs since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(process.create_time()))}"

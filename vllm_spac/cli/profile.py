@@ -12,13 +12,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vllm_spac.cli.text import shown
+from vllm_spac.distributed.places import CLUSTER_FILE
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.atomic_write import check_replaceable, replacing
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
-    from vllm_spac.profiling.costs import Costs
+    from vllm_spac.profiling.costs import Costs, Network
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -27,7 +28,12 @@ vllm-spac profile --model ./Qwen3-30B-A3B
 vllm-spac profile --expert-bytes 9437184 --disk-dir /mnt/nvme/experts --output here.json
 
 vllm-spac profile --expert-bytes 1000000 --draft 0.004   [dim]# a draft token takes 4 ms[/]
+
+vllm-spac profile --peer tcp://10.0.0.7:5555   [dim]# adds the network to an expert worker to the profile[/]
 """
+
+_ROUND_TRIPS = "round trip of bytes"  # of a profile's points
+_AND = "; "
 
 
 def profile(
@@ -44,8 +50,20 @@ def profile(
     seconds: Annotated[float, typer.Option(help="Approximate duration of each measurement.", min=0.01)] = 0.5,
     draft: Annotated[float, typer.Option(help="Seconds per draft token, if known.", min=0)] = 0.0,
     other: Annotated[float, typer.Option(help="Seconds per step outside its experts, if known.", min=0)] = 0.0,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure the network to an expert worker that serves no engine: its address, or loopback, a worker of "
+            "this machine. Without --model and --expert-bytes the result is added to the profile in --output."
+        ),
+    ] = None,
+    cluster: Annotated[Path, typer.Option("--cluster", help="With --peer ADDRESS, its cluster's file.")] = CLUSTER_FILE,
 ) -> None:
     """Measure this machine: reading, copying and computing an expert. Takes under half a minute."""
+    if peer is not None and model is None and expert_bytes is None:
+        folder = _expanded(disk_dir, "--disk-dir")
+        _add_network(_expanded(output or folder / "profile.json", "--output"), folder, peer, cluster, seconds)
+        return
     nbytes = _size(model, expert_bytes)
     if store not in (None, "host", "disk"):
         raise ConfigError(f"--store {store}: use host or disk")
@@ -71,10 +89,51 @@ def profile(
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}; name a writable folder with --disk-dir DIR") from error
+    if peer is not None:
+        costs = _with_network(costs, *_round_trips(peer, cluster, folder, seconds))
     _write(path, costs)
     console = Console()
     console.print(_table(costs, nbytes))
+    if costs.network is not None:
+        console.print(_network_table(costs.network, costs.provenance.points[_ROUND_TRIPS]))
     console.print(f"written: {shown(path)}", highlight=False, soft_wrap=True)
+
+
+def _add_network(path: Path, folder: Path, peer: str, cluster: Path, seconds: float) -> None:
+    """Measures the network only; adds it to the profile of this machine in ``path``, if there is one."""
+    from vllm_spac.profiling.costs import Costs
+
+    costs = Costs.read(path, here=True, disk_dir=folder) if path.exists() else None
+    network, points = _round_trips(peer, cluster, folder, seconds)
+    console = Console()
+    console.print(_network_table(network, points))
+    if costs is None:
+        console.print(
+            f"not written: there is no profile {shown(path)} to add it to; add --model MODEL or --expert-bytes N to "
+            "measure this machine, too",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
+    _write(path, _with_network(costs, network, points))
+    console.print(f"added to: {shown(path)}", highlight=False, soft_wrap=True)
+
+
+def _round_trips(peer: str, cluster: Path, folder: Path, seconds: float) -> tuple[Network, dict[int, float]]:
+    from vllm_spac.profiling.fit import fit_network
+    from vllm_spac.profiling.peer import round_trips
+
+    with Console(stderr=True).status(f"measuring the network to {shown(peer)}"):
+        points = round_trips(peer, _expanded(cluster, "--cluster"), folder, seconds)
+    return fit_network(points, peer), points
+
+
+def _with_network(costs: Costs, network: Network, points: dict[int, float]) -> Costs:
+    """Returns ``costs`` with what was measured of the network, and how."""
+    origin = costs.provenance
+    source = f"{origin.source.partition(_AND)[0]}{_AND}{shlex.join(['vllm-spac', 'profile', f'--peer={network.peer}'])}"
+    origin = origin.model_copy(update={"source": source, "points": origin.points | {_ROUND_TRIPS: points}})
+    return costs.model_copy(update={"network": network, "provenance": origin})
 
 
 def _expanded(path: Path, option: str) -> Path:
@@ -119,8 +178,22 @@ def _table(costs: Costs, nbytes: int) -> Table:
     for name in ("measured", "at", "seconds", "per second"):
         table.add_column(name, justify="left" if name == "measured" else "right")
     for name, points in origin.points.items():
+        if name == _ROUND_TRIPS:
+            continue
         table.add_section()
         for at, seconds in points.items():
             moved = nbytes * (at if "at once" in name else 1)
             table.add_row(name, f"{at:,}", f"{1e3 * seconds:.3f} ms", f"{moved / seconds / 1e9:.2f} GB")
+    return table
+
+
+def _network_table(network: Network, points: dict[int, float]) -> Table:
+    """Round trips by size; a byte of rows passes twice, there and back."""
+    title = f"rows to {shown(network.peer)} and back"
+    caption = f"{1e6 * network.latency:.0f} us one way, {network.bandwidth / 1e9:.2f} GB per second"
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in ("bytes", "round trip", "per second"):
+        table.add_column(name, justify="right")
+    for nbytes, seconds in points.items():
+        table.add_row(f"{nbytes:,}", f"{1e3 * seconds:.3f} ms", f"{2 * nbytes / seconds / 1e9:.2f} GB")
     return table

@@ -6,9 +6,9 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from vllm_spac.distributed.recovery import Recovery
 from vllm_spac.distributed.roster import Roster, Shares, name
 from vllm_spac.distributed.service import Service, facts
 from vllm_spac.distributed.wire import Kind, Limits, expert_payload, run_payload
+from vllm_spac.distributed.worker_counts import WorkerCounts
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.executors.base import Kernel
 from vllm_spac.tiers.base import ExpertStore, allocate
@@ -77,8 +78,7 @@ class WorkerClient:
         self._links: dict[int, Link] = {}
         self._held: dict[int, set[int]] = {}
         self._samples: dict[int, _Sample] = {}
-        self._counts: dict[int, dict[str, Any]] = {}  # of each worker, as it last said
-        self._past: list[dict[str, Any]] = []  # of workers that were lost
+        self._counts = WorkerCounts()
         self._ended = threading.Event()
         self._recovery = Recovery(self._bring, self._ended)
         self._poller = zmq.Poller()
@@ -183,19 +183,24 @@ class WorkerClient:
         return call.out
 
     def counts(self) -> dict[str, Any]:
-        """Returns the workers' counters and sizes, summed, as plain data; asks each that is in."""
+        """Returns counters as plain data; asks each worker that is in.
+
+        The workers' counters and sizes, summed, and under ``expert_workers`` those of each worker, with its ``Share``
+        of the rows and whether it is ``present`` (0 or 1).
+        """
         for worker, link in list(self._links.items()):
             try:
-                self._counts[worker] = link.ask(Kind.STATS, _STATS).text()
+                self._counts.told(worker, link.ask(Kind.STATS, _STATS).text())
             except SpacError as error:
                 self.roster.remove(worker, str(error))
         self._let_go()
-        total: Counter[str] = Counter()
-        moved: Counter[str] = Counter()
-        for found in (*self._past, *self._counts.values()):
-            total.update({key: n for key, n in found.items() if isinstance(n, int | float)})
-            moved.update(found.get("bytes", {}))
-        return {**total, "bytes": dict(moved)}
+        each = {name(worker): self._of(worker) for worker in range(len(self.services))}
+        return {**self._counts.total(), "expert_workers": each}
+
+    def _of(self, worker: int) -> dict[str, Any]:
+        """Returns what is known of a worker."""
+        present = int(self.roster.epoch(worker) is not None)
+        return {"present": present, **self._counts.of(worker), **asdict(self.shares.workers[worker])}
 
     @property
     def shares(self) -> Shares:
@@ -308,8 +313,7 @@ class WorkerClient:
                 self._poller.unregister(link.monitor)
                 link.drop()
                 del self._links[worker]
-                if (counted := self._counts.pop(worker, None)) is not None:
-                    self._past.append(_ended(counted))
+                self._counts.lost(worker)
                 self._recovery.lost(worker)
 
     def _wait(self, call: LayerCall) -> None:
@@ -336,11 +340,6 @@ class WorkerClient:
             few = _LOCAL_TOKENS * self.shape.top_k * self.shape.expert_bytes
             self._pool = ExpertPool(service, self._copy, self._kernel, few)
         return self._pool.run(call.step, call.layer, *call.rows(rows))
-
-
-def _ended(counts: dict[str, Any]) -> dict[str, Any]:
-    """What counters add to those of a later start; sizes of memory that is gone do not."""
-    return {key: n for key, n in counts.items() if key not in ("slots", "slot_bytes", "resident")}
 
 
 def _numbers(layers: Sequence[int]) -> str:

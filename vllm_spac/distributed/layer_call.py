@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from vllm_spac.distributed.roster import Roster, name
-from vllm_spac.distributed.wire import Frame, FrameError, Header, Kind, Limits, decode, encode, run_payload
+from vllm_spac.distributed.wire import (
+    HEADER_BYTES,
+    Frame,
+    FrameError,
+    Header,
+    Kind,
+    Limits,
+    decode,
+    encode,
+    run_payload,
+)
 
 PART_ROWS = 128  # rows of a part, so that sending overlaps computing in a prompt
 _WINDOW = 2  # parts that one worker has at a time
@@ -111,7 +121,9 @@ class LayerCall:
                 self._heard[worker] = now
             self._open[sequence] = _Request(part, worker, epoch, now)
             part.request = sequence
-            found.append((worker, self._message(part, epoch, sequence)))
+            message = self._message(part, epoch, sequence)
+            self.roster.asked(worker, sum(map(len, message)))
+            found.append((worker, message))
         return found
 
     def incoming(self, worker: int, parts: Sequence[Any], now: float) -> bool:
@@ -202,7 +214,7 @@ class LayerCall:
         part.request, part.done = None, True
         self.out[part.rows] = rows
         self._heard[worker] = now
-        self.roster.answered(worker, part.count, now - request.sent)
+        self.roster.answered(worker, part.count, now - request.sent, HEADER_BYTES + frame.header.payload)
         return True
 
     def _lose(self, request: _Request, sequence: int, why: str) -> None:

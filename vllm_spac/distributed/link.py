@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from vllm_spac.distributed.service import Service, proof, proved
+from vllm_spac.distributed.service import ENGINE, VISITOR, WORKER, Service, proof, proved
 from vllm_spac.distributed.sockets import as_text, configure
 from vllm_spac.distributed.wire import Frame, FrameError, Header, Kind, Limits, decode, encode
 from vllm_spac.errors import SpacError
@@ -36,8 +36,8 @@ class Link:
         context: of zmq.
         address: ``tcp://host:port``.
         secret: that of the workers.
-        facts: of this side, as ``service.facts``.
-        engine: name of this engine, by which it returns after a lost connection.
+        facts: of this side, as ``service.facts``; of no use to a visitor.
+        engine: name of this engine, by which it returns after a lost connection; of no use to a visitor.
         ended: set when the engine ends: whatever is waited for is given up.
 
     Attributes:
@@ -51,12 +51,12 @@ class Link:
         context: zmq.Context,
         address: str,
         secret: bytes,
-        facts: Mapping[str, str],
-        engine: str,
+        facts: Mapping[str, str] | None = None,
+        engine: str = "",
         ended: threading.Event | None = None,
     ) -> None:
         self._ended = ended or threading.Event()
-        self.address, self._secret, self._facts, self._engine = address, secret, facts, engine
+        self.address, self._secret, self._facts, self._engine = address, secret, facts or {}, engine
         self.socket = configure(context.socket(zmq.DEALER))
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.socket.connect(address)
@@ -71,17 +71,11 @@ class Link:
             Lost: no answer, or the worker refuses; ``Busy`` if another engine has it.
             SpacError: the worker does not know the secret.
         """
-        nonce, end = secrets.token_hex(16), time.monotonic() + seconds
-        given = self._answer(Header(Kind.HELLO), as_text({"nonce": nonce}), end).text()
-        own = str(given.get("nonce"))[:64]
-        if not proved(self._secret, "worker", nonce, own, given.get("proof")):
-            raise SpacError(f"spac: the worker at {self.address} has another secret; use its cluster's file")
-        mine = {"proof": proof(self._secret, "engine", own, nonce), "facts": self._facts, "engine": self._engine}
-        answer = self._answer(Header(Kind.PROOF), as_text(mine), end)
-        if answer.header.kind != Kind.WELCOME:
-            kind = Busy if answer.header.kind == Kind.REFUSED and answer.text().get("busy") else Lost
-            raise kind(f"spac: the worker at {self.address} refused: {answer.why()}")
-        self.epoch = answer.header.epoch
+        self._prove(ENGINE, {"facts": self._facts, "engine": self._engine}, seconds)
+
+    def visit(self, seconds: float) -> None:
+        """As ``join``, to ask for ``STATS`` and ``ECHO`` only, beside an engine that the worker may serve."""
+        self._prove(VISITOR, {"visits": True}, seconds)
 
     def serve(self, service: Service, seconds: float) -> list[int]:
         """Tells the worker what to serve; returns the keys of the experts that it has."""
@@ -136,6 +130,19 @@ class Link:
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
+
+    def _prove(self, role: str, given: Mapping[str, Any], seconds: float) -> None:
+        nonce, end = secrets.token_hex(16), time.monotonic() + seconds
+        challenge = self._answer(Header(Kind.HELLO), as_text({"nonce": nonce}), end).text()
+        own = str(challenge.get("nonce"))[:64]
+        if not proved(self._secret, WORKER, nonce, own, challenge.get("proof")):
+            raise SpacError(f"spac: the worker at {self.address} has another secret; use its cluster's file")
+        mine = {"proof": proof(self._secret, role, own, nonce), **given}
+        answer = self._answer(Header(Kind.PROOF), as_text(mine), end)
+        if answer.header.kind != Kind.WELCOME:
+            kind = Busy if answer.header.kind == Kind.REFUSED and answer.text().get("busy") else Lost
+            raise kind(f"spac: the worker at {self.address} refused: {answer.why()}")
+        self.epoch = answer.header.epoch
 
     def _answer(self, header: Header, payload: bytes, end: float) -> Frame:
         """Sends a frame and waits for the answer to it; what answers anything else is dropped."""

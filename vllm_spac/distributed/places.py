@@ -15,6 +15,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.system.printable import brief
 from vllm_spac.system.untrusted import parse_json, read_text
 
+CLUSTER_FILE = Path("~/.cache/vllm_spac/cluster.json")  # of vllm-spac cluster, unless another is named
 ADDRESS = r"^tcp://[^\s/]{1,255}:[0-9]{1,5}$"
 
 

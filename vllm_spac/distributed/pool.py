@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,7 @@ class ExpertPool:
             for part in parts
         ]
         self._step = 0
+        self._name, self._calls, self._rows, self._seconds = secrets.token_hex(8), 0, 0, 0.0
         try:
             for _ in self._execution.fill():
                 pass
@@ -132,13 +135,22 @@ class ExpertPool:
             raise SpacError(f"spac: layer {layer} is not served here")
         if ids.shape[1] != self.shape.top_k or int(ids.min()) < 0 or int(ids.max()) >= self.shape.experts:
             raise SpacError(f"spac: rows with experts that layer {layer} does not have")
+        start = time.perf_counter()
         self._begin(forward, len(x))
-        return self._execution.forward(number, x, weights, ids, self._kernels[number], Rows(len(x), as_routed=True))
+        out = self._execution.forward(number, x, weights, ids, self._kernels[number], Rows(len(x), as_routed=True))
+        self._calls, self._rows = self._calls + 1, self._rows + len(x)
+        self._seconds += time.perf_counter() - start
+        return out
 
     def counts(self) -> dict[str, Any]:
-        """Returns the counters, and the sizes of fast memory, as plain data."""
+        """Returns the counters, the sizes of fast memory, and a name for this pool, as plain data.
+
+        ``calls`` and ``rows`` of ``run``, and ``compute_seconds`` in it, waits for loads among them.
+        """
         sizes = {"slots": self.slots, "slot_bytes": self.slots * self.shape.expert_bytes}
-        return {**sizes, "resident": self._execution.residency.resident, **self._execution.snapshot()}
+        ran = {"calls": self._calls, "rows": self._rows, "compute_seconds": self._seconds}
+        resident = self._execution.residency.resident
+        return {"pool": self._name, **sizes, **ran, "resident": resident, **self._execution.snapshot()}
 
     def close(self) -> None:
         """Stops threads and closes the store."""

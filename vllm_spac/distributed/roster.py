@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm_spac.distributed import schedule
 from vllm_spac.distributed.patience import Patience
@@ -12,22 +12,42 @@ _MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
 
 
 @dataclass
-class Shares:
-    """What became of the rows of all layers since the start; rows are counted once per layer.
+class Share:
+    """What became of the calls of one worker; rows are counted once per layer.
 
     Attributes:
-        rows: rows that each worker computed.
-        lost: rows that each worker was sent and whose answer did not count, so that they were computed elsewhere.
-        elsewhere: rows that this process computed, because no worker could.
-        dropped: answers that did not count: late, repeated, damaged, or of another session.
-        joined: how often each worker was admitted.
+        calls: requests whose answer counted.
+        rows: their rows.
+        losses: requests whose answer did not count: late, wrong, or of a worker that ended.
+        rows_lost: their rows, which were computed elsewhere.
+        sent_bytes, received_bytes: of requests, and of answers that counted.
+        round_trip_seconds: from sending a request to its answer, of those that counted; a worker has up to two at once.
+        readmissions: times that it returned after it was lost.
     """
 
-    rows: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+    rows: int = 0
+    losses: int = 0
+    rows_lost: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    round_trip_seconds: float = 0.0
+    readmissions: int = 0
+
+
+@dataclass
+class Shares:
+    """What became of the rows of all layers since the start.
+
+    Attributes:
+        workers: of each worker, by its number.
+        elsewhere: rows that this process computed, because no worker could.
+        dropped: answers that did not count: late, repeated, damaged, or of another session.
+    """
+
+    workers: tuple[Share, ...]
     elsewhere: int = 0
     dropped: int = 0
-    joined: dict[str, int] = field(default_factory=dict)
 
 
 class Roster:
@@ -48,7 +68,7 @@ class Roster:
         self, workers: int, replicas: int, fingerprint: bytes, patience: Callable[[], Patience] = Patience
     ) -> None:
         self.workers, self.replicas, self.fingerprint = workers, replicas, fingerprint
-        self.shares = Shares()
+        self.shares = Shares(tuple(Share() for _ in range(workers)))
         self.why_out: dict[int, str] = dict.fromkeys(range(workers), "it has not joined yet")
         self._patience = patience
         self._patiences: dict[int, Patience] = {}
@@ -60,9 +80,9 @@ class Roster:
         """Asks ``worker`` from now on; answers of its earlier epochs do not count."""
         assert worker not in self._epochs and epoch > 0
         self._epochs[worker], self._failures[worker] = epoch, 0
+        self.shares.workers[worker].readmissions += worker in self._patiences
         self._patiences[worker] = self._patience()
         self.why_out.pop(worker, None)
-        self._count(self.shares.joined, worker, 1)
 
     def remove(self, worker: int, why: str) -> None:
         """Asks ``worker`` no more; does nothing if it is out."""
@@ -76,15 +96,24 @@ class Roster:
             if self._failures[worker] >= _MOST_FAILURES:
                 self.remove(worker, why)
 
-    def answered(self, worker: int, rows: int, seconds: float) -> None:
-        """An answer of ``worker`` counted."""
+    def asked(self, worker: int, nbytes: int) -> None:
+        """``worker`` was sent a request of ``nbytes``."""
+        self.shares.workers[worker].sent_bytes += nbytes
+
+    def answered(self, worker: int, rows: int, seconds: float, nbytes: int) -> None:
+        """An answer of ``worker`` counted: ``nbytes`` for so many rows, so long after the request."""
         self._failures[worker] = 0
         self._patiences[worker].observe(rows, seconds)
-        self._count(self.shares.rows, worker, rows)
+        share = self.shares.workers[worker]
+        share.calls += 1
+        share.rows += rows
+        share.round_trip_seconds += seconds
+        share.received_bytes += nbytes
 
     def lost(self, worker: int, rows: int) -> None:
-        """Counts rows whose answer by ``worker`` does not count."""
-        self._count(self.shares.lost, worker, rows)
+        """Counts a request of so many rows whose answer by ``worker`` does not count."""
+        self.shares.workers[worker].losses += 1
+        self.shares.workers[worker].rows_lost += rows
 
     def epoch(self, worker: int) -> int | None:
         """The epoch of ``worker``; None if it is out."""
@@ -106,10 +135,6 @@ class Roster:
         """Returns the number of a new request; none is used twice."""
         self._sequence += 1
         return self._sequence
-
-    @staticmethod
-    def _count(counts: dict[str, int], worker: int, rows: int) -> None:
-        counts[name(worker)] = counts.get(name(worker), 0) + rows
 
 
 def name(worker: int) -> str:

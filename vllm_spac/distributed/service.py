@@ -21,6 +21,7 @@ from vllm_spac.system.provenance import versions
 _FINGERPRINT = r"^[0-9a-f]{32}$"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
+WORKER, ENGINE, VISITOR = "worker", "engine", "visitor"  # who proves to know the secret
 _SAME = ("vllm_spac", "vllm", "torch", "cpu")
 
 
@@ -125,7 +126,7 @@ def proof(secret: bytes, role: str, challenge: str, own: str) -> str:
     """Returns what only a holder of ``secret`` can compute: HMAC-SHA256 of the role and both nonces.
 
     Args:
-        role: ``worker`` or ``engine``; an answer of one cannot be used as the other's.
+        role: ``WORKER``, ``ENGINE`` or ``VISITOR``; a proof of one cannot be used as another's.
         challenge: the nonce of the other side.
         own: the nonce of this side.
     """

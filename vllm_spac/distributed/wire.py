@@ -21,7 +21,7 @@ from vllm_spac.core import MoEShape
 from vllm_spac.errors import SpacError
 from vllm_spac.system.untrusted import parse_json
 
-MAGIC, VERSION = b"SPAC", 1
+MAGIC, VERSION = b"SPAC", 2
 MOST_TEXT = 4 << 20  # bytes of JSON
 MOST_BYTES = 1 << 29  # of any part of a message; the sockets close a connection that announces more
 NO_FINGERPRINT = bytes(16)
@@ -64,6 +64,7 @@ class Kind(IntEnum):
     DROPPED = 20
     LEAVE = 21  # the session ends; has no answer
     PROBE = 22  # sent by a worker to learn whether its engine is connected; has no answer
+    ECHO = 23  # rows to be sent back as ``ROWS``, unchanged: what the network takes
 
 
 _TEXTS = {
@@ -109,7 +110,7 @@ class Limits:
     """The greatest sizes that a frame may state.
 
     Attributes:
-        rows, hidden, top_k: of ``RUN`` and ``ROWS``.
+        rows, hidden, top_k: of ``RUN``, ``ROWS`` and ``ECHO``.
         expert_bytes: exact size of an expert; 0 while it is not known, and no expert is accepted.
     """
 
@@ -144,7 +145,7 @@ class Frame:
             return str(error)
 
     def rows(self) -> Tensor:
-        """Returns a copy of the rows of ``RUN`` or ``ROWS``: [rows, hidden] in ``header.dtype``."""
+        """Returns a copy of the rows of ``RUN``, ``ROWS`` or ``ECHO``: [rows, hidden] in ``header.dtype``."""
         head = self.header
         assert head.dtype is not None
         return self._tensor(0, (head.rows, head.hidden), head.dtype)
@@ -244,7 +245,7 @@ def _check_sizes(header: Header, limits: Limits) -> None:
     name = header.kind.name
     if header.payload > MOST_BYTES:
         raise FrameError(f"spac: a {name} frame states {header.payload} bytes, more than any may have")
-    sized = header.kind in (Kind.RUN, Kind.ROWS)
+    sized = header.kind in (Kind.RUN, Kind.ROWS, Kind.ECHO)
     pairs = header.top_k if header.kind == Kind.RUN else 0
     if not sized:
         if (header.rows, header.hidden, header.top_k, header.dtype) != (0, 0, 0, None):
@@ -257,7 +258,7 @@ def _check_sizes(header: Header, limits: Limits) -> None:
         return
     if header.dtype is None or not 0 < header.rows <= limits.rows or not 0 < header.hidden <= limits.hidden:
         raise FrameError(f"spac: a {name} frame states {header.rows} rows x {header.hidden} of {header.dtype}")
-    if header.top_k > limits.top_k or (header.top_k == 0) != (header.kind == Kind.ROWS):
+    if header.top_k > limits.top_k or (header.top_k == 0) == (header.kind == Kind.RUN):
         raise FrameError(f"spac: a {name} frame states {header.top_k} experts per row")
     needed = header.rows * (header.hidden * header.dtype.itemsize + pairs * _PAIR)
     if header.payload != needed:

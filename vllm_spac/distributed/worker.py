@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import zmq
 
 from vllm_spac.core import MoEShape
 from vllm_spac.distributed.layer_call import Forward
 from vllm_spac.distributed.pool import ExpertPool
-from vllm_spac.distributed.service import Service, difference, facts, proof, proved
+from vllm_spac.distributed.service import ENGINE, VISITOR, WORKER, Service, difference, facts, proof, proved
 from vllm_spac.distributed.sockets import as_text, configure
 from vllm_spac.distributed.wire import (
     Frame,
@@ -34,16 +35,17 @@ from vllm_spac.tiers.base import ExpertStore, allocate
 logger = logging.getLogger("vllm.spac")
 
 _MOST_STRANGERS = 64  # connections that have not proved anything
+_MOST_VISITORS = 64
 _POLL = 0.2  # seconds
 
 
 @dataclass
 class _Session:
-    """One engine.
+    """One engine, or a visitor, which knows the secret too, but is not served.
 
     Attributes:
         peer: its connection.
-        engine: its own name, by which it returns with a new connection.
+        engine: its own name, by which it returns with a new connection; empty for a visitor.
     """
 
     peer: bytes
@@ -82,6 +84,7 @@ class Worker:
         self._secret, self._kernel, self._open_store, self._memory = secret, kernel, store, memory
         self._facts = facts()
         self._strangers: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # peer -> (its nonce, ours)
+        self._visitors: OrderedDict[bytes, _Session] = OrderedDict()
         self._session: _Session | None = None
         self._context = zmq.Context()
         self._socket = configure(self._context.socket(zmq.ROUTER))
@@ -119,7 +122,9 @@ class Worker:
         if header.kind in (Kind.HELLO, Kind.PROOF):
             self._meet(peer, frame)
         elif session is not None and ours and header.epoch == session.epoch:
-            self._serve(session, frame)
+            self._serve(session, frame, self._acts)
+        elif (visitor := self._visitors.get(peer)) is not None and header.epoch == visitor.epoch:
+            self._serve(visitor, frame, self._visits)
 
     # -- who asks ------------------------------------------------------------------------------------------
 
@@ -133,12 +138,15 @@ class Worker:
             self._strangers[peer] = theirs, own
             while len(self._strangers) > _MOST_STRANGERS:
                 self._strangers.popitem(last=False)
-            answer = {"nonce": own, "proof": proof(self._secret, "worker", theirs, own)}
+            answer = {"nonce": own, "proof": proof(self._secret, WORKER, theirs, own)}
             self._say(peer, frame.header, Kind.CHALLENGE, as_text({**answer, "serving": self._session is not None}))
             return
         theirs, own = self._strangers.pop(peer, ("", ""))
-        if not theirs or not proved(self._secret, "engine", own, theirs, given.get("proof")):
+        visits = given.get("visits") is True
+        if not theirs or not proved(self._secret, VISITOR if visits else ENGINE, own, theirs, given.get("proof")):
             self._refuse(peer, frame.header, "the secret is another one")
+        elif visits:
+            self._receive(peer, frame.header)
         elif (unlike := difference(self._facts, given.get("facts"))) is not None:
             self._refuse(peer, frame.header, f"results could differ in bits: {unlike}")
         elif self._busy(str(given.get("engine"))):
@@ -166,6 +174,12 @@ class Worker:
             _close(before)
         self._say(peer, replace(header, epoch=epoch), Kind.WELCOME, as_text({}))
 
+    def _receive(self, peer: bytes, header: Header) -> None:
+        visitor = self._visitors[peer] = _Session(peer, "", 1 + secrets.randbits(63))
+        while len(self._visitors) > _MOST_VISITORS:
+            self._visitors.popitem(last=False)
+        self._say(peer, replace(header, epoch=visitor.epoch), Kind.WELCOME, as_text({}))
+
     def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
@@ -173,12 +187,13 @@ class Worker:
 
     # -- what it asks --------------------------------------------------------------------------------------
 
-    def _serve(self, session: _Session, frame: Frame) -> None:
+    def _serve(self, session: _Session, frame: Frame, acts: Mapping[Kind, _Act]) -> None:
         header = frame.header
         if header.kind == Kind.LEAVE:
-            self._end_session()
+            if self._visitors.pop(session.peer, None) is None:
+                self._end_session()
             return
-        act = self._acts.get(header.kind)
+        act = acts.get(header.kind)
         try:
             if act is None:
                 raise SpacError(f"spac: a worker is asked for {header.kind.name}")
@@ -234,9 +249,21 @@ class Worker:
         return Kind.ROWS, sizes, raw(out)
 
     def _count(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
-        return Kind.COUNTS, {}, as_text({} if session.pool is None else session.pool.counts())
+        """What this worker counts, whoever asks; see ``ExpertPool.counts``."""
+        served = self._session
+        pool = None if served is None else served.pool
+        found: dict[str, Any] = {"serving": served is not None, "memory_bytes": psutil.Process().memory_info().rss}
+        if pool is not None:
+            found |= {"layers": len(pool.shape.layers), **pool.counts()}
+        return Kind.COUNTS, {}, as_text(found)
 
-    _acts: dict[Kind, Callable[[Worker, _Session, Frame], tuple[Kind, dict[str, Any], bytes]]] = {
+    def _echo(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
+        if self._session is not None:
+            raise SpacError("spac: this worker serves an engine; measure while it serves none")
+        rows = frame.rows()
+        return Kind.ROWS, {"rows": len(rows), "hidden": rows.shape[1], "dtype": rows.dtype}, raw(rows)
+
+    _acts: dict[Kind, _Act] = {
         Kind.SERVE: _take_service,
         Kind.PUT: _put,
         Kind.DROP: _drop,
@@ -245,6 +272,7 @@ class Worker:
         Kind.RUN: _run,
         Kind.STATS: _count,
     }
+    _visits: dict[Kind, _Act] = {Kind.STATS: _count, Kind.ECHO: _echo}
 
     # -- frames --------------------------------------------------------------------------------------------
 
@@ -269,6 +297,9 @@ class Worker:
             self._socket.bind(f"tcp://{host}:{port}")
             return port
         return self._socket.bind_to_random_port(f"tcp://{host}")
+
+
+_Act = Callable[[Worker, _Session, Frame], tuple[Kind, dict[str, Any], bytes]]
 
 
 def _given(session: _Session) -> tuple[Service, ExpertStore]:

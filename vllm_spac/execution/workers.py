@@ -85,15 +85,12 @@ class WorkerExecution(Execution):
         return out
 
     def snapshot(self) -> dict:
-        """Returns the counters of all workers together, their slots, and what became of the rows."""
+        """Returns the counters of all workers together and of each, their slots, and what became of the rows."""
         counts, shares = self._client.counts(), self._client.shares
         return {
             **self.counters.snapshot(),
             **counts,
             "steps": dict(self.counters.steps),
-            "worker_rows": dict(shares.rows),
-            "worker_rows_lost": dict(shares.lost),
-            "worker_joined": dict(shares.joined),
             "worker_rows_elsewhere": shares.elsewhere,
             "worker_answers_dropped": shares.dropped,
         }

@@ -70,6 +70,24 @@ class Capacity(_Frozen):
     host: int = Field(gt=0)
 
 
+class Network(_Frozen):
+    """A network of equal links between an engine and its expert workers.
+
+    Attributes:
+        latency: seconds one way, with the software of both sides.
+        bandwidth: bytes per second of each machine's link, with what both sides do to each byte.
+        peer: what was measured; empty where it was not.
+    """
+
+    latency: float = Field(ge=0)
+    bandwidth: float = Field(gt=0)
+    peer: str = ""
+
+    def hop(self, nbytes: float, fan: int = 1) -> float:
+        """Seconds until ``nbytes`` to each of ``fan`` workers have arrived, or have come from each."""
+        return self.latency + fan * nbytes / self.bandwidth
+
+
 class Costs(_Frozen):
     """A machine's profile of costs.
 
@@ -85,6 +103,7 @@ class Costs(_Frozen):
         cpu: cost of computing an expert on the CPU from host memory.
         other: seconds per step outside of the experts.
         draft: seconds per draft token.
+        network: from this machine to an expert worker; None where it was not measured.
     """
 
     format: Literal["spac-profile-1"]
@@ -99,6 +118,7 @@ class Costs(_Frozen):
     load_at_once: int = Field(1, ge=1)
     other: float = Field(0.0, ge=0)
     draft: float = Field(0.0, ge=0)
+    network: Network | None = None
 
     @classmethod
     def read(cls, profile: str | Path, *, here: bool = False, disk_dir: Path | None = None) -> Costs:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from vllm_spac.profiling.costs import Rate
+from vllm_spac.profiling.costs import Network, Rate
 
 
 def fit_load(points: Mapping[int, float], nbytes: int) -> Rate:
@@ -36,3 +36,20 @@ def fit_compute(points: Mapping[int, float], nbytes: int, fixed: float) -> Rate:
         bytes_per_second=nbytes / memory,
         flops_per_second=nbytes / min(arithmetic, memory / fewest) if limited else None,
     )
+
+
+def fit_network(points: Mapping[int, float], peer: str) -> Network:
+    """Fits 2 * (``latency`` + bytes / ``bandwidth``) to round trips; exact at the fewest and the most bytes.
+
+    Where ``latency`` would be negative it is 0, and the fit is exact at the most bytes only.
+
+    Args:
+        points: bytes sent, and sent back -> seconds of the round trip.
+        peer: what was measured.
+    """
+    fewest, most = min(points), max(points)
+    slope = (points[most] - points[fewest]) / 2 / (most - fewest) if most > fewest else 0.0
+    latency = points[fewest] / 2 - fewest * slope
+    if slope <= 0 or latency < 0:
+        return Network(latency=0.0, bandwidth=2 * most / points[most], peer=peer)
+    return Network(latency=latency, bandwidth=1 / slope, peer=peer)

@@ -16,25 +16,9 @@ from vllm_spac.cache.residency import Residency
 from vllm_spac.distributed import schedule
 from vllm_spac.execution._waves import filled_experts, row_waves
 from vllm_spac.policies.lru import LRU
+from vllm_spac.profiling.costs import Costs, Network
 from vllm_spac.simulation.parts import rows_of_records
-from vllm_spac.traces.format import Trace
-
-
-@dataclass(frozen=True)
-class Network:
-    """A network of equal links.
-
-    Attributes:
-        latency: seconds one way, with the software of both sides.
-        bandwidth: bytes per second of each machine's link.
-    """
-
-    latency: float
-    bandwidth: float
-
-    def hop(self, nbytes: float, fan: int = 1) -> float:
-        """Seconds until ``nbytes`` to each of ``fan`` workers have arrived, or have come from each."""
-        return self.latency + fan * nbytes / self.bandwidth
+from vllm_spac.traces.format import Trace, TraceFacts
 
 
 @dataclass(frozen=True)
@@ -50,6 +34,15 @@ class LayerTimes:
     main: float
     compute: float
     load: float
+
+    @classmethod
+    def of(cls, costs: Costs, facts: TraceFacts, nbytes: int) -> LayerTimes:
+        """Returns the times of a worker that is like the machine of ``costs``, with experts of ``nbytes``.
+
+        A layer has an equal part of what a step takes outside its experts; a row's experts are computed one by one.
+        """
+        compute = facts.top_k * float(costs.fast.seconds(nbytes))
+        return cls(costs.other / facts.layers, compute, float(costs.load.seconds(nbytes)))
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,32 @@ _TREES = {
     "unknown": "Of these chains, those that the trees' drafter did not propose.",
     "nodes": "Draft tokens that were verified, where draft trees are on.",
 }
+_EXPERT_WORKERS = {
+    "calls": "Requests to expert workers whose answer counted.",
+    "rows": "Rows of layers that expert workers computed.",
+    "losses": "Requests to expert workers whose answer did not count: late, wrong, or of a worker that ended.",
+    "rows_lost": "Rows of these requests, computed elsewhere.",
+    "sent_bytes": "Bytes sent to expert workers with rows.",
+    "received_bytes": "Bytes of the answers that counted.",
+    "round_trip_seconds": "Seconds from sending rows to the answer, summed; a worker has up to two requests at once.",
+    "readmissions": "Times that a lost expert worker returned.",
+    "compute_seconds": "Seconds in which expert workers loaded and computed experts.",
+    "stall_seconds": "Seconds that layers at expert workers waited for experts.",
+    "hits": "Experts that were in an expert worker's memory when a layer needed them.",
+    "misses": "Experts that were not.",
+    "loads": "Experts that expert workers loaded on demand.",
+    "loaded_bytes": "Bytes that expert workers loaded.",
+    "prefetches": "Experts that expert workers loaded ahead of need.",
+    "prefetch_hits": "Of these, those that were used before they were evicted.",
+    "prefetch_wasted": "Of these, those that were evicted unused.",
+}
+_EXPERT_WORKER_GAUGES = {
+    "present": "1 while an expert worker is asked for rows, 0 while it is lost.",
+    "slots": "Slots of an expert worker.",
+    "resident": "Experts in an expert worker's memory.",
+    "slot_bytes": "Bytes of an expert worker's slots.",
+    "memory_bytes": "Bytes of memory that an expert worker's process occupies.",
+}
 _GAUGES = {
     "slots": "Slots for experts in fast memory.",
     "resident": "Experts that are in fast memory now.",
@@ -121,6 +147,11 @@ class WorkerCollector:
                 values = [worker["trees"][name] for worker in self._counting("trees")]
                 yield _metric(CounterMetricFamily, f"tree_{name}", text, values)
             yield self._labelled("tree_accepted", "tokens", "Verified drafts, by their accepted tokens.")
+        if all("expert_workers" in worker for worker in self.workers):
+            for name, text in _EXPERT_WORKERS.items():
+                yield self._each(CounterMetricFamily, name, text)
+            for name, text in _EXPERT_WORKER_GAUGES.items():
+                yield self._each(GaugeMetricFamily, name, text)
         yield self._labelled("bytes", "path", "Bytes of experts moved, by the store they came from.")
         yield self._labelled("steps", "kind", "Forwards of the target model, by kind.")
 
@@ -135,6 +166,14 @@ class WorkerCollector:
 
     def _family(self, family: type[Family], name: str, text: str) -> Family:
         return _metric(family, name, text, [worker[name] for worker in self._counting(name)])
+
+    def _each(self, family: type[Family], name: str, text: str) -> Family:
+        """A series per expert worker."""
+        metric = family(f"vllm:spac_expert_worker_{name}", text, labels=["worker", "expert_worker"])
+        for index, worker in enumerate(self._counting("expert_workers")):
+            for called, counts in worker["expert_workers"].items():
+                metric.add_metric([str(index), called], counts[name])
+        return metric
 
     def _labelled(self, name: str, label: str, text: str) -> CounterMetricFamily:
         metric = CounterMetricFamily(f"vllm:spac_{name}", text, labels=["worker", label])
