@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.distributed.division import Load, sent
 from vllm_spac.distributed.patience import Patience
+from vllm_spac.distributed.roster import Roster
 from vllm_spac.distributed.schedule import Cycle, layers_of, owners
 from vllm_spac.distributed.service import Service, difference, proof, proved
 from vllm_spac.errors import ConfigError
@@ -61,6 +63,27 @@ def test_deadlines_follow_calls_of_their_size() -> None:
     assert patience.of(1) == 1.0, "never below the least"
     assert patience.of(120) == 16.0
     assert patience.of(5000) == 60.0, "nothing of that size was measured"
+
+
+def test_a_slow_worker_is_tried_again() -> None:
+    """One slow answer, as of a worker that had to load, must not keep it idle for good."""
+    roster = Roster(2, 1, bytes(16))
+    for worker in range(2):
+        roster.admit(worker, 1)
+        assert roster.pace(worker) is None
+    roster.paced(0, 100, 1.0)
+    roster.paced(1, 100, 20.0)
+    roster.paced(0, 100, 2.0)
+    assert roster.pace(0) == pytest.approx(0.0125) and roster.pace(1) == pytest.approx(0.2)
+    waiting = [(75, (0, 1))] * 4
+    layers = 0
+    while 1 not in sent(waiting, {worker: Load(0, 0, roster.pace(worker)) for worker in range(2)}, True):
+        roster.rested(1)
+        layers += 1
+    assert 5 < layers < 50
+    roster.remove(1, "it ended")
+    roster.admit(1, 2)
+    assert roster.pace(1) is None
 
 
 def test_a_proof_is_of_one_secret_role_and_pair_of_nonces() -> None:

@@ -1,8 +1,9 @@
 """One layer computed by workers, as a protocol without sockets: what to send, and which answers count.
 
 Rows are sent whole, with all their experts, in parts of consecutive rows. Each part is computed once: by the layer's
-worker, else by a replica, else by this process. An answer counts if it belongs to an open request: the same worker,
-epoch, step, layer and sequence, and tensors of the part's sizes. Whatever else arrives is dropped.
+worker, else by a replica, else by this process. The parts of a prompt go to all of the layer's workers (``division``).
+An answer counts if it belongs to an open request: the same worker, epoch, step, layer and sequence, and tensors of the
+part's sizes. Whatever else arrives is dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_spac.distributed import division
 from vllm_spac.distributed.roster import Roster, name
 from vllm_spac.distributed.wire import (
     HEADER_BYTES,
@@ -26,9 +28,6 @@ from vllm_spac.distributed.wire import (
     encode,
     run_payload,
 )
-
-PART_ROWS = 128  # rows of a part, so that sending overlaps computing in a prompt
-_WINDOW = 2  # parts that one worker has at a time
 
 
 @dataclass(eq=False)
@@ -76,7 +75,7 @@ class LayerCall:
         weights: [rows, top_k] float32.
         ids: int [rows, top_k], experts of the layer.
         limits: the sizes that answers may have.
-        part_rows: most rows per part.
+        part_rows: most rows per part; more rows are divided among the layer's workers.
 
     Attributes:
         out: [rows, hidden] like ``x``: the output, complete once ``done``.
@@ -92,14 +91,15 @@ class LayerCall:
         weights: Tensor,
         ids: Tensor,
         limits: Limits,
-        part_rows: int = PART_ROWS,
+        part_rows: int = division.PART_ROWS,
     ) -> None:
         self.roster, self.step, self.layer = roster, step, layer
         self._x, self._weights, self._ids, self._limits = x, weights, ids, limits
         self.out = torch.empty_like(x)
         self.reasons: dict[int, str] = {}
-        starts = range(0, len(x), part_rows)
-        self._parts = [_Part(slice(start, min(start + part_rows, len(x)))) for start in starts]
+        workers = max(1, len(roster.owners(layer)))
+        self._parts = [_Part(rows) for rows in division.parts(len(x), workers, part_rows)]
+        self._divided = len(x) > part_rows
         self._open: dict[int, _Request] = {}  # by sequence
         self._heard: dict[int, float] = {}  # when a worker with open requests was sent the first or answered last
 
@@ -111,9 +111,11 @@ class LayerCall:
     def outgoing(self, now: float) -> list[tuple[int, tuple[bytes, bytes]]]:
         """Returns (worker, message) to send now; the requests are open from here on."""
         found = []
-        for part in self._parts:
-            worker = None if part.done or part.request is not None else self._next(part)
-            if worker is None or sum(request.worker == worker for request in self._open.values()) >= _WINDOW:
+        waiting = [part for part in self._parts if not part.done and part.request is None]
+        loads = {worker: self._load(worker) for worker in self.roster.owners(self.layer)}
+        chosen = division.sent([(part.count, self._may(part)) for part in waiting], loads, self._divided)
+        for part, worker in zip(waiting, chosen, strict=True):
+            if worker is None:
                 continue
             epoch, sequence = self.roster.epoch(worker), self.roster.sequence()
             assert epoch is not None
@@ -164,7 +166,7 @@ class LayerCall:
     def stranded(self) -> list[slice]:
         """The rows that no worker is left to compute, for ``computed``."""
         left = [part for part in self._parts if not part.done and part.request is None]
-        return [part.rows for part in left if self._next(part) is None]
+        return [part.rows for part in left if not self._may(part)]
 
     def rows(self, which: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Returns x, weights and ids of a part."""
@@ -183,8 +185,13 @@ class LayerCall:
         having = self.roster.having(self.layer)
         return "; ".join(f"{name(worker)}: {why.get(worker, 'it was lost')}" for worker in having)
 
-    def _next(self, part: _Part) -> int | None:
-        return next((worker for worker in self.roster.owners(self.layer) if worker not in part.tried), None)
+    def _may(self, part: _Part) -> list[int]:
+        """The workers that may compute ``part``, the one to ask first in front."""
+        return [worker for worker in self.roster.owners(self.layer) if worker not in part.tried]
+
+    def _load(self, worker: int) -> division.Load:
+        rows = [request.part.count for request in self._open.values() if request.worker == worker]
+        return division.Load(len(rows), sum(rows), self.roster.pace(worker))
 
     def _message(self, part: _Part, epoch: int, sequence: int) -> tuple[bytes, bytes]:
         x, weights, ids = self.rows(part.rows)
@@ -213,7 +220,12 @@ class LayerCall:
         del self._open[frame.header.sequence]
         part.request, part.done = None, True
         self.out[part.rows] = rows
+        if self._divided:
+            self.roster.paced(worker, part.count, now - self._heard[worker])
         self._heard[worker] = now
+        if self._divided and self.done:
+            for idle in set(self.roster.owners(self.layer)) - self._heard.keys():
+                self.roster.rested(idle)
         self.roster.answered(worker, part.count, now - request.sent, HEADER_BYTES + frame.header.payload)
         return True
 

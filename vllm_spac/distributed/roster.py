@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from vllm_spac.distributed import schedule
 from vllm_spac.distributed.patience import Patience
 
+_FORGETS = 0.9  # part of a pace that is left after a prompt's layer without rows
+_INERTIA = 0.75  # weight of what was known of a worker's pace
 _MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
 
 
@@ -72,6 +74,7 @@ class Roster:
         self.why_out: dict[int, str] = dict.fromkeys(range(workers), "it has not joined yet")
         self._patience = patience
         self._patiences: dict[int, Patience] = {}
+        self._paces: dict[int, float] = {}  # seconds per row of a prompt
         self._epochs: dict[int, int] = {}  # of the workers that are in
         self._failures: dict[int, int] = {}  # in a row
         self._sequence = 0
@@ -82,6 +85,7 @@ class Roster:
         self._epochs[worker], self._failures[worker] = epoch, 0
         self.shares.workers[worker].readmissions += worker in self._patiences
         self._patiences[worker] = self._patience()
+        self._paces.pop(worker, None)
         self.why_out.pop(worker, None)
 
     def remove(self, worker: int, why: str) -> None:
@@ -109,6 +113,20 @@ class Roster:
         share.rows += rows
         share.round_trip_seconds += seconds
         share.received_bytes += nbytes
+
+    def paced(self, worker: int, rows: int, seconds: float) -> None:
+        """``worker`` was busy for so long with so many rows of a prompt."""
+        found = seconds / rows
+        self._paces[worker] = found + _INERTIA * (self._paces.get(worker, found) - found)
+
+    def rested(self, worker: int) -> None:
+        """``worker`` was given no rows of a prompt: its pace is forgotten slowly, so that it is given some again."""
+        if worker in self._paces:
+            self._paces[worker] *= _FORGETS
+
+    def pace(self, worker: int) -> float | None:
+        """Seconds per row of a prompt that ``worker`` takes lately; None: not known yet."""
+        return self._paces.get(worker)
 
     def lost(self, worker: int, rows: int) -> None:
         """Counts a request of so many rows whose answer by ``worker`` does not count."""
