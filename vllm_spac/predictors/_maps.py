@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from vllm_spac.predictors._trained import Material, Sizes, Specs, Trained
-from vllm_spac.predictors.base import START, Guess, Seen, Signal
+from vllm_spac.predictors.base import Guess, Seen, Signal
 
 
 class Maps(Trained):
     """Scores of layer l + a = features of layer l @ map(a, l + a) + bias(a, l + a), for a = 1 .. reach.
 
-    Maps are stored in bfloat16, and computed with in float32.
+    Maps are stored in bfloat16, and computed with in float32: those of a layer side by side, so that one product gives
+    the scores of all layers that it sees.
     """
 
     needs = frozenset({Signal.ROUTER_INPUT})
@@ -25,8 +26,12 @@ class Maps(Trained):
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
         super().__init__(sizes, tensors, beside)
         self.reach = sizes.reach
-        self._maps = {jump: tensors["map.{}.{}".format(*jump)].float() for jump in sizes.jumps()}
-        self._bias = {jump: tensors["bias.{}.{}".format(*jump)] for jump in sizes.jumps()}
+        self._maps: dict[int, Tensor] = {}  # layer l -> [features, N * layers ahead], from layer l + 1 on
+        self._bias: dict[int, Tensor] = {}
+        for layer in range(sizes.layers - 1):
+            names = ["{}.{}".format(*jump) for jump in sizes.jumps_from(layer)]
+            self._maps[layer] = torch.cat([tensors[f"map.{name}"].float() for name in names], 1)
+            self._bias[layer] = torch.cat([tensors[f"bias.{name}"] for name in names])
 
     @classmethod
     def specs(cls, sizes: Sizes) -> Specs:
@@ -45,17 +50,12 @@ class Maps(Trained):
         return {f"map.{ahead}.{target}": weight.bfloat16(), f"bias.{ahead}.{target}": bias.float().clone()}
 
     def guesses(self, seen: Seen) -> Iterable[Guess]:
-        if seen.layer == START:
-            return
-        jumps = [(ahead, seen.layer + ahead) for ahead in range(1, self.reach + 1)]
-        features = self.features(seen) if jumps[0] in self._maps else None
-        for jump in jumps:
-            if features is not None and jump in self._maps:
-                yield Guess(jump[1] * self.sizes.experts, self.scores_of(jump, features, seen))
+        if seen.layer in self._maps:
+            yield Guess((seen.layer + 1) * self.sizes.experts, self.scores_of(seen))
 
-    def scores_of(self, jump: tuple[int, int], features: Tensor, seen: Seen) -> Tensor:
-        """Returns float32 [rows, N], the scores of one layer."""
-        return torch.addmm(self._bias[jump], features, self._maps[jump])
+    def scores_of(self, seen: Seen) -> Tensor:
+        """Returns float32 [rows, N * layers ahead], the scores of all layers that a layer sees."""
+        return torch.addmm(self._bias[seen.layer], self.features(seen), self._maps[seen.layer])
 
     @classmethod
     @abstractmethod
@@ -69,4 +69,4 @@ class Maps(Trained):
 
     @abstractmethod
     def features(self, seen: Seen) -> Tensor:
-        """Returns float32 [rows, features] of a layer."""
+        """Returns float32 [rows, features] of a layer, valid until the next call."""

@@ -44,6 +44,10 @@ class Sizes:
         """Returns (layers ahead, layer that is predicted) of every map."""
         return [(ahead, target) for ahead in range(1, self.reach + 1) for target in range(ahead, self.layers)]
 
+    def jumps_from(self, layer: int) -> list[tuple[int, int]]:
+        """Returns those of ``jumps`` that start in ``layer``, the nearest first."""
+        return [(ahead, layer + ahead) for ahead in range(1, self.reach + 1) if layer + ahead < self.layers]
+
 
 @dataclass(frozen=True, eq=False)
 class Gates:

@@ -41,12 +41,20 @@ class Hybrid(Trained):
         return {"choice": found.argmax(0)}
 
     def guesses(self, seen: Seen) -> Iterable[Guess]:
-        experts = self.sizes.experts
-        for name, predictor in self._used.items():
-            for guess in predictor.guesses(seen):
-                for layer, scores in enumerate(guess.scores.split(experts, 1), guess.first // experts):
-                    if self.chosen[layer] == name and (seen.layer == START or layer == seen.layer + 1):
-                        yield Guess(layer * experts, scores)
+        if seen.layer == START:
+            for name, predictor in self._used.items():
+                for guess in predictor.guesses(seen):
+                    for layer, scores in self._layers(guess):
+                        if self.chosen[layer] == name:
+                            yield Guess(layer * self.sizes.experts, scores)
+        elif (target := seen.layer + 1) < self.sizes.layers:
+            for guess in self._used[self.chosen[target]].guesses(seen):
+                if guess.first == target * self.sizes.experts:
+                    alone = guess.scores.shape[1] == self.sizes.experts
+                    yield guess if alone else Guess(guess.first, guess.scores[:, : self.sizes.experts])
+
+    def _layers(self, guess: Guess) -> Iterable[tuple[int, Tensor]]:
+        return enumerate(guess.scores.split(self.sizes.experts, 1), guess.first // self.sizes.experts)
 
 
 def recall(predictor: Trained, material: Material) -> Tensor:

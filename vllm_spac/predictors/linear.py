@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from vllm_spac.predictors._features import LayerFeatures
 from vllm_spac.predictors._fitting import distil, ridge
 from vllm_spac.predictors._maps import Maps
 from vllm_spac.predictors._trained import Material, Sizes, Trained, mixing
-from vllm_spac.predictors.base import Guess, Seen, Signal
-from vllm_spac.predictors.token_table import Means, TokenTable
+from vllm_spac.predictors.base import Seen, Signal
+from vllm_spac.predictors.token_table import Means, TokenTable, logarithm
 
 _STEPS, _RATE = 300, 2e-3
-_LEAST = 1e-5  # probability whose logarithm stands for all smaller ones
 
 
 class Linear(Maps):
@@ -32,16 +32,19 @@ class Linear(Maps):
         super().__init__(sizes, tensors, beside)
         table = beside["token_table"]
         assert isinstance(table, TokenTable)
-        self._table, self._jumps = table, {jump: number for number, jump in enumerate(sizes.jumps())}
-        self._targets = [target for _, target in self._jumps]
+        self._table, self._features = table, LayerFeatures(sizes.width, sizes.experts)
+        jumps = [jump for layer in self._maps for jump in sizes.jumps_from(layer)]
+        self._targets = torch.tensor([target for _, target in jumps], dtype=torch.int64)
+        self._widths = [bias.shape[0] for bias in self._bias.values()]
         # Of a map, the rows of the token table are used once per step, for all layers together.
-        self._of_table = torch.stack([self._maps[jump][-sizes.experts :] for jump in self._jumps])
-        self._biases = torch.stack([self._bias[jump] for jump in self._jumps])[:, None]
+        parts = [matrix[-sizes.experts :] for matrix in self._maps.values()]
+        self._of_table = torch.cat([torch.empty(sizes.experts, 0), *parts], 1).unflatten(1, (-1, sizes.experts))
+        self._of_table = self._of_table.transpose(0, 1).contiguous()  # [jumps, N, N]
+        self._biases = torch.cat([torch.empty(0), *self._bias.values()]).view(-1, 1, sizes.experts)
         self._bias = {}
-        self._maps = {jump: self._maps[jump][: -sizes.experts].clone() for jump in self._jumps}
-        self._tokens = torch.empty(0, dtype=torch.int64)  # of the step that ``_by_token`` is of
-        self._by_token = torch.empty(0)  # [jumps, rows, N], the part of the scores that follows from the tokens
-        self._features = torch.empty(0)  # [rows, d + N], written anew in each layer
+        self._maps = {layer: matrix[: -sizes.experts].clone() for layer, matrix in self._maps.items()}
+        self._tokens: Tensor | None = None  # of the step that ``_by_token`` is of
+        self._by_token: tuple[Tensor, ...] = ()  # per layer, the part of its scores that follows from the tokens
 
     @classmethod
     def features_of(cls, sizes: Sizes) -> int:
@@ -60,30 +63,17 @@ class Linear(Maps):
         return matrix[:-1], matrix[-1]
 
     def features(self, seen: Seen) -> Tensor:
-        assert seen.hidden is not None and seen.ids is not None and seen.weights is not None
-        rows, width = seen.hidden.shape
-        if rows > len(self._features):
-            with torch.inference_mode(False):  # a buffer for calls inside and outside of it
-                self._features = torch.empty(rows, width + self.sizes.experts)
-        features = self._features[:rows]
-        features[:, :width] = seen.hidden
-        features[:, width:].zero_().scatter_(1, seen.ids.long(), seen.weights.float())
-        return features
+        return self._features.of(seen)
 
-    def guesses(self, seen: Seen) -> Iterable[Guess]:
+    def scores_of(self, seen: Seen) -> Tensor:
         assert seen.tokens is not None
-        if seen.tokens is not self._tokens and not torch.equal(seen.tokens, self._tokens):
+        if seen.tokens is not self._tokens and (self._tokens is None or not torch.equal(seen.tokens, self._tokens)):
             self._tokens, self._by_token = seen.tokens, self._scores_by_token(seen.tokens)
-        return list(super().guesses(seen))  # now: the features are written anew in the next layer
+        return torch.addmm(self._by_token[seen.layer], self.features(seen), self._maps[seen.layer])
 
-    def scores_of(self, jump: tuple[int, int], features: Tensor, seen: Seen) -> Tensor:
-        return torch.addmm(self._by_token[self._jumps[jump]], features, self._maps[jump])
-
-    def _scores_by_token(self, tokens: Tensor) -> Tensor:
+    def _scores_by_token(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Returns float32 [rows, N * layers ahead] of each layer, views of one tensor."""
         table = logarithm(self._table.scores_of(slice(None), self._table.places(tokens)))
-        return torch.baddbmm(self._biases, table[self._targets], self._of_table)
-
-
-def logarithm(probs: Tensor) -> Tensor:
-    """Returns the logarithm of probabilities, those below a least one as if they were that."""
-    return probs.clamp(min=_LEAST).log()
+        found = torch.empty(len(tokens), len(self._of_table), self.sizes.experts)
+        torch.baddbmm(self._biases, table[self._targets], self._of_table, out=found.transpose(0, 1))
+        return found.flatten(1).split(self._widths, 1)

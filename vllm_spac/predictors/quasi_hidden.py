@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from vllm_spac.predictors._features import LayerFeatures
 from vllm_spac.predictors._maps import Maps
 from vllm_spac.predictors._trained import Material, Sizes, Trained, mixing
 from vllm_spac.predictors.base import Seen, Signal
@@ -23,6 +24,10 @@ class QuasiHidden(Maps):
     """
 
     needs = frozenset({Signal.ROUTER_INPUT, Signal.ROUTING})
+
+    def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
+        super().__init__(sizes, tensors, beside)
+        self._features = LayerFeatures(sizes.width, sizes.experts)
 
     @classmethod
     def unfit(cls, material: Material) -> str:
@@ -45,8 +50,7 @@ class QuasiHidden(Maps):
         return torch.cat([factors[0] * through_gate, factors[1] * defaults]), gates.bias[target]
 
     def features(self, seen: Seen) -> Tensor:
-        assert seen.hidden is not None and seen.ids is not None and seen.weights is not None
-        return torch.cat([seen.hidden.float(), mixing(seen.ids, seen.weights, self.sizes.experts)], 1)
+        return self._features.of(seen)
 
 
 def through_norm(outputs: Tensor, gate: Tensor, norm: Tensor) -> Tensor:

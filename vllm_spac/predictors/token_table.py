@@ -13,6 +13,7 @@ from vllm_spac.predictors._trained import Material, Sizes, Specs, Trained
 from vllm_spac.predictors.base import START, Guess, Seen, Signal
 
 WIDTH = 16  # experts kept for each token and layer
+_LEAST = 1e-5  # probability whose logarithm stands for all smaller ones
 _SMOOTHING = 4.0  # rows of the mean distribution that each token's own rows are averaged with
 
 
@@ -125,3 +126,8 @@ def rest(ids: Tensor, probs: Tensor, prior: Tensor) -> Tensor:
     left = (1 - probs.sum(-1, keepdim=True)).clamp(min=0)
     others = 1 - prior.expand(*ids.shape[:-1], -1).gather(-1, ids).sum(-1, keepdim=True)
     return left / others.clamp(min=1e-6)
+
+
+def logarithm(probs: Tensor) -> Tensor:
+    """Returns the logarithm of probabilities, those below a least one as if they were that."""
+    return probs.clamp(min=_LEAST).log()

@@ -1,0 +1,103 @@
+"""How often predictors call torch in a layer, and that the few calls compute what their definitions say."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
+import imagined as made
+
+from vllm_spac.prediction.file import Identity, PredictorFile, kinds
+from vllm_spac.prediction.training import Training
+from vllm_spac.predictors import linear, neural
+from vllm_spac.predictors._features import LayerFeatures
+from vllm_spac.predictors._trained import Trained, mixing
+from vllm_spac.predictors.base import START, Seen
+from vllm_spac.predictors.neural import Neural
+
+# Of a layer that is not the first of its step: the step's first layer also computes what follows from the tokens.
+MOST = {"gate": 2, "quasi_hidden": 4, "linear": 4, "neural": 9, "hybrid": 9}
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch dispatches: kernels and views alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def file(reach: int) -> PredictorFile:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (linear, neural):
+            patch.setattr(module, "_STEPS", 3)
+        training = Training(made.material(reach), Identity("f" * 32, "imagined", made.NAMES), "texts")
+        list(training.run())
+        return training.result()
+
+
+def called(predictor: Trained, rows: int) -> list[list[str]]:
+    """Calls of torch in each layer of a step, whose rows are in bf16 as in an engine; the second of two equal steps."""
+    samples = made.samples(texts=1)
+    for tokens in (samples.tokens[:rows], samples.tokens[1 : 1 + rows]):
+        found = []
+        for layer in (START, *range(made.LAYERS)):
+            hidden = samples.hidden[layer, :rows].bfloat16()
+            seen = Seen(layer, tokens, hidden, samples.ids[layer, :rows], samples.weights[layer, :rows])
+            with Calls() as calls:
+                list(predictor.guesses(seen))
+            found.append(calls.names)
+    return found[1:]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("reach", [1, 3])
+@pytest.mark.parametrize("name", MOST)
+def test_few_calls_of_torch_in_a_layer(name: str, reach: int, rows: int) -> None:
+    """As few for several rows and several layers ahead; none in a layer that nothing is guessed in."""
+    found = called(file(reach).build(name), rows)
+    assert all(0 < len(calls) <= MOST[name] for calls in found[1:-1]), found
+    assert not found[-1], "nothing is after the last layer"
+
+
+def test_every_predictor_that_looks_at_layers_is_counted() -> None:
+    assert {name for name in kinds() if file(1).build(name).reach} == set(MOST)
+
+
+def test_features_are_the_router_input_and_its_weights_whatever_was_there_before() -> None:
+    samples, features = made.samples(texts=1), LayerFeatures(made.WIDTH, made.EXPERTS)
+    for layer, rows in ((0, slice(0, 5)), (2, slice(7, 12)), (1, slice(3, 4)), (0, slice(0, 9))):
+        hidden, ids, weights = (value[layer, rows] for value in (samples.hidden, samples.ids, samples.weights))
+        with torch.inference_mode(layer == 2):
+            found = features.of(Seen(layer, None, hidden.bfloat16(), ids, weights.bfloat16()))
+            expected = torch.cat([hidden.bfloat16().float(), mixing(ids, weights.bfloat16(), made.EXPERTS)], 1)
+        assert torch.equal(found, expected)
+
+
+def test_the_network_in_few_calls_is_that_of_the_training() -> None:
+    """Up to rounding: the two products of the input are one, and one bias is added earlier."""
+    found, samples = file(1), made.samples(texts=1, seed=8)
+    predictor = Neural(found.sizes, found.tensors["neural"], {})
+    random = torch.Generator().manual_seed(0)
+    net = {
+        part: found.tensors["neural"][f"{part}.2"].float()
+        + 0.1 * torch.randn(found.tensors["neural"][f"{part}.2"].shape, generator=random)
+        for part in neural._PARTS
+    }
+    inputs = torch.cat([samples.hidden[1], mixing(samples.ids[1], samples.weights[1], made.EXPERTS)], 1)
+    expected = neural._run(net, inputs)
+    torch.testing.assert_close(predictor._run(neural._merged(net), inputs), expected, rtol=1e-4, atol=1e-4)
+    for rows in (1, 6):
+        found_now = predictor._run(neural._merged(net), inputs[:rows])
+        torch.testing.assert_close(found_now, expected[:rows], rtol=1e-4, atol=1e-4)
