@@ -73,6 +73,14 @@ class ExpertLoader:
         """A router has chosen, in a step that began with something seen; before anything of its layer is held."""
         self._prefetcher.look(seen)
 
+    def expect(self, layer: int, experts: np.ndarray) -> None:
+        """As ``Prefetcher.expect``."""
+        self._prefetcher.expect(layer, experts)
+
+    def leave(self) -> None:
+        """As ``Prefetcher.leave``."""
+        self._prefetcher.leave()
+
     def hold(self, keys: list[int], counters: Counters | None) -> list[int]:
         """Pins ``keys``, waits until all are READY, and returns those that were not; ``release`` unpins.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.expected import Expected
 from vllm_spac.cache.link import Link
@@ -64,6 +66,16 @@ class Lookahead(Prefetcher):
             self.expected.enter(seen.layer, seen.ids.numpy())
             if self._guesser.reach:
                 self._ask(seen)
+
+    def expect(self, layer: int, experts: np.ndarray) -> None:
+        if not self._idle:
+            self.reap()
+            self.expected.expect(layer, experts)
+            self._proceed(0)
+
+    def leave(self) -> None:
+        self.expected.leave()
+        self._proceed(0)
 
     def plan(self) -> None:
         self.end_step()

@@ -76,6 +76,12 @@ class Prefetcher:
     def look(self, seen: Seen) -> None:
         """A router has chosen, before the experts of its layer are loaded: for a predictor that looks at layers."""
 
+    def expect(self, layer: int, experts: np.ndarray) -> None:
+        """``experts`` (int, distinct, the likeliest first) are guessed of the next run of ``layer``; between layers."""
+
+    def leave(self) -> None:
+        """The layer that entered last has its output: for a caller whose next layer may run much later."""
+
     def plan(self) -> None:
         """Called after a step: cancels reads that have not begun, and queues new ones by the newest scores."""
         self.end_step()
