@@ -25,7 +25,7 @@ class Expected:
     """
 
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
-        self._layers, self._experts, self._top_k = layers, experts, top_k
+        self.layers, self._experts, self._top_k = layers, experts, top_k
         self._running = START
         self._left = False  # the running layer has its output
         self._named: dict[int, list[int]] = {}  # layer that has not run -> keys, the likeliest first
@@ -33,7 +33,7 @@ class Expected:
 
     def begin(self) -> None:
         """A step begins: forgets what was expected of layers that the last one did not run."""
-        self._pass(range(max(0, self._running + self._left), self._layers))
+        self._pass(range(max(0, self._running + self._left), self.layers))
         self._running, self._left = START, False
 
     def clear(self) -> None:
@@ -48,7 +48,7 @@ class Expected:
         if layer >= first:
             passed = range(max(0, first), layer + 1)
         else:  # no step began in between
-            passed = range(first, self._layers + layer + 1)
+            passed = range(first, self.layers + layer + 1)
         self._pass(passed)
         self._running, self._left = layer, False
         self._soon[layer * self._experts + used.ravel()] = True
@@ -75,12 +75,16 @@ class Expected:
     def distance(self, key: int) -> int:
         """Returns how many layers later the layer of ``key`` runs next: 0 for one that runs now, else 1 or more."""
         ahead = key // self._experts - self._running
-        return ahead if ahead >= self._left else ahead + self._layers
+        return ahead if ahead >= self._left else ahead + self.layers
 
     def ranked(self) -> Iterator[int]:
         """Yields the keys that guesses name: those of nearer layers first, then the likelier ones."""
         for layer in sorted(self._named, key=lambda layer: self.distance(layer * self._experts)):
             yield from self._named[layer]
+
+    def of(self, layer: int) -> list[int]:
+        """Returns the keys that guesses name of ``layer``, the likelier ones first."""
+        return self._named.get(layer, [])
 
     def until(self, key: int) -> Container[int]:
         """Returns the expected keys that are needed in the layer of ``key`` or before it."""
@@ -92,7 +96,7 @@ class Expected:
     def _pass(self, layers: range) -> None:
         """Forgets what is expected of ``layers``, counted on into the next step."""
         for layer in layers:
-            layer %= self._layers
+            layer %= self.layers
             self._named.pop(layer, None)
             self._soon[layer * self._experts : (layer + 1) * self._experts] = False
 

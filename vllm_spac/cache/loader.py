@@ -69,6 +69,10 @@ class ExpertLoader:
         """A step begins, of which a predictor may see ``seen``; None: nothing is to be guessed about it."""
         self._prefetcher.begin_step(seen)
 
+    def draft(self, seen: Seen) -> None:
+        """The drafter has read tokens of the next step; for a predictor that needs ``Signal.DRAFT``."""
+        self._prefetcher.draft(seen)
+
     def look(self, seen: Seen) -> None:
         """A router has chosen, in a step that began with something seen; before anything of its layer is held."""
         self._prefetcher.look(seen)

@@ -73,6 +73,9 @@ class Prefetcher:
     def begin_step(self, seen: Seen | None) -> None:
         """A step begins, of which a predictor that looks at layers may see ``seen``; None: nothing is to be guessed."""
 
+    def draft(self, seen: Seen) -> None:
+        """The drafter has read the tokens of some rows of the next step: for a predictor that looks at its states."""
+
     def look(self, seen: Seen) -> None:
         """A router has chosen, before the experts of its layer are loaded: for a predictor that looks at layers."""
 
