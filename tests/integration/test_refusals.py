@@ -431,6 +431,9 @@ def on_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(device, "is_cpu", lambda: False)
 
 
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+
+
 @pytest.mark.parametrize(
     ("quantisation", "options", "named"),
     [
@@ -440,11 +443,12 @@ def on_a_gpu(monkeypatch) -> None:
             r"one scale per tensor.*\(fp8\).*by block or channel",
         ),
         ({"quant_method": "mxfp4"}, {}, r"\(mxfp4\): not supported in slots; use --spac-execution pointers"),
+        (NVFP4, {}, r"NVFP4 experts \(modelopt\): not supported in slots; use --spac-execution pointers"),
         (GPTQ, {}, "--quantization auto_gptq runs .*; add --quantization moe_wna16 --moe-backend triton"),
         (GPTQ | {"sym": False}, {"quantization": "moe_wna16"}, r"zero points \(sym=false\)"),
         (None, {"quantization": "fp8_per_block"}, "--quantization fp8_per_block quantises experts while.*drop it"),
     ],
-    ids=["scales of tensors", "MXFP4", "GPTQ for Marlin", "GPTQ with zero points", "while loading"],
+    ids=["scales of tensors", "MXFP4", "NVFP4", "GPTQ for Marlin", "GPTQ with zero points", "while loading"],
 )
 def test_quantised_models(tmp_path, on_a_gpu, quantisation, options, named):
     facts = QWEN if quantisation is None else QWEN | {"quantization_config": quantisation}

@@ -151,14 +151,24 @@ def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]]) -> Ch
 
 
 def read_config(path: Path) -> dict:
-    """Reads a ``config.json``; raises ``UnsupportedError`` if it is none."""
+    """Reads a ``config.json``; raises ``UnsupportedError`` if it is none.
+
+    The quantisation that older ModelOpt describes in a file beside it is added, as vLLM does.
+    """
+    config, beside = _mapping(path), path.with_name("hf_quant_config.json")
+    if quantisation.of(config) is None and beside.exists():
+        config[quantisation.QUANTISED[0]] = _mapping(beside)
+    return config
+
+
+def _mapping(path: Path) -> dict:
     try:
-        config = parse_json(read_text(path), strict=False)
+        found = parse_json(read_text(path), strict=False)
     except (OSError, ValueError) as error:
         raise UnsupportedError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise UnsupportedError(f"{path} is no mapping")
-    return config
+    return found
 
 
 def first_number(config: dict, names: tuple[str, ...], most: int = _MOST) -> int:

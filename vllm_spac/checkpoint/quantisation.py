@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 # Where multimodal models describe their language model, and what vLLM calls the quantisation in either place.
 INNER_CONFIGS = ("text_config", "language_config", "llm_config", "ffn_config")
@@ -12,13 +13,17 @@ QUANTISED = ("quantization_config", "compression_config", "quant_config")
 
 _REMEDY = (
     "use one in FP8 (scales by block or channel), in INT4 by group (compressed-tensors, AWQ, GPTQ with sym and without "
-    "desc_act), with --spac-execution pointers also in MXFP4 (GPT-OSS) or in INT8 by channel, or an unquantised one"
+    "desc_act), with --spac-execution pointers also in MXFP4 (GPT-OSS), NVFP4 or INT8 by channel, or an unquantised one"
 )
 _PER_TENSOR = (
     "FP8 experts with one scale per tensor, whose activations share a scale with other rows or experts: their result "
     "depends on what is computed with them"
 )
 _METADATA = {"weight_shape", "g_idx"}  # in checkpoints only
+# Of NVFP4: scales of activations, and those of tensors, which slots have as scales of rows.
+_WHOLE = {"input_scale", "input_global_scale", "weight_scale_2", "weight_global_scale"}
+_NVFP4 = ("NVFP4", "W4A16_NVFP4")  # of ModelOpt
+_NV_GROUP = 16
 _MXFP4 = "mxfp4"  # of GPT-OSS
 _WNA16 = ("gptq", "awq")  # read by vLLM's moe_wna16; vLLM's own methods for them use Marlin
 
@@ -34,7 +39,12 @@ def parts(config: Mapping) -> Iterator[Mapping]:
 def of(config: Mapping) -> Mapping | None:
     """Returns the quantisation that a checkpoint's ``config.json`` names, or None."""
     entry = next((part[name] for part in parts(config) for name in QUANTISED if part.get(name)), None)
-    return entry if entry is None or isinstance(entry, Mapping) else {"quant_method": entry}
+    if entry is not None and not isinstance(entry, Mapping):
+        return {"quant_method": entry}
+    inner = _mapping(_mapping(entry).get("quantization"))
+    if "quant_algo" in inner:  # ModelOpt's own file, hf_quant_config.json
+        return {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules") or []}
+    return entry
 
 
 def method(quantisation: Mapping) -> str:
@@ -81,11 +91,22 @@ def cpu_refusal(quantisation: Mapping, *, amx: bool) -> str:
 
 
 def flags(quantisation: Mapping) -> tuple[str, ...]:
-    """Returns the options that run these experts: of vLLM, which select its Triton kernels, or our kernels."""
+    """Returns the options that run these experts: of vLLM, which select its Triton kernels, or our kernels.
+
+    Marlin leaves activations as they are, as our kernels do, where other kernels of vLLM quantise them to NVFP4.
+    """
     if refusal(quantisation, packed=False) is not None:
-        return ("--spac-execution pointers",)
+        marlin = ("--moe-backend marlin",) if is_nvfp4(quantisation) else ()
+        return ("--spac-execution pointers", *marlin)
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()
     return (*loaded_by, "--moe-backend triton")
+
+
+def is_nvfp4(quantisation: Mapping) -> bool:
+    """Returns whether experts may be in NVFP4; another group of the config may say otherwise for some."""
+    if method(quantisation).startswith("modelopt"):
+        return _modelopt(quantisation) is None
+    return any(map(_is_nvfp4, _groups(quantisation)))
 
 
 def loader(quantisation: Mapping) -> str | None:
@@ -97,11 +118,16 @@ def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: i
     """Returns the bytes in a slot of tensor ``name``, which has ``nbytes`` in the checkpoint.
 
     Scales of FP8 and INT8 become float32 and those of GPTQ and AWQ the model's 16 bits; GPTQ has zero points and biases
-    that no kernel reads; exponents of MXFP4 are padded to words of 4.
+    that no kernel reads; scales of MXFP4 and NVFP4 are padded to words of 4, and rows of NVFP4 have one more word.
     """
     last = name.rpartition(".")[2]
     if last in _METADATA:
         return 0
+    if is_nvfp4(quantisation):
+        if last in _WHOLE:
+            return 0
+        if last == "weight_scale" and nbytes == math.prod(shape):  # e4m3
+            return math.prod(shape[:-1]) * 4 * (1 + -(-shape[-1] // 4))
     if method(quantisation) == _MXFP4 and last.endswith("_scales"):
         return math.prod(shape[:-1]) * 4 * -(-shape[-1] // 4)
     if method(quantisation) in _WNA16:
@@ -120,6 +146,8 @@ def stored_bytes(quantisation: Mapping, shape: Sequence[int]) -> int:
     weights, *matrix = math.prod(shape), shape[-2], shape[-1]
     if method(quantisation) == _MXFP4:
         return weights // 2 + weights // 32
+    if is_nvfp4(quantisation):
+        return weights // 2 + weights // matrix[1] * 4 * (1 + -(-matrix[1] // (4 * _NV_GROUP)))
     group = next((group for group in _groups(quantisation) if _group(group) is None or _is_int8(group)), {})
     given = _mapping(group.get("weights")) or quantisation
     if method(quantisation) == "fp8" or _is_fp8(group) or _is_int8(group):
@@ -137,10 +165,14 @@ def excluded(quantisation: Mapping, name: str) -> bool:
     if method(quantisation) == _MXFP4 and ("experts" not in name or name.endswith("bias")):
         return True
     names = [*(quantisation.get("modules_to_not_convert") or ()), *(quantisation.get("ignore") or ())]
-    return any(
-        bool(re.match(entry[3:], name)) if entry.startswith("re:") else entry in name
-        for entry in map(str, ("lm_head", "embed_tokens", *names))
-    )
+    return any(_matches(entry, name) for entry in map(str, ("lm_head", "embed_tokens", *names)))
+
+
+def _matches(entry: str, name: str) -> bool:
+    """Whether a module that is left out names ``name``: compressed-tensors' pattern, ModelOpt's wildcard, or a part."""
+    if entry.startswith("re:"):
+        return bool(re.match(entry[3:], name))
+    return fnmatchcase(name, entry) if "*" in entry else entry in name
 
 
 def _unknown(_: Mapping) -> str:
@@ -169,6 +201,18 @@ def _awq(quantisation: Mapping) -> str | None:
     return "experts with one scale per channel (group_size=-1)" if group == -1 else None
 
 
+def _modelopt(quantisation: Mapping) -> str | None:
+    algorithm = str(quantisation.get("quant_algo", "an unnamed format")).upper()
+    group = quantisation.get("group_size") or _NV_GROUP
+    if algorithm not in _NVFP4:
+        return f"experts in {algorithm}"
+    return None if group == _NV_GROUP else f"NVFP4 experts by {group} columns"
+
+
+def _in_slots(quantisation: Mapping) -> str | None:
+    return _modelopt(quantisation) or "NVFP4 experts"
+
+
 def _has_zero_points(quantisation: Mapping) -> bool:
     return bool(quantisation.get("zero_point")) if method(quantisation) == "awq" else not quantisation.get("sym")
 
@@ -179,7 +223,8 @@ def _compressed(quantisation: Mapping) -> str | None:
 
 
 def _compressed_packed(quantisation: Mapping) -> str | None:
-    return None if any(map(_is_int8, _groups(quantisation))) else _compressed(quantisation)
+    found = _groups(quantisation)
+    return None if any(map(_is_int8, found)) or any(map(_is_nvfp4, found)) else _compressed(quantisation)
 
 
 def _groups(quantisation: Mapping) -> list[Mapping]:
@@ -188,6 +233,8 @@ def _groups(quantisation: Mapping) -> list[Mapping]:
 
 def _group(group: Mapping) -> str | None:
     weights, activations = _mapping(group.get("weights")), _mapping(group.get("input_activations"))
+    if _is_nvfp4(group):
+        return "NVFP4 experts"
     if _is_fp8(group):
         return None if weights.get("strategy") in ("channel", "block") else _PER_TENSOR
     if activations:
@@ -214,5 +261,15 @@ def _is_int8(group: Mapping) -> bool:
     return kinds == [("int", 8, "channel"), ("int", 8, "token")]
 
 
+def _is_nvfp4(group: Mapping) -> bool:
+    """Whether weights are in NVFP4; activations may be quantised, too."""
+    weights = _mapping(group.get("weights"))
+    given = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"), weights.get("group_size"))
+    return given == ("float", 4, "tensor_group", _NV_GROUP)
+
+
+_MODELOPT = ("modelopt", "modelopt_fp4")
 _REASONS = {"fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
+_REASONS |= dict.fromkeys(_MODELOPT, _in_slots)
 _PACKED = _REASONS | {"compressed-tensors": _compressed_packed, _MXFP4: lambda _: None}
+_PACKED |= dict.fromkeys(_MODELOPT, _modelopt)
