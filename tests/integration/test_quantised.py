@@ -880,11 +880,12 @@ def test_slots_name_the_execution_that_can(backends):
         build(PACKED["compressed int8, channels"])
 
 
-@pytest.mark.parametrize(
-    "name", ["compressed int8, channels", "gpt-oss", "compressed nvfp4", "compressed nvfp4, W4A4", "modelopt nvfp4"]
-)
+ONLY_PACKED = {"compressed int8, channels", "gpt-oss", "compressed nvfp4", "compressed nvfp4, W4A4", "modelopt nvfp4"}
+
+
+@pytest.mark.parametrize("name", [name for name in PACKED if name != "awq int4"])  # which has no zero points: refused
 def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
-    """Of what only our kernels read."""
+    """Of what our kernels read; scales of blocks are padded to four rows, which are fewer here and in no model."""
     facts = {"num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
     (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": PACKED[name]}))
     tensors = published(name)
@@ -894,12 +895,16 @@ def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
             last.replace(".", "_"): torch.stack([tensors[f"{e}.{last}"] for e in range(EXPERTS)]) for last in lasts
         }
     save_file({f"model.layers.0.mlp.experts.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    found, layer = headers.read_checkpoint(tmp_path), build_packed(name)
+    found, layer = headers.read_checkpoint(tmp_path, packed=True), build_packed(name)
     stand_in(layer)
-    assert found.expert_bytes == [sum(spec.nbytes for spec in layer.probe().values())]
-    assert quantised.refusal(found.quantisation) is None
+    (counted,), stored = found.expert_bytes, sum(spec.nbytes for spec in layer.probe().values())
+    assert counted == stored or ("blocks" in name and counted < stored < counted + 2 * 4 * 4 * 2)
+    assert quantised.refusal(found.quantisation, packed=True) is None
     marlin = ("--moe-backend marlin",) if "nvfp4" in name else ()
-    assert quantised.flags(found.quantisation) == ("--spac-execution pointers", *marlin)
+    assert quantised.flags(found.quantisation, packed=True) == ("--spac-execution pointers", *marlin)
+    assert quantised.only_packed(found.quantisation) == (name in ONLY_PACKED)
+    if name in ONLY_PACKED:
+        assert headers.read_checkpoint(tmp_path) == found
 
 
 def test_sizes_that_vllm_rounds_up(backends, monkeypatch):

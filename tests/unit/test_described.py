@@ -87,6 +87,38 @@ def test_quantised_weights_have_their_scales(settings: dict, nbytes: int) -> Non
     assert quantisation.stored_bytes(settings, (3, 64, 256)) == 3 * nbytes
 
 
+INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
+
+
+def int4(**weights: object) -> dict:
+    return {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4 | weights}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots", "packed"),
+    [
+        (FP8, 4 * 2, 4 * 2),
+        (int4(), 2 * 256, 2 * 256),
+        (int4(group_size=256), 2 * 64, 4 * 64),  # a word has two scales
+        (int4(symmetric=False), 2 * 256 + 128, 4 * 256),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 2 * 128 + 64, 4 * 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, 2 * 512, 2 * 512),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, 2 * 512, 4 * 512),
+    ],
+    ids=["fp8", "int4", "int4, one group", "int4 zero points", "awq", "gptq", "gptq int8"],
+)
+def test_our_kernels_store_other_scales(settings: dict, slots: int, packed: int) -> None:
+    codes = 64 * 256 * (1 if settings is FP8 or settings.get("bits") == 8 else 0.5)
+    assert quantisation.stored_bytes(settings, (64, 256), packed=False) == codes + slots
+    assert quantisation.stored_bytes(settings, (64, 256), packed=True) == codes + packed
+
+
+def test_columns_of_gpt_oss_are_first() -> None:
+    """2880 columns have 90 exponents, stored as 92."""
+    found = quantisation.stored_bytes({"quant_method": "mxfp4"}, (32, 2880, 5760))
+    assert found == 32 * 5760 * (1440 + 92)
+
+
 def nvfp4(activations: dict | None = None, **weights: object) -> dict:
     given = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16} | weights
     group = {"weights": given, "input_activations": activations, "targets": ["Linear"]}

@@ -23,7 +23,7 @@ _METADATA = {"weight_shape", "g_idx"}  # in checkpoints only
 # Of NVFP4: scales of activations, and those of tensors, which slots have as scales of rows.
 _WHOLE = {"input_scale", "input_global_scale", "weight_scale_2", "weight_global_scale"}
 _NVFP4 = ("NVFP4", "W4A16_NVFP4")  # of ModelOpt
-_NV_GROUP = 16
+_NV_GROUP, _MX_GROUP = 16, 32
 _MXFP4 = "mxfp4"  # of GPT-OSS
 _WNA16 = ("gptq", "awq")  # read by vLLM's moe_wna16; vLLM's own methods for them use Marlin
 
@@ -90,12 +90,21 @@ def cpu_refusal(quantisation: Mapping, *, amx: bool) -> str:
     )
 
 
-def flags(quantisation: Mapping) -> tuple[str, ...]:
+def only_packed(quantisation: Mapping) -> bool:
+    """Returns whether slots cannot hold these experts, so that only our kernels may run them."""
+    return refusal(quantisation, packed=False) is not None
+
+
+def flags(quantisation: Mapping, packed: bool | None = None) -> tuple[str, ...]:
     """Returns the options that run these experts: of vLLM, which select its Triton kernels, or our kernels.
 
     Marlin leaves activations as they are, as our kernels do, where other kernels of vLLM quantise them to NVFP4.
+
+    Args:
+        quantisation: of the checkpoint.
+        packed: for our kernels; None: where slots cannot hold these experts.
     """
-    if refusal(quantisation, packed=False) is not None:
+    if only_packed(quantisation) if packed is None else packed:
         marlin = ("--moe-backend marlin",) if is_nvfp4(quantisation) else ()
         return ("--spac-execution pointers", *marlin)
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()
@@ -114,12 +123,19 @@ def loader(quantisation: Mapping) -> str | None:
     return "moe_wna16" if method(quantisation) in _WNA16 else None
 
 
-def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: int) -> int:
+def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: int, packed: bool | None = None) -> int:
     """Returns the bytes in a slot of tensor ``name``, which has ``nbytes`` in the checkpoint.
 
     Scales of FP8 and INT8 become float32 and those of GPTQ and AWQ the model's 16 bits; GPTQ has zero points and biases
     that no kernel reads; scales of MXFP4 and NVFP4 are padded to words of 4, and rows of NVFP4 have one more word.
+    Our kernels read scales of INT4 in words of two, or with their zero point, and those of 8 bits in float32.
+
+    Args:
+        quantisation: of the checkpoint.
+        name, shape, nbytes: of the tensor.
+        packed: for our kernels; None: where slots cannot hold these experts.
     """
+    packed = only_packed(quantisation) if packed is None else packed
     last = name.rpartition(".")[2]
     if last in _METADATA:
         return 0
@@ -130,7 +146,14 @@ def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: i
             return math.prod(shape[:-1]) * 4 * (1 + -(-shape[-1] // 4))
     if method(quantisation) == _MXFP4 and last.endswith("_scales"):
         return math.prod(shape[:-1]) * 4 * -(-shape[-1] // 4)
-    if method(quantisation) in _WNA16:
+    of_gptq = method(quantisation) in _WNA16
+    if packed and (is_int4 := _integers(quantisation)) is not None:
+        if last in ("scales", "weight_scale"):  # of GPTQ and AWQ, columns are first
+            groups, rows = (shape[-2], shape[-1]) if of_gptq else (shape[-1], math.prod(shape[:-1]))
+            words = -(-groups // 2) if is_int4 and not _has_zero_points(quantisation) else groups
+            return 4 * rows * words
+        return 0 if last in ("qzeros", "weight_zero_point") or (of_gptq and last == "bias") else nbytes
+    if of_gptq:
         if last == "bias" or (last == "qzeros" and not _has_zero_points(quantisation)):
             return 0
         return 2 * math.prod(shape) if last == "scales" else nbytes
@@ -138,14 +161,16 @@ def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: i
     return 4 * math.prod(shape) if floats and last.startswith("weight_scale") else nbytes
 
 
-def stored_bytes(quantisation: Mapping, shape: Sequence[int]) -> int:
+def stored_bytes(quantisation: Mapping, shape: Sequence[int], packed: bool | None = None) -> int:
     """Returns the bytes of a weight [..., rows, columns] in a slot, with its scales and zero points.
 
-    From ``quantization_config`` alone, for one of the quantisations that ``refusal`` lets pass.
+    From ``quantization_config`` alone, for one of the quantisations that ``refusal`` lets pass. GPT-OSS's weights have
+    columns first. ``packed``: as in ``kept_bytes``.
     """
+    packed = only_packed(quantisation) if packed is None else packed
     weights, *matrix = math.prod(shape), shape[-2], shape[-1]
     if method(quantisation) == _MXFP4:
-        return weights // 2 + weights // 32
+        return weights // 2 + weights // matrix[0] * 4 * -(-matrix[0] // (4 * _MX_GROUP))
     if is_nvfp4(quantisation):
         return weights // 2 + weights // matrix[1] * 4 * (1 + -(-matrix[1] // (4 * _NV_GROUP)))
     group = next((group for group in _groups(quantisation) if _group(group) is None or _is_int8(group)), {})
@@ -155,8 +180,11 @@ def stored_bytes(quantisation: Mapping, shape: Sequence[int]) -> int:
         blocks = math.prod(-(-size // step) for size, step in zip(matrix, block, strict=True))
         return weights + 4 * blocks * (weights // math.prod(matrix))
     bits = int(given.get("bits") or given.get("num_bits") or 4)
-    groups = weights // int(given.get("group_size") or 128)
-    zero_points = _has_zero_points(quantisation) if method(quantisation) in _WNA16 else given.get("symmetric") is False
+    of_row = matrix[1] // int(given.get("group_size") or 128)
+    rows, zero_points = weights // matrix[1], _has_zero_points(quantisation)
+    if packed:
+        return weights * bits // 8 + 4 * rows * (-(-of_row // 2) if bits == 4 and not zero_points else of_row)
+    groups = rows * of_row
     return weights * bits // 8 + 2 * groups + (groups * bits // 8 if zero_points else 0)
 
 
@@ -214,7 +242,16 @@ def _in_slots(quantisation: Mapping) -> str | None:
 
 
 def _has_zero_points(quantisation: Mapping) -> bool:
-    return bool(quantisation.get("zero_point")) if method(quantisation) == "awq" else not quantisation.get("sym")
+    if method(quantisation) in _WNA16:
+        return bool(quantisation.get("zero_point")) if method(quantisation) == "awq" else not quantisation.get("sym")
+    return any(_mapping(group.get("weights")).get("symmetric") is False for group in _groups(quantisation))
+
+
+def _integers(quantisation: Mapping) -> bool | None:
+    """Whether experts are INT4, not integers of 8 bits by group; None: neither."""
+    if method(quantisation) in _WNA16:
+        return quantisation.get("bits") == 4
+    return True if any(_group(group) is None and not _is_fp8(group) for group in _groups(quantisation)) else None
 
 
 def _compressed(quantisation: Mapping) -> str | None:
