@@ -14,6 +14,13 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where workers of pytest-xdist keep what one of them computes for all, see ``parity/shared.py``."""
+    base = tmp_path_factory.getbasetemp()
+    os.environ["SPAC_TESTS_SHARED"] = str((base.parent if hasattr(request.config, "workerinput") else base) / "shared")
+
+
 @pytest.fixture(autouse=True)
 def messages_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Importing vLLM ends propagation, and the engine tests set its level to ERROR for the whole process."""

@@ -6,12 +6,12 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 
@@ -710,9 +710,9 @@ def test_bad_keys_on_the_command_line_are_one_line(flags, said):
 )
 def test_vllm_serve_ends_with_one_line(moe, flags, said):
     vllm = Path(sys.executable).with_name("vllm")
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    command = [vllm, "serve", str(moe), "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128", *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = forked.run(
+        [vllm, "serve", moe, "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128", *flags]
+    )
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("vllm: error: spac: ") and said in last

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import engines
+import forked
 import pytest
 from compare import METHODS, compare
 from exactness import assert_same_tokens
@@ -26,22 +24,21 @@ DRAFTING = ("--engine", json.dumps(OPTIONS | {"speculative_config": METHODS["eag
 
 def command(program: list, code: int = 0) -> str:
     """What a program prints, both streams."""
-    environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
-    done = subprocess.run([str(part) for part in program], capture_output=True, text=True, timeout=500, env=environment)
+    done = forked.run(program, {"COLUMNS": "200", "NO_COLOR": "1"}, timeout=500)
     assert done.returncode == code, done.stderr[-4000:] + done.stdout
     return done.stdout + done.stderr
 
 
 def vllm_spac_command(*arguments, code: int = 0) -> str:
-    return command([sys.executable, "-c", "from vllm_spac.cli.main import app; app()", *arguments], code)
+    return command(["-c", "from vllm_spac.cli.main import app; app()", *arguments], code)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """Folder with predictors, and held-out texts."""
     folder = tmp_path_factory.mktemp("trained")
-    command([sys.executable, TEXTS, folder / "train.jsonl", "--training", "--count", "16"])
-    command([sys.executable, TEXTS, folder / "held.jsonl", "--count", "4"])
+    command([TEXTS, folder / "train.jsonl", "--training", "--count", "16"])
+    command([TEXTS, folder / "held.jsonl", "--count", "4"])
     said = vllm_spac_command(
         *("train-predictor", MODELS / "target", "--prompts", folder / "train.jsonl", "--reach", "2"),
         *("--output", folder / "p.safetensors", "--disk-dir", folder, "--slots", "60%", *DRAFTING),
