@@ -227,6 +227,10 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"prefetch": "linear"}, "prefetch=linear.*needs predictor_file.*vllm-spac train-predictor"),
         ({"prefetch": "linear", "predictor_file": "/not/there"}, "predictor_file=/not/there.*no such file"),
         ({"prefetch": "linear", "predictor_file": "text"}, "text cannot be read as a file of predictors"),
+        (
+            {"prefetch": "draft_gate", "predictor_file": "other.predictors"},
+            r"prefetch=draft_gate \(--spac-prefetch\) cannot work here: there is no drafter; add --speculative-config",
+        ),
         ({"prefetch": "frequency", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
         ({"budget_file": "deep"}, "--spac-budget-file.*nested too deeply.*vllm-spac budgets"),
         ({"budget_file": "other.json"}, r"--spac-budget-file.*another model or revision: \\x1b\[2J"),

@@ -75,7 +75,10 @@ def test_recall_on_held_out_text(trained: Path) -> None:
     assert (sizes.layers, sizes.experts, sizes.top_k) == (LAYERS, EXPERTS, TOP_K) and sizes.draft_width > 0
 
 
-@pytest.mark.parametrize(("method", "prefetch"), [(None, "linear"), ("eagle3", "auto"), ("eagle3", "draft_gate")])
+DRAFT_GATE = pytest.param("eagle3", "draft_gate", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("method", "prefetch"), [(None, "linear"), ("eagle3", "auto"), DRAFT_GATE])
 def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None, prefetch: str) -> None:
     """The guard is off so that all steps have stock's shape. ``auto`` chooses a predictor: loads take long here."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off"}

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_spac.errors import SpacError
+from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.integration.evaluation.draft_reader import DraftReader
+from vllm_spac.integration.loading import ahead
 from vllm_spac.integration.stepping import drafts, runner_v1
 from vllm_spac.integration.stepping.draft_logits import observed
 from vllm_spac.speculation.draft_states import DraftStates
@@ -199,3 +200,18 @@ def test_chains_can_be_read(method: str) -> None:
 def test_why_others_cannot_be_read(given: SimpleNamespace, says: str) -> None:
     reason = drafts.unread(given)
     assert reason is not None and re.search(says, reason), reason
+
+
+def test_the_drafter_is_the_one_of_the_training() -> None:
+    """Only for a predictor that reads its states; ``auto`` leaves such predictors out."""
+    file = SimpleNamespace(names=["linear", "draft_gate"], left_out={}, drafter="d" * 32, build=lambda name: name)
+
+    def built(name: str, drafter: str) -> str:
+        return ahead.predictor(SimpleNamespace(prefetch=name, predictor_file="p"), file, lambda: drafter)
+
+    assert built("draft_gate", "d" * 32) == "draft_gate" and built("linear", "e" * 32) == "linear"
+    for other, says in (("e" * 32, "than this engine's .eeeeeeeeeeee."), ("", "than this engine's .none.")):
+        with pytest.raises(ConfigError, match=f"another drafter .dddddddddddd. {says}; train again"):
+            built("draft_gate", other)
+    assert ahead.usable(file, "d" * 32) == ["linear", "draft_gate"]
+    assert ahead.usable(file, "") == ahead.usable(file, "e" * 32) == ["linear"]

@@ -84,7 +84,7 @@ def choose_for(
     """
     if execution.holds_all:
         return Choice(None, "every expert has a slot")
-    names = [name for name in file.names if Signal.DRAFT not in kinds()[name].needs or file.drafter == drafter]
+    names = usable(file, drafter)
     recalls = {name: overall(file.recall[name]) for name in names}
     nbytes = {name: file.nbytes(name) for name in names}
     choice = choose(recalls, nbytes, _costs(config, execution, layer, store))
@@ -92,6 +92,11 @@ def choose_for(
         built = file.build(choice.predictor)
         execution.read_ahead(PrefetchSettings.configured(config, choice.predictor, built, stops=True))
     return choice
+
+
+def usable(file: PredictorFile, drafter: str) -> list[str]:
+    """Returns the predictors of the file that an engine can ask; ``drafter`` as in ``choose_for``."""
+    return [name for name in file.names if Signal.DRAFT not in kinds()[name].needs or file.drafter == drafter]
 
 
 def _costs(config: SpacConfig, execution: Execution, layer: ManagedExperts, store: str) -> StepCosts:
