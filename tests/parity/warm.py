@@ -5,6 +5,7 @@ vLLM collects garbage nine times per engine, and would visit all objects of thes
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -33,4 +34,5 @@ if current_platform.is_cpu():
 
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)  # a library would report what is never collected as leaked
 gc.freeze = gc.unfreeze = lambda: None  # vLLM freezes each engine, and with an engine it would unfreeze the imports
