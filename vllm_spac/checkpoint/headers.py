@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint.scales import check_scales
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.system.printable import brief
 from vllm_spac.system.untrusted import parse_json, read_header, read_text
@@ -121,6 +122,7 @@ def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]], packe
     layers = first_number(config, LAYERS) or math.inf
     layer_bytes: Counter[int] = Counter()
     dtypes, draft, other, named = set(), 0, 0, set()
+    coded: dict[str, dict] = {}
     quantised = quantisation.of(config)
     for name, entry in tensors:
         size = entry["data_offsets"][1] - entry["data_offsets"][0]
@@ -129,6 +131,7 @@ def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]], packe
             draft += size
         elif match:
             if quantised:
+                coded[name] = entry
                 size = quantisation.kept_bytes(quantised, name, entry["shape"], size, packed)
             layer_bytes[int(match["index"])] += size
             dtypes.add(entry["dtype"])
@@ -139,6 +142,8 @@ def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]], packe
         raise UnsupportedError(f"{folder} speaks of {experts} experts, but none of its tensors is one")
     if None not in named and len(named) != experts:
         raise UnsupportedError(f"{folder} has the tensors of {len(named)} experts, config.json says {experts}")
+    if quantised:
+        check_scales(quantised, coded, folder)
     return Checkpoint(
         name=str(config.get("model_type", "?")),
         experts=experts,

@@ -48,8 +48,9 @@ def of(config: Mapping) -> Mapping | None:
 
 
 def method(quantisation: Mapping) -> str:
-    """Returns the name of the quantisation method."""
-    return str(quantisation.get("quant_method", "unnamed method"))
+    """Returns the name of the quantisation method; vLLM renames that of GPT-OSS when it makes its own config."""
+    name = str(quantisation.get("quant_method", "unnamed method"))
+    return _MXFP4 if name == "gpt_oss_mxfp4" else name
 
 
 def refusal(quantisation: Mapping, packed: bool | None = None) -> str | None:
@@ -115,7 +116,7 @@ def is_nvfp4(quantisation: Mapping) -> bool:
     """Returns whether experts may be in NVFP4; another group of the config may say otherwise for some."""
     if method(quantisation).startswith("modelopt"):
         return _modelopt(quantisation) is None
-    return any(map(_is_nvfp4, _groups(quantisation)))
+    return any(map(_is_nvfp4, groups(quantisation)))
 
 
 def loader(quantisation: Mapping) -> str | None:
@@ -149,15 +150,15 @@ def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: i
     of_gptq = method(quantisation) in _WNA16
     if packed and (is_int4 := _integers(quantisation)) is not None:
         if last in ("scales", "weight_scale"):  # of GPTQ and AWQ, columns are first
-            groups, rows = (shape[-2], shape[-1]) if of_gptq else (shape[-1], math.prod(shape[:-1]))
-            words = -(-groups // 2) if is_int4 and not _has_zero_points(quantisation) else groups
+            of_row, rows = (shape[-2], shape[-1]) if of_gptq else (shape[-1], math.prod(shape[:-1]))
+            words = -(-of_row // 2) if is_int4 and not _has_zero_points(quantisation) else of_row
             return 4 * rows * words
         return 0 if last in ("qzeros", "weight_zero_point") or (of_gptq and last == "bias") else nbytes
     if of_gptq:
         if last == "bias" or (last == "qzeros" and not _has_zero_points(quantisation)):
             return 0
         return 2 * math.prod(shape) if last == "scales" else nbytes
-    floats = method(quantisation) == "fp8" or any(_is_fp8(group) or _is_int8(group) for group in _groups(quantisation))
+    floats = method(quantisation) == "fp8" or any(_is_fp8(group) or _is_int8(group) for group in groups(quantisation))
     return 4 * math.prod(shape) if floats and last.startswith("weight_scale") else nbytes
 
 
@@ -173,7 +174,7 @@ def stored_bytes(quantisation: Mapping, shape: Sequence[int], packed: bool | Non
         return weights // 2 + weights // matrix[0] * 4 * -(-matrix[0] // (4 * _MX_GROUP))
     if is_nvfp4(quantisation):
         return weights // 2 + weights // matrix[1] * 4 * (1 + -(-matrix[1] // (4 * _NV_GROUP)))
-    group = next((group for group in _groups(quantisation) if _group(group) is None or _is_int8(group)), {})
+    group = next((group for group in groups(quantisation) if _group(group) is None or _is_int8(group)), {})
     given = _mapping(group.get("weights")) or quantisation
     if method(quantisation) == "fp8" or _is_fp8(group) or _is_int8(group):
         block = quantisation.get("weight_block_size") or given.get("block_structure") or (1, matrix[1])
@@ -184,8 +185,8 @@ def stored_bytes(quantisation: Mapping, shape: Sequence[int], packed: bool | Non
     rows, zero_points = weights // matrix[1], _has_zero_points(quantisation)
     if packed:
         return weights * bits // 8 + 4 * rows * (-(-of_row // 2) if bits == 4 and not zero_points else of_row)
-    groups = rows * of_row
-    return weights * bits // 8 + 2 * groups + (groups * bits // 8 if zero_points else 0)
+    scales = rows * of_row
+    return weights * bits // 8 + 2 * scales + (scales * bits // 8 if zero_points else 0)
 
 
 def excluded(quantisation: Mapping, name: str) -> bool:
@@ -244,27 +245,28 @@ def _in_slots(quantisation: Mapping) -> str | None:
 def _has_zero_points(quantisation: Mapping) -> bool:
     if method(quantisation) in _WNA16:
         return bool(quantisation.get("zero_point")) if method(quantisation) == "awq" else not quantisation.get("sym")
-    return any(_mapping(group.get("weights")).get("symmetric") is False for group in _groups(quantisation))
+    return any(_mapping(group.get("weights")).get("symmetric") is False for group in groups(quantisation))
 
 
 def _integers(quantisation: Mapping) -> bool | None:
     """Whether experts are INT4, not integers of 8 bits by group; None: neither."""
     if method(quantisation) in _WNA16:
         return quantisation.get("bits") == 4
-    return True if any(_group(group) is None and not _is_fp8(group) for group in _groups(quantisation)) else None
+    return True if any(_group(group) is None and not _is_fp8(group) for group in groups(quantisation)) else None
 
 
 def _compressed(quantisation: Mapping) -> str | None:
-    reasons = [_group(group) for group in _groups(quantisation)]
+    reasons = [_group(group) for group in groups(quantisation)]
     return None if None in reasons else next(iter(reasons), "quantised experts")
 
 
 def _compressed_packed(quantisation: Mapping) -> str | None:
-    found = _groups(quantisation)
+    found = groups(quantisation)
     return None if any(map(_is_int8, found)) or any(map(_is_nvfp4, found)) else _compressed(quantisation)
 
 
-def _groups(quantisation: Mapping) -> list[Mapping]:
+def groups(quantisation: Mapping) -> list[Mapping]:
+    """Returns the groups of layers that compressed-tensors quantises alike."""
     return list(map(_mapping, _mapping(quantisation.get("config_groups")).values()))
 
 

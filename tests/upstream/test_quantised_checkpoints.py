@@ -1,0 +1,212 @@
+"""Whole tiny checkpoints in the layout of published ones: inspect, plan and packing read them, or say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_checkpoints import EXPERTS, HIDDEN, INNER, LAYERS, PUBLISHED, write
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+from vllm_spac.kernels.formats import Format
+from vllm_spac.kernels.reference.dequantise import dequantise
+
+from vllm_spac.checkpoint import quantisation, repacking
+from vllm_spac.checkpoint.described import described
+from vllm_spac.checkpoint.headers import read_checkpoint, read_config
+from vllm_spac.cli.main import app
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.planning.model import ServedModel
+
+TRITON, POINTERS = "--moe-backend triton", "--spac-execution pointers"
+FLAGS = {
+    "Qwen3-30B-A3B-FP8": TRITON,
+    "Qwen3-30B-A3B-GPTQ-Int4": f"--quantization moe_wna16 {TRITON}",
+    "Qwen3-30B-A3B-AWQ": f"--quantization moe_wna16 {TRITON}",
+    "Qwen3-30B-A3B-NVFP4 (compressed-tensors)": f"{POINTERS} --moe-backend marlin",
+    "Qwen3-30B-A3B-NVFP4 (ModelOpt)": f"{POINTERS} --moe-backend marlin",
+    "DeepSeek-R1-FP4 (ModelOpt, a file of its own)": f"{POINTERS} --moe-backend marlin",
+    "DeepSeek-V3": TRITON,
+    "Kimi-K2-Thinking": TRITON,
+    "gpt-oss-20b": POINTERS,
+}
+FORMATS = {
+    "Qwen3-30B-A3B-FP8": Format("e4m3", 128, 128),
+    "Qwen3-30B-A3B-GPTQ-Int4": Format("int4", 128),
+    "Qwen3-30B-A3B-AWQ": Format("int4", 128, zeros=True),
+    "DeepSeek-V3": Format("e4m3", 128, 128),
+    "Kimi-K2-Thinking": Format("int4", 32),
+    "gpt-oss-20b": Format("e2m1", 32),
+}
+NVFP4 = Format("e2m1", 16)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write(name, tmp_path_factory.mktemp("published") / f"model{n}") for n, name in enumerate(PUBLISHED)}
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(part) for part in arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def repacked(name: str, folder: Path) -> tuple[list[repacking.Repacked], int]:
+    """w13 and w2 of the last layer for our kernels, as vLLM's loaders put them together, and bytes of biases."""
+    tensors, at = load_file(folder / "model.safetensors"), f"model.layers.{LAYERS - 1}.mlp.experts"
+    if name == "gpt-oss-20b":
+        parts = [
+            {
+                "weight": tensors[f"{at}.{part}_blocks"].flatten(2),
+                "weight_scale": tensors[f"{at}.{part}_scales"],
+            }
+            for part in ("gate_up_proj", "down_proj")
+        ]
+        biases = sum(tensors[f"{at}.{part}_bias"].nbytes for part in ("gate_up_proj", "down_proj"))
+        return [repacking.mxfp4(part) for part in parts], biases // EXPERTS
+
+    def last_parts(part: str) -> dict[str, Tensor]:
+        names = [key.rpartition(".")[2] for key in tensors if key.startswith(f"{at}.0.{part}_proj.")]
+        return {last: torch.stack([tensors[f"{at}.{e}.{part}_proj.{last}"] for e in range(EXPERTS)]) for last in names}
+
+    gate, up, down = map(last_parts, ("gate", "up", "down"))
+    columns_first = "qweight" in gate
+    both = {last: torch.cat([gate[last], up[last]], 2 if columns_first else 1) for last in gate if gate[last].dim() > 2}
+    both |= {last: torch.stack([gate[last], up[last]], 1) for last in gate if "scale" in last and gate[last].dim() < 3}
+    ways: dict[str, Callable[[dict[str, Tensor], int], repacking.Repacked]] = {
+        "GPTQ": lambda own, _: repacking.gptq(own, 4, 128),
+        "AWQ": lambda own, _: repacking.awq(own, 128),
+        "Kimi": lambda own, _: repacking.compressed(own, 4, 32),
+        "FP4": lambda own, _: repacking.nvfp4(own),
+        "": lambda own, parts: repacking.scaled(own, (128, 128), parts),
+    }
+    way = next(ways[key] for key in ways if key in name)
+    return [way(both, 2), way(down, 1)], 0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_packing_reads_it(name: str, folders: dict[str, Path]) -> None:
+    (w13, w2), _ = repacked(name, folders[name])
+    assert w13.kind == w2.kind == FORMATS.get(name, NVFP4)
+    for found, rows, columns in ((w13, 2 * INNER, HIDDEN), (w2, HIDDEN, INNER)):
+        assert found.codes.shape == (EXPERTS, *found.kind.code_shape(rows, columns))
+        assert found.scales.shape == (EXPERTS, *found.kind.scale_shape(rows, columns))
+        codes = found.codes.view(torch.uint8)
+        weights = [
+            dequantise(found.kind, *both, rows, columns, torch.bfloat16)
+            for both in zip(codes, found.scales, strict=True)
+        ]
+        assert all(weight.isfinite().all() and weight.unique().numel() > 14 for weight in weights)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_inspect_reads_it(name: str, folders: dict[str, Path]) -> None:
+    """The flags that serve it, and the bytes of a slot for our kernels; blocks of 128 rows are padded to four."""
+    folder = folders[name]
+    assert run("inspect", folder).endswith(FLAGS[name])
+    packed, bias = repacked(name, folder)
+    stored = sum(found.codes[0].nbytes + found.scales[0].nbytes for found in packed) + bias
+    (counted,) = read_checkpoint(folder, packed=True).expert_bytes
+    assert counted == stored or (FORMATS.get(name) == Format("e4m3", 128, 128) and stored - 64 < counted < stored)
+    assert (read_checkpoint(folder).draft_bytes > 0) == (PUBLISHED[name].heads > 0)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["slots", "pointers"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_config_alone_says_how_large_an_expert_is(name: str, packed: bool, folders: dict[str, Path]) -> None:
+    folder = folders[name]
+    config = read_config(folder / "config.json")
+    if not packed and quantisation.only_packed(quantisation.of(config) or {}):
+        pytest.skip("slots cannot hold it")
+    alone, whole = described(config, folder, packed), read_checkpoint(folder, packed)
+    assert alone.expert_bytes == whole.expert_bytes and alone.layer_bytes == whole.layer_bytes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_plan_reads_it(name: str, folders: dict[str, Path]) -> None:
+    found = ServedModel.read(str(folders[name]), "pointers")
+    assert found.source == "headers" and found.layers == LAYERS - PUBLISHED[name].dense
+    assert found.expert_bytes < 0.6 * 3 * HIDDEN * INNER * 2
+    assert ServedModel.read(str(folders[name])).execution == ("pointers" if POINTERS in FLAGS[name] else "slots")
+
+
+def damaged(folder: Path, to: Path, pattern: str, change: Callable[[Tensor], Tensor | None]) -> Path:
+    """A copy whose tensors that match are others, or missing."""
+    to.mkdir()
+    for path in folder.glob("*.json"):
+        (to / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    assert any(re.search(pattern, name) for name in tensors)
+    made = {name: change(tensor) if re.search(pattern, name) else tensor for name, tensor in tensors.items()}
+    save_file({n: t.contiguous() for n, t in made.items() if t is not None}, to / "model.safetensors")
+    return to
+
+
+SCALES = r"experts\..*(weight_scale|weight_scale_inv|\.scales|_scales)$"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_scales_that_do_not_match(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Half of them, as of another group size; and none."""
+    dim = 0 if "GPTQ" in name or "AWQ" in name else -1
+    halved = damaged(folders[name], tmp_path / "half", SCALES, lambda t: t.narrow(dim, 0, max(1, t.shape[dim] // 2)))
+    said = r"experts\.\S*scale\S* is \[.*\], and \S* \[.*\] needs \[.*\]; the weights do not match the quantization_con"
+    assert re.search(said, run("inspect", halved, code=1))
+    with pytest.raises(UnsupportedError, match="do not match the quantization_config"):
+        ServedModel.read(str(halved))
+    without = damaged(folders[name], tmp_path / "none", SCALES, lambda _: None)
+    assert re.search(r"has no \S*scale\S*; download or convert", run("inspect", without, code=1))
+
+
+@pytest.mark.parametrize("name", ["Kimi-K2-Thinking", "gpt-oss-20b"])
+def test_a_file_that_was_not_downloaded_completely(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    cut = damaged(folders[name], tmp_path / "cut", SCALES, lambda tensor: tensor)
+    path = cut / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "is not a complete safetensors file" in run("inspect", cut, code=1)
+
+
+def test_another_group_size_than_the_config_says(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = damaged(folders["Kimi-K2-Thinking"], tmp_path / "other", SCALES, lambda tensor: tensor)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "is [256, 4], and" in run("inspect", folder, code=1)
+    assert "needs [256, 2]; the weights do not match" in run("inspect", folder, code=1)
+
+
+@pytest.mark.parametrize("execution", ["slots", "pointers"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_cpu_without_amx_refuses_it_before_it_is_loaded(
+    name: str, execution: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reason, and how a GPU serves it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_spac.integration import device
+
+    monkeypatch.setattr(device, "is_cpu", lambda: True)
+    monkeypatch.setattr(device, "has_amx", lambda: False)
+    spac = {"slots": "50%"} | ({"execution": "pointers", "store": "host"} if execution == "pointers" else {})
+    arguments = EngineArgs(
+        model=str(folders[name]),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        trust_remote_code=False,
+        additional_config={"spac": spac},
+    )
+    with pytest.raises(ValueError) as caught:
+        arguments.create_engine_config()
+    said = str(caught.value)
+    print(name, execution, said[-400:])
+    only_pointers = execution == "slots" and POINTERS in FLAGS[name]
+    expected = "not supported in slots; use --spac-execution pointers" if only_pointers else "on a CPU without AMX"
+    assert expected in said
+    assert only_pointers or FLAGS[name] in said
