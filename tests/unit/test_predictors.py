@@ -184,6 +184,13 @@ def test_draft_gate_scores_are_its_states_and_tokens_times_its_maps() -> None:
         torch.testing.assert_close(scores[0], tensors[f"mean.{layer}"] + tokens[0], rtol=1e-4, atol=1e-4)
 
 
+def test_draft_gate_without_a_drafter_is_refused() -> None:
+    """A file that holds it, and says that there was none, is damaged."""
+    material = made.material(drafter=False)
+    with pytest.raises(ValueError, match="of no drafter"):
+        DraftGate(material.sizes, {}, {"token_table": table_of(material)})
+
+
 def test_a_row_without_a_state_is_scored_as_one_with_the_mean_state() -> None:
     material = made.material()
     predictor, _, _ = draft_gate(material)

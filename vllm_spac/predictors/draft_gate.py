@@ -31,6 +31,8 @@ class DraftGate(Trained):
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
         super().__init__(sizes, tensors, beside)
+        if not sizes.draft_width:
+            raise ValueError("it maps the states of no drafter")
         table, layers = beside["token_table"], range(sizes.layers)
         assert isinstance(table, TokenTable)
         maps = torch.stack([tensors[f"map.{layer}"].float() for layer in layers])  # [L, D + N, N]
