@@ -1,4 +1,4 @@
-"""Draft trees in vLLM's V2 model runner, whose drafts stay on the device: nothing here waits for it."""
+"""Draft trees in vLLM's V2 model runner, whose drafts stay on the device: nothing of them is read on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_spac.integration.stepping.trees.growing_v2 import Drafter
 from vllm_spac.integration.stepping.trees.sampling_v2 import TreeSampler
-from vllm_spac.integration.stepping.trees.scratch import Scratch
+from vllm_spac.integration.stepping.trees.scratch import Scratch, to_device
 from vllm_spac.speculation.trees.counters import DeviceCounters
 from vllm_spac.speculation.trees.kv_compaction import BlockCopies
 from vllm_spac.speculation.trees.shape import TreeShape
@@ -45,7 +45,7 @@ class TreeDecodingV2:
         self._as_chain = np.zeros(runner.max_num_reqs, dtype=bool)  # by request state
         self._batch: InputBatch | None = None  # a real batch, until its metadata is built
         self._step: StepTrees | None = None  # from then until the drafter runs
-        self._requests: np.ndarray  # requests of the step whose drafts are trees
+        self._requests: Tensor  # int64 [T], those of the step whose drafts are trees
         self._last: Tensor | None = None  # last accepted row of each tree of the step
         self.scattered: Scattered | None = None  # while the target runs
         speculator, layers = runner.speculator, runner.compilation_config.static_forward_context
@@ -94,10 +94,10 @@ class TreeDecodingV2:
             return chains
         drafting = drafts > 0
         self.counters.host.unknown += int((drafting & input_batch.is_prefilling_np).sum())
-        self._requests = np.flatnonzero(drafting & ~input_batch.is_prefilling_np)
-        if not len(self._requests):
+        requests = np.flatnonzero(drafting & ~input_batch.is_prefilling_np)
+        if not len(requests):
             return chains
-        layout = Layout.of(input_batch.query_start_loc_np[: input_batch.num_reqs + 1], drafts, self._requests)
+        layout = Layout.of(input_batch.query_start_loc_np[: input_batch.num_reqs + 1], drafts, requests)
         step = self._take_up(input_batch, layout, block_tables[0])
         sequences = expanded(input_batch, step, layout, block_tables[0], self.block_size)
         input_batch.positions[step.rows.token] = step.positions
@@ -107,16 +107,13 @@ class TreeDecodingV2:
         return chains | {name: trees[name] for name in self._layers}
 
     def _take_up(self, batch: InputBatch, layout: Layout, table: Tensor) -> StepTrees:
-        device = table.device
-        requests = torch.from_numpy(self._requests).to(device)
-        rows = Rows(*torch.from_numpy(layout.rows).to(device))
-        roots = torch.from_numpy(layout.roots).to(device)
+        self._requests = to_device(layout.requests, table.device)
         self._step = StepTrees(
-            self._drafted.take(batch.idx_mapping[requests]),
-            rows,
-            batch.positions[roots].long(),
-            table[requests],
-            self._scratch.trees(len(self._requests)),
+            self._drafted.take(batch.idx_mapping[self._requests]),
+            Rows(*to_device(layout.rows, table.device)),
+            batch.positions[to_device(layout.roots, table.device)].long(),
+            table[self._requests],
+            self._scratch.trees(len(layout.requests)),
         )
         return self._step
 
@@ -140,7 +137,7 @@ class TreeDecodingV2:
         """
         self.scattered = None
         if self._step is not None:
-            self._last = walked.last[torch.from_numpy(self._requests).to(walked.last.device)]
+            self._last = walked.last[self._requests]
             self._copy(self._step.after_walk(self._last, self.block_size))
         self.counters.verified(trees.parents, rows, walked.emitted.long() - 1)
 
@@ -198,12 +195,14 @@ class Layout:
     """Where the rows of trees are in a batch; all that is known on the host.
 
     Attributes:
+        requests: int64 [T], those whose drafts are trees.
         rows: int64 [4, N], as ``Rows``.
         roots: int64 [T], row of the forward of each root.
         owner: int64 [S], request of each sequence that attention sees.
         starts: int32 [S + 1], first row of each.
     """
 
+    requests: np.ndarray
     rows: np.ndarray
     roots: np.ndarray
     owner: np.ndarray
@@ -229,6 +228,7 @@ class Layout:
         sequence = np.flatnonzero(tree[owner] >= 0)
         rows = np.stack([tree[owner][sequence], row[sequence], begins[sequence], sequence])
         return cls(
+            requests,
             rows.astype(np.int64),
             starts[requests].astype(np.int64),
             owner,
@@ -240,7 +240,7 @@ def expanded(
     batch: InputBatch, step: StepTrees, layout: Layout, table: Tensor, block_size: int
 ) -> tuple[InputBatch, Tensor]:
     """(the batch whose requests are the sequences that attention sees, their block table)."""
-    owner, count = torch.from_numpy(layout.owner).to(table.device), len(layout.owner)
+    owner, count = to_device(layout.owner, table.device), len(layout.owner)
     lengths, tables = step.sequences(owner, batch.seq_lens, table, block_size)
     return dataclasses.replace(
         batch,
@@ -249,7 +249,7 @@ def expanded(
         idx_mapping=batch.idx_mapping[owner],
         idx_mapping_np=batch.idx_mapping_np[layout.owner],
         num_scheduled_tokens=np.diff(layout.starts),
-        query_start_loc=torch.from_numpy(layout.starts).to(table.device),
+        query_start_loc=to_device(layout.starts, table.device),
         query_start_loc_np=layout.starts,
         seq_lens=lengths,
         seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[torch.from_numpy(layout.owner)],

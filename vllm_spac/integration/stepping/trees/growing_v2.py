@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.integration.stepping.trees.scratch import Scratch
+from vllm_spac.integration.stepping.trees.scratch import Scratch, to_device
 from vllm_spac.speculation.trees.growth import Growth
 from vllm_spac.speculation.trees.shape import TreeShape
 from vllm_spac.speculation.trees.tensors import TreeTensors, trees_of
@@ -73,7 +73,7 @@ class Drafter:
         if self._chain is None or self._logits is None:
             return self._decode(num_reqs, *args, **kwargs)
         speculator = self._speculator
-        chain = torch.from_numpy(self._chain).to(speculator.device)
+        chain = to_device(self._chain, speculator.device)
         tokens, trees = trees_of(self._grown(num_reqs, self._logits).chosen(), self._shape.depth, chain)
         speculator.draft_tokens[:num_reqs] = tokens
         self._keep(speculator.idx_mapping[:num_reqs], trees)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,3 +74,10 @@ def reserve(scheduler: Scheduler, vllm_config: VllmConfig, scratch: Scratch) -> 
             f"spac: trees (--spac-tree) need the first blocks of the KV cache, and this vLLM gave {taken[:4]}...; "
             "use a vLLM that the plugin was tested with (see the README)"
         )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of ``array`` on the device, which neither waits for it nor makes it wait for the host."""
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    return async_tensor_h2d(array, device=device)
