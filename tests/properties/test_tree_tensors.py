@@ -11,7 +11,16 @@ from vllm_spac.speculation.trees import kv_compaction
 from vllm_spac.speculation.trees.draft_tree import DraftTree
 from vllm_spac.speculation.trees.growth import Growth
 from vllm_spac.speculation.trees.shape import DynamicShape, StaticShape
-from vllm_spac.speculation.trees.tensors import NOWHERE, Rows, StepTrees, TreeTensors, best_chains, trees_of, walk
+from vllm_spac.speculation.trees.tensors import (
+    FILLER,
+    NOWHERE,
+    Rows,
+    StepTrees,
+    TreeTensors,
+    best_chains,
+    trees_of,
+    walk,
+)
 from vllm_spac.speculation.trees.verification import walk as walk_one
 from vllm_spac.speculation.trees.virtual_batch import TreeRows, scattered, scratch_blocks, virtual_batch
 
@@ -149,7 +158,7 @@ def test_a_chain_is_the_best_path_and_its_filler_is_never_accepted(given_trees, 
         wanted = tree.best_chain() if chain else tree
         count = len(wanted.tokens)
         assert tokens[number, :count].tolist() == list(wanted.tokens)
-        assert shown.parents[number, : count + 1].tolist() == list(wanted.parents)
+        assert shown.parents[number].tolist() == [*wanted.parents, *[FILLER] * (NODES - count)]
         assert int(tokens[number].min()) >= 0, "filler has a token: it goes through the model"
     same = tokens.clone()
     rows = torch.full((len(given_trees),), NODES + 1)
