@@ -63,7 +63,12 @@ def engine(**changes):
             "use_ubatching": False,
             "distributed_executor_backend": "uni",
         },
-        "scheduler_config": {"async_scheduling": False, "max_num_seqs": 8, "max_num_batched_tokens": 512},
+        "scheduler_config": {
+            "async_scheduling": False,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 512,
+            "scheduler_cls": None,
+        },
         "speculative_config": {"method": "eagle3", "rejection_sample_method": "standard"},
         "compilation_config": {"cudagraph_mode": None},
         "attention_config": {"backend": SimpleNamespace(name="TRITON_ATTN")},
@@ -119,6 +124,13 @@ def test_engines_with_the_v2_runner_that_cannot_serve_trees_are_refused(change: 
     arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, cudagraph_mode=mode("NONE")))
     with pytest.raises(UnsupportedError, match=problem):
         arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, **change))
+
+
+@pytest.mark.parametrize("ahead, scheduler", [(False, None), (True, arguments.ASYNC_SCHEDULER)])
+def test_steps_that_are_planned_ahead_have_a_scheduler_of_their_own(ahead: bool, scheduler: str | None) -> None:
+    found = engine(use_v2_model_runner=True, async_scheduling=ahead, cudagraph_mode=mode("NONE"), scheduler_cls=None)
+    arguments.check(SpacConfig(tree=16), found)
+    assert found.scheduler_config.scheduler_cls == scheduler
 
 
 def test_the_v2_runner_does_not_record_which_draft_follows_which() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.spac")
 
 SCHEDULER = "vllm_spac.integration.stepping.trees.scheduler.TreeScheduler"
+ASYNC_SCHEDULER = "vllm_spac.integration.stepping.trees.scheduler.AsyncTreeScheduler"
 _BLOCK = 32  # tokens; vLLM's own for CPUs is 128, and scratch is counted in blocks
 _EXAMPLE = """--speculative-config '{"method": "eagle3", "model": "HEAD"}'"""
 
@@ -55,7 +56,7 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
 
 
 def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Refuses engines that cannot serve trees exactly.
+    """Refuses engines that cannot serve trees exactly; names the scheduler for those that plan steps ahead.
 
     Raises:
         UnsupportedError: names what is in the way, and what helps.
@@ -65,6 +66,8 @@ def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
     for refused, what, instead in _refusals(config, vllm_config):
         if refused:
             raise UnsupportedError(f"spac: tree={config.tree} (--spac-tree) does not work with {what}; {instead}")
+    if vllm_config.scheduler_config.async_scheduling:
+        vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
 
 
 def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
@@ -79,7 +82,7 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[boo
         yield from _refusals_of_v2(config, vllm_config, chains)
     else:
         yield not current_platform.is_cpu(), "vLLM's V1 runner on a GPU", "drop VLLM_USE_V2_MODEL_RUNNER=0"
-    yield scheduler.async_scheduling, "async scheduling", "add --no-async-scheduling"
+        yield scheduler.async_scheduling, "async scheduling in vLLM's V1 runner", "add --no-async-scheduling"
     yield parallel.tensor_parallel_size > 1, "--tensor-parallel-size above 1, where they were not tested", chains
     yield model.is_hybrid, "recurrent layers, which have one state per request", chains
     yield model.uses_mrope, "M-RoPE", chains

@@ -73,7 +73,7 @@ class TreeDecodingV2:
 
     def begin(self, batch: InputBatch) -> None:
         """Takes note of a batch of requests; others are made up to profile and to warm up."""
-        self._batch, self._step, self._last = batch, None, None
+        self._batch, self._step, self._last, self.scattered = batch, None, None, None
 
     def _is_of_requests(self, batch: InputBatch) -> bool:
         begun, self._batch = self._batch, None
