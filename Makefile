@@ -14,8 +14,9 @@ BIN := .venv/bin
 PYTEST := $(BIN)/pytest
 
 # Tests that start engines take one core each, and 3 GB. Where pytest-xdist is missing (SPAC_SITE=system), one after another.
+# Whole files, in the order of tests/conftest.py.
 JOBS ?= 2
-PARALLEL = $(if $(wildcard .venv/lib/python*/site-packages/xdist),-n $(JOBS) --dist worksteal)
+PARALLEL = $(if $(wildcard .venv/lib/python*/site-packages/xdist),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 # The toy model with the experts of a published one.
 LARGE_LIKE := qwen3-30b-a3b

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,41 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one core each: threads that wait for 
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no look at the clock
 settings.load_profile("busy")
+
+
+# A worker of pytest-xdist runs whole files, so that their fixtures are made once. These take longest and come first, so
+# that no worker still has a long one when the others are done.
+LONGEST = (
+    "parity/test_predictors.py",
+    "kernels/test_on_device.py",
+    "parity/test_ranks.py",
+    "integration/test_server.py",
+    "parity/test_speculation.py",
+    "kernels/test_compiled.py",
+    "parity/test_trees.py",
+    "parity/test_calibrate.py",
+    "parity/test_families.py",
+    "parity/test_votes.py",
+    "integration/test_refusals.py",
+    "parity/test_disk_faults.py",
+    "parity/test_host_memory.py",
+    "parity/test_workers.py",
+    "integration/test_quantised.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files of ``LONGEST`` first."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in places), "LONGEST names a file that is not there"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where workers of pytest-xdist keep what one of them computes for all, see ``parity/shared.py``."""
+    base = tmp_path_factory.getbasetemp()
+    os.environ["SPAC_TESTS_SHARED"] = str((base.parent if hasattr(request.config, "workerinput") else base) / "shared")
 
 
 @pytest.fixture(autouse=True)

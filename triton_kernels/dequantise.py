@@ -13,6 +13,7 @@ import triton.language as tl
 _MAGIC_BITS = tl.constexpr(0x4B000000)  # 2**23 in float32
 _MAGIC = tl.constexpr(8388608.0)
 _E4M3 = tl.constexpr(1.329227995784916e36)  # 2**120: e4m3's bits in place of float32's are as much too small
+_E2M1 = tl.constexpr(8.507059173023462e37)  # 2**126: e2m1's bits in place of float32's are as much too small
 _UNIT = tl.constexpr(0x7F7F7F7F)  # four exponents of 2**0
 
 
@@ -20,6 +21,21 @@ _UNIT = tl.constexpr(0x7F7F7F7F)  # four exponents of 2**0
 def _integers(codes: tl.tensor, zero: tl.tensor):
     """[...] integers of at most 23 bits -> codes - zero in float32, exact."""
     return (codes.to(tl.uint32) | _MAGIC_BITS).to(tl.float32, bitcast=True) - (zero + _MAGIC)
+
+
+@triton.jit
+def _e4m3(codes: tl.tensor):
+    """[...] bytes of e4m3 -> float32, exact; subnormal numbers too, NaN excepted."""
+    bits = ((codes & 127).to(tl.uint32) << 20) | ((codes & 128).to(tl.uint32) << 24)
+    return bits.to(tl.float32, bitcast=True) * _E4M3
+
+
+@triton.jit
+def _e2m1(codes: tl.tensor):
+    """[...] nibbles of e2m1 -> float32, exact: 0.5 is a subnormal number before it is multiplied."""
+    wide = codes.to(tl.uint32)
+    bits = ((wide & 7) << 22) | ((wide & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * _E2M1
 
 
 @triton.jit
@@ -54,12 +70,24 @@ def _scale_at(
 
 
 @triton.jit
+def _halves(
+    a: tl.tensor, acc: tl.tensor, low: tl.tensor, high: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Even and odd columns apart, so that the nibbles of a byte need not be put beside each other."""
+    even, odd = tl.split(tl.reshape(a, (BLOCK_M, BLOCK_K // 2, 2)))
+    if UPCAST:
+        even, odd, low, high = even.to(tl.float32), odd.to(tl.float32), low.to(tl.float32), high.to(tl.float32)
+    acc = tl.dot(even, low, acc, input_precision="ieee")
+    return tl.dot(odd, high, acc, input_precision="ieee")
+
+
+@triton.jit
 def _int4(
     a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
     inside: tl.tensor, byte: tl.tensor, start: tl.tensor, stride: tl.tensor, columns: tl.tensor,
     GROUP: tl.constexpr, ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Even and odd columns apart, so that the nibbles of a byte need not be put beside each other."""
     T: tl.constexpr = a.dtype
     PER_WORD: tl.constexpr = 1 if ZEROS else 2
     word, group = _scale_at(scales, 2 * byte, start, row, stride, wanted, inside, columns, GROUP, PER_WORD, BLOCK_K)
@@ -72,11 +100,30 @@ def _int4(
     scale = bits.to(tl.uint16).to(T, bitcast=True).to(tl.float32)
     low = (_integers(codes & 15, zero) * scale).to(T)
     high = (_integers(codes >> 4, zero) * scale).to(T)
-    even, odd = tl.split(tl.reshape(a, (BLOCK_M, BLOCK_K // 2, 2)))
-    if UPCAST:
-        even, odd, low, high = even.to(tl.float32), odd.to(tl.float32), low.to(tl.float32), high.to(tl.float32)
-    acc = tl.dot(even, low, acc, input_precision="ieee")
-    return tl.dot(odd, high, acc, input_precision="ieee")
+    return _halves(a, acc, low, high, BLOCK_M, BLOCK_K, UPCAST)
+
+
+@triton.jit
+def _nvfp4(
+    a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
+    start: tl.tensor, stride: tl.tensor, columns: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Scales become float32 once for each group of 16 columns, 8 bytes of codes."""
+    tl.static_assert(BLOCK_K % 64 == 0, "words of scales and tiles nest")
+    T: tl.constexpr = a.dtype
+    N: tl.constexpr = row.shape[0]
+    COUNT: tl.constexpr = BLOCK_K // 64
+    at = start // 64 + tl.arange(0, COUNT)
+    mask = wanted[None, :] & (at < tl.cdiv(columns, 64))[:, None]
+    word = tl.load(scales + (1 + at)[:, None] * stride + row[None, :], mask=mask, other=0)
+    of_row = tl.load(scales + row, mask=wanted, other=0).to(tl.float32, bitcast=True)
+    parts = word[:, None, :] >> (8 * tl.arange(0, 4))[None, :, None]
+    scale = _e4m3(tl.reshape(parts, (4 * COUNT, N)) & 255) * of_row[None, :]
+    scale = tl.reshape(tl.broadcast_to(scale[:, None, :], (4 * COUNT, 8, N)), (BLOCK_K // 2, N))
+    low = (_e2m1(codes) * scale).to(T)
+    high = (_e2m1(codes >> 4) * scale).to(T)
+    return _halves(a, acc, low, high, BLOCK_M, BLOCK_K, UPCAST)
 
 
 @triton.jit
@@ -100,9 +147,8 @@ def _bytes(
     T: tl.constexpr = a.dtype
     if CODES == "int8":
         values = _integers(codes ^ 128, 128.0)
-    elif codes.dtype == tl.uint8:  # before sm_89; subnormal numbers too
-        bits = ((codes & 127).to(tl.uint32) << 20) | ((codes & 128).to(tl.uint32) << 24)
-        values = bits.to(tl.float32, bitcast=True) * _E4M3
+    elif codes.dtype == tl.uint8:  # before sm_89
+        values = _e4m3(codes)
     else:
         values = codes.to(tl.float32)
     scale, group = _scale_at(scales, k, start, row // ROWS, stride, wanted, inside, columns, GROUP, 1, BLOCK_K)
@@ -143,8 +189,10 @@ def multiply(
     if not EVEN_K:
         inside = inside & (k < length - start // PACKED)[:, None]
     raw = tl.load(codes + row[None, :] * length + (start // PACKED + k)[:, None], mask=inside, other=0.0)
-    if CODES == "e2m1":
+    if CODES == "e2m1" and GROUP == 32:
         acc = _mxfp4(a, acc, raw, scales, row, wanted, start, stride, BLOCK_K)
+    elif CODES == "e2m1":
+        acc = _nvfp4(a, acc, raw, scales, row, wanted, start, stride, columns, BLOCK_M, BLOCK_K, UPCAST)
     elif CODES == "int4":
         acc = _int4(
             a, acc, raw, scales, row, wanted, inside, k, start, stride, columns, GROUP, ZEROS, BLOCK_M, BLOCK_K, UPCAST

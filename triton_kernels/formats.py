@@ -7,11 +7,15 @@ dtype T of x, which is what the kernel multiplies::
 
 | codes | uint8 | scales: 4 bytes each, [words, N / rows rounded up to 4] |
 |---|---|---|
-| ``e2m1`` | [N, K / 2], the low nibble is the even k | int32: e8m0 exponents of 4 groups of 32, low byte first |
+| ``e2m1`` by 32, MXFP4 | [N, K / 2], the low nibble is the even k | int32: e8m0 of 4 groups, low byte first |
+| ``e2m1`` by 16, NVFP4 | as above | int32: first the row's scale in float32; then e4m3 of 4 groups, low byte first |
 | ``int4`` | [N, K / 2], as above; zero = 8 | int32: T's bits of the scales of 2 groups, low half first |
 | ``int4``, ``zeros`` | [N, K / 2], as above | int32: T's bits of a scale, and its zero << 16 |
 | ``int8`` | [N, K], two's complement; zero = 0 | float32 |
 | ``e4m3`` | [N, K], no NaN; zero = 0 | float32 |
+
+Of NVFP4 a scale is float32(e4m3 * the row's scale), rounded once; a row's scale is that of its tensor, so that gate and
+up may have different ones.
 
 Scales are transposed, so that the rows of a tile are neighbours in memory, and packed, so that each is loaded in
 4 bytes: the least that a GPU copies asynchronously.
@@ -26,6 +30,7 @@ import torch
 
 Codes = Literal["e2m1", "int4", "int8", "e4m3"]
 MX_GROUP = 32  # columns that share an exponent in all OCP microscaling formats
+NV_GROUP = 16  # columns that share an e4m3 scale in NVFP4
 _PER_WORD = 4  # scales are padded to multiples of 4 words, 16 bytes
 
 
@@ -47,7 +52,7 @@ class Format:
 
     def __post_init__(self) -> None:
         assert self.codes in ("e2m1", "int4", "int8", "e4m3") and self.group >= 0 and self.rows >= 1
-        assert self.codes != "e2m1" or self.group == MX_GROUP, "e2m1 has an exponent for each 32 columns"
+        assert self.codes != "e2m1" or self.group in (MX_GROUP, NV_GROUP), "e2m1 has scales by 32 or 16 columns"
         assert self.per_byte == 1 or (self.rows == 1 and self.group % 2 == 0), "both weights of a byte share a scale"
         assert not self.zeros or self.codes == "int4"
 
@@ -55,6 +60,16 @@ class Format:
     def per_byte(self) -> int:
         """Weights per byte of codes."""
         return 2 if self.codes in ("e2m1", "int4") else 1
+
+    @property
+    def exponents(self) -> bool:
+        """Whether scales are powers of two: MXFP4."""
+        return self.codes == "e2m1" and self.group == MX_GROUP
+
+    @property
+    def row_scales(self) -> bool:
+        """Whether rows have scales beside those of groups: NVFP4."""
+        return self.codes == "e2m1" and self.group == NV_GROUP
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -73,7 +88,7 @@ class Format:
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Returns the shape of the scales of W [rows, columns]."""
         words, across = -(-self.groups(columns) // self.groups_per_word), -(-rows // self.rows)
-        return words, -(-across // _PER_WORD) * _PER_WORD
+        return self.row_scales + words, -(-across // _PER_WORD) * _PER_WORD
 
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Returns the shape of the codes of W [rows, columns]."""

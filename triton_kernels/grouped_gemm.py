@@ -296,7 +296,7 @@ def grouped_gemm(
         counts: [experts] int32, is overwritten with the pairs of each expert.
         live: [1] int32, pairs from this one on are padding and left out; default: none.
         quantised: ``w13`` and ``w2`` are addresses of codes, these their scales; x is bfloat16, or float16 but for
-            ``e2m1``. Biases are of x's dtype.
+            MXFP4. Biases are of x's dtype.
 
     All addresses must be multiples of 16 and valid as long as the launches run; this is not checked. Only addresses of
     experts that a pair selects are dereferenced.
@@ -392,9 +392,9 @@ def _check_quantised(
     if quantised is None:
         return None, None
     kind, *tables = quantised
-    assert x.dtype in DTYPES[:1] if kind.codes == "e2m1" else x.dtype in DTYPES[:2], f"no {x.dtype} with {kind.codes}"
+    assert x.dtype in DTYPES[: 1 if kind.exponents else 2], f"no {x.dtype} with {kind.describe()}"
     assert x.shape[1] % kind.per_byte == intermediate % kind.per_byte == 0, "a byte has columns of two rows"
     for table in tables:
         assert table.dtype == torch.int64 and table.shape == w13.shape and table.is_contiguous()
-    assert tile is None or kind.codes != "e2m1" or tile.k_bytes == 256, "a tile is as deep as a word of exponents"
+    assert tile is None or not kind.exponents or tile.k_bytes == 256, "a tile is as deep as a word of exponents"
     return quantised.s13, quantised.s2

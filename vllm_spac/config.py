@@ -32,8 +32,8 @@ class SpacConfig(BaseModel):
 
     slots: types.SlotsText = Field(
         "auto",
-        description="Experts kept in fast memory: a number per layer, a percentage of all, or auto (as many as fit "
-        "next to the KV cache).",
+        description="Experts kept in fast memory: a number per layer, a percentage of all, a multiple of top-k for all "
+        "layers together (2k), or auto (as many as fit next to the KV cache).",
     )
     store: Annotated[str | None, ComponentName("tiers", "store")] = Field(
         None,

@@ -60,10 +60,13 @@ class Step:
     Attributes:
         requests: empty for dummy and profile runs, whose rows belong to no request.
         tokens: int64 [rows] on the host, the token of each row; None where nothing looks at them.
+        draft: float [rows, D] on the host, the drafter's state after it read the token of each row, NaN where it has
+            not; None where nothing looks at them.
     """
 
     requests: tuple[RequestRows, ...] = ()
     tokens: torch.Tensor | None = field(default=None, compare=False)
+    draft: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def rows(self) -> int:

@@ -259,6 +259,22 @@ class Runtime:
         return any(Signal.TOKENS in each for each in looks_at)
 
     @property
+    def looks_at_drafts(self) -> bool:
+        """Whether ``drafting`` is to be called, and ``begin_step`` passed the states of the drafter."""
+        return any(Signal.DRAFT in execution.looks_at for execution in self.executions)
+
+    def drafting(self, tokens: Tensor, states: Tensor) -> None:
+        """The drafter has read tokens of the next step; called after each of its forwards.
+
+        Args:
+            tokens: int64 [rows] on the host, those that it has read since the last step.
+            states: float [rows, D] on the host, its states after that.
+        """
+        for execution in self.executions:
+            if Signal.DRAFT in execution.looks_at:
+                execution.draft(tokens, states)
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether ``end_step`` uses the numbers of tokens, so that it is worth waiting for them."""
         return self._timed is not None and (

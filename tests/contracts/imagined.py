@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm_spac.predictors._samples import SampleRecorder, Samples
 from vllm_spac.predictors._trained import Gates, Material, Sizes
 
-LAYERS, EXPERTS, TOP_K, WIDTH, WORDS = 4, 12, 3, 8, 20
+LAYERS, EXPERTS, TOP_K, WIDTH, WORDS, DRAFT = 4, 12, 3, 8, 20, 6
 NAMES = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS))
 
 
@@ -34,10 +34,17 @@ def normed(residual: Tensor, weight: Tensor) -> Tensor:
     return residual / residual.square().mean(-1, keepdim=True).sqrt() * weight
 
 
-def samples(texts: int = 6, rows: int = 40, seed: int = 1, model: Gates | None = None) -> Samples:
+def states(residual: Tensor) -> Tensor:
+    """What a drafter knows of rows with the residuals r_0 [rows, d]: a part, [rows, D]; nothing of the first row."""
+    found = residual @ torch.randn(WIDTH, DRAFT, generator=torch.Generator().manual_seed(98))
+    found[0] = float("nan")
+    return found
+
+
+def samples(texts: int = 6, rows: int = 40, seed: int = 1, model: Gates | None = None, drafter: bool = True) -> Samples:
     """Texts of ``rows`` rows each, as routers of ``model`` treat them."""
-    model = model or gates()
-    recorder = SampleRecorder(LAYERS, EXPERTS, TOP_K, WIDTH, texts * rows, torch.float32)
+    model, width = model or gates(), DRAFT if drafter else 0
+    recorder = SampleRecorder(LAYERS, EXPERTS, TOP_K, WIDTH, texts * rows, torch.float32, width)
     for text in range(texts):
         tokens, residual = residuals(rows, seed * 1000 + text)
         for layer in range(LAYERS):
@@ -45,15 +52,17 @@ def samples(texts: int = 6, rows: int = 40, seed: int = 1, model: Gates | None =
             logits = hidden @ model.weight[layer].T + model.bias[layer]
             weights, ids = logits.softmax(-1).topk(TOP_K)
             recorder.observe(layer, hidden, logits, weights / weights.sum(-1, keepdim=True), ids.int())
-        recorder.end_text(tokens.tolist())
+        recorder.end_text(tokens.tolist(), states(residual[0]) if drafter else None)
     return recorder.result()
 
 
-def material(reach: int = 2, model: Gates | None = None, seed: int = 1, texts: int = 6) -> Material:
+def material(
+    reach: int = 2, model: Gates | None = None, seed: int = 1, texts: int = 6, drafter: bool = True
+) -> Material:
     """What predictors are made from; the last text is one of ``others``."""
     model = model or gates()
-    every = samples(texts, seed=seed, model=model)
+    every = samples(texts, seed=seed, model=model, drafter=drafter)
     fitted = every.texts(0, texts - 1)
-    sizes = Sizes(LAYERS, EXPERTS, TOP_K, WIDTH, reach, len(fitted.tokens.unique()))
+    sizes = Sizes(LAYERS, EXPERTS, TOP_K, WIDTH, reach, len(fitted.tokens.unique()), DRAFT if drafter else 0)
     outputs = 0.1 * torch.randn(LAYERS, EXPERTS, WIDTH, generator=torch.Generator().manual_seed(seed))
     return Material(sizes, fitted, every.texts(texts - 1, texts), model, outputs)

@@ -216,10 +216,32 @@ def test_reuse_knows_what_a_use_would_make_of_it(steps: list[np.ndarray], key: i
         assert expected == 0, "before the first step all are alike"
 
 
-def test_only_layer_lru_needs_layers() -> None:
-    assert [name for name in components.names("policies") if components.find("policies", name).needs_layers] == [
-        "layer_lru"
-    ]
+def test_which_policies_need_layers() -> None:
+    needing = [name for name in components.names("policies") if components.find("policies", name).needs_layers]
+    assert needing == ["drop", "layer_lru"]
+
+
+def test_drop_evicts_past_layers_before_later_ones() -> None:
+    """Layers of four keys; the running one is 1, and 3 and 0 wait: 3 comes sooner, so 0 goes before it."""
+    policy = components.build("policies", "drop")
+    for key in (0, 1):
+        policy.insert(key)
+    policy.enter(range(0, 4))
+    policy.touch(0)
+    policy.insert(5)  # read ahead
+    policy.insert(4)
+    policy.enter(range(4, 8))
+    policy.touch(5)
+    policy.insert(6)  # on demand
+    for key in (13, 12, 2):
+        policy.insert(key)
+    assert policy.standing(16).order.tolist() == [1, 0, 4, 5, 6, 2, 13, 12]
+    assert policy.evict(3, {0, 5}) == [1, 4, 6] and policy.evict(2, ()) == [0, 5]
+    policy.enter(range(0, 4))
+    assert policy.evict(1, ()) == [2], "of the running layer"
+    policy.enter(range(12, 16))
+    policy.enter(range(4, 8))
+    assert policy.evict(2, ()) == [13, 12], "in the order in which they came"
 
 
 @every_policy

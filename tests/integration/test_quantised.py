@@ -121,6 +121,7 @@ def build(quantisation: dict | None, managed: bool = True, ranks: int = 1, exper
         quant = None
         if quantisation is not None:
             method = quantised.loader(quantisation) or quantisation["quant_method"]
+            method = "modelopt_fp4" if method == "modelopt" else method  # as vLLM reads its algorithm
             quant = get_quantization_config(method).from_config(quantisation)
         if not managed:
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
@@ -604,7 +605,17 @@ def test_packed_experts_are_told_apart():
 # -- our kernels -------------------------------------------------------------------------------------------
 
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"weights": NVFP4, "input_activations": NVFP4, "targets": ["Linear"]}},
+    "ignore": ["lm_head"],
+}
 PACKED = METHODS | {
+    "compressed nvfp4": compressed(NVFP4, None, "nvfp4-pack-quantized"),
+    "compressed nvfp4, W4A4": compressed(NVFP4, NVFP4 | {"dynamic": "local"}, "nvfp4-pack-quantized"),
+    "modelopt nvfp4": MODELOPT,
     "compressed int8, channels": compressed(
         INT8 | {"strategy": "channel"}, INT8 | {"strategy": "token", "dynamic": True}, "int-quantized"
     ),
@@ -634,6 +645,17 @@ def backends(monkeypatch):
     monkeypatch.setattr(mxfp4, "select_mxfp4_moe_backend", lambda *_: (Mxfp4MoeBackend.MARLIN, MarlinExperts))
     int8 = Int8MoeBackend.TRITON, MarlinExperts
     monkeypatch.setattr(f"{moe}w8a8_int8.select_int8_moe_backend", lambda *_, **__: int8)
+    nvfp4_backend("MARLIN", monkeypatch)
+
+
+def nvfp4_backend(name: str, monkeypatch) -> None:
+    """Lets vLLM choose kernels for NVFP4; only their name matters."""
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+
+    for module in ("modelopt", "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4"):
+        path = f"vllm.model_executor.layers.quantization.{module}.select_nvfp4_moe_backend"
+        monkeypatch.setattr(path, lambda **_: (NvFp4MoeBackend[name], MarlinExperts))
 
 
 def build_packed(name: str):
@@ -686,10 +708,35 @@ def published(name: str) -> dict[str, Tensor]:
                     f"{expert}.{part}_proj.bias": torch.randn(rows, generator=rng).bfloat16(),
                 }
         return found
+    if "nvfp4" in name:
+        return nvfp4(name)
     tensors = checkpoint(PACKED[name] if "int8, channels" not in name else METHODS["compressed fp8, channels"])
     if "int8, channels" in name:
         return {n: t.view(torch.int8) if n.endswith("weight") else t * 0.05 for n, t in tensors.items()}
     return {n: t for n, t in tensors.items() if not n.endswith(".bias")} if "Marlin" in name else tensors
+
+
+def nvfp4(name: str) -> dict[str, Tensor]:
+    """Random experts as ModelOpt and llm-compressor write them; gate and up have tensors' scales of their own."""
+    rng, found = torch.Generator().manual_seed(0), {}
+    for expert in range(EXPERTS):
+        for part, (rows, columns) in {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}.items():
+            codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=rng)
+            scales = (448 * torch.rand(rows, columns // 16, generator=rng)).to(torch.float8_e4m3fn)
+            whole, seen = (0.1 + torch.rand(2, generator=rng)) / 2688
+            if name.startswith("modelopt"):
+                tensors = {"weight": codes, "weight_scale": scales, "weight_scale_2": whole, "input_scale": seen}
+            else:
+                tensors = {
+                    "weight_packed": codes,
+                    "weight_scale": scales,
+                    "weight_global_scale": 1 / whole[None],
+                    "input_global_scale": 1 / seen[None],
+                }
+                if "W4A4" not in name:
+                    del tensors["input_global_scale"]
+            found |= {f"{expert}.{part}_proj.{last}": tensor for last, tensor in tensors.items()}
+    return found
 
 
 def meant(name: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -700,6 +747,12 @@ def meant(name: str, tensors: dict[str, Tensor]) -> Tensor:
         codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
         powers = torch.exp2(tensors["scales"].double() - 127).repeat_interleave(32, 1)
         return (_E2M1[codes] * powers).bfloat16()
+    if "nvfp4" in name:  # by vLLM's own emulation
+        from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+
+        packed = next(tensors[n] for n in ("weight", "weight_packed") if n in tensors)
+        whole = tensors["weight_scale_2"] if "weight_scale_2" in tensors else 1 / tensors["weight_global_scale"]
+        return dequantize_to_dtype(packed, tensors["weight_scale"], whole, torch.bfloat16, swizzle=False)
     if scheme.get("format") == "pack-quantized":
         codes, scale = nibbles(tensors["weight_packed"]), tensors["weight_scale"]
         zero = nibbles(tensors["weight_zero_point"].T).T if "weight_zero_point" in tensors else torch.tensor(8)
@@ -807,6 +860,15 @@ def test_a_bias_that_the_model_does_not_have_is_not_left_out(backends):
     load(layer, {"0.gate_proj.bias": torch.zeros(INNER)}, ["0.gate_proj.bias"])
 
 
+@pytest.mark.parametrize("name", ["modelopt nvfp4", "compressed nvfp4, W4A4"])
+def test_nvfp4_where_vllm_would_quantise_activations(backends, monkeypatch, name):
+    """Another computation than ours, which is that of Marlin: on GPUs since sm_100."""
+    nvfp4_backend("VLLM_CUTLASS", monkeypatch)
+    with pytest.raises(UnsupportedError, match="NVFP4 whose activations VLLM_CUTLASS quantises.*--moe-backend marlin"):
+        build(PACKED[name], **POINTERS)
+    build(PACKED["compressed nvfp4"], **POINTERS)
+
+
 def test_what_pointers_cannot_read_is_refused(backends):
     tensor = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     with pytest.raises(UnsupportedError, match="pointers cannot read FP8 with one scale per tensor of .*MXFP4"):
@@ -818,9 +880,12 @@ def test_slots_name_the_execution_that_can(backends):
         build(PACKED["compressed int8, channels"])
 
 
-@pytest.mark.parametrize("name", ["compressed int8, channels", "gpt-oss"])
+ONLY_PACKED = {"compressed int8, channels", "gpt-oss", "compressed nvfp4", "compressed nvfp4, W4A4", "modelopt nvfp4"}
+
+
+@pytest.mark.parametrize("name", [name for name in PACKED if name != "awq int4"])  # which has no zero points: refused
 def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
-    """Of what only our kernels read."""
+    """Of what our kernels read; scales of blocks are padded to four rows, which are fewer here and in no model."""
     facts = {"num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
     (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": PACKED[name]}))
     tensors = published(name)
@@ -830,11 +895,16 @@ def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
             last.replace(".", "_"): torch.stack([tensors[f"{e}.{last}"] for e in range(EXPERTS)]) for last in lasts
         }
     save_file({f"model.layers.0.mlp.experts.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    found, layer = headers.read_checkpoint(tmp_path), build_packed(name)
+    found, layer = headers.read_checkpoint(tmp_path, packed=True), build_packed(name)
     stand_in(layer)
-    assert found.expert_bytes == [sum(spec.nbytes for spec in layer.probe().values())]
-    assert quantised.refusal(found.quantisation) is None
-    assert quantised.flags(found.quantisation) == ("--spac-execution pointers",)
+    (counted,), stored = found.expert_bytes, sum(spec.nbytes for spec in layer.probe().values())
+    assert counted == stored or ("blocks" in name and counted < stored < counted + 2 * 4 * 4 * 2)
+    assert quantised.refusal(found.quantisation, packed=True) is None
+    marlin = ("--moe-backend marlin",) if "nvfp4" in name else ()
+    assert quantised.flags(found.quantisation, packed=True) == ("--spac-execution pointers", *marlin)
+    assert quantised.only_packed(found.quantisation) == (name in ONLY_PACKED)
+    if name in ONLY_PACKED:
+        assert headers.read_checkpoint(tmp_path) == found
 
 
 def test_sizes_that_vllm_rounds_up(backends, monkeypatch):

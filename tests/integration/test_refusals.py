@@ -6,12 +6,12 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 
@@ -292,7 +292,7 @@ def test_a_predictor_is_of_this_model(tmp_path):
 
     def built(name: str, shapes: list[MoEShape], model: str = "f" * 32):
         config = SpacConfig.parse({"prefetch": name, "predictor_file": str(path)})
-        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model))
+        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model), lambda: "")
 
     assert built("frequency@depth=3", [shape]).sizes.layers == 2
     for wrong, says in (
@@ -307,7 +307,7 @@ def test_a_predictor_is_of_this_model(tmp_path):
     assert ahead.predictors(SpacConfig.parse({}), [shape], lambda: "") is None
     auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": str(path)})
     file = ahead.predictors(auto, [shape], lambda: "f" * 32)
-    assert file is not None and ahead.predictor(auto, file) is None, "it is chosen later"
+    assert file is not None and ahead.predictor(auto, file, lambda: "") is None, "it is chosen later"
 
 
 @pytest.mark.parametrize("value", [5, None, [], "25%", True], ids=repr)
@@ -431,6 +431,9 @@ def on_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(device, "is_cpu", lambda: False)
 
 
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+
+
 @pytest.mark.parametrize(
     ("quantisation", "options", "named"),
     [
@@ -440,11 +443,12 @@ def on_a_gpu(monkeypatch) -> None:
             r"one scale per tensor.*\(fp8\).*by block or channel",
         ),
         ({"quant_method": "mxfp4"}, {}, r"\(mxfp4\): not supported in slots; use --spac-execution pointers"),
+        (NVFP4, {}, r"NVFP4 experts \(modelopt\): not supported in slots; use --spac-execution pointers"),
         (GPTQ, {}, "--quantization auto_gptq runs .*; add --quantization moe_wna16 --moe-backend triton"),
         (GPTQ | {"sym": False}, {"quantization": "moe_wna16"}, r"zero points \(sym=false\)"),
         (None, {"quantization": "fp8_per_block"}, "--quantization fp8_per_block quantises experts while.*drop it"),
     ],
-    ids=["scales of tensors", "MXFP4", "GPTQ for Marlin", "GPTQ with zero points", "while loading"],
+    ids=["scales of tensors", "MXFP4", "NVFP4", "GPTQ for Marlin", "GPTQ with zero points", "while loading"],
 )
 def test_quantised_models(tmp_path, on_a_gpu, quantisation, options, named):
     facts = QWEN if quantisation is None else QWEN | {"quantization_config": quantisation}
@@ -706,9 +710,9 @@ def test_bad_keys_on_the_command_line_are_one_line(flags, said):
 )
 def test_vllm_serve_ends_with_one_line(moe, flags, said):
     vllm = Path(sys.executable).with_name("vllm")
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    command = [vllm, "serve", str(moe), "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128", *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = forked.run(
+        [vllm, "serve", moe, "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128", *flags]
+    )
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("vllm: error: spac: ") and said in last

@@ -9,27 +9,35 @@ import json
 import re
 import urllib.error
 import urllib.request
+from pathlib import Path
 
+import engines
+import forked
 import psutil
 import pytest
 from exactness import first_difference
-from vllm_server import PATIENCE, Server
+from vllm_server import MAX_TOKENS, PATIENCE, PROMPTS, TARGET, Server
 
-pytestmark = pytest.mark.timeout(3 * 600)  # two servers start in the first test
+pytestmark = pytest.mark.timeout(2 * 600)  # a server starts in the first test
+
+STOCK = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import engines
+from vllm import SamplingParams
+model, prompts, max_tokens, options = json.loads(sys.argv[2])
+with engines.engine(model, skip_tokenizer_init=False, **options) as llm:
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
+    print(json.dumps([output.outputs[0].text for output in outputs]))
+"""
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> list[str]:
-    """What stock vLLM says."""
-    server = Server(tmp_path_factory.mktemp("stock"))
-    try:
-        # Long enough for oneDNN to ask for AMX tiles; a stock vLLM whose first forward is short dies of SIGILL there.
-        assert server.wait().complete("x = 1\n" * 60)
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            server.get("/spac/stats")
-        return server.complete_all()
-    finally:
-        server.stop()
+def answers() -> list[str]:
+    """What stock vLLM says, without a server; ``soak/`` compares with one."""
+    options = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 2048, "dtype": "float32"}
+    given = json.dumps([str(TARGET), PROMPTS, MAX_TOKENS, options])
+    return forked.answer(forked.run(["-c", STOCK, Path(engines.__file__).parent, given]))
 
 
 @pytest.fixture(scope="module")

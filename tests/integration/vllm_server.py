@@ -21,6 +21,7 @@ from openai import OpenAI
 
 TARGET = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
 PROMPTS = [f"def function_{i}(self, {'value, ' * (i % 5)}**kwargs):\n" for i in range(16)]
+MAX_TOKENS = 24  # of an answer
 COMMON = ["--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager", "--dtype", "float32"]
 # What other tests set for the engines in their process; a user's server has its own threads, bound by vLLM.
 OF_THE_TESTS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_PLUGINS")
@@ -75,7 +76,7 @@ class Server:
 
     def complete(self, prompt: str) -> str:
         client = OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0)
-        answer = client.completions.create(model=str(TARGET), prompt=prompt, max_tokens=24, temperature=0)
+        answer = client.completions.create(model=str(TARGET), prompt=prompt, max_tokens=MAX_TOKENS, temperature=0)
         return answer.choices[0].text
 
     def complete_all(self) -> list[str]:

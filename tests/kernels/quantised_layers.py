@@ -14,6 +14,7 @@ from vllm_spac.kernels.types import Quantised
 
 FORMATS = {
     "mxfp4": Format("e2m1", 32),
+    "nvfp4": Format("e2m1", 16),
     "int4": Format("int4", 128),
     "int4 by 32": Format("int4", 32),
     "int4 by 64": Format("int4", 64),
@@ -33,6 +34,11 @@ def matrix(kind: Format, rows: int, columns: int, dtype: torch.dtype, rng: torch
     shape = kind.scale_shape(rows, columns)
     if kind.codes == "e4m3":
         codes = torch.where((codes & 127) == 127, 0, codes)
+    if kind.row_scales:
+        parts = torch.randint(0, 127, (*shape, 4), dtype=torch.uint8, generator=rng)  # of e4m3, subnormal ones too
+        words = parts.view(torch.int32).squeeze(-1)
+        words[0] = ((torch.rand(shape[1], generator=rng) + 0.5) / 448).view(torch.int32)
+        return codes, words
     if kind.codes == "e2m1":
         parts = torch.randint(123, 128, (*shape, 4), dtype=torch.uint8, generator=rng)
         return codes, parts.view(torch.int32).squeeze(-1)

@@ -145,6 +145,7 @@ def test_experts(capability, rows):
 
 QUANTISED = {
     "mxfp4": Format("e2m1", 32),
+    "nvfp4": Format("e2m1", 16),
     "int4": Format("int4", 128),
     "int4 by 32": Format("int4", 32),
     "int4 by 32, zero points": Format("int4", 32, zeros=True),
@@ -154,7 +155,7 @@ QUANTISED = {
 # All formats where a tile decodes on the GPU that has the least for it; the others, and prefill, where they spilled.
 COMPILED = [
     *((name, capability, 16) for name in QUANTISED for capability in (80, 90)),
-    *((name, 80, 4096) for name in ("mxfp4", "int4", "fp8 by block")),
+    *((name, 80, 4096) for name in ("mxfp4", "nvfp4", "int4", "fp8 by block")),
     *(
         pytest.param(name, capability, 16, marks=pytest.mark.full)
         for name in QUANTISED
@@ -181,6 +182,7 @@ def test_quantised_experts(monkeypatch, name, capability, rows):
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, (0x[0-9a-f]+)", made.ptx)
         assert "0x10" in copies and set(copies) <= {"0x4", "0x8", "0x10"}
         assert not re.search(r"ld\.global[.\w]*\.[bu]8\b", made.ptx), "a code or an exponent at a time"
+        assert not re.search(r"\bmul[.\w]*\.ftz", made.ptx), "codes are subnormal numbers before they are multiplied"
         assert re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", made.ptx), "no tensor core"
 
 

@@ -85,7 +85,9 @@ def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, mos
     made.close()
 
 
-@pytest.mark.parametrize("packed", [Format("e2m1", 32), Format("int4", 16, zeros=True), Format("e4m3")], ids=str)
+@pytest.mark.parametrize(
+    "packed", [Format("e2m1", 32), Format("e2m1", 16), Format("int4", 16, zeros=True), Format("e4m3")], ids=str
+)
 def test_nothing_of_packed_experts_compiles_in_a_capture(device, packed):
     made = pool(*MODELS["GPT-OSS-20b"], BATCHED, staged=True, packed=packed)
     forward(made, BATCHED)

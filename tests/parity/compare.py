@@ -1,4 +1,4 @@
-"""Run each engine in a process of its own: `compare.py JSON` prints one run as JSON.
+"""Runs each engine in a process of its own: `compare.py JSON` prints one run as JSON.
 
 vLLM's CPU build does not survive a second engine with speculative decoding in one process (numba).
 """
@@ -6,12 +6,12 @@ vLLM's CPU build does not survive a second engine with speculative decoding in o
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import engines
+import forked
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 METHODS = {
@@ -22,22 +22,19 @@ METHODS = {
 
 
 def compare(model: Path, configurations: list[dict | None], **options) -> list[engines.Run]:
-    """One run per entry of ``configurations`` (None is stock vLLM), each in a fresh process."""
-    commands = [command(model, spac, **options) for spac in configurations]
-    return [answer(subprocess.run(line, capture_output=True, text=True, timeout=1000)) for line in commands]
+    """One run per entry of ``configurations``, each in a process of its own. None is stock vLLM, which runs once."""
+
+    def run(spac: dict | None) -> engines.Run:
+        return engines.Run(**forked.answer(forked.run(program(model, spac, **options))))
+
+    return [engines.stock(model, options, lambda: run(None)) if spac is None else run(spac) for spac in configurations]
 
 
-def command(model: Path, spac: dict | None, **options) -> list[str]:
-    """What runs one engine and prints what it said."""
-    return [sys.executable, __file__, json.dumps({"model": str(model), "spac": spac, "options": options})]
-
-
-def answer(done: subprocess.CompletedProcess) -> engines.Run:
-    """What a ``command`` that is over printed."""
-    assert done.returncode == 0, done.stderr[-4000:]
-    return engines.Run(**json.loads(done.stdout.strip().splitlines()[-1]))
+def program(model: Path, spac: dict | None, **options) -> list[str]:
+    """What runs one engine and prints what it said, as arguments of the interpreter."""
+    return [__file__, json.dumps({"model": str(model), "spac": spac, "options": options})]
 
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    print(json.dumps(asdict(engines.generate(asked["model"], asked["spac"], **asked["options"]))))
+    print(json.dumps(asdict(engines.run(asked["model"], asked["spac"], **asked["options"]))))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import bisect
 import heapq
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import forked
 import pytest
 from compare import compare
 from exactness import FLOAT32, assert_same_tokens
@@ -26,9 +24,8 @@ TEXTS = [Path(module.__file__).read_text()[2000:2400] for module in (bisect, hea
 
 def command(*arguments, code: int = 0) -> str:
     """What ``vllm-spac`` prints, both streams."""
-    program = [sys.executable, "-c", "from vllm_spac.cli.main import app; app()", *map(str, arguments)]
-    environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
-    done = subprocess.run(program, capture_output=True, text=True, timeout=500, env=environment)
+    program = ["-c", "from vllm_spac.cli.main import app; app()", *arguments]
+    done = forked.run(program, {"COLUMNS": "200", "NO_COLOR": "1"}, timeout=500)
     assert done.returncode == code, done.stderr[-4000:] + done.stdout
     return done.stdout + done.stderr
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import compare
 import engines
+import forked
 import pytest
 from exactness import assert_same_tokens
 from safetensors.torch import load_file, save_file
@@ -142,11 +143,12 @@ def test_packed_experts_on_a_read_only_disk(lock, family, checkpoint, stock, kno
         (path,) = Path(knobs["disk_dir"]).glob("*.lock")
         path.unlink()
     wrapper = ["unshare", "--mount", "bash", "-c", READ_ONLY, "bash", knobs["disk_dir"]]
-    command, log_all = compare.command(checkpoint(family), knobs), os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}
-    done = subprocess.run([*wrapper, *command], capture_output=True, text=True, timeout=500, env=log_all)
+    program, log_all = compare.program(checkpoint(family), knobs), forked.ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO"}
+    command = [*wrapper, sys.executable, *program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=log_all)
     if done.returncode == 77 or "unshare:" in done.stderr:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    assert_same_tokens(compare.answer(done), stock(family))
+    assert_same_tokens(engines.Run(**forked.answer(done)), stock(family))
     log = done.stdout + done.stderr
     assert "O, read-only)" in log and ("without a lock" in log) is not lock
 

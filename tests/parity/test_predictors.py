@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import engines
+import forked
 import pytest
 from compare import METHODS, compare
 from exactness import assert_same_tokens
@@ -19,30 +17,33 @@ from vllm_spac.prediction.file import PredictorFile
 MODELS = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 TEXTS = Path(__file__).parents[2] / "benchmarks" / "toy" / "texts.py"
 LAYERS, EXPERTS, TOP_K = 6, 64, 8
-ENGINE = ("--engine", '{"dtype": "bfloat16", "gpu_memory_utilization": 0.2}')
+OPTIONS = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2}
+ENGINE = ("--engine", json.dumps(OPTIONS))
+DRAFTING = ("--engine", json.dumps(OPTIONS | {"speculative_config": METHODS["eagle3"]}))
 
 
 def command(program: list, code: int = 0) -> str:
     """What a program prints, both streams."""
-    environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
-    done = subprocess.run([str(part) for part in program], capture_output=True, text=True, timeout=500, env=environment)
+    done = forked.run(program, {"COLUMNS": "200", "NO_COLOR": "1"}, timeout=500)
     assert done.returncode == code, done.stderr[-4000:] + done.stdout
     return done.stdout + done.stderr
 
 
 def vllm_spac_command(*arguments, code: int = 0) -> str:
-    return command([sys.executable, "-c", "from vllm_spac.cli.main import app; app()", *arguments], code)
+    """Networks are trained in a tenth of the steps, which otherwise take longer than all else here."""
+    program = "from vllm_spac.predictors import neural; neural._STEPS = 60; from vllm_spac.cli.main import app; app()"
+    return command(["-c", program, *arguments], code)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """Folder with predictors, and held-out texts."""
     folder = tmp_path_factory.mktemp("trained")
-    command([sys.executable, TEXTS, folder / "train.jsonl", "--training", "--count", "16"])
-    command([sys.executable, TEXTS, folder / "held.jsonl", "--count", "4"])
+    command([TEXTS, folder / "train.jsonl", "--training", "--count", "16"])
+    command([TEXTS, folder / "held.jsonl", "--count", "4"])
     said = vllm_spac_command(
         *("train-predictor", MODELS / "target", "--prompts", folder / "train.jsonl", "--reach", "2"),
-        *("--output", folder / "p.safetensors", "--disk-dir", folder, "--slots", "60%", *ENGINE),
+        *("--output", folder / "p.safetensors", "--disk-dir", folder, "--slots", "60%", *DRAFTING),
     )
     assert "2,688 tokens of 14 texts" in said and "left out" not in said
     assert not (folder / "p.safetensors.progress").exists()
@@ -53,15 +54,16 @@ def test_recall_on_held_out_text(trained: Path) -> None:
     texts, file, out = trained / "held.jsonl", trained / "p.safetensors", trained / "out"
     said = vllm_spac_command(
         *("predictors", MODELS / "target", "--prompts", texts, "--predictor", file, "--json", trained / "r.json"),
-        *("--pictures", out, "--slots", "25%", "--disk-dir", trained, *ENGINE),
+        *("--pictures", out, "--slots", "25%", "--disk-dir", trained, *DRAFTING),
     )
     found = json.loads((trained / "r.json").read_text())
-    names = {"frequency", "token_table", "gate", "quasi_hidden", "linear", "neural", "hybrid", "utility"}
+    names = {"frequency", "token_table", "draft_gate", "gate", "quasi_hidden", "linear", "neural", "hybrid", "utility"}
     assert set(found) == names and all(name in said for name in names)
     recall = {name: one["recall_at_k"] for name, one in found.items()}
     chance = TOP_K / EXPERTS
     assert chance < recall["frequency"] < 0.5 < recall["gate"] < recall["linear"] < 1
     assert recall["token_table"] > 0.5 and recall["hybrid"] > recall["gate"]
+    assert recall["draft_gate"] > recall["token_table"] and list(found["draft_gate"]["by_horizon"]) == ["step"]
     for one in found.values():
         assert one["recall_at_k"] < one["recall_at_2k"] and one["bytes"] > 0 and one["us_per_layer"] > 0
         assert len(one["by_layer"]) == LAYERS
@@ -70,10 +72,10 @@ def test_recall_on_held_out_text(trained: Path) -> None:
     assert found["hybrid"]["by_layer"][0]["recall_at_k"] == found["token_table"]["by_layer"][0]["recall_at_k"]
     assert {path.name for path in out.iterdir()} == {"layers.png", "horizons.png"}
     sizes = PredictorFile.read(file).sizes
-    assert (sizes.layers, sizes.experts, sizes.top_k) == (LAYERS, EXPERTS, TOP_K)
+    assert (sizes.layers, sizes.experts, sizes.top_k) == (LAYERS, EXPERTS, TOP_K) and sizes.draft_width > 0
 
 
-@pytest.mark.parametrize(("method", "prefetch"), [(None, "linear"), ("eagle3", "auto")])
+@pytest.mark.parametrize(("method", "prefetch"), [(None, "linear"), ("eagle3", "auto"), ("eagle3", "draft_gate")])
 def test_same_tokens_as_stock_with_reads_ahead(trained: Path, method: str | None, prefetch: str) -> None:
     """The guard is off so that all steps have stock's shape. ``auto`` chooses a predictor: loads take long here."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(trained), "guard": "off"}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import compare
+import forked
 import pytest
 from compare import METHODS, TOY
 from engines import Run
@@ -17,14 +16,13 @@ from exactness import FLOAT32, assert_same_tokens, first_difference
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks spin while they wait: needs 2 CPUs")
 
 OPTIONS = {"tensor_parallel_size": 2, **FLOAT32}
-ENVIRONMENT = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 TOP_K = {"qwen3_moe": 4, "deepseek_v2": 4, "gpt_oss": 2}
 
 
 def run(model: Path, spac: dict | None, **options) -> Run:
     """One engine of two ranks, unless ``options`` say otherwise, in a process of its own."""
-    line = compare.command(model, spac, **OPTIONS | options)
-    return compare.answer(subprocess.run(line, capture_output=True, text=True, timeout=600, env=ENVIRONMENT))
+    return Run(**forked.answer(forked.run(compare.program(model, spac, **OPTIONS | options), ONE_THREAD)))
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +137,7 @@ if __name__ == "__main__":
 def scored(model: Path, spac: dict | None, **options):
     """(tokens, log-probabilities of the best 20 by token, statistics of the workers)."""
     given = json.dumps([str(model), spac, {**FLOAT32, "max_logprobs": 20, **options}])
-    line = [sys.executable, "-c", SCORED, str(Path(__file__).parent), given]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return forked.answer(forked.run(["-c", SCORED, Path(__file__).parent, given], ONE_THREAD))
 
 
 @pytest.mark.full
@@ -187,9 +182,8 @@ if __name__ == "__main__":
 def test_a_failed_read_of_one_rank_ends_the_engine(rank, checkpoint, tmp_path):
     """At once, with its reason in the log; the other rank does not wait for vLLM's timeout of 300 s."""
     given = json.dumps([str(checkpoint("qwen3_moe")), str(tmp_path), rank, OPTIONS])
-    line = [sys.executable, "-c", BREAKING, str(Path(__file__).parent), given]
-    environment = ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function for collective_rpc
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240, env=environment)
+    changes = ONE_THREAD | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function for collective_rpc
+    done = forked.run(["-c", BREAKING, Path(__file__).parent, given], changes, timeout=240)
     said = done.stdout + done.stderr
     assert done.returncode != 0 and "SURVIVED" not in said
     assert "is not what was packed (checksum or header differ)" in said

@@ -19,6 +19,8 @@ from vllm_spac.distributed.client import WorkerClient
 from vllm_spac.distributed.places import ClusterFile
 from vllm_spac.distributed.processes import MODULE
 
+EXPERTS, TOP_K = 16, 4  # of the tiny Qwen3-MoE
+
 
 def workers() -> list[psutil.Process]:
     """The worker processes of this process's engine, the first started first."""
@@ -65,6 +67,18 @@ def test_same_tokens_when_a_worker_is_killed(checkpoint, stock, at_call, tmp_pat
     assert stats["hits"] > 0 and stats["misses"] > 0 and stats["slots"] > 0
     for process in workers():  # they end with the engine
         process.wait(30)
+
+
+def test_same_tokens_from_cacheless_workers(checkpoint, stock, monkeypatch, tmp_path) -> None:
+    """OD-MoE: slots for two tokens' experts, dropped after use, and read ahead because the engine says what comes."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    spac = {"slots": "2k", "policy": "drop", "executor": "processes", "workers": 2, "disk_dir": str(tmp_path)}
+    found = run(checkpoint("qwen3_moe"), spac | {"prefetch": f"recent:Recent@experts={EXPERTS}"})
+    assert_same_tokens(found, stock("qwen3_moe"))
+    stats = found.stats
+    assert stats["mode"] == "exact" and stats["worker_rows_elsewhere"] == 0
+    for worker in stats["expert_workers"].values():
+        assert worker["hints"] > 0 and worker["prefetch_hits"] > 0 and worker["slots"] == 2 * TOP_K, worker
 
 
 @pytest.mark.full

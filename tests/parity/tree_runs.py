@@ -6,12 +6,12 @@ An engine per process, since vLLM's CPU build does not survive a second one with
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import engines
+import forked
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 EAGLE3 = {"method": "eagle3", "model": str(TOY / "eagle3")}
@@ -153,9 +153,7 @@ def main(asked: dict) -> dict:
 def run(spac: dict | None, kinds: tuple[str, ...] = (), tricks: tuple[str, ...] = (), **options: Any) -> dict:
     """What an engine of its own says: answers by kind, and the plugin's statistics."""
     asked = {"spac": spac, "kinds": kinds or tuple(requests()), "tricks": tricks, "options": options}
-    done = subprocess.run([sys.executable, __file__, json.dumps(asked)], capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return forked.answer(forked.run([__file__, json.dumps(asked)], timeout=1500))
 
 
 if __name__ == "__main__":

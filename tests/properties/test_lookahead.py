@@ -226,6 +226,77 @@ def test_prompts_are_not_guessed_about() -> None:
         assert not any(key in made.expected for key in range(SHAPE.total)), "nor is anything kept from before"
 
 
+# -- while drafts are made -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def drafted(*given, **knobs) -> Iterator[Pool]:
+    """A pool whose predictor looks at the drafter's states, after a step of experts that are there."""
+    with pool(*given, **knobs) as made:
+        made.step((0, 1), (0, 1), (0, 1), (0, 1))
+        made.store.order.clear()
+        yield made
+
+
+def draft(made: Pool, *layers: tuple[int, ...]) -> None:
+    """The drafter reads a token, about which these experts are guessed, from the first layer on."""
+    made.script.says = {START: list(enumerate(layers))}
+    made.draft(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1))
+    made.residency.check_integrity()
+
+
+def test_what_is_guessed_of_drafts_is_read_before_the_step() -> None:
+    with drafted(16) as made:
+        draft(made, (5, 6), (6, 7))
+        assert made.store.order == [5, 6, 14, 15] and made.there(5, 6, 14, 15)
+        draft(made, (5, 7), (6, 7))
+        assert made.store.order == [5, 6, 14, 15, 7], "the next draft names another expert"
+        made.step((5, 7), (6, 7), (0, 1), (0, 1))
+        assert made.counters.misses == 0 and made.counters.prefetch_hits == 4
+
+
+def test_reads_before_the_step_end_at_the_cutoff_and_go_on_in_the_step() -> None:
+    """Five reads fit into a phase: the third layer would need a sixth one."""
+    with drafted(16) as made:
+        made._loader._prefetcher._phases.reads = 5
+        draft(made, (4, 5), (4, 5), (6, 7), (6, 7))
+        assert made.store.order == [4, 5, 12, 13]
+
+        draft(made, (4, 5), (4, 5), (6, 7), (6, 7))
+        assert made.store.order == [4, 5, 12, 13]
+        made.begin()
+        assert made.there(*(layer * EXPERTS + expert for layer in (2, 3) for expert in (6, 7)))
+
+
+def test_slots_for_all_layers_below_the_cutoff_are_needed() -> None:
+    """What is expected of two layers fills all slots: of the third, nothing is read."""
+    with drafted(4) as made:
+        draft(made, (2, 3), (4, 5), (6, 7))
+        assert made.store.order == [2, 3, 12, 13]
+
+
+def test_the_reads_of_a_phase_are_as_many_as_the_last_ones_finished() -> None:
+    with drafted(16, background=Endless) as made:
+        phases = made._loader._prefetcher._phases
+        draft(made, (5, 6), (6, 7))
+        assert phases.left == phases.reads - 4
+        made.begin()
+        assert phases.reads == phases.left == 1, "none has finished"
+    with drafted(16, depth=4) as made:
+        draft(made, (5, 6), (6, 7))
+        made.begin()
+        assert made._loader._prefetcher._phases.reads == 5, "all have, and there could be no more"
+
+
+def test_drafts_are_forgotten_when_the_step_has_prompts() -> None:
+    with drafted(16, background=Endless) as made:
+        draft(made, (5, 6), (6, 7))
+        made.begin(1, RowKind.PREFILL)
+        ahead = made._loader._transfers.ahead
+        assert list(ahead.keys) == [5], "it is being read"
+        assert not any(key in made.expected for key in range(SHAPE.total))
+
+
 # -- evictions -----------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from vllm_spac.distributed.wire import (
     decode,
     encode,
     expert_payload,
+    hint_payload,
     raw,
     run_payload,
 )
@@ -31,7 +32,7 @@ SHAPE = MoEShape(
     2,
     {"w13_weight": TensorSpec((4, 3), torch.bfloat16), "scale": TensorSpec((), torch.float32)},
 )
-LIMITS = Limits(rows=8, hidden=16, top_k=4, expert_bytes=SHAPE.expert_bytes)
+LIMITS = Limits(rows=8, hidden=16, top_k=4, expert_bytes=SHAPE.expert_bytes, experts=6)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,6 +62,7 @@ FRAMES = {
     "rows to run": run_frame,
     "rows": rows_frame,
     "expert": lambda: encode(Header(Kind.PUT, 1, layer=3), expert_payload(SHAPE, expert())),
+    "hint": lambda: encode(Header(Kind.HINT, 1, 2, 3, 4, top_k=3), hint_payload([5, 0, 3])),
     "text": lambda: encode(Header(Kind.FAILED, 1), b'{"why": "no"}'),
     "nothing": lambda: encode(Header(Kind.FILL, 9)),
 }
@@ -136,6 +138,12 @@ def test_parts_of_other_lengths_are_refused(name: str) -> None:
         Header(Kind.ROWS, rows=1, hidden=16, dtype=torch.float32, payload=2**60),
         Header(Kind.ECHO, rows=9, hidden=16, dtype=torch.float32, payload=9 * 64),
         Header(Kind.ECHO, rows=1, hidden=16, top_k=1, dtype=torch.float32, payload=64 + 8),
+        Header(Kind.HINT, top_k=7, payload=28),
+        Header(Kind.HINT, payload=0),
+        Header(Kind.HINT, top_k=6, payload=28),
+        Header(Kind.HINT, top_k=2, payload=2**60),
+        Header(Kind.HINT, rows=1, top_k=2, payload=8),
+        Header(Kind.HINT, top_k=2, dtype=torch.float32, payload=8),
         Header(Kind.PUT, payload=SHAPE.expert_bytes + 1),
         Header(Kind.PUT, rows=1, payload=SHAPE.expert_bytes),
         Header(Kind.FAILED, payload=MOST_TEXT + 1),
@@ -153,6 +161,16 @@ def test_sizes_are_refused_before_the_payload_is_looked_at(header: Header) -> No
     with pytest.raises(FrameError) as refused:
         decode([bytes(stated), b""], LIMITS)
     assert not str(refused.value).endswith("and has 0"), "it was refused for its payload"
+
+
+def test_a_hint_arrives_in_its_order() -> None:
+    frame = decode(FRAMES["hint"](), LIMITS)
+    assert frame.experts().tolist() == [5, 0, 3] and frame.header.top_k == 3
+
+
+def test_no_hint_is_accepted_before_the_experts_are_known() -> None:
+    with pytest.raises(FrameError, match="a hint of 3 experts of 0"):
+        decode(FRAMES["hint"](), Limits())
 
 
 def test_no_expert_is_accepted_before_its_size_is_known() -> None:

@@ -6,6 +6,7 @@ then a round of all at once.
 
 from __future__ import annotations
 
+import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 
 import exchange
@@ -128,6 +129,11 @@ def test_each_kind(kind, plain):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in BY_DRAFTS])
 def test_each_kind_with_drafts(kind, speculating):
     same(speculating, KINDS[kind])
+
+
+def test_stock_has_none_of_our_routes(plain):
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        plain[0].get("/spac/stats")
 
 
 @pytest.mark.parametrize("servers", ["plain", "speculating"])

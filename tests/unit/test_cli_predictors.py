@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from vllm_spac.cli import predictors as commands
 from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
 from vllm_spac.integration.evaluation import engine
-from vllm_spac.prediction.file import Identity
+from vllm_spac.prediction.file import Identity, PredictorFile
 from vllm_spac.prediction.training import Training
-from vllm_spac.predictors import linear, neural
+from vllm_spac.predictors import draft_gate, linear, neural
 
 
 def run(*arguments, code: int = 0) -> str:
@@ -29,12 +30,12 @@ def run(*arguments, code: int = 0) -> str:
 
 
 def training(source: str = "texts") -> Training:
-    return Training(made.material(reach=1), Identity("f" * 32, "imagined", made.NAMES), source)
+    return Training(made.material(reach=1), Identity("f" * 32, "imagined", made.NAMES), source, "d" * 32)
 
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (linear, neural):
+    for module in (draft_gate, linear, neural):
         monkeypatch.setattr(module, "_STEPS", 2)
 
 
@@ -141,3 +142,17 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--pictures: .* cannot be made"):
         commands._draw({}, "title", tmp_path / "file" / "folder")
+
+
+def test_predictors_of_a_drafter_are_measured_with_it(trained: Path) -> None:
+    file = PredictorFile.read(trained)
+    commands._check_drafter(trained, file, "d" * 32)
+    for other, says in (("", "this engine has none"), ("e" * 32, "this engine has eeeeeeeeeeee")):
+        with pytest.raises(ConfigError, match=f"trained with the drafter dddddddddddd and {says}.*speculative_config"):
+            commands._check_drafter(trained, file, other)
+    commands._check_drafter(trained, dataclasses.replace(file, drafter=""), "e" * 32)
+
+
+def test_a_text_fits_into_a_request_with_the_drafts_behind_it() -> None:
+    assert commands._length(512, {}) == 513 and commands._length(512, {"speculative_config": None}) == 513
+    assert commands._length(512, {"speculative_config": {"num_speculative_tokens": 3}}) == 516

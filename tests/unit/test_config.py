@@ -21,6 +21,8 @@ from vllm_spac.knobs.types import Slots, flag
         (32, Slots(per_layer=32)),
         ("1", Slots(per_layer=1)),
         ("25%", Slots(share=0.25)),
+        ("2k", Slots(tokens=2)),
+        ("16K", Slots(tokens=16)),
         (" 25 % ", Slots(share=0.25)),
         ("12.5%", Slots(share=0.125)),
         ("100%", Slots(share=1.0)),
@@ -45,6 +47,10 @@ WRONG_SLOTS = [
     "25 percent",
     "3.5",
     "1e2",
+    "k",
+    "0k",
+    "2.5k",
+    "-2k",
     "nan%",
 ]
 
@@ -218,6 +224,8 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "processes", "workers": 2, "execution": "pointers"}, "drop --spac-execution"),
         ({"executor": "processes", "workers": 2, "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
         ({"executor": "processes", "workers": 2, "prefetch": "utility"}, "drop --spac-prefetch"),
+        ({"executor": "processes", "workers": 2, "prefetch": "auto"}, "name a predictor"),
+        ({"executor": "processes", "workers": 2, "prefetch": "linear"}, "needs predictor_file"),
         ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
         ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
         ({"executor": "processes", "workers": 2, "budget_ranking": "resident"}, "use --spac-budget-ranking router"),
@@ -256,7 +264,7 @@ def test_policy_that_needs_a_calibration() -> None:
 
 def test_policy_that_must_know_the_future_cannot_serve() -> None:
     with pytest.raises(
-        ConfigError, match="'belady' cannot serve: it must know the future.*; use one of layer_lru, lfu"
+        ConfigError, match="'belady' cannot serve: it must know the future.*; use one of drop, layer_lru, lfu"
     ):
         SpacConfig.parse({"policy": "belady"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from vllm_spac.checkpoint import quantisation
 from vllm_spac.checkpoint.architecture import Architecture
 from vllm_spac.checkpoint.described import described
+from vllm_spac.checkpoint.headers import read_config
 from vllm_spac.errors import UnsupportedError
 
 HERE = Path("model")
@@ -83,6 +85,104 @@ def test_quantised_weights_have_their_scales(settings: dict, nbytes: int) -> Non
     assert quantisation.refusal(settings) is None
     assert quantisation.stored_bytes(settings, (64, 256)) == nbytes
     assert quantisation.stored_bytes(settings, (3, 64, 256)) == 3 * nbytes
+
+
+INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
+
+
+def int4(**weights: object) -> dict:
+    return {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4 | weights}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots", "packed"),
+    [
+        (FP8, 4 * 2, 4 * 2),
+        (int4(), 2 * 256, 2 * 256),
+        (int4(group_size=256), 2 * 64, 4 * 64),  # a word has two scales
+        (int4(symmetric=False), 2 * 256 + 128, 4 * 256),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 2 * 128 + 64, 4 * 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, 2 * 512, 2 * 512),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, 2 * 512, 4 * 512),
+    ],
+    ids=["fp8", "int4", "int4, one group", "int4 zero points", "awq", "gptq", "gptq int8"],
+)
+def test_our_kernels_store_other_scales(settings: dict, slots: int, packed: int) -> None:
+    codes = 64 * 256 * (1 if settings is FP8 or settings.get("bits") == 8 else 0.5)
+    assert quantisation.stored_bytes(settings, (64, 256), packed=False) == codes + slots
+    assert quantisation.stored_bytes(settings, (64, 256), packed=True) == codes + packed
+
+
+def test_columns_of_gpt_oss_are_first() -> None:
+    """2880 columns have 90 exponents, stored as 92."""
+    found = quantisation.stored_bytes({"quant_method": "mxfp4"}, (32, 2880, 5760))
+    assert found == 32 * 5760 * (1440 + 92)
+
+
+def nvfp4(activations: dict | None = None, **weights: object) -> dict:
+    given = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16} | weights
+    group = {"weights": given, "input_activations": activations, "targets": ["Linear"]}
+    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"g": group}}
+
+
+def modelopt(**changes: object) -> dict:
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*self_attn*"]} | changes
+
+
+NVFP4_FLAGS = ("--spac-execution pointers", "--moe-backend marlin")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [nvfp4(), nvfp4({"type": "float", "num_bits": 4}), modelopt(), modelopt(quant_algo="w4a16_nvfp4", group_size=16)],
+    ids=["compressed", "W4A4", "modelopt", "modelopt W4A16"],
+)
+def test_nvfp4_is_for_pointers(settings: dict) -> None:
+    assert quantisation.refusal(settings) is None and quantisation.flags(settings) == NVFP4_FLAGS
+    assert "use --spac-execution pointers" in str(quantisation.refusal(settings, packed=False))
+    words = 64 * 256 // 2 + 64 * 4 * (1 + 256 // 64)
+    assert quantisation.stored_bytes(settings, (64, 256)) == words
+    assert quantisation.stored_bytes(settings, (3, 64, 272)) == 3 * (64 * 136 + 64 * 4 * (1 + 5))
+    assert not quantisation.excluded(settings, "model.layers.0.mlp.experts.0.up_proj")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (modelopt(quant_algo="FP8"), "experts in FP8"),
+        (modelopt(quant_algo=None), "experts in NONE"),
+        (modelopt(group_size=32), "NVFP4 experts by 32 columns"),
+        (nvfp4(group_size=32), "float4 experts by tensor_group"),
+        (nvfp4(strategy="group", group_size=32), "float4 experts by group"),
+    ],
+    ids=["FP8", "unnamed", "group", "compressed group", "MXFP4"],
+)
+def test_other_experts_of_four_bits_are_refused(settings: dict, said: str) -> None:
+    for packed in (None, True, False):
+        assert said in str(quantisation.refusal(settings, packed))
+
+
+def test_what_modelopt_leaves_out() -> None:
+    """Wildcards; in older checkpoints in a file of their own, which vLLM reads, too."""
+    older = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head*"]}}
+    found = quantisation.of({"quantization_config": older})
+    assert found is not None and quantisation.flags(found) == NVFP4_FLAGS
+    for settings, name in ((modelopt(), "model.layers.3.self_attn.q_proj.weight"), (found, "lm_head.weight")):
+        assert quantisation.excluded(settings, name)
+        assert not quantisation.excluded(settings, "model.layers.3.mlp.experts.0.up_proj")
+
+
+def test_a_file_of_modelopt_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    whole = described(read_config(tmp_path / "config.json"), tmp_path).expert_bytes[0]
+    inner = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
+    assert described(read_config(tmp_path / "config.json"), tmp_path).expert_bytes[0] / whole == pytest.approx(
+        4.5 / 16, rel=1e-2
+    )
+    (tmp_path / "hf_quant_config.json").write_text("[")
+    with pytest.raises(UnsupportedError, match="hf_quant_config.json cannot be read"):
+        read_config(tmp_path / "config.json")
 
 
 def test_quantised_experts_are_smaller_and_embeddings_are_not() -> None:

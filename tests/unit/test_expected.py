@@ -139,3 +139,41 @@ def test_scores_of_any_type(rows: int) -> None:
     made = expected()
     made.name(Guess(0, torch.tensor([[0, 3, 1, 2, 0, 0]]).expand(rows, -1)))
     assert list(made.ranked()) == [1, 3]
+
+
+def test_a_layer_that_was_left_is_guessed_for_its_next_run() -> None:
+    """As of a worker, between whose layers other machines' layers run."""
+    made = expected()
+    made.begin()
+    made.enter(1, np.array([2, 3]))
+    made.name(guess(1, row(4, 5)))
+    assert soon(made) == [8, 9], "it still runs"
+    made.leave()
+    assert soon(made) == [] and made.distance(1 * EXPERTS) == LAYERS
+    made.name(guess(1, row(4, 5)))
+    made.name(guess(2, row(0, 1)))
+    assert list(made.ranked()) == [12, 13, 10, 11], "layer 2 comes sooner"
+    made.enter(3, np.array([0]))
+    assert soon(made) == [10, 11, 18], "layer 2 was passed over"
+    made.leave()
+    made.begin()
+    assert soon(made) == [10, 11], "of this step"
+    made.enter(1, np.array([4]))
+    assert soon(made) == [10]
+
+
+def test_a_layer_that_runs_again_without_a_step_has_passed_all_others() -> None:
+    made = expected()
+    made.enter(1, np.array([2]))
+    made.leave()
+    for layer in range(LAYERS):
+        made.name(guess(layer, row(0, 1)))
+    made.enter(1, np.array([2]))
+    assert soon(made) == [8]
+
+
+def test_nothing_is_left_before_a_layer_has_run() -> None:
+    made = expected()
+    made.name(guess(0, row(0, 1)))
+    made.leave()
+    assert soon(made) == [0, 1]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -19,9 +20,10 @@ from vllm_spac.distributed.layer_call import Forward
 from vllm_spac.distributed.link import Link, Lost
 from vllm_spac.distributed.patience import Patience
 from vllm_spac.distributed.places import ClusterFile, Places
+from vllm_spac.distributed.pool import ExpertPool
 from vllm_spac.distributed.roster import Roster
 from vllm_spac.distributed.service import VISITOR, Service, facts
-from vllm_spac.distributed.wire import HEADER_BYTES, Header, Kind, Limits, decode, encode, run_payload
+from vllm_spac.distributed.wire import HEADER_BYTES, Header, Kind, Limits, decode, encode, hint_payload, run_payload
 from vllm_spac.distributed.worker import Worker
 from vllm_spac.distributed.worker_counts import WorkerCounts
 from vllm_spac.errors import ConfigError, SpacError, StoreError
@@ -117,14 +119,15 @@ class Threads(Places):
             running.end()
 
 
-def services(count: int, replicas: int = 0, slots: str = "50%") -> list[Service]:
+def services(count: int, replicas: int = 0, **knobs) -> list[Service]:
     layers = [schedule.layers_of(worker, LAYERS, count, replicas) for worker in range(count)]
-    return [Service.of(SHAPE, FINGERPRINT, mine, hidden=HIDDEN, slots=slots, policy="lru") for mine in layers]
+    knobs = {"slots": "50%", "policy": "lru", "hidden": HIDDEN} | knobs
+    return [Service.of(SHAPE, FINGERPRINT, mine, **knobs) for mine in layers]
 
 
-def connected(places: Threads, replicas: int = 0, slots: str = "50%", copy: MemoryStore | None = None) -> WorkerClient:
+def connected(places: Threads, replicas: int = 0, copy: MemoryStore | None = None, **knobs) -> WorkerClient:
     """A client whose experts are packed and whose workers are admitted."""
-    given = services(len(places.running), replicas, slots)
+    given = services(len(places.running), replicas, **knobs)
     client = WorkerClient(places, given, replicas, row_by_row, torch.float32, lambda: copy)
     client.roster = Roster(len(given), replicas, given[0].digest, lambda: Patience(0.5, 2.0))
     try:
@@ -370,6 +373,100 @@ def test_other_versions_are_refused() -> None:
     link.drop()
     context.destroy(linger=0)
     places.close()
+
+
+CACHELESS = {"policy": "drop", "slots": "2k", "hints": True}
+
+
+def pools(places: Threads) -> list[ExpertPool]:
+    sessions = [running.worker._session for running in places.running]
+    return [session.pool for session in sessions if session is not None and session.pool is not None]
+
+
+def read(places: Threads) -> None:
+    """Waits until the workers have taken every hint and read what it names."""
+    for address in places.addresses():
+        assert isinstance(visits.counts([address], SECRET)[0], dict)  # answered after the hints, which were sent before
+    tickets = [pool._execution._transfers.ahead._tickets for pool in pools(places)]
+    until(lambda: all(ticket.done.done() for each in tickets for ticket in list(each.values())))
+
+
+def test_cacheless_workers_load_what_they_are_told(client) -> None:
+    """Slots for two tokens' experts at each worker: with right hints there is no miss, with wrong ones no wrong bit."""
+    places = Threads(2)
+    found = client(places, **CACHELESS)
+    assert found.slots == 2 * 2 * TOP_K
+    for step in range(1, 4):
+        for layer in range(LAYERS):
+            given = layer_input(1, seed=100 * step + layer)
+            right = given[2][0].numpy()
+            found.hint(step, layer, right if step < 3 else (right + 1) % EXPERTS)
+            read(places)
+            assert torch.equal(found.compute(Forward(step), layer, *given), here(layer, *given))
+        counts = found.counts()
+        if step == 2:
+            assert counts["misses"] == 0 and counts["prefetch_hits"] > 0 and counts["hits"] == 2 * LAYERS * TOP_K
+    assert counts["misses"] > 0
+    of_them = counts["expert_workers"].values()
+    assert sum(each["hints"] for each in of_them) == 3 * LAYERS and all(each["prefetches"] > 0 for each in of_them)
+
+
+def test_hints_that_cannot_be(client) -> None:
+    """Late, repeated, out of order, of other experts or layers, damaged: dropped, and the next rows are right."""
+    places = Threads(1)
+    found = client(places, **CACHELESS)
+    assert_right(found, 2, step=5)
+    link, epoch = found._links[0], found.roster.epoch(0)
+    assert epoch is not None
+
+    def sent(step: int, layer: int, sequence: int, experts: list[int], **changes) -> tuple[bytes, bytes]:
+        fields = {"top_k": len(experts), "fingerprint": bytes.fromhex(FINGERPRINT)} | changes
+        return encode(Header(Kind.HINT, epoch, step, sequence, layer, **fields), hint_payload(experts))
+
+    newest = sent(5, 3, 1000, [4, 5])
+    flipped = newest[0], bytes([newest[1][0] ^ 1]) + newest[1][1:]
+    for message in (
+        sent(5, 2, 900, [0, 1]),  # its layer has run
+        sent(4, 4, 901, [0, 1]),
+        newest,
+        newest,
+        sent(5, 3, 999, [0, 1]),  # overtaken
+        sent(5, 3, 1001, [0, 6]),
+        sent(5, 3, 1002, [-1, 0]),
+        sent(5, 3, 1003, [2, 2]),
+        sent(5, 9, 1004, [0, 1]),
+        sent(5, 3, 1005, [0, 1], fingerprint=bytes(16)),
+        sent(5, 3, 1006, [0, 1, 2], top_k=2),
+        sent(5, 3, 1007, [0] * 7),
+        flipped,
+    ):
+        link.send(message)
+    read(places)
+    [pool] = pools(places)
+    assert found.counts()["expert_workers"]["worker-0"]["hints"] == 1
+    first = pool._number[3] * EXPERTS
+    assert list(pool._execution._loader._prefetcher.expected.ranked()) == [first + 4, first + 5]
+    for layer in range(LAYERS):
+        assert_right(found, layer, seed=layer, step=6)
+
+
+def test_hints_are_for_a_service_with_hints(client) -> None:
+    places = Threads(1)
+    found = client(places)
+    found.hint(1, 0, np.array([0, 1]))
+    read(places)
+    assert found.counts()["expert_workers"]["worker-0"]["hints"] == 0
+    assert_right(found, 0)
+
+
+def test_a_hint_to_a_lost_worker_is_dropped(client) -> None:
+    places = Threads(1)
+    found = client(places, copy=full_copy(), **CACHELESS)
+    places.may_return = False
+    places.running[0].end()
+    found.hint(1, 0, np.array([0, 1]))
+    assert_right(found, 0)
+    found.hint(1, 1, np.array([0, 1]))
 
 
 def test_a_visitor_reads_counters_beside_the_engine(client) -> None:

@@ -409,8 +409,8 @@ def test_bad_models(tmp_path: Path) -> None:
         (json.dumps(CONFIG | {"num_experts": 0}), "is a dense model"),
         (json.dumps(CONFIG | {"quantization_config": {"quant_method": "quark"}}), "quantised experts (quark)"),
         (
-            json.dumps(CONFIG | {"quantization_config": {"quant_method": "mxfp4"}}),
-            "not supported in slots; use --spac-ex",
+            json.dumps(CONFIG | {"quantization_config": {"quant_method": "fp8"}}),
+            "one scale per tensor",
         ),
     ):
         (tmp_path / "config.json").write_text(text)
@@ -457,6 +457,65 @@ def test_the_command_is_one_that_vllm_takes(model: ServedModel) -> None:
     assert SpacConfig.parse(tiers[0]).host_memory == 3 << 28
     assert tiers[0]["store"] == "disk" and tiers[3]["num_speculative_tokens"] == 4
     assert all_in[0] == {"slots": "100%"} and all_in[1:3] == [2048, kv_bytes(model, ONE)]
+
+
+MXFP4 = {"quant_method": "mxfp4"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+
+
+def quantised(folder: Path, settings: dict | None) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG | ({"quantization_config": settings} if settings else {})))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "execution", "nbytes", "flags"),
+    [
+        (MXFP4, None, W_E // 4 + W_E // 64, "--spac-execution pointers"),
+        (GPTQ, None, W_E // 4 + W_E // 32, "--quantization moe_wna16 --moe-backend triton"),
+        (GPTQ, "pointers", W_E // 4 + W_E // 32, "--spac-execution pointers"),
+        (GPTQ | {"bits": 8}, "pointers", W_E // 2 + W_E // 16, "--spac-execution pointers"),
+        (None, "pointers", W_E, "--spac-execution pointers"),
+    ],
+    ids=["MXFP4", "GPTQ", "GPTQ packed", "GPTQ INT8 packed", "unquantised"],
+)
+def test_experts_are_planned_as_they_are_stored(tmp_path, settings, execution, nbytes, flags) -> None:
+    served = ServedModel.read(str(quantised(tmp_path, settings)), execution)
+    assert served.expert_bytes == nbytes
+    assert command(Choice(25, "host"), served, machine(GIB, GIB), ONE).endswith(f" {flags}")
+
+
+def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
+    """No disk, no CPU experts; staging takes part of the room for slots, if it is a small one."""
+    served = ServedModel.read(str(quantised(tmp_path, MXFP4)))
+    room = split(served, machine(GIB * 0.9, 0), ONE).room
+    fast = GIB * 0.9 - room + served.experts_bytes // 2
+    small = machine(fast, GIB)
+    assert {(choice.store, choice.cpu) for choice in plans.choices(served, small, ONE)} == {("host", False)}
+    found = split(served, small, ONE)
+    assert found.staging == 0 and 4 * 2 * served.experts_bytes // 8 > found.room
+    large = machine(fast + served.experts_bytes * 0.45, GIB)
+    assert split(served, large, ONE).staging == 0, "8 layers: two are a quarter"
+    deep = replace(served.checkpoint, layer_bytes={n: served.experts_bytes // 32 for n in range(32)})
+    assert split(replace(served, checkpoint=deep), small, ONE).staging == 2 * (served.experts_bytes // 32)
+    with pytest.raises(ConfigError, match="pointers reads them from host memory, of which 0.0 KiB"):
+        make_plan(served, machine(fast, 0), ONE, routing.assumed())
+    with pytest.raises(ConfigError, match="pointers serves on a GPU, and cpu has none; name a machine with one$"):
+        make_plan(served, machine(fast, 0, gpu=False), ONE, routing.assumed())
+    plain = ServedModel.read(str(quantised(tmp_path, None)), "pointers")
+    with pytest.raises(ConfigError, match="or use --execution slots"):
+        make_plan(plain, machine(fast, 0, gpu=False), ONE, routing.assumed())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_plan_with_pointers(tmp_path: Path) -> None:
+    folder = quantised(tmp_path, MXFP4)
+    text = run(folder, "--machine", "rtx4090", "--fast-memory", "0.8GiB", "--context", 1024)
+    said = f"one expert in a slot (mxfp4, pointers) {W_E // 4 + W_E // 64:,} B"
+    for part in (said, "execution=pointers, calculated", "never timed on a GPU", "--spac-execution pointers"):
+        assert part in text
+    assert "--execution tables: use slots or pointers" in run(folder, "--execution", "tables", code=1)
+    assert "not supported in slots" in run(folder, "--machine", "rtx4090", "--execution", "slots", code=1)
 
 
 def test_flags_of_quantised_experts_are_separate_words(model: ServedModel) -> None:

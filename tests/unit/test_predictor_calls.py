@@ -15,7 +15,7 @@ import imagined as made
 
 from vllm_spac.prediction.file import Identity, PredictorFile, kinds
 from vllm_spac.prediction.training import Training
-from vllm_spac.predictors import linear, neural
+from vllm_spac.predictors import draft_gate, linear, neural
 from vllm_spac.predictors._features import LayerFeatures
 from vllm_spac.predictors._trained import Trained, mixing
 from vllm_spac.predictors.base import START, Seen
@@ -40,9 +40,9 @@ class Calls(TorchDispatchMode):
 @cache
 def file(reach: int) -> PredictorFile:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (linear, neural):
+        for module in (draft_gate, linear, neural):
             patch.setattr(module, "_STEPS", 3)
-        training = Training(made.material(reach), Identity("f" * 32, "imagined", made.NAMES), "texts")
+        training = Training(made.material(reach), Identity("f" * 32, "imagined", made.NAMES), "texts", "drafter")
         list(training.run())
         return training.result()
 

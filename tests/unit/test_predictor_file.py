@@ -21,7 +21,7 @@ import imagined as made
 from vllm_spac.errors import ConfigError
 from vllm_spac.prediction.file import Identity, PredictorFile, flat, kinds
 from vllm_spac.prediction.training import Training
-from vllm_spac.predictors import linear, neural
+from vllm_spac.predictors import draft_gate, linear, neural
 from vllm_spac.predictors._recall import overall
 
 IDENTITY = Identity("0123456789abcdef" * 2, "imagined", made.NAMES)
@@ -41,13 +41,14 @@ WRONG_RECALLS = (
 
 
 def training(**others) -> Training:
-    return Training(**{"material": MATERIAL, "identity": IDENTITY, "source": "texts"} | others)
+    return Training(**{"material": MATERIAL, "identity": IDENTITY, "source": "texts", "drafter": "d" * 32} | others)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short() -> None:
     """Few gradient steps: what is tested is what happens around them."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_gate, "_STEPS", 3)
         patch.setattr(linear, "_STEPS", 3)
         patch.setattr(neural, "_STEPS", 3)
         yield
@@ -73,7 +74,7 @@ def path(file: PredictorFile, tmp_path: Path) -> Path:
 
 def same(one: PredictorFile, other: PredictorFile) -> bool:
     ours, theirs = flat(one.tensors), flat(other.tensors)
-    facts = ("identity", "sizes", "tokens", "left_out", "recall")
+    facts = ("identity", "sizes", "tokens", "left_out", "recall", "drafter")
     return all(getattr(one, name) == getattr(other, name) for name in facts) and (
         ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     )
@@ -109,7 +110,8 @@ def test_bytes_are_those_of_what_is_used_too_each_counted_once(file: PredictorFi
 def test_the_file_is_as_documented(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    assert metadata["format"] == "spac-predictors-2" and json.loads(metadata["layers"]) == list(made.NAMES)
+    assert metadata["drafter"] == "d" * 32 and int(metadata["draft_width"]) == made.DRAFT
+    assert metadata["format"] == "spac-predictors-3" and json.loads(metadata["layers"]) == list(made.NAMES)
     assert json.loads(metadata["names"]) == list(kinds()) and json.loads(metadata["left_out"]) == {}
     sizes = {name: int(metadata[name]) for name in ("experts", "top_k", "width", "reach", "words", "tokens")}
     expected = {"experts": made.EXPERTS, "top_k": made.TOP_K, "width": made.WIDTH, "reach": 2}
@@ -132,7 +134,11 @@ def test_of_another_model_is_refused(path: Path, other: dict, experts: int) -> N
 @pytest.mark.parametrize(
     "change",
     [
-        {"metadata": {"format": "spac-predictors-3"}},
+        {"metadata": {"format": "spac-predictors-4"}},
+        {"metadata": {"drafter": None}},
+        {"metadata": {"drafter": ""}},
+        {"metadata": {"draft_width": "0"}},
+        {"metadata": {"draft_width": "5"}},
         {"metadata": {"format": None}},
         {"metadata": {"layers": "["}},
         {"metadata": {"layers": '["a"]'}},
@@ -181,9 +187,9 @@ def test_a_damaged_file_is_refused(path: Path, change: dict) -> None:
 
 def test_a_file_of_an_older_version_is_refused(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() | {"format": "spac-predictors-1"}
+        metadata = file.metadata() | {"format": "spac-predictors-2"}
     save_file(load_file(path), path, metadata)
-    with pytest.raises(ConfigError, match=f"of format spac-predictors-2 but of .*spac-predictors-1.*; .*{AGAIN}"):
+    with pytest.raises(ConfigError, match="of format spac-predictors-3 but of .*spac-predictors-2.*; train again with"):
         PredictorFile.load(path, IDENTITY, made.EXPERTS)
 
 
@@ -212,7 +218,8 @@ def test_bytes_in_the_file_are_those_of_what_is_used_too(file: PredictorFile) ->
     own = {name: sum(tensor.nbytes for tensor in file.tensors[name].values()) for name in file.names}
     assert file.nbytes("gate") == own["gate"]
     assert file.nbytes("linear") == own["linear"] + own["token_table"]
-    assert file.nbytes("hybrid") == sum(own.values())
+    assert file.nbytes("draft_gate") == own["draft_gate"] + own["token_table"]
+    assert file.nbytes("hybrid") == sum(own.values()) - own["draft_gate"], "it serves without a drafter, too"
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, -1])
@@ -229,7 +236,7 @@ def test_a_folder_that_is_not_there(file: PredictorFile, tmp_path: Path) -> None
 
 # -- training that is interrupted --------------------------------------------------------------------------------------
 
-STAGES = 5 + 5 + 5 + 3 + 3  # gate, quasi-hidden, linear; the network of each layer but the first; one each
+STAGES = 5 + 5 + 5 + 3 + 4 + 3  # gate, quasi-hidden, linear; networks of all layers but the first; draft_gate; one each
 
 
 @given(cuts=st.lists(st.integers(0, STAGES), max_size=4).map(sorted))

@@ -13,8 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
 from vllm_spac.predictors._fitting import distil, penalty, ridge
+from vllm_spac.predictors._recall import Hits, overall
 from vllm_spac.predictors._trained import Gates, Sizes, mixing
 from vllm_spac.predictors.base import START, Seen
+from vllm_spac.predictors.draft_gate import DraftGate
 from vllm_spac.predictors.gate import Gate, folded
 from vllm_spac.predictors.hybrid import Hybrid
 from vllm_spac.predictors.linear import Linear
@@ -156,6 +158,53 @@ def test_neural_undoes_the_normalisation_of_its_inputs(monkeypatch: pytest.Monke
         [guess] = Neural(material.sizes, tensors, {}).guesses(seen.seen(0, slice(0, 20), Neural.needs))
         scores.append(guess.scores.softmax(-1))
     torch.testing.assert_close(*scores, rtol=0, atol=0.05)
+
+
+# -- the drafter's states ----------------------------------------------------------------------------------------------
+
+
+def draft_gate(material) -> tuple[DraftGate, TokenTable, dict[str, torch.Tensor]]:
+    table = table_of(material)
+    tensors = {name: t for stage in range(made.LAYERS) for name, t in DraftGate.train(stage, material, {}).items()}
+    return DraftGate(material.sizes, tensors, {"token_table": table}), table, tensors
+
+
+def test_draft_gate_scores_are_its_states_and_tokens_times_its_maps() -> None:
+    """A row without a state has another bias in place of the product of its state."""
+    material = made.material()
+    predictor, table, tensors = draft_gate(material)
+    seen = material.others.seen(START, slice(0, 20), predictor.needs)
+    assert seen.draft[0].isnan().all() and not seen.draft[1:].isnan().any()
+    [guess] = predictor.guesses(seen)
+    for layer, scores in enumerate(guess.scores.split(made.EXPERTS, 1)):
+        weight = tensors[f"map.{layer}"].float()
+        tokens = logarithm(table.scores_of(layer, table.places(seen.tokens))) @ weight[made.DRAFT :]
+        expected = seen.draft @ weight[: made.DRAFT] + tensors[f"bias.{layer}"] + tokens
+        torch.testing.assert_close(scores[1:], expected[1:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(scores[0], tensors[f"mean.{layer}"] + tokens[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_without_a_state_is_scored_as_one_with_the_mean_state() -> None:
+    material = made.material()
+    predictor, _, _ = draft_gate(material)
+    states = material.samples.draft
+    mean = states[~states[:, 0].isnan()].mean(0)
+    tokens = material.samples.tokens[:2]
+    [without] = predictor.guesses(Seen(START, tokens, draft=torch.full((2, made.DRAFT), torch.nan)))
+    [with_mean] = predictor.guesses(Seen(START, tokens, draft=mean.expand(2, -1)))
+    torch.testing.assert_close(without.scores, with_mean.scores, rtol=1e-4, atol=1e-3)
+
+
+def test_states_say_more_than_tokens_and_scaling_them_changes_nothing() -> None:
+    """On other texts; the states are a part of what the routers of the first layers read."""
+    material = made.material()
+    others, names = material.others, ("draft_gate", "token_table")
+    predictor, table, _ = draft_gate(material)
+    recalls = [overall(Hits.of(each, others).recalls()) for each in (predictor, table)]
+    assert recalls[0] > recalls[1] + 0.02, dict(zip(names, recalls, strict=True))
+    moved = [replace(samples, draft=40 * samples.draft + 7) for samples in (material.samples, others)]
+    scaled, _, _ = draft_gate(replace(material, samples=moved[0]))
+    assert abs(overall(Hits.of(scaled, moved[1]).recalls()) - recalls[0]) < 0.02
 
 
 # -- token table -------------------------------------------------------------------------------------------------------

@@ -157,6 +157,57 @@ def test_mxfp4(columns):
     assert same(weights(repacking.mxfp4(tensors), 6, columns, torch.bfloat16), expected.to(torch.bfloat16))
 
 
+def nvfp4(rows: int, columns: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [E, N, K], e4m3 scales [E, N, K / 16], scales of tensors [E, parts]; all finite e4m3 there are."""
+    codes = random((EXPERTS, rows, columns), 16, 1)
+    bytes_ = random((EXPERTS, rows, columns // 16), 127, 2).to(torch.uint8)
+    whole = torch.rand(EXPERTS, parts, generator=torch.Generator().manual_seed(3)) / 2688 + 1e-5
+    return codes, bytes_.view(torch.float8_e4m3fn), whole
+
+
+@pytest.mark.parametrize("columns", [16, 64, 272])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_nvfp4(layout, parts, columns):
+    """272 columns end inside a word; gate and up have tensors' scales of their own."""
+    codes, scale, whole = nvfp4(6, columns, parts)
+    halves = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    if layout == "modelopt":
+        tensors = {"weight": halves, "weight_scale": scale, "weight_scale_2": whole}
+    else:
+        tensors = {"weight_packed": halves, "weight_scale": scale, "weight_global_scale": 1 / whole}
+        whole = 1 / (1 / whole)
+    tensors = {n: t[:, 0] if n.startswith("weight_scale_2") and parts == 1 else t for n, t in tensors.items()}
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    wide = (scale.float() * whole.repeat_interleave(6 // parts, 1)[..., None]).repeat_interleave(16, 2)
+    found = repacking.nvfp4(tensors)
+    assert found.scales.nbytes % 16 == 0 and found.codes.data_ptr() == halves.data_ptr()
+    for dtype in (torch.bfloat16, torch.float16):
+        assert same(weights(found, 6, columns, dtype), (table[codes] * wide).to(dtype))
+
+
+def test_nvfp4_by_the_library_of_compressed_tensors():
+    """Its own packing and unpacking, independent of ours."""
+    helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers", reason="comes with vLLM")
+    codes, scale, whole = nvfp4(4, 64, 1)
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes]
+    halves = torch.stack([helpers.pack_fp4_to_uint8(expert) for expert in values])
+    found = repacking.nvfp4({"weight_packed": halves, "weight_scale": scale, "weight_global_scale": 1 / whole})
+    expected = torch.stack([helpers.unpack_fp4_from_uint8(e, 4, 64, torch.float32) for e in halves]) * (
+        scale.float() * (1 / (1 / whole))[..., None]
+    ).repeat_interleave(16, 2)
+    assert same(weights(found, 4, 64, torch.bfloat16), expected.bfloat16())
+
+
+def one_nvfp4(**changes: Tensor) -> Mapping[str, Tensor]:
+    return {
+        "weight": torch.zeros(1, 8, 16, dtype=torch.uint8),
+        "weight_scale": torch.ones(1, 8, 2).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.ones(1),
+        **changes,
+    }
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("block", [None, (8, 16)], ids=["channel", "block"])
 def test_float_scales(dtype, block):
@@ -187,6 +238,12 @@ def test_the_comparison_tells_a_wrong_repacking(name):
     assert not same(weights(BUGS[name](found), *codes.shape[1:], torch.bfloat16), expected)
 
 
+def without_reciprocal() -> Mapping[str, Tensor]:
+    tensors = dict(one_nvfp4(weight_global_scale=torch.zeros(1)))
+    del tensors["weight_scale_2"]
+    return tensors
+
+
 def fp8(value: float) -> Mapping[str, Tensor]:
     weight = torch.full((1, 8, 16), value).to(torch.float8_e4m3fn)
     return {"weight": weight, "weight_scale": torch.ones(1, 8, 1)}
@@ -199,8 +256,21 @@ def fp8(value: float) -> Mapping[str, Tensor]:
         (lambda: repacking.scaled(fp8(1.0), (8, 16), 2), "mix gate and up"),
         (lambda: repacking.scaled(fp8(1.0), (4, 16), 2), r"\[8, 16\] have scales of \[8, 1\]"),
         (lambda: repacking.compressed(compressed_tensors(*int4(1, 2, 32, torch.float16)), 4, 64), "64 columns"),
+        (
+            lambda: repacking.nvfp4(one_nvfp4(weight_scale=torch.ones(1, 8, 1).to(torch.float8_e4m3fn))),
+            r"\[8, 32\] in NVFP4 have scales of \[8, 1\], not one for each 16 columns",
+        ),
+        (
+            lambda: repacking.nvfp4(
+                one_nvfp4(weight_scale=torch.full((1, 8, 2), float("nan")).to(torch.float8_e4m3fn))
+            ),
+            "no numbers",
+        ),
+        (lambda: repacking.nvfp4(one_nvfp4(weight_scale_2=torch.tensor([-1.0]))), "no numbers"),
+        (lambda: repacking.nvfp4(one_nvfp4(weight_scale_2=torch.tensor([float("inf")]))), "no numbers"),
+        (lambda: repacking.nvfp4(without_reciprocal()), "no numbers"),
     ],
-    ids=["NaN", "blocks", "scales", "group"],
+    ids=["NaN", "blocks", "scales", "group", "NVFP4 by 32", "NVFP4 NaN", "negative", "infinite", "no reciprocal"],
 )
 def test_what_contradicts_itself_is_refused(repack, named):
     with pytest.raises(UnsupportedError, match=named):

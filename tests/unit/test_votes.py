@@ -150,7 +150,8 @@ def test_greedy_drafts_have_the_softmax_of_their_logits() -> None:
     logits = list(torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16))
     logits[0][0, 3] = -torch.inf  # a token that this draft model does not have
     drafter = Drafter(logits)
-    with draft_logits.kept_logits(drafter) as kept:
+    kept = draft_logits.DraftLogits(drafter)
+    with draft_logits.observed(drafter, [kept.add]):
         drafts = drafter.propose()
     expected = torch.stack(
         [each.float().softmax(-1).gather(1, drafts[:, i, None])[:, 0] for i, each in enumerate(logits)], 1
@@ -167,7 +168,8 @@ def test_sampled_drafts_have_the_probabilities_that_they_were_drawn_with() -> No
     logits = list(torch.randn(2, 3, 5))
     sampled = torch.randn(3, 2, 5).softmax(-1)
     drafter = Drafter(logits, sampled)
-    with draft_logits.kept_logits(drafter) as kept:
+    kept = draft_logits.DraftLogits(drafter)
+    with draft_logits.observed(drafter, [kept.add]):
         drafter.propose()
     drafts = torch.randint(0, 5, (3, 2))
     expected = [[sampled[i, j, drafts[i, j]].item() for j in range(2)] for i in range(3)]
@@ -185,6 +187,7 @@ class Runner(SimpleNamespace):
 def test_a_v1_step_has_the_weights_of_its_drafts(weighs: bool) -> None:
     budget = SimpleNamespace(weighs=weighs)
     runtime = SimpleNamespace(budget=budget, draft_length=lambda: 2, in_prompt=False, looks_at_tokens=weighs)
+    runtime.looks_at_drafts = False
     experts = SimpleNamespace(runtime=runtime, drafted=DraftProbabilities())
     logits = torch.tensor([[[4.0, 0, 0], [0, 2, 0]], [[0, 0, 1], [1.5, 0, 0]], [[1, 0, 0], [1, 0, 0]]])
     runner = Runner(_spac_experts=experts, drafter=Drafter(list(logits)))

@@ -39,7 +39,10 @@ def _values(kind: Format, codes: Tensor) -> Tensor:
 def _scales(kind: Format, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the scale and the zero of each weight, [rows, columns] float32."""
     zero = torch.zeros(())
-    if kind.codes == "e2m1":
+    if kind.row_scales:
+        found = _unpacked(scales[1:], 8, 4).to(torch.uint8).view(torch.float8_e4m3fn)
+        scale = found.float() * scales[:1].view(torch.float32)
+    elif kind.exponents:
         found = _unpacked(scales, 8, 4)
         scale = torch.where(found == 255, float("nan"), torch.exp2(found.double() - 127)).float()
     elif kind.codes == "int4":

@@ -25,53 +25,66 @@ class Expected:
     """
 
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
-        self._layers, self._experts, self._top_k = layers, experts, top_k
+        self.layers, self._experts, self._top_k = layers, experts, top_k
         self._running = START
+        self._left = False  # the running layer has its output
         self._named: dict[int, list[int]] = {}  # layer that has not run -> keys, the likeliest first
         self._soon = np.zeros(layers * experts, dtype=bool)
 
     def begin(self) -> None:
         """A step begins: forgets what was expected of layers that the last one did not run."""
-        self._pass(range(max(0, self._running), self._layers))
-        self._running = START
+        self._pass(range(max(0, self._running + self._left), self.layers))
+        self._running, self._left = START, False
 
     def clear(self) -> None:
         """A step begins, about which nothing is guessed."""
         self._named.clear()
         self._soon[:] = False
-        self._running = START
+        self._running, self._left = START, False
 
     def enter(self, layer: int, used: np.ndarray) -> None:
         """The router of ``layer`` has chosen the experts ``used``, int in any shape, of the layer."""
-        if layer >= self._running:
-            passed = range(max(0, self._running), layer + 1)
+        first = self._running + self._left
+        if layer >= first:
+            passed = range(max(0, first), layer + 1)
         else:  # no step began in between
-            passed = range(self._running, self._layers + layer + 1)
+            passed = range(first, self.layers + layer + 1)
         self._pass(passed)
-        self._running = layer
+        self._running, self._left = layer, False
         self._soon[layer * self._experts + used.ravel()] = True
+
+    def leave(self) -> None:
+        """The running layer has its output: what it used is not expected, and it may be guessed about its next run."""
+        if self._running != START:
+            self._pass(range(self._running, self._running + 1))
+            self._left = True
 
     def name(self, guess: Guess) -> None:
         """Takes ``guess`` in place of earlier ones about the same layers, except about the running layer."""
-        experts, width = self._experts, min(self._top_k, self._experts)
-        scores = guess.scores.numpy().reshape(len(guess.scores), -1, experts)
-        best = np.argsort(-scores, axis=2, kind="stable")[:, :, :width]
-        for number, layer in enumerate(range(guess.first // experts, guess.first // experts + scores.shape[1])):
-            if layer != self._running:
-                self._pass(range(layer, layer + 1))
-                keys = _ranked(best[:, number]) + layer * experts
-                self._named[layer] = keys.tolist()
-                self._soon[keys] = True
+        for layer, experts in named(guess, self._experts, self._top_k):
+            self.expect(layer, experts)
+
+    def expect(self, layer: int, experts: np.ndarray) -> None:
+        """Takes ``experts`` (int, distinct, the likeliest first) of ``layer`` as ``name`` takes those of a guess."""
+        if layer != self._running or self._left:
+            self._pass(range(layer, layer + 1))
+            keys = experts + layer * self._experts
+            self._named[layer] = keys.tolist()
+            self._soon[keys] = True
 
     def distance(self, key: int) -> int:
-        """Returns how many layers later the layer of ``key`` runs next: 0 for the running one, else 1 or more."""
+        """Returns how many layers later the layer of ``key`` runs next: 0 for one that runs now, else 1 or more."""
         ahead = key // self._experts - self._running
-        return ahead if ahead >= 0 else ahead + self._layers
+        return ahead if ahead >= self._left else ahead + self.layers
 
     def ranked(self) -> Iterator[int]:
         """Yields the keys that guesses name: those of nearer layers first, then the likelier ones."""
         for layer in sorted(self._named, key=lambda layer: self.distance(layer * self._experts)):
             yield from self._named[layer]
+
+    def of(self, layer: int) -> list[int]:
+        """Returns the keys that guesses name of ``layer``, the likelier ones first."""
+        return self._named.get(layer, [])
 
     def until(self, key: int) -> Container[int]:
         """Returns the expected keys that are needed in the layer of ``key`` or before it."""
@@ -83,7 +96,7 @@ class Expected:
     def _pass(self, layers: range) -> None:
         """Forgets what is expected of ``layers``, counted on into the next step."""
         for layer in layers:
-            layer %= self._layers
+            layer %= self.layers
             self._named.pop(layer, None)
             self._soon[layer * self._experts : (layer + 1) * self._experts] = False
 
@@ -97,6 +110,19 @@ class _Until:
 
     def __contains__(self, key: Any) -> bool:
         return key in self.expected and self.expected.distance(key) <= self.distance
+
+
+def named(guess: Guess, experts: int, top_k: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields each layer that ``guess`` scores, and the experts that it names of it, the likeliest first: int [n].
+
+    Args:
+        experts: experts per layer.
+        top_k: experts that a row names.
+    """
+    scores = guess.scores.numpy().reshape(len(guess.scores), -1, experts)
+    best = np.argsort(-scores, axis=2, kind="stable")[:, :, : min(top_k, experts)]
+    for number in range(scores.shape[1]):
+        yield guess.first // experts + number, _ranked(best[:, number])
 
 
 def _ranked(best: np.ndarray) -> np.ndarray:

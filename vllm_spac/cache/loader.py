@@ -69,9 +69,21 @@ class ExpertLoader:
         """A step begins, of which a predictor may see ``seen``; None: nothing is to be guessed about it."""
         self._prefetcher.begin_step(seen)
 
+    def draft(self, seen: Seen) -> None:
+        """The drafter has read tokens of the next step; for a predictor that needs ``Signal.DRAFT``."""
+        self._prefetcher.draft(seen)
+
     def look(self, seen: Seen) -> None:
         """A router has chosen, in a step that began with something seen; before anything of its layer is held."""
         self._prefetcher.look(seen)
+
+    def expect(self, layer: int, experts: np.ndarray) -> None:
+        """As ``Prefetcher.expect``."""
+        self._prefetcher.expect(layer, experts)
+
+    def leave(self) -> None:
+        """As ``Prefetcher.leave``."""
+        self._prefetcher.leave()
 
     def hold(self, keys: list[int], counters: Counters | None) -> list[int]:
         """Pins ``keys``, waits until all are READY, and returns those that were not; ``release`` unpins.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+
+import numpy as np
+
 from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.cutoff import DraftPhases, cutoff
 from vllm_spac.cache.expected import Expected
 from vllm_spac.cache.link import Link
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
@@ -13,11 +19,12 @@ from vllm_spac.predictors.base import Predictor, Seen
 
 
 class Lookahead(Prefetcher):
-    """Asks a predictor at the start of a step and in each layer, and reads ahead what it names.
+    """Asks a predictor at the start of a step and in each layer, or while drafts are made, and reads what it names.
 
     Nearer layers come first, also across the end of a step, then the experts that more rows name. A read begins when a
     layer has what it needs, and never evicts an expert that the running layer uses or that is expected in the layer it
-    is for or in a nearer one. What is no longer expected is cancelled if its read has not begun.
+    is for or in a nearer one. What is no longer expected is cancelled if its read has not begun. While drafts are made,
+    reads are of the layers below the cutoff.
 
     Args:
         guesser: the predictor; the arguments before it as in ``Prefetcher``.
@@ -39,6 +46,8 @@ class Lookahead(Prefetcher):
         super().__init__(residency, transfers, counters, layer_experts, predictor, settings, balancer)
         self._guesser = guesser
         self.expected = Expected(len(residency.slot_of) // layer_experts, layer_experts, top_k)
+        self._phases = DraftPhases(settings.depth)
+        self._drafting = False  # the drafter has read tokens of a step that has not begun
         if settings.pins:
             residency.soft = self.expected
 
@@ -49,8 +58,24 @@ class Lookahead(Prefetcher):
             return True
         return self._allowance is not None and self._allowance.paused and not self._settings.pins
 
+    def draft(self, seen: Seen) -> None:
+        self.reap()
+        if self._idle:
+            return
+        if not self._drafting:
+            self._drafting = True
+            self.expected.begin()
+        self._ask(seen)
+        self._cancel_unexpected()
+        layers = [self.expected.of(layer) for layer in range(self.expected.layers)]
+        missing = [int((self._residency.slot_of[keys] == NOWHERE).sum()) for keys in layers]
+        first = cutoff(list(map(len, layers)), missing, self._residency.slots, self._phases.left)
+        self._phases.ask(self._read(chain.from_iterable(layers[:first])))
+
     def begin_step(self, seen: Seen | None) -> None:
         self.reap()
+        self._phases.end(self._ahead.keys)
+        self._drafting = False
         if seen is None or self._idle:
             self.expected.clear()
         else:
@@ -65,17 +90,34 @@ class Lookahead(Prefetcher):
             if self._guesser.reach:
                 self._ask(seen)
 
+    def expect(self, layer: int, experts: np.ndarray) -> None:
+        if not self._idle:
+            self.reap()
+            self.expected.expect(layer, experts)
+            self._proceed(0)
+
+    def leave(self) -> None:
+        self.expected.leave()
+        self._proceed(0)
+
     def plan(self) -> None:
         self.end_step()
 
     def _proceed(self, layer: int) -> None:
         """Starts reads of the experts that are expected first and find slots, and cancels those of no others."""
+        self._cancel_unexpected()
+        self._read(self.expected.ranked())
+
+    def _cancel_unexpected(self) -> None:
         queued = self._ahead.keys
         if queued:
             self.cancel([key for key in queued if key not in self.expected and key not in self._admitted])
+
+    def _read(self, keys: Iterable[int]) -> list[int]:
+        """Starts reads of those of ``keys`` that find slots, the first ones first; returns them."""
         loads: list[tuple[int, int]] = []
         slot_of = self._residency.slot_of
-        for key in self.expected.ranked():
+        for key in keys:
             if slot_of[key] != NOWHERE or key in self._damaged:
                 continue
             if not self._may_read(len(loads)):
@@ -86,6 +128,7 @@ class Lookahead(Prefetcher):
             loads += self._guess(placement)
         if loads:
             self._ahead.fetch(loads)
+        return [key for key, _ in loads]
 
     def _ask(self, seen: Seen) -> None:
         for guess in self._guesser.guesses(seen):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 SETTINGS = ("threshold", "depth", "background")  # that a name with arguments may set, next to the predictor's
 
-PASSED = frozenset({Signal.TOKENS, Signal.ROUTER_INPUT, Signal.ROUTING})  # to predictors that look at layers
+# To predictors that look at layers.
+PASSED = frozenset({Signal.TOKENS, Signal.ROUTER_INPUT, Signal.ROUTING, Signal.DRAFT})
 
 
 @dataclass(frozen=True, kw_only=True)

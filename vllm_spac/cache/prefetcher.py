@@ -73,8 +73,17 @@ class Prefetcher:
     def begin_step(self, seen: Seen | None) -> None:
         """A step begins, of which a predictor that looks at layers may see ``seen``; None: nothing is to be guessed."""
 
+    def draft(self, seen: Seen) -> None:
+        """The drafter has read the tokens of some rows of the next step: for a predictor that looks at its states."""
+
     def look(self, seen: Seen) -> None:
         """A router has chosen, before the experts of its layer are loaded: for a predictor that looks at layers."""
+
+    def expect(self, layer: int, experts: np.ndarray) -> None:
+        """``experts`` (int, distinct, the likeliest first) are guessed of the next run of ``layer``; between layers."""
+
+    def leave(self) -> None:
+        """The layer that entered last has its output: for a caller whose next layer may run much later."""
 
     def plan(self) -> None:
         """Called after a step: cancels reads that have not begun, and queues new ones by the newest scores."""

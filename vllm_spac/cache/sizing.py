@@ -56,6 +56,8 @@ def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
     fitting = min(shape.total, max(0, free_bytes) // shape.expert_bytes)
     if slots.per_layer is not None:
         count = slots.per_layer * len(shape.layers)
+    elif slots.tokens is not None:
+        count = min(shape.total, slots.tokens * shape.top_k)
     elif slots.share is not None:
         count = math.ceil(slots.share * shape.total)
     else:
@@ -115,8 +117,12 @@ def slot_counts(text: str, facts: TraceFacts) -> list[int]:
             raise ConfigError(f"--slots: {error}") from error
         if slots.per_layer is not None:
             found.append(slots.per_layer * facts.layers)
+        elif slots.tokens is not None:
+            found.append(min(facts.total, slots.tokens * facts.top_k))
         elif slots.share is not None:
             found.append(math.ceil(slots.share * facts.total))
         else:
-            raise ConfigError("--slots: auto needs a machine; name percentages or numbers per layer")
+            raise ConfigError(
+                "--slots: auto needs a machine; name percentages, numbers per layer or multiples of top-k (2k)"
+            )
     return found

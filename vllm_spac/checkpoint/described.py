@@ -15,7 +15,7 @@ _MOST_LAYERS, _MOST_EXPERTS = 1024, 1 << 14  # of a model that is built
 _INSTEAD = "name a folder with its *.safetensors, whose headers are enough"
 
 
-def described(config: dict, folder: Path) -> Checkpoint:
+def described(config: dict, folder: Path, packed: bool | None = None) -> Checkpoint:
     """Returns the sizes of the checkpoint that ``config`` describes; layers that only drafts use are left out.
 
     Exact for unquantised checkpoints. Of quantised ones, the sizes of scales are calculated, and every linear layer
@@ -24,6 +24,7 @@ def described(config: dict, folder: Path) -> Checkpoint:
     Args:
         config: content of ``config.json``.
         folder: named in errors.
+        packed: as in ``quantisation.stored_bytes``.
 
     Raises:
         UnsupportedError: a dense model, or one that transformers does not know or cannot build.
@@ -34,10 +35,10 @@ def described(config: dict, folder: Path) -> Checkpoint:
             raise UnsupportedError(f"{folder}/config.json says {found} {what}; at most {most} are calculated")
     if not first_number(config, EXPERTS):
         return count(config, folder, ())  # which refuses it
-    return count(config, folder, _tensors(config, folder))
+    return count(config, folder, _tensors(config, folder, packed))
 
 
-def _tensors(config: dict, folder: Path) -> Iterator[tuple[str, dict]]:
+def _tensors(config: dict, folder: Path, packed: bool | None) -> Iterator[tuple[str, dict]]:
     """Yields name and header entry of each tensor."""
     quantised = quantisation.of(config)
     dtype, itemsize = _element(config)
@@ -46,7 +47,7 @@ def _tensors(config: dict, folder: Path) -> Iterator[tuple[str, dict]]:
         for size in shape:
             nbytes *= size
         if quantised and len(shape) > 1 and not quantisation.excluded(quantised, name):
-            nbytes = quantisation.stored_bytes(quantised, shape)
+            nbytes = quantisation.stored_bytes(quantised, shape, packed)
         yield name, {"dtype": dtype, "shape": list(shape), "data_offsets": [0, nbytes]}
 
 

@@ -90,22 +90,23 @@ def find_folder(model: str) -> Path:
     raise UnsupportedError(f"{model} is not a folder; name a folder with config.json and *.safetensors")
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the checkpoint in ``folder``.
+def read_checkpoint(folder: Path, packed: bool | None = None) -> Checkpoint:
+    """Reads the checkpoint in ``folder``; ``packed``: quantised experts are as in ``quantisation.kept_bytes``.
 
     Raises:
         UnsupportedError: there is no such checkpoint, or it has no experts.
     """
-    return count(read_config(folder / "config.json"), folder, _tensors(folder))
+    return count(read_config(folder / "config.json"), folder, _tensors(folder), packed)
 
 
-def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]]) -> Checkpoint:
+def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]], packed: bool | None = None) -> Checkpoint:
     """Adds up the experts and everything else of a checkpoint.
 
     Args:
         config: content of ``config.json``.
         folder: named in errors.
         tensors: name and safetensors header entry of each.
+        packed: as in ``quantisation.kept_bytes``.
 
     Raises:
         UnsupportedError: there are no experts, or config and tensors contradict each other.
@@ -128,7 +129,7 @@ def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]]) -> Ch
             draft += size
         elif match:
             if quantised:
-                size = quantisation.kept_bytes(quantised, name, entry["shape"], size)
+                size = quantisation.kept_bytes(quantised, name, entry["shape"], size, packed)
             layer_bytes[int(match["index"])] += size
             dtypes.add(entry["dtype"])
             named.add(match["expert"])
@@ -151,14 +152,24 @@ def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]]) -> Ch
 
 
 def read_config(path: Path) -> dict:
-    """Reads a ``config.json``; raises ``UnsupportedError`` if it is none."""
+    """Reads a ``config.json``; raises ``UnsupportedError`` if it is none.
+
+    The quantisation that older ModelOpt describes in a file beside it is added, as vLLM does.
+    """
+    config, beside = _mapping(path), path.with_name("hf_quant_config.json")
+    if quantisation.of(config) is None and beside.exists():
+        config[quantisation.QUANTISED[0]] = _mapping(beside)
+    return config
+
+
+def _mapping(path: Path) -> dict:
     try:
-        config = parse_json(read_text(path), strict=False)
+        found = parse_json(read_text(path), strict=False)
     except (OSError, ValueError) as error:
         raise UnsupportedError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise UnsupportedError(f"{path} is no mapping")
-    return config
+    return found
 
 
 def first_number(config: dict, names: tuple[str, ...], most: int = _MOST) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.kernels.formats import MX_GROUP, Format
+from vllm_spac.kernels.formats import MX_GROUP, NV_GROUP, Format
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of an int32 that has column i
 _UNIT = 127  # the e8m0 exponent of 1
@@ -101,6 +101,37 @@ def mxfp4(tensors: Mapping[str, Tensor]) -> Repacked:
     """MXFP4 of GPT-OSS: ``weight`` uint8 [E, N, K / 2], ``weight_scale`` uint8 [E, N, K / 32], e8m0."""
     exponents = tensors["weight_scale"].transpose(1, 2)
     return Repacked(Format("e2m1", MX_GROUP), tensors["weight"], _words(exponents, 4, _UNIT))
+
+
+def nvfp4(tensors: Mapping[str, Tensor]) -> Repacked:
+    """NVFP4: e2m1 values, an e4m3 scale for each 16 columns, and a float32 scale for each tensor.
+
+    Args:
+        tensors: ``weight`` (ModelOpt) or ``weight_packed`` (compressed-tensors) uint8 [E, N, K / 2]; ``weight_scale``
+            float8_e4m3fn [E, N, K / 16]; the scale of each tensor, of gate and up [E, 2], of w2 [E]: float32
+            ``weight_scale_2`` (ModelOpt), or ``weight_global_scale`` (compressed-tensors), its reciprocal.
+
+    Raises:
+        UnsupportedError: shapes contradict the group, or a scale is no number, negative or infinite.
+    """
+    weight = next(tensors[name] for name in ("weight", "weight_packed") if name in tensors)
+    of_tensor, scale = tensors.get("weight_scale_2"), tensors["weight_scale"]
+    if of_tensor is None:
+        of_tensor = 1.0 / tensors["weight_global_scale"]
+    (count, rows, half), of_tensor = weight.shape, of_tensor.float().view(len(weight), -1)
+    if scale.shape != (count, rows, half * 2 // NV_GROUP):
+        raise UnsupportedError(
+            f"spac: experts of {[rows, half * 2]} in NVFP4 have scales of {list(scale.shape[1:])}, not one for each "
+            f"{NV_GROUP} columns"
+        )
+    codes = scale.view(torch.uint8)
+    if bool(((codes & 127) == 127).any()) or not bool((of_tensor.isfinite() & (of_tensor >= 0)).all()):
+        raise UnsupportedError("spac: experts in NVFP4 have scales that are no numbers; the checkpoint is damaged")
+    of_rows = of_tensor.repeat_interleave(rows // of_tensor.shape[1], 1)
+    words = _words(codes.transpose(1, 2), 4, 0)
+    return Repacked(
+        Format("e2m1", NV_GROUP), weight, torch.cat([_floats(of_rows[:, None]).view(torch.int32), words], 1)
+    )
 
 
 def scaled(tensors: Mapping[str, Tensor], block: tuple[int, int] | None, parts: int) -> Repacked:

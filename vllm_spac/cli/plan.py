@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from rich import box
@@ -29,6 +29,8 @@ vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090
 vllm-spac plan ./Qwen3-235B-A22B/config.json --machine h200   [dim]# before the weights are downloaded[/]
 
 vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# this machine, after vllm-spac profile[/]
+
+vllm-spac plan ./gpt-oss-120b --machine rtx4090 --execution pointers   [dim]# packed experts, read by our kernels[/]
 
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
 """
@@ -55,6 +57,10 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="Memory of the host, e.g. 128GiB, instead of its own.")
     ] = None,
+    execution: Annotated[
+        str | None,
+        typer.Option(help="slots or pointers.", show_default="slots, or pointers where slots cannot hold the experts"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Calculate how to serve a model: memory, tokens per second and time to first token of each way; the command."""
@@ -63,10 +69,13 @@ def plan(
     from vllm_spac.planning.model import ServedModel
     from vllm_spac.planning.plan import make_plan
 
+    if execution not in (None, "slots", "pointers"):
+        raise ConfigError(f"--execution {execution}: use slots or pointers")
+    asked = cast("Literal['slots', 'pointers'] | None", execution)
     sizes = {name: size_of(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
     planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
     with Console(stderr=True).status("reading the model") as status:
-        served = ServedModel.read(model)
+        served = ServedModel.read(model, asked)
         context = context or min(CONTEXT, served.architecture.longest or CONTEXT)
         found = make_plan(
             served,
@@ -128,6 +137,8 @@ def _show(console: Console, found: Plan) -> None:
 
 
 def _memory(found: Plan) -> Table:
+    from vllm_spac.checkpoint import quantisation
+
     split, model, best = found.split, found.model, found.best.choice
     title = f"{shown(model.name)} ({shown(model.checkpoint.name)}) on {shown(found.machine.name)}: memory, calculated"
     table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD)
@@ -141,6 +152,11 @@ def _memory(found: Plan) -> Table:
     table.add_row("weights that are no experts", gib(split.weights), "fast memory")
     table.add_row(f"KV cache, {load}", gib(split.kv), "fast memory")
     table.add_row("run-time buffers", gib(split.working), "fast memory")
+    if split.staging:
+        table.add_row("buffers for prompts (staging)", gib(split.staging), "fast memory")
+    if model.checkpoint.quantisation:
+        method = shown(quantisation.method(model.checkpoint.quantisation))
+        table.add_row(f"one expert in a slot ({method}, {model.execution})", f"{model.expert_bytes:,} B", "")
     table.add_row(f"slots: {count:,} of {model.checkpoint.total:,} experts", gib(held), "fast memory")
     table.add_row("left", gib(split.room - held), f"of {gib(split.fast)} of fast memory")
     if best.store == "host":
@@ -153,7 +169,7 @@ def _memory(found: Plan) -> Table:
 
 
 def _choices(found: Plan) -> Table:
-    title = "what to expect, calculated: low - high"
+    title = f"what to expect with execution={found.model.execution}, calculated: low - high"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     columns = ("slots", "others in", "CPU experts", "drafts", "tokens/s", "hits", "limited by", "first token")
     for name in columns:
@@ -199,7 +215,12 @@ def _content(found: Plan) -> dict:
     checkpoint = asdict(found.model.checkpoint) | {"dtypes": sorted(found.model.checkpoint.dtypes)}
     return {
         "calculated": True,
-        "model": {"name": found.model.name, "source": found.model.source, **checkpoint},
+        "model": {
+            "name": found.model.name,
+            "source": found.model.source,
+            "execution": found.model.execution,
+            **checkpoint,
+        },
         "architecture": asdict(found.model.architecture),
         "machine": found.machine.costs.model_dump(mode="json") | {"name": found.machine.name},
         "fast_memory": asdict(found.split) | {"room": found.split.room},

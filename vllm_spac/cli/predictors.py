@@ -28,6 +28,9 @@ vllm-spac train-predictor allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --outpu
 
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
 
+vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors
+--engine '{"speculative_config": {"method": "eagle3", "model": "./head", "num_speculative_tokens": 3}}'
+
 [dim]Interrupted with Ctrl-C, the same command reads the texts again and continues with the next predictor.[/]
 """
 EXAMPLES = """[bold]Examples[/]
@@ -62,12 +65,15 @@ def train_predictor(
 
     check_target(output)
     texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
-    with offline.engine(model, spac, text_tokens + 1, _encodes(texts), **options) as llm, bar(_console()) as progress:
+    with (
+        offline.engine(model, spac, _length(text_tokens, options), _encodes(texts), **options) as llm,
+        bar(_console()) as progress,
+    ):
         pieces, others = _split(_limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens))
-        identity = _identity(offline.ask(llm, "facts"))
+        identity, drafter = _identity(offline.ask(llm, "facts")), offline.ask(llm, "drafter")
         _check_reach(reach, len(identity.layers))
         found = _collect(llm, pieces + others, len(pieces), progress)
-    training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others))
+    training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others), drafter)
     progress_file = output.with_name(f"{output.name}.progress")
     _train(training, progress_file)
     made = training.result()
@@ -102,9 +108,13 @@ def predictors(
     size = _slots(slots)
     PredictorFile.read(predictor)  # refused before minutes of work; which model it is of, only the engine knows
     texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
-    with offline.engine(model, spac, text_tokens + 1, _encodes(texts), **options) as llm, bar(_console()) as progress:
+    with (
+        offline.engine(model, spac, _length(text_tokens, options), _encodes(texts), **options) as llm,
+        bar(_console()) as progress,
+    ):
         facts = offline.ask(llm, "facts")
         file = PredictorFile.load(predictor, _identity(facts), facts["experts"])
+        _check_drafter(predictor, file, offline.ask(llm, "drafter"))
         pieces = _limited(offline.tokens(llm, texts, text_tokens, limit_tokens), limit_tokens)
         found = _collect(llm, pieces, 0, progress)
     results = _measured(file, found.samples, size)
@@ -122,7 +132,9 @@ def _collect(llm: Any, texts: list[list[int]], fitted: int, progress: Progress) 
     return collect(llm, texts, fitted, lambda rows: progress.update(task, completed=rows))
 
 
-def _training(model: str, identity: Identity, found: Collected, asked: tuple[int, int], source: str) -> Training:
+def _training(
+    model: str, identity: Identity, found: Collected, asked: tuple[int, int], source: str, drafter: str
+) -> Training:
     from vllm_spac.integration.evaluation.collection import gates_of
     from vllm_spac.prediction.training import Training
     from vllm_spac.predictors._trained import Material, Sizes
@@ -131,9 +143,10 @@ def _training(model: str, identity: Identity, found: Collected, asked: tuple[int
     every = found.samples
     samples, others = every.texts(0, fitted), every.texts(fitted, len(every.starts))
     shape = every.layers, every.experts, every.top_k, every.hidden.shape[2]
-    sizes = Sizes(*shape, reach, len(samples.tokens.unique()))
+    states = 0 if every.draft is None else every.draft.shape[1]
+    sizes = Sizes(*shape, reach, len(samples.tokens.unique()), states)
     gates = gates_of(model, identity.layers, samples)
-    return Training(Material(sizes, samples, others, gates, found.outputs), identity, source)
+    return Training(Material(sizes, samples, others, gates, found.outputs), identity, source, drafter)
 
 
 def _train(training: Training, progress_file: Path) -> None:
@@ -225,6 +238,21 @@ def _split(pieces: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
 def _check_reach(reach: int, layers: int) -> None:
     if reach >= max(2, layers):
         raise ConfigError(f"--reach {reach}: the model has {layers} MoE layers; use at most {max(1, layers - 1)}")
+
+
+def _check_drafter(path: Path, file: PredictorFile, found: str) -> None:
+    if file.drafter and file.drafter != found:
+        here = f"this engine has {found[:12]}" if found else "this engine has none"
+        raise ConfigError(
+            f"--predictor {path} was trained with the drafter {file.drafter[:12]} and {here}; add --engine with its "
+            "speculative_config"
+        )
+
+
+def _length(tokens: int, options: dict) -> int:
+    """Returns the length of requests that a text of ``tokens`` tokens, the next one and its drafts fit into."""
+    speculation = options.get("speculative_config") or {}
+    return tokens + 1 + int(speculation.get("num_speculative_tokens") or 0)
 
 
 def _slots(text: str) -> Any:

@@ -99,7 +99,7 @@ def tune(
         drafts["model"] = str(Path(drafts["model"]).absolute())  # vllm serve may be started elsewhere
     if context is not None:
         options.setdefault("max_model_len", context)
-    served = ServedModel.read(model)
+    served = ServedModel.read(model, "slots")
     if served.source != "headers":
         raise ConfigError(f"{model} has no weights to measure, only a config.json; vllm-spac plan needs no more")
     asked: dict[Departure, bool] = {"rounding": allow_rounding, "lossy": lossy}

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import zmq
 from torch import Tensor
@@ -22,7 +23,7 @@ from vllm_spac.distributed.pool import ExpertPool
 from vllm_spac.distributed.recovery import Recovery
 from vllm_spac.distributed.roster import Roster, Shares, name
 from vllm_spac.distributed.service import Service, facts
-from vllm_spac.distributed.wire import Kind, Limits, expert_payload, run_payload
+from vllm_spac.distributed.wire import Header, Kind, Limits, encode, expert_payload, hint_payload, run_payload
 from vllm_spac.distributed.worker_counts import WorkerCounts
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.executors.base import Kernel
@@ -154,7 +155,31 @@ class WorkerClient:
 
     # -- serving -------------------------------------------------------------------------------------------
 
-    def compute(self, forward: Forward, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def hint(self, step: int, layer: int, experts: np.ndarray) -> None:
+        """Tells the worker that will be asked for a layer which experts it will probably need; there is no answer.
+
+        Args:
+            step: number of the forward in which the layer runs next.
+            layer: number of the layer.
+            experts: int [n], the likeliest first.
+        """
+        owners = self.roster.owners(layer)
+        if owners and (epoch := self.roster.epoch(owners[0])) is not None:
+            header = Header(
+                Kind.HINT, epoch, step, self.roster.sequence(), layer, top_k=len(experts),
+                fingerprint=self.roster.fingerprint,
+            )  # fmt: skip
+            self._links[owners[0]].offer(encode(header, hint_payload(experts)))
+
+    def compute(
+        self,
+        forward: Forward,
+        layer: int,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Tensor:
         """Computes rows of a layer at its worker; returns [rows, hidden] like ``x``.
 
         Args:
@@ -163,6 +188,7 @@ class WorkerClient:
             x: [rows, hidden] on the CPU.
             weights: [rows, top_k].
             ids: int [rows, top_k], experts of the layer.
+            meanwhile: called once, while the worker computes.
 
         Raises:
             SpacError: neither a worker nor this process could compute them; names the workers.
@@ -174,6 +200,9 @@ class WorkerClient:
         while not call.done:
             for worker, message in call.outgoing(time.monotonic()):
                 self._links[worker].send(message)
+            if meanwhile is not None:
+                meanwhile()
+                meanwhile = None
             for rows in call.stranded():
                 call.computed(rows, self._elsewhere(call, rows))
             if not call.done:
@@ -335,7 +364,7 @@ class WorkerClient:
             )
         if self._pool is None:
             logger.warning("spac: rows of lost workers are computed by this process, from its disk")
-            every = {"mine": tuple(range(len(self.shape.layers))), "slots": "auto"}
+            every = {"mine": tuple(range(len(self.shape.layers))), "slots": "auto", "hints": False}
             service = self.services[0].model_copy(update=every)
             few = _LOCAL_TOKENS * self.shape.top_k * self.shape.expert_bytes
             self._pool = ExpertPool(service, self._copy, self._kernel, few)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -104,6 +105,11 @@ class Link:
     def send(self, message: tuple[bytes, bytes]) -> None:
         """Sends a frame without waiting for an answer."""
         self.socket.send_multipart(message)
+
+    def offer(self, message: tuple[bytes, bytes]) -> None:
+        """Sends a frame that may get lost: not to a worker that has not taken many earlier ones."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send_multipart(message, zmq.NOBLOCK)
 
     def receive(self) -> list[bytes]:
         """Returns a message that has arrived."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from vllm_spac import components
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.sizing import resolve
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step
 from vllm_spac.distributed.layer_call import Forward
@@ -21,6 +23,7 @@ from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.executors.base import Kernel
 from vllm_spac.knobs.types import Slots
 from vllm_spac.policies.base import PolicyContext
+from vllm_spac.predictors.base import Guess, Predictor, Seen
 from vllm_spac.tiers.base import ExpertStore, allocate
 
 
@@ -73,6 +76,29 @@ class _PoolKernel:
         return self._kernel(x, weights, ids, self._tensors).to(x.dtype)
 
 
+class _Hinted(Predictor):
+    """The engine's hints: they come between layers, by ``ExpertPool.hint``, and not when this is asked."""
+
+    needs = frozenset()
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        return ()
+
+
+class _SomeSlots(SlotExecution):
+    """Slots of some of a model's layers: others, which run elsewhere, come between two of them."""
+
+    def expect(self, layer: int, experts: np.ndarray) -> None:
+        """Reads ahead ``experts`` (int, distinct, likeliest first) for the next run of ``layer``; between layers."""
+        if not self.holds_all:
+            self._loader.expect(layer, experts)
+
+    def leave(self) -> None:
+        """The layer that ran last has its output."""
+        if not self.holds_all:
+            self._loader.leave()
+
+
 class ExpertPool:
     """Residency, policy, loads and kernel of some layers. Called by one thread.
 
@@ -95,7 +121,11 @@ class ExpertPool:
         kind = components.find("policies", service.policy)
         policy = components.build("policies", service.policy, kind.of, context=PolicyContext(slots, shape.top_k, None))
         tensors = allocate(shape.tensors, slots, "cpu")
-        self._execution = SlotExecution(shape, slots, policy, view, tensors, io_threads=service.io_threads, path="disk")
+        loads = {name: getattr(service, name) for name in ("pins", "extra", "depth", "background")}
+        ahead = PrefetchSettings(prefetch="hints", built=_Hinted(), **loads) if service.hints else None
+        self._execution = _SomeSlots(
+            shape, slots, policy, view, tensors, io_threads=service.io_threads, path="disk", ahead=ahead
+        )
         own = (slice(i * shape.experts, (i + 1) * shape.experts) for i in range(len(shape.layers)))
         parts = own if self._execution.holds_all else [slice(None)] * len(shape.layers)
         self._kernels = [
@@ -103,6 +133,9 @@ class ExpertPool:
             for part in parts
         ]
         self._step = 0
+        self._ran = 0, -1  # step and layer of the last rows
+        self._told: dict[int, int] = {}  # layer -> sequence of the last hint about it
+        self._hints = 0
         self._name, self._calls, self._rows, self._seconds = secrets.token_hex(8), 0, 0, 0.0
         try:
             for _ in self._execution.fill():
@@ -138,17 +171,43 @@ class ExpertPool:
         start = time.perf_counter()
         self._begin(forward, len(x))
         out = self._execution.forward(number, x, weights, ids, self._kernels[number], Rows(len(x), as_routed=True))
+        self._execution.leave()
+        self._ran = forward.number, layer
         self._calls, self._rows = self._calls + 1, self._rows + len(x)
         self._seconds += time.perf_counter() - start
         return out
 
+    def hint(self, step: int, layer: int, sequence: int, experts: np.ndarray) -> bool:
+        """Reads ahead what a layer will probably need; returns whether the hint was in time, and newer than others.
+
+        Args:
+            step: number of the forward in which the layer runs next.
+            layer: number of the layer in the model, one of ``service.mine``.
+            sequence: greater than those of earlier hints.
+            experts: int64 [n], experts of the layer, the likeliest first.
+
+        Raises:
+            SpacError: it is none about a layer of this pool.
+        """
+        number = self._number.get(layer)
+        if number is None:
+            raise SpacError(f"spac: a hint about layer {layer}, which is not served here")
+        if experts.min() < 0 or experts.max() >= self.shape.experts or len(set(experts.tolist())) < len(experts):
+            raise SpacError(f"spac: a hint with experts that layer {layer} does not have, or twice")
+        if (step, layer) <= self._ran or sequence <= self._told.get(layer, 0):
+            return False
+        self._told[layer] = sequence
+        self._hints += 1
+        self._execution.expect(number, experts)
+        return True
+
     def counts(self) -> dict[str, Any]:
         """Returns the counters, the sizes of fast memory, and a name for this pool, as plain data.
 
-        ``calls`` and ``rows`` of ``run``, and ``compute_seconds`` in it, waits for loads among them.
+        ``calls`` and ``rows`` of ``run``, ``compute_seconds`` in it, waits for loads among them, and ``hints`` in time.
         """
         sizes = {"slots": self.slots, "slot_bytes": self.slots * self.shape.expert_bytes}
-        ran = {"calls": self._calls, "rows": self._rows, "compute_seconds": self._seconds}
+        ran = {"calls": self._calls, "rows": self._rows, "compute_seconds": self._seconds, "hints": self._hints}
         resident = self._execution.residency.resident
         return {"pool": self._name, **sizes, **ran, "resident": resident, **self._execution.snapshot()}
 

@@ -45,6 +45,8 @@ class Service(BaseModel):
         hidden: width of a row.
         slots, policy, io_threads: the knobs, of the experts of ``mine``.
         activation, isa: of the kernel.
+        hints: the engine says which experts layers will probably need, and they are loaded ahead.
+        pins, extra, depth, background: of these loads, as in ``PrefetchSettings``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,6 +63,11 @@ class Service(BaseModel):
     io_threads: Annotated[int, Field(ge=1, le=64)] = 4
     activation: str = "silu"
     isa: str = ""
+    hints: bool = False
+    pins: bool = True
+    extra: Annotated[float, Field(ge=0, le=1)] | None = None
+    depth: _Count = 16
+    background: Annotated[int, Field(ge=1, le=64)] | None = None
 
     @classmethod
     def parse(cls, raw: Any) -> Service:

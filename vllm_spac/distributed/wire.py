@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -30,6 +31,7 @@ NO_FINGERPRINT = bytes(16)
 _FIELDS = struct.Struct("<4sBBBBQQQIIIHQ16s16s")
 HEADER_BYTES = _FIELDS.size
 _SUM = 16
+_ID = 4  # bytes of an expert's number (int32)
 _PAIR = 8  # bytes of a pair's weight (float32) and expert (int32)
 _DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -65,6 +67,7 @@ class Kind(IntEnum):
     LEAVE = 21  # the session ends; has no answer
     PROBE = 22  # sent by a worker to learn whether its engine is connected; has no answer
     ECHO = 23  # rows to be sent back as ``ROWS``, unchanged: what the network takes
+    HINT = 24  # experts that a layer will probably need, to be loaded ahead; has no answer
 
 
 _TEXTS = {
@@ -81,10 +84,10 @@ class Header:
     Attributes:
         kind: of the frame.
         epoch: session between one engine and one start of a worker; 0 before there is one.
-        step: number of the forward, from 1; 0 outside of steps.
+        step: number of the forward, from 1; 0 outside of steps. Of ``HINT``, that of the layer's next run.
         sequence: number of the request; an answer repeats it.
         layer: number of the layer; of ``PUT``, ``FETCH``, ``EXPERT`` and ``DROP``, the key of the expert.
-        rows, hidden, top_k: sizes of the tensors; 0 where there are none.
+        rows, hidden, top_k: sizes of the tensors; 0 where there are none. ``HINT`` has ``top_k`` experts.
         dtype: of the rows; None where there are none.
         payload: bytes of the second part.
         fingerprint: 16 bytes, of the experts.
@@ -112,12 +115,14 @@ class Limits:
     Attributes:
         rows, hidden, top_k: of ``RUN``, ``ROWS`` and ``ECHO``.
         expert_bytes: exact size of an expert; 0 while it is not known, and no expert is accepted.
+        experts: of a layer, of which a hint has at most all; 0 while it is not known, and no hint is accepted.
     """
 
     rows: int = 1 << 12
     hidden: int = 1 << 17
     top_k: int = 1 << 10
     expert_bytes: int = 0
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +163,10 @@ class Frame:
         weights = self._tensor(start, shape, torch.float32)
         return weights, self._tensor(start + weights.nbytes, shape, torch.int32)
 
+    def experts(self) -> np.ndarray:
+        """Returns a copy of the experts of ``HINT``, int64 [top_k]."""
+        return np.frombuffer(self.payload, np.dtype("<i4"), self.header.top_k).astype(np.int64)
+
     def expert(self, shape: MoEShape) -> dict[str, Tensor]:
         """Returns copies of the tensors of one expert of ``shape``; the frame's size is that of an expert."""
         found, start = {}, 0
@@ -192,6 +201,11 @@ def run_payload(x: Tensor, weights: Tensor, ids: Tensor) -> bytes:
 def expert_payload(shape: MoEShape, tensors: Mapping[str, Tensor]) -> bytes:
     """Returns the payload of ``PUT`` and ``EXPERT``: the tensors in the order of ``shape``."""
     return b"".join(raw(tensors[name]) for name in shape.tensors)
+
+
+def hint_payload(experts: Sequence[int] | np.ndarray) -> bytes:
+    """Returns the payload of ``HINT``: experts of a layer, the likeliest first."""
+    return np.asarray(experts, np.dtype("<i4")).tobytes()
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -245,6 +259,12 @@ def _check_sizes(header: Header, limits: Limits) -> None:
     name = header.kind.name
     if header.payload > MOST_BYTES:
         raise FrameError(f"spac: a {name} frame states {header.payload} bytes, more than any may have")
+    if header.kind == Kind.HINT:
+        if (header.rows, header.hidden, header.dtype) != (0, 0, None) or not 0 < header.top_k <= limits.experts:
+            raise FrameError(f"spac: a hint of {header.top_k} experts of {limits.experts}, or with rows")
+        if header.payload != header.top_k * _ID:
+            raise FrameError(f"spac: a hint states {header.payload} bytes for {header.top_k} experts")
+        return
     sized = header.kind in (Kind.RUN, Kind.ROWS, Kind.ECHO)
     pairs = header.top_k if header.kind == Kind.RUN else 0
     if not sized:

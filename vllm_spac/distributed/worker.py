@@ -193,6 +193,9 @@ class Worker:
             if self._visitors.pop(session.peer, None) is None:
                 self._end_session()
             return
+        if header.kind == Kind.HINT:
+            self._take_hint(session, frame)
+            return
         act = acts.get(header.kind)
         try:
             if act is None:
@@ -211,7 +214,8 @@ class Worker:
             _close(session)
             shape = service.shape
             session.service, session.store, session.pool = service, self._open_store(shape, service.fingerprint), None
-            session.limits = Limits(hidden=service.hidden, top_k=service.top_k, expert_bytes=shape.expert_bytes)
+            sizes = {"hidden": service.hidden, "top_k": service.top_k, "experts": service.experts}
+            session.limits = Limits(**sizes, expert_bytes=shape.expert_bytes)
         return Kind.HELD, {}, as_text({"held": [key for key in service.keys if session.store.holds(key)]})
 
     def _put(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
@@ -247,6 +251,17 @@ class Worker:
         out = session.pool.run(Forward(header.step, header.prompts), header.layer, x, *pairs)
         sizes = {"rows": len(out), "hidden": out.shape[1], "dtype": out.dtype}
         return Kind.ROWS, sizes, raw(out)
+
+    def _take_hint(self, session: _Session, frame: Frame) -> None:
+        """Reads ahead what the engine expects to need. It does not wait: a hint that cannot be used is dropped."""
+        header, service, pool = frame.header, session.service, session.pool
+        if service is None or pool is None or not service.hints or header.fingerprint != service.digest:
+            logger.warning("spac: a hint about experts that this worker does not serve; dropped")
+            return
+        try:
+            pool.hint(header.step, header.layer, header.sequence, frame.experts())
+        except SpacError as error:
+            logger.warning("%s; dropped", error)
 
     def _count(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
         """What this worker counts, whoever asks; see ``ExpertPool.counts``."""

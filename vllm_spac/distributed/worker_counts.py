@@ -16,7 +16,7 @@ from vllm_spac.metrics import Counters
 SIZES = ("slots", "resident", "slot_bytes", "memory_bytes")  # memory: of its process, resident
 _COUNTERS = tuple(field.name for field in fields(Counters))
 _BY_KEY = ("bytes", "steps")  # counters of which there is one per store, or per kind
-_OWN = ("compute_seconds",)
+_OWN = ("compute_seconds", "hints")
 _SHOWN = ("hits", "misses", "loads", "stall_seconds", "prefetches", "prefetch_hits", "prefetch_wasted")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
+from vllm_spac.errors import ConfigError
 from vllm_spac.knobs.types import Slots
 from vllm_spac.predictors._recall import Hits
 from vllm_spac.predictors._samples import Samples
@@ -80,5 +81,6 @@ def cache_of(slots: Slots, experts: int) -> int:
     """Returns the experts that the cache of one layer holds: those per layer, or the share of a layer, rounded up."""
     if slots.per_layer is not None:
         return min(slots.per_layer, experts)
-    assert slots.share is not None, "auto is no size"
+    if slots.share is None:
+        raise ConfigError("the cache of a layer is a number (32) or a percentage (25%)")
     return math.ceil(slots.share * experts)

@@ -50,6 +50,10 @@ class SlotLayers:
             self._seen = seen
             self.loader.begin_step(seen)
 
+    def draft(self, seen: Seen) -> None:
+        """The drafter has read the tokens of some rows of the next step, which ``seen`` has with its states."""
+        self.loader.draft(seen)
+
     @property
     def looks(self) -> bool:
         """Whether ``look`` is to be called in the layers of the step."""

@@ -226,6 +226,9 @@ class Execution(ABC):
         """Whether layers wait for the host, so that they cannot be captured into a CUDA graph."""
         return self.needs_host
 
+    def draft(self, tokens: Tensor, states: Tensor) -> None:
+        """As ``Runtime.drafting``; called if ``looks_at`` has ``Signal.DRAFT``."""
+
     @abstractmethod
     def begin_step(self, step: Step) -> None:
         """Starts a forward of the target model for real requests."""

@@ -97,7 +97,7 @@ class SlotExecution(Execution):
         assert shape.top_k <= slots <= shape.total
         self.shape = shape
         self.counters = Counters()
-        self._residency = Residency(shape.total, slots, policy)
+        residency = self._residency = Residency(shape.total, slots, policy)
         self.tensors = tensors
         self.store = store
         self.holds_all = slots == shape.total  # each expert has its slot: nothing is ever decided or moved
@@ -107,14 +107,10 @@ class SlotExecution(Execution):
         self._routed = StepRouting(shape, partly=local_of is not None)
         knobs = ahead or PrefetchSettings()
         self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
-        self.host = host
-        self.local_of = local_of
-        self._loader = ExpertLoader(
-            self._residency, transfers, self.counters, shape.experts, knobs, balancer, shape.top_k
-        )
+        self.host, self.local_of = host, local_of
+        self._loader = ExpertLoader(residency, transfers, self.counters, shape.experts, knobs, balancer, shape.top_k)
         self._layers = SlotLayers(self._loader, shape.experts)
-        if not self.holds_all:
-            self.looks_at = self._loader.needs or frozenset()
+        self.looks_at = frozenset() if self.holds_all else self._loader.needs or frozenset()
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
@@ -142,11 +138,15 @@ class SlotExecution(Execution):
         """The counters inside a step; what runs outside of steps is not counted."""
         return None if self._step is None else self.counters
 
+    def draft(self, tokens: Tensor, states: Tensor) -> None:
+        self._layers.draft(Seen(START, tokens, draft=states))
+
     def begin_step(self, step: Step) -> None:
         self._step = step
         if not self.holds_all:
             self._routed.clear()  # of a forward that failed
-            self._layers.begin_step(None if step.prompts or not step.requests else Seen(START, step.tokens))
+            seen = Seen(START, step.tokens, draft=step.draft)
+            self._layers.begin_step(None if step.prompts or not step.requests else seen)
         self.counters.began(step.kind)
 
     def end_forward(self) -> None:

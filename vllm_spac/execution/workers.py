@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
 
+from vllm_spac.cache.expected import named
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.distributed.layer_call import Forward
@@ -16,6 +19,7 @@ from vllm_spac.execution._row_shares import runnable
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
+from vllm_spac.predictors.base import START, Predictor, Seen
 
 if TYPE_CHECKING:
     from vllm_spac.knobs.types import Slots
@@ -28,11 +32,13 @@ class WorkerExecution(Execution):
         shape: the layers and experts.
         policy: decides nothing here, where there are no slots; each worker has its own.
         store: the workers' experts; owned.
+        predictor: looks at layers; what it guesses of later ones is told to their workers, which load it ahead.
     """
 
     offline: ClassVar[str] = "it is taken with --spac-executor processes"
+    knobs: ClassVar[frozenset[str]] = frozenset({"prefetch"})
 
-    def __init__(self, shape: MoEShape, policy: Policy, store: WorkerStore) -> None:
+    def __init__(self, shape: MoEShape, policy: Policy, store: WorkerStore, predictor: Predictor | None = None) -> None:
         self.shape, self.store, self._client = shape, store, store.client
         self.tensors = {name: torch.empty((0, *spec.shape), dtype=spec.dtype) for name, spec in shape.tensors.items()}
         self.counters = Counters()
@@ -41,10 +47,17 @@ class WorkerExecution(Execution):
         self._steps = 0
         self._forward = Forward()
         self._filled = False
+        self._predictor = predictor
+        self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
+        self.looks_at = frozenset() if predictor is None else predictor.needs
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Self:
-        return cls(context.shape, context.policy, cast(WorkerStore, context.store))
+        config, predictor = context.config, None
+        if config.prefetch != "off":
+            settings = PrefetchSettings.configured(config, config.named_prefetch, context.predictor)
+            predictor = settings.build(context.shape.total)
+        return cls(context.shape, context.policy, cast(WorkerStore, context.store), predictor)
 
     @classmethod
     def divide(cls, slots: Slots, staging: str, shape: MoEShape, free_bytes: int) -> Room:
@@ -65,9 +78,13 @@ class WorkerExecution(Execution):
         self._steps += 1
         self._forward = Forward(self._steps, step.prompts)
         self.counters.began(step.kind)
+        guessed = self._predictor is not None and step.requests and not step.prompts
+        self._seen = Seen(START, step.tokens) if guessed else None
+        if self._seen is not None:
+            self._hint(self._seen)
 
     def end_forward(self) -> None:
-        self._forward = Forward()
+        self._forward, self._seen = Forward(), None
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
         real = slice(0, rows.real)
@@ -77,12 +94,23 @@ class WorkerExecution(Execution):
             return torch.zeros_like(x)
         if not rows.as_routed:
             ids, weights = runnable(ids, rows.real), weights.masked_fill(ids < 0, 0)
-        found = self._client.compute(self._forward, layer, x[real], weights[real], ids[real])
+        meanwhile = None
+        if self._seen is not None and self._predictor is not None and self._predictor.reach:
+            meanwhile = partial(self._hint, Seen(layer, self._seen.tokens, x[real], ids[real], weights[real]))
+        found = self._client.compute(self._forward, layer, x[real], weights[real], ids[real], meanwhile)
         if rows.real == len(x):
             return found
         out = torch.zeros_like(x)  # padding is not used
         out[real] = found
         return out
+
+    def _hint(self, seen: Seen) -> None:
+        """Tells workers what is guessed of their layers; one that has run is guessed for the next step."""
+        assert self._predictor is not None
+        for guess in self._predictor.guesses(seen):
+            for layer, experts in named(guess, self.shape.experts, self.shape.top_k):
+                if layer != seen.layer:
+                    self._client.hint(self._steps + (layer < seen.layer), layer, experts)
 
     def snapshot(self) -> dict:
         """Returns the counters of all workers together and of each, their slots, and what became of the rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_spac import components
 from vllm_spac.config import SpacConfig
@@ -81,7 +81,11 @@ def store(
     try:
         count = len(places.addresses()) if config.workers is None else config.workers
         _check_count(config, count, len(shape.layers))
-        knobs = {"slots": config.slots, "policy": config.policy, "io_threads": config.io_threads}
+        knobs: dict[str, Any] = {"slots": config.slots, "policy": config.policy, "io_threads": config.io_threads}
+        if config.prefetch != "off":
+            knobs |= {"hints": True, "pins": config.soft_pins != "off", "extra": config.prefetch_share}
+            options = components.parse(config.prefetch)[1]
+            knobs |= {name: options[name] for name in ("depth", "background") if name in options}
         kind = {"activation": layer.activation.value, "isa": isa, "hidden": layer.moe_config.hidden_dim}
         layers = [schedule.layers_of(worker, len(shape.layers), count, config.replicas) for worker in range(count)]
         services = [Service.of(shape, fingerprint, mine, **knobs, **kind) for mine in layers]

@@ -261,10 +261,11 @@ PATCHES = (
     ),
     Patch(
         "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration.compute_logits",
-        "a budget weighs draft rows by the draft's probabilities; set on the draft model while it drafts",
+        "a budget weighs draft rows by the draft's probabilities, and a predictor reads the drafter's states; set on "
+        "the draft model while it drafts",
         "v1",
         ("hidden_states",),
-        until="probabilities that a drafter returns of greedy drafts too",
+        until="probabilities of greedy drafts, and hidden states, that a drafter returns",
         on="object",
     ),
     Patch(

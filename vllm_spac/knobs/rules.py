@@ -109,10 +109,18 @@ def _check_workers(config: Any) -> None:
             f"replicas={config.replicas} (--spac-replicas) are other workers, and there are {config.workers} "
             f"(--spac-workers); use at most --spac-replicas {config.workers - 1}"
         )
-    idle_values = {"execution": "slots", "cpu_experts": "off", "prefetch": "off", "host_memory": None}
+    idle_values = {"execution": "slots", "cpu_experts": "off", "host_memory": None}
     for name, without in idle_values.items():
         if (value := getattr(config, name)) != without:
             raise ValueError(f"{name}={value} ({flag(name)}) is not for {named}; drop {flag(name)}")
+    named_prefetch = f"prefetch={config.prefetch} (--spac-prefetch)"
+    if config.prefetch == AUTO:
+        raise ValueError(f"{named_prefetch} measures this process's loads, and {named} has none; name a predictor")
+    if config.prefetch != "off" and not components.find("predictors", config.prefetch).looks_at_layers():
+        raise ValueError(
+            f"{named_prefetch} guesses after a step, and with {named} workers are told within it; use --spac-prefetch "
+            "linear --spac-predictor-file FILE, or drop --spac-prefetch"
+        )
     if config.store not in (None, "disk"):
         raise ValueError(
             f"store={config.store} (--spac-store) is not for {named}: each worker packs its experts on its disk; drop "

@@ -22,27 +22,36 @@ STEPS = 256  # of a timeline, by default
 AUTO = "auto"  # of prefetch: a predictor is chosen, or none
 EXTRA = 0.1  # share of the needed loads that prefetches may add, by default
 SomePath = Annotated[Path | None, BeforeValidator(_path)]
-_SLOTS_HELP = "use a number of experts per layer (32), a percentage of all experts (25%), or auto"
+_SLOTS_HELP = (
+    "use a number of experts per layer (32), a percentage of all experts (25%), a multiple of top-k for all layers "
+    "together (2k), or auto"
+)
 
 
 @dataclass(frozen=True)
 class Slots:
     """Number of experts kept in fast memory: a count per layer, a share of all, or as many as fit.
 
-    At most one of ``per_layer`` and ``share`` is set; neither for ``auto``. The share is exact: 7 % of 100 is 7.
+    At most one attribute is set; none for ``auto``. The share is exact: 7 % of 100 is 7.
+
+    Attributes:
+        tokens: of all layers together, as many experts as so many tokens need in one layer (``2k``: 2 x top-k).
     """
 
     per_layer: int | None = None
     share: Fraction | None = None
+    tokens: int | None = None
 
     @classmethod
     def parse(cls, text: str | int) -> Slots:
-        """Parses ``32``, ``25%`` or ``auto``; anything else raises ``ValueError``."""
+        """Parses ``32``, ``25%``, ``2k`` or ``auto``; anything else raises ``ValueError``."""
         text = str(text).strip().lower()
         if text == "auto":
             return cls()
         if re.fullmatch(r"\d+", text) and int(text) > 0:
             return cls(per_layer=int(text))
+        if (match := re.fullmatch(r"(\d+)k", text)) and int(match[1]) > 0:
+            return cls(tokens=int(match[1]))
         if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
             share = Fraction(match[1]) / 100
             if 0 < share <= 1:

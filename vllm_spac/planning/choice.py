@@ -49,6 +49,9 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     options += ["--kv-cache-memory-bytes", str(kv_bytes(model, load))]
     if choice.drafts:
         options += ["--speculative-config", json.dumps(NGRAM)]
+    packed = model.execution == "pointers"
     if model.checkpoint.quantisation:
-        options += " ".join(quantisation.flags(model.checkpoint.quantisation)).split()
+        options += " ".join(quantisation.flags(model.checkpoint.quantisation, packed)).split()
+    elif packed:
+        options += ["--spac-execution", "pointers"]
     return shlex.join(["vllm", "serve", model.name, *options])

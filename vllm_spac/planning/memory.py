@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_spac.cache.working import Batch, MoEWidths, Widths, Working
 from vllm_spac.errors import ConfigError
+from vllm_spac.execution.pointers.staging import BUFFERS
 from vllm_spac.planning.machine import PlannedMachine
 from vllm_spac.planning.model import ServedModel
 from vllm_spac.system.host_memory import gib
@@ -35,17 +36,19 @@ class Split:
         weights: everything but experts.
         kv: KV cache of the load.
         working: run-time buffers.
+        staging: with pointers, buffers of two layers of experts, if they take at most a quarter of the rest.
     """
 
     fast: int
     weights: int
     kv: int
     working: int
+    staging: int = 0
 
     @property
     def room(self) -> int:
         """Bytes left for slots; negative if the others do not fit."""
-        return self.fast - self.weights - self.kv - self.working
+        return self.fast - self.weights - self.kv - self.working - self.staging
 
 
 def rows(machine: PlannedMachine) -> int:
@@ -63,7 +66,10 @@ def split(model: ServedModel, machine: PlannedMachine, load: Load) -> Split:
     graphs = 3 + captured // _GRAPHS_EACH if captured else 0
     most = max(rows(machine), sampled)
     working = Working.of(widths, shape.vocabulary, Batch(most, sampled, captured, graphs))
-    return Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, load), working.total)
+    found = Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, load), working.total)
+    staging = BUFFERS * max(model.checkpoint.layer_bytes.values()) if model.execution == "pointers" else 0
+    held = model.experts_bytes <= found.room or 4 * staging > found.room
+    return found if held else replace(found, staging=staging)
 
 
 def kv_bytes(model: ServedModel, load: Load) -> int:

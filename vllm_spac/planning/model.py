@@ -21,6 +21,7 @@ class ServedModel:
         name: what ``vllm serve`` is given.
         checkpoint: sizes of its weights; ``architecture``: everything else.
         source: what the sizes are read from.
+        execution: what runs the experts, which decides how large a quantised one is.
         halved: the weights are in float32, and the sizes half of theirs.
     """
 
@@ -29,10 +30,15 @@ class ServedModel:
     architecture: Architecture
     source: Literal["headers", "config.json"]
     halved: bool = False
+    execution: Literal["slots", "pointers"] = "slots"
 
     @classmethod
-    def read(cls, model: str) -> ServedModel:
+    def read(cls, model: str, execution: Literal["slots", "pointers"] | None = None) -> ServedModel:
         """Reads ``model``: a folder, a ``config.json``, or a name in the Hugging Face cache.
+
+        Args:
+            model: as named.
+            execution: as the knob; None: slots, or pointers where slots cannot hold its quantised experts.
 
         Raises:
             UnsupportedError: there is none, it has no experts, or it cannot be served.
@@ -41,14 +47,20 @@ class ServedModel:
         path, name = (path, str(path.parent)) if path.is_file() else (_folder(model) / "config.json", model)
         config, folder = read_config(path), path.parent
         whole = path.name == "config.json" and any(folder.glob("*.safetensors"))
-        checkpoint = read_checkpoint(folder) if whole else described(config, folder)
-        if checkpoint.quantisation and (reason := quantisation.refusal(checkpoint.quantisation, packed=False)):
+        entry = quantisation.of(config)
+        if execution is None:
+            execution = "pointers" if entry is not None and quantisation.only_packed(entry) else "slots"
+        packed = execution == "pointers"
+        checkpoint = read_checkpoint(folder, packed) if whole else described(config, folder, packed)
+        if entry is not None and (reason := quantisation.refusal(entry, packed)):
             raise UnsupportedError(f"{model} has {reason}")
         halved = checkpoint.dtypes == {"F32"}
         if halved:
             layers = {layer: count // 2 for layer, count in checkpoint.layer_bytes.items()}
             checkpoint = replace(checkpoint, layer_bytes=layers, other_bytes=checkpoint.other_bytes // 2)
-        return cls(name, checkpoint, Architecture.of(config, path), "headers" if whole else "config.json", halved)
+        return cls(
+            name, checkpoint, Architecture.of(config, path), "headers" if whole else "config.json", halved, execution
+        )
 
     @property
     def layers(self) -> int:

@@ -89,6 +89,11 @@ def make_plan(
         ConfigError: nothing fits, or the context is longer than the model's.
     """
     longest = model.architecture.longest
+    if model.execution == "pointers" and not machine.gpu:
+        raise ConfigError(
+            f"execution=pointers serves on a GPU, and {machine.name} has none; name a machine with one"
+            + ("" if model.checkpoint.quantisation else ", or use --execution slots")
+        )
     if longest and load.context > longest:
         raise ConfigError(f"--context {load.context} is more than the {longest} tokens that the model was made for")
     rows = [_row(choice, model, machine, load, routings, tell) for choice in choices(model, machine, load)]
@@ -112,7 +117,7 @@ def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator
         for store in stores(model, machine, percent):
             choice = _with_slots(Choice(percent, store, drafts=drafts), percent, model, machine)
             yield choice
-            if store == "host" and machine.gpu:
+            if store == "host" and machine.gpu and model.execution == "slots":
                 yield Choice(percent, store, cpu=True, drafts=drafts)
 
 
@@ -123,6 +128,8 @@ def stores(model: ServedModel, machine: PlannedMachine, percent: int) -> Iterato
         return
     if machine.gpu and machine.link is not None and model.experts_bytes <= machine.spare:
         yield "host"
+    if model.execution == "pointers":  # which the GPU must be able to address
+        return
     if machine.disk is not None and (machine.disk_free is None or model.experts_bytes <= machine.disk_free):
         yield "disk"
         if machine.link is not None and _TIER_STEP <= machine.spare < model.experts_bytes:
@@ -154,6 +161,9 @@ def assumptions(plan: Plan) -> Iterator[str]:
     yield f"vLLM may use {UTILIZATION:.0%} of fast memory (--gpu-memory-utilization), and KV cache has 16 bits"
     if machine.gpu:
         yield f"{gib(HOST_RESERVE)} of host memory are left to the system and to vLLM"
+    if model.execution == "pointers":
+        kept = "as in vLLM's Marlin kernels, activations are not quantised" if model.checkpoint.quantisation else ""
+        yield "; ".join(filter(None, ("execution=pointers was never timed on a GPU", kept)))
     yield "kernel launches, host work and sampling take no time: real speeds are lower"
 
 
@@ -190,6 +200,11 @@ def _with_slots(choice: Choice, percent: int, model: ServedModel, machine: Plann
 
 def _no_store(model: ServedModel, machine: PlannedMachine) -> str:
     where = f"{gib(machine.spare)} of host memory" if machine.gpu else "fast memory"
+    if model.execution == "pointers":
+        return (
+            f"nothing fits: the experts take {gib(model.experts_bytes)}, and execution=pointers reads them from host "
+            f"memory, of which {gib(machine.spare)} are to spare; name a machine with more, or --host-memory"
+        )
     disk = "" if machine.disk_free is None else f" and {gib(machine.disk_free)} of disk"
     return (
         f"nothing fits: the experts take {gib(model.experts_bytes)}, and {where}{disk} have no room for them; free "

@@ -55,6 +55,7 @@ def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
         trace,
         min(trace.facts.total, max(trace.facts.top_k, slots)),
         costs,
+        execution="slots" if choice.store == "none" else model.execution,
         policy="reuse",
         balancer="waterfill" if choice.cpu else "none",
         expert_bytes=model.expert_bytes,
@@ -75,7 +76,7 @@ def _limit(outcome: Outcome, costs: Costs, trace: Trace, nbytes: int, choice: Ch
         "CPU": outcome.cpu * float(costs.cpu.seconds(nbytes)),
     }
     if not on_disk:
-        busy["link"] = loads * nbytes / costs.load.bytes_per_second
+        busy["link"] = (loads * nbytes + outcome.streamed_bytes) / costs.load.bytes_per_second
     return max(busy, key=lambda name: busy[name])
 
 

@@ -1,10 +1,11 @@
 """Files of trained predictors: the tensors of all predictors that fit a model, in one safetensors file.
 
-Format ``spac-predictors-2``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
+Format ``spac-predictors-3``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``tokens`` (rows that were fitted to), ``names`` (JSON, the predictors), ``left_out`` (JSON,
 predictor -> why it does not fit the model), ``recall`` (JSON, predictor -> horizon -> for each layer [R@k, R@2k] on
-texts that were not fitted to, or null; a horizon is ``step`` or layers ahead), and ``experts``, ``top_k``, ``width``,
-``reach``, ``words`` (``Sizes``). A tensor is called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes
+texts that were not fitted to, or null; a horizon is ``step`` or layers ahead), ``drafter`` (fingerprint of the drafter
+whose states were recorded, empty without one), and ``experts``, ``top_k``, ``width``, ``reach``, ``words``,
+``draft_width`` (``Sizes``). A tensor is called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes
 (``Trained.specs``).
 """
 
@@ -23,15 +24,16 @@ from vllm_spac import components
 from vllm_spac.errors import ConfigError
 from vllm_spac.predictors._recall import STEP, Recalls
 from vllm_spac.predictors._trained import Sizes, Trained
+from vllm_spac.predictors.base import Signal
 from vllm_spac.system import tensor_file
 from vllm_spac.system.printable import printable
 from vllm_spac.system.tensor_file import check, layer_names
 from vllm_spac.system.untrusted import parse_json
 
-FORMAT = "spac-predictors-2"
+FORMAT = "spac-predictors-3"
 DTYPES = {"I64", "I16", "F32", "F16", "BF16"}
 _MOST, _MOST_LAYERS, _MOST_REACH = 1 << 20, 1024, 8  # experts or dimensions, and others, that a file may claim
-_AGAIN = "write it again with `vllm-spac train-predictor`"
+_AGAIN = "train again with `vllm-spac train-predictor`"
 _SIZES = tuple(field.name for field in fields(Sizes) if field.name != "layers")
 
 
@@ -60,6 +62,7 @@ class PredictorFile:
         tensors: predictor -> its tensors.
         left_out: predictor -> why it is not in the file.
         recall: predictor -> its recall on texts not fitted to; empty while predictors are being trained.
+        drafter: fingerprint of the drafter whose states predictors were fitted to; empty without one.
     """
 
     identity: Identity
@@ -68,6 +71,7 @@ class PredictorFile:
     tensors: Mapping[str, Mapping[str, Tensor]]
     left_out: Mapping[str, str]
     recall: Mapping[str, Recalls]
+    drafter: str = ""
 
     @classmethod
     def load(cls, path: str | Path, identity: Identity, experts: int) -> PredictorFile:
@@ -124,7 +128,9 @@ class PredictorFile:
             check_tensors(name, kinds()[name].specs(sizes), grouped[name])
         identity = Identity(metadata["fingerprint"], metadata["model"], layers)
         why, recall = {str(k): str(v) for k, v in left_out.items()}, _recall(metadata["recall"], known, sizes)
-        found = cls(identity, sizes, int(metadata["tokens"]), grouped, why, recall)
+        drafter = metadata["drafter"]
+        check(bool(drafter) == bool(sizes.draft_width), "a drafter without states, or states of no drafter")
+        found = cls(identity, sizes, int(metadata["tokens"]), grouped, why, recall, drafter)
         for name in known:
             found.build(name)  # refuses values that a predictor cannot have
         return found
@@ -165,6 +171,7 @@ class PredictorFile:
         identity |= {"layers": json.dumps(self.identity.layers), "tokens": str(self.tokens)}
         lists = {"names": json.dumps(self.names), "left_out": json.dumps(dict(self.left_out))}
         lists["recall"] = json.dumps({name: self.recall[name] for name in self.names}, allow_nan=False)
+        identity |= {"drafter": self.drafter}
         return {"format": FORMAT} | identity | lists | {name: str(getattr(self.sizes, name)) for name in _SIZES}
 
 
@@ -179,8 +186,10 @@ def kinds() -> dict[str, type[Trained]]:
 def needed(name: str, names: Sequence[str]) -> list[str]:
     """Returns those of ``names`` that the predictor ``name`` uses."""
     uses = kinds()[name].uses
-    if uses is None:
-        return [other for other in names if kinds()[other].uses is not None]
+    if uses is None:  # without those of a drafter, so that it can serve without one
+        return [
+            other for other in names if kinds()[other].uses is not None and Signal.DRAFT not in kinds()[other].needs
+        ]
     return list(uses)
 
 

@@ -27,12 +27,13 @@ class Training:
         material: what the predictors are made from.
         identity: of the model.
         source: identifies the texts, e.g. their checksum; progress made with others is not resumed.
+        drafter: as in ``PredictorFile``.
 
     Attributes:
         left_out: predictor -> why it is not trained.
     """
 
-    def __init__(self, material: Material, identity: Identity, source: str) -> None:
+    def __init__(self, material: Material, identity: Identity, source: str, drafter: str = "") -> None:
         self.left_out: dict[str, str] = {}
         names: list[str] = []
         for name, kind in kinds().items():
@@ -40,7 +41,7 @@ class Training:
                 self.left_out[name] = why
             else:
                 names.append(name)
-        self._material, self._identity, self._source = material, identity, source
+        self._material, self._identity, self._source, self._drafter = material, identity, source, drafter
         self._stages = [(name, stage) for name in names for stage in range(kinds()[name].stages(material.sizes))]
         self._made: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         self.done = 0
@@ -110,7 +111,8 @@ class Training:
         material = self._material
         finished = {name for name, _ in self._stages} - {name for name, _ in self._stages[self.done :]}
         tensors = {name: made for name, made in self._made.items() if name in finished}
-        return PredictorFile(self._identity, material.sizes, material.samples.rows, tensors, self.left_out, {})
+        rows, drafter = material.samples.rows, self._drafter
+        return PredictorFile(self._identity, material.sizes, rows, tensors, self.left_out, {}, drafter)
 
     def _facts(self) -> dict[str, str]:
         identity = self._identity
@@ -119,4 +121,5 @@ class Training:
             "layers": json.dumps(identity.layers),
             "sizes": json.dumps(astuple(self._material.sizes)),
             "source": self._source,
+            "drafter": self._drafter,
         }

@@ -25,6 +25,7 @@ class Samples:
         hidden: float [L, rows, d], input of each router.
         logits: float32 [L, rows, N], by which a router chose: the k greatest of a row, unless it groups experts.
         ids, weights: int32 and float32 [L, rows, k], its choice and their routing weights.
+        draft: float [rows, D], states of a drafter as in ``Seen``, which read the true tokens; None without one.
     """
 
     starts: tuple[int, ...]
@@ -33,6 +34,7 @@ class Samples:
     logits: Tensor
     ids: Tensor
     weights: Tensor
+    draft: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -63,8 +65,9 @@ class Samples:
     def _part(self, begin: int, end: int) -> Samples:
         """Returns the rows ``[begin, end)``; a text that ``begin`` cuts starts there."""
         starts = {max(start, begin) - begin: None for start, stop in self._spans() if stop > begin and start < end}
-        of_layers = (value[:, begin:end] for value in (self.hidden, self.logits, self.ids, self.weights))
-        return Samples(tuple(starts), self.tokens[begin:end], *of_layers)
+        hidden, logits, ids, weights = (v[:, begin:end] for v in (self.hidden, self.logits, self.ids, self.weights))
+        draft = None if self.draft is None else self.draft[begin:end]
+        return Samples(tuple(starts), self.tokens[begin:end], hidden, logits, ids, weights, draft)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         return zip(self.starts, [*self.starts[1:], self.rows], strict=True)
@@ -73,12 +76,13 @@ class Samples:
         """Returns what a predictor with these ``needs`` is passed about some rows."""
         tokens = self.tokens[rows] if Signal.TOKENS in needs else None
         future = self.ids[:, rows] if Signal.FUTURE in needs else None
+        draft = self.draft[rows] if Signal.DRAFT in needs and self.draft is not None else None
         if layer == START:
-            return Seen(layer, tokens, future=future)
+            return Seen(layer, tokens, future=future, draft=draft)
         hidden = self.hidden[layer, rows] if Signal.ROUTER_INPUT in needs else None
         routing = Signal.ROUTING in needs
         ids, weights = (self.ids[layer, rows], self.weights[layer, rows]) if routing else (None, None)
-        return Seen(layer, tokens, hidden, ids, weights, future)
+        return Seen(layer, tokens, hidden, ids, weights, future, draft)
 
     def asked(self, predictor: Predictor) -> Iterator[tuple[int, slice, Guess]]:
         """Yields (layer or ``START``, rows, guess) for all that ``predictor`` guesses.
@@ -109,10 +113,13 @@ class SampleRecorder:
     Args:
         layers, experts, top_k, width: sizes of the model: L, N, k, d.
         rows: capacity; all memory is reserved here, and a row that does not fit is an error.
-        dtype: of the router inputs.
+        dtype: of the router inputs and of the drafter's states.
+        draft_width: of the drafter's states (D); 0 without a drafter.
     """
 
-    def __init__(self, layers: int, experts: int, top_k: int, width: int, rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: int, experts: int, top_k: int, width: int, rows: int, dtype: torch.dtype, draft_width: int = 0
+    ) -> None:
         self.rows = 0  # of complete texts
         self._starts: list[int] = []
         self._written = [0] * layers
@@ -121,11 +128,12 @@ class SampleRecorder:
         self._logits = torch.empty(layers, rows, experts)
         self._ids = torch.empty(layers, rows, top_k, dtype=torch.int32)
         self._weights = torch.empty(layers, rows, top_k)
+        self._draft = torch.full((rows, draft_width), float("nan"), dtype=dtype) if draft_width else None
 
     @staticmethod
-    def row_bytes(layers: int, experts: int, top_k: int, width: int, dtype: torch.dtype) -> int:
+    def row_bytes(layers: int, experts: int, top_k: int, width: int, dtype: torch.dtype, draft_width: int = 0) -> int:
         """Returns the bytes that one row takes."""
-        return 8 + layers * (width * dtype.itemsize + 4 * experts + 8 * top_k)
+        return 8 + draft_width * dtype.itemsize + layers * (width * dtype.itemsize + 4 * experts + 8 * top_k)
 
     def observe(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
         """Adds the next rows of a text in one layer; shapes as in ``Samples``."""
@@ -138,8 +146,12 @@ class SampleRecorder:
             target[layer, start:stop].copy_(source)
         self._written[layer] = stop
 
-    def end_text(self, tokens: Sequence[int]) -> Samples:
+    def end_text(self, tokens: Sequence[int], draft: Tensor | None = None) -> Samples:
         """Ends a text and returns its samples, as views.
+
+        Args:
+            tokens: of the text.
+            draft: [tokens, D], as in ``Samples``; with a drafter.
 
         Raises:
             SpacError: a layer ran another number of rows.
@@ -149,11 +161,16 @@ class SampleRecorder:
             ran = sorted({written - self.rows for written in self._written})
             raise SpacError(f"spac: layers ran {ran} rows for a text of {len(tokens)} tokens; this is a bug")
         self._tokens[self.rows : stop] = torch.tensor(tokens)
+        if self._draft is not None:
+            assert draft is not None, "the states of the drafter"
+            self._draft[self.rows : stop].copy_(draft)
         self._starts.append(self.rows)
         self.rows = stop
         return self.result().texts(len(self._starts) - 1, len(self._starts))
 
     def result(self) -> Samples:
         """Returns the samples of all complete texts, as views."""
-        of_layers = (value[:, : self.rows] for value in (self._hidden, self._logits, self._ids, self._weights))
-        return Samples(tuple(self._starts), self._tokens[: self.rows], *of_layers)
+        kept = self._hidden, self._logits, self._ids, self._weights
+        hidden, logits, ids, weights = (value[:, : self.rows] for value in kept)
+        draft = None if self._draft is None else self._draft[: self.rows]
+        return Samples(tuple(self._starts), self._tokens[: self.rows], hidden, logits, ids, weights, draft)

@@ -27,6 +27,7 @@ class Sizes:
         layers, experts, top_k, width: of the model: L, N, k, d.
         reach: layers that maps look ahead, at least 1 and below ``layers``.
         words: distinct tokens of the texts.
+        draft_width: of the drafter's states (D); 0: the texts were read without a drafter.
     """
 
     layers: int
@@ -35,9 +36,11 @@ class Sizes:
     width: int
     reach: int
     words: int
+    draft_width: int = 0
 
     def __post_init__(self) -> None:
-        if min(vars(self).values()) < 1 or self.top_k > self.experts or self.reach >= max(2, self.layers):
+        sizes = vars(self) | {"draft_width": self.draft_width + 1}
+        if min(sizes.values()) < 1 or self.top_k > self.experts or self.reach >= max(2, self.layers):
             raise ValueError("impossible sizes")
 
     def jumps(self) -> list[tuple[int, int]]:

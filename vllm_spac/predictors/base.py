@@ -23,6 +23,7 @@ class Signal(StrEnum):
     TOKENS = "tokens"  # token of each row, from the start of a step
     ROUTER_INPUT = "router_input"  # what a layer's router reads, before the layer's experts are loaded
     ROUTING = "routing"  # what that router chose
+    DRAFT = "draft_states"  # state of the drafter after it read the token of a row; from before the step
     FUTURE = "future"  # what all routers of the step will choose; offline only
 
 
@@ -37,6 +38,8 @@ class Seen:
         hidden: float [rows, d], input of the layer's router, without padding.
         ids, weights: int and float [rows, k], the layer's experts and their routing weights.
         future: int [layers, rows, k], the experts of all layers.
+        draft: float [rows, D], states of the drafter, after its last norm; NaN for a row whose token it has not read,
+            such as the last draft.
     """
 
     layer: int
@@ -45,6 +48,7 @@ class Seen:
     ids: Tensor | None = None
     weights: Tensor | None = None
     future: Tensor | None = None
+    draft: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +70,9 @@ class Predictor(ABC):
     """Scores experts by how likely they will be needed. Moves nothing, and is deterministic.
 
     ``guesses`` is called once at the start of a step and, if ``reach`` is not 0, in each layer as soon as its router
-    has chosen. The caller ranks experts over layers, and decides what to read or to keep because of a guess.
+    has chosen; a predictor that needs ``Signal.DRAFT`` also while a drafter drafts, as at the start of a step, about
+    the rows that are known by then. The caller ranks experts over layers, and decides what to read or to keep because
+    of a guess.
 
     Built with ``num_experts``, the number of keys (the experts of all layers together), or from a file of
     ``vllm-spac train-predictor``.

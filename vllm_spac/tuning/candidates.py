@@ -98,6 +98,9 @@ def _percent(model: ServedModel, machine: PlannedMachine, allowed: Allowed) -> f
         return float(100 * slots.share)
     if slots.per_layer is not None:
         return min(100.0, float(Fraction(100 * slots.per_layer, model.checkpoint.experts)))
+    if slots.tokens is not None:
+        total = model.layers * model.checkpoint.experts
+        return min(100.0, float(Fraction(100 * slots.tokens * model.checkpoint.top_k, total)))
     return largest_percent(model, split(model, machine, _load(model, allowed)))
 
 

@@ -61,7 +61,7 @@ def dtypes(kind: Format) -> list[torch.dtype]:
     """Of float16 one of each kind of code."""
     return (
         [torch.bfloat16, torch.float16]
-        if kind in (Format("int4", 32), Format("int8"), Format("e4m3"))
+        if kind in (Format("int4", 32), Format("int8"), Format("e4m3"), Format("e2m1", 16))
         else [torch.bfloat16]
     )
 
@@ -105,11 +105,34 @@ def test_every_code(device, kind):
         ("int4 by 32", lambda codes, scales: (codes, scales.roll(1, 0))),
         ("int4 by 32", lambda codes, scales: (codes, scales.view(torch.int16).flip(-1).contiguous())),
         ("mxfp4", lambda codes, scales: (codes, scales.view(torch.uint8).roll(1, -1))),
+        ("nvfp4", lambda codes, scales: ((codes >> 4) | (codes << 4), scales)),
+        (
+            "nvfp4",
+            lambda codes, scales: (
+                codes,
+                torch.cat([scales[:1], scales[1:].view(torch.uint8).roll(1, -1).view(torch.int32)]),
+            ),
+        ),
+        ("nvfp4", lambda codes, scales: (codes, torch.cat([scales[:1], scales[1:].roll(1, 0)]))),
+        ("nvfp4", lambda codes, scales: (codes, torch.cat([scales[:1].roll(1, 1), scales[1:]]))),
         ("int4, zero points", lambda codes, scales: (codes, scales ^ (15 << 16))),
         ("fp8 by block", lambda codes, scales: (codes, scales.roll(1, 0))),
         ("int8 by channel", lambda codes, scales: (codes ^ 128, scales)),
     ],
-    ids=["nibbles", "fp4 nibbles", "group", "halves of a word", "exponents", "sign of zero", "blocks", "sign of int8"],
+    ids=[
+        "nibbles",
+        "fp4 nibbles",
+        "group",
+        "halves of a word",
+        "exponents",
+        "nvfp4 nibbles",
+        "nvfp4 groups",
+        "nvfp4 words",
+        "row scales",
+        "sign of zero",
+        "blocks",
+        "sign of int8",
+    ],
 )
 def test_the_comparison_tells_a_wrong_tile(device, name, wrong):
     kind = FORMATS[name]
@@ -163,7 +186,10 @@ def test_biases_and_gates_in_turns(device, name):
     check(make(FORMATS[name], 2, 160, 96, activation="swigluoai", bias=True), device)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("mxfp4", 1), ("int4", 17), ("int8 by channel", 70)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("mxfp4", 1), ("int4", 17), ("int8 by channel", 70), ("nvfp4", 1), ("nvfp4", 17), ("nvfp4", 33), ("nvfp4", 70)],
+)
 def test_every_tile(device, name, rows):
     check(make(FORMATS[name], rows, 64, 64, k=3), device)
 
@@ -194,7 +220,10 @@ def test_counts(device):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
-    [("mxfp4", torch.float16, "no torch.float16 with e2m1"), ("int8 by channel", torch.float32, "no torch.float32")],
+    [
+        ("mxfp4", torch.float16, "no torch.float16 with e2m1 by 32"),
+        ("int8 by channel", torch.float32, "no torch.float32"),
+    ],
 )
 def test_what_does_not_fit_is_refused(device, name, dtype, message):
     layer = make(FORMATS[name], 4, 64, 32)

@@ -15,8 +15,11 @@ from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
 from vllm_spac.budget.control import BudgetedLayer
 from vllm_spac.errors import SpacError
 from vllm_spac.integration.evaluation.collection import Collected, Collection
+from vllm_spac.integration.evaluation.draft_reader import DraftReader
 from vllm_spac.integration.evaluation.routing_study import Study
 from vllm_spac.integration.evaluation.scoring import Scoring
+from vllm_spac.integration.loading.fingerprint import drafter_fingerprint
+from vllm_spac.integration.stepping.drafts import unread
 from vllm_spac.speculation.draft_probabilities import DraftProbabilities
 
 if TYPE_CHECKING:
@@ -60,11 +63,12 @@ class Evaluation:
     Args:
         experts: the worker's ``ModelExperts``.
         model: the target model.
+        drafter: of the model runner; None without speculation.
     """
 
-    def __init__(self, experts: ModelExperts, model: torch.nn.Module) -> None:
+    def __init__(self, experts: ModelExperts, model: torch.nn.Module, drafter: Any = None) -> None:
         assert experts.runtime is not None, "the model is loaded"
-        self._experts, self._model = experts, model
+        self._experts, self._model, self._drafter = experts, model, drafter
         self._runtime, self._control = experts.runtime, experts.runtime.budget
         self._calibrating: Calibrating | None = None
         self._study: Study | None = None
@@ -174,8 +178,9 @@ class Evaluation:
 
     def collect(self, rows: int) -> None:
         """Starts to keep what routers read and choose, of at most ``rows`` rows; see ``Collection``."""
-        layers = self._control.layers
-        self._collection = Collection(self._experts.vllm_config, layers, _managed(self._model), rows)
+        layers, config = self._control.layers, self._experts.vllm_config
+        reader = None if unread(config) else DraftReader(self._drafter)
+        self._collection = Collection(config, layers, _managed(self._model), rows, reader)
         self._runtime.listeners.append(self._collection)
 
     def collected_text(self, ids: list[int], outputs: bool) -> int:
@@ -193,6 +198,11 @@ class Evaluation:
         self._runtime.listeners.remove(self._collection)
         found, self._collection = self._collection.result(), None
         return found
+
+    def drafter(self) -> str:
+        """Fingerprint of the drafter whose states ``collect`` keeps; "" if it keeps none."""
+        config = self._experts.vllm_config
+        return "" if unread(config) else drafter_fingerprint(config, self._experts.config.folder)
 
     @property
     def _listening(self) -> Calibrating:

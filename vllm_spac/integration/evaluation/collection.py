@@ -15,6 +15,7 @@ from vllm_spac.checkpoint import routers
 from vllm_spac.checkpoint.headers import find_folder
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.evaluation import engine
+from vllm_spac.integration.evaluation.draft_reader import DraftReader
 from vllm_spac.integration.evaluation.layer_run import run_layer
 from vllm_spac.predictors._samples import SampleRecorder, Samples
 from vllm_spac.predictors._trained import Gates
@@ -39,20 +40,29 @@ class Collection:
         layers: the model's MoE layers, in the order of execution.
         modules: the same, as vLLM's modules.
         rows: capacity.
+        reader: keeps what a drafter reads; None without one.
 
     Raises:
         ConfigError: so many rows take more than half of the available memory.
         UnsupportedError: the layers have different sizes.
     """
 
-    def __init__(self, vllm_config: Any, layers: Sequence[BudgetedLayer], modules: Sequence[Any], rows: int) -> None:
-        self._vllm_config, self._layers, self._modules = vllm_config, layers, modules
+    def __init__(
+        self,
+        vllm_config: Any,
+        layers: Sequence[BudgetedLayer],
+        modules: Sequence[Any],
+        rows: int,
+        reader: DraftReader | None = None,
+    ) -> None:
+        self._vllm_config, self._layers, self._modules, self._reader = vllm_config, layers, modules, reader
         if len({(layer.experts, layer.top_k) for layer in layers}) > 1:
             raise UnsupportedError("spac: the MoE layers of this model differ in size; predictors need equal ones")
         width, dtype = modules[0].moe_config.hidden_dim, vllm_config.model_config.dtype
         sizes = len(layers), layers[0].experts, layers[0].top_k, width
-        _check_memory(rows, SampleRecorder.row_bytes(*sizes, dtype))
-        self._recorder = SampleRecorder(*sizes, rows, dtype)
+        states = 0 if reader is None else reader.width
+        _check_memory(rows, SampleRecorder.row_bytes(*sizes, dtype, states))
+        self._recorder = SampleRecorder(*sizes, rows, dtype, states)
         self._sums = torch.zeros(len(layers), layers[0].experts, width)
         self._counts = torch.zeros(len(layers), layers[0].experts)
 
@@ -62,13 +72,15 @@ class Collection:
     @torch.inference_mode()
     def end_text(self, ids: list[int], outputs: bool) -> int:
         """Ends the text ``ids``; with ``outputs``, runs its experts one by one. Returns the rows of all texts."""
-        text = self._recorder.end_text(ids)
+        text = self._recorder.end_text(ids, None if self._reader is None else self._reader.take(ids))
         for layer in range(len(self._layers)) if outputs else ():
             self._add_outputs(layer, text)
         return self._recorder.rows
 
     def result(self) -> Collected:
-        """Returns the samples and mean outputs of all texts."""
+        """Ends the collection: returns the samples and mean outputs of all texts."""
+        if self._reader is not None:
+            self._reader.close()
         return Collected(self._recorder.result(), self._sums / self._counts.clamp(min=1)[:, :, None])
 
     def _add_outputs(self, layer: int, text: Samples) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Repack = Callable[..., repacking.Repacked]
 
-_INSTEAD = "use a checkpoint in MXFP4 (GPT-OSS), FP8 by block or channel, INT8 by channel, or INT4 by group"
+_INSTEAD = "use a checkpoint in MXFP4 (GPT-OSS), NVFP4, FP8 by block or channel, INT8 by channel, or INT4 by group"
 
 
 def _compressed(method: Any) -> Repack:
@@ -52,11 +52,23 @@ def _compressed_fp8(method: Any) -> Repack:
     return partial(repacking.scaled, block=None if block is None else tuple(block))
 
 
+def _nvfp4(method: Any) -> Repack:
+    """Where vLLM's kernel quantises activations, too, it computes something else than ours; Marlin does not."""
+    if not method.use_a16 and method.nvfp4_backend.name != "MARLIN":
+        raise UnsupportedError(
+            f"NVFP4 whose activations {method.nvfp4_backend.name} quantises, unless --moe-backend marlin selects "
+            "16-bit activations in vLLM, too,"
+        )
+    return repacking.nvfp4
+
+
 _METHODS: dict[str, Callable[[Any], Repack]] = {
     "CompressedTensorsWNA16MoEMethod": _compressed,
     "AutoGPTQMoEMethod": _gptq,
     "AutoAWQMoEMethod": _awq,
     "GptOssMxfp4MoEMethod": lambda _: repacking.mxfp4,
+    "ModelOptNvFp4FusedMoE": _nvfp4,
+    "CompressedTensorsW4A4Nvfp4MoEMethod": _nvfp4,
     "Fp8MoEMethod": _fp8,
     "CompressedTensorsW8A8Fp8MoEMethod": _compressed_fp8,
     "CompressedTensorsW8A8Int8MoEMethod": lambda _: partial(repacking.scaled, block=None),

@@ -24,6 +24,7 @@ class Scheme:
         kernels: names of vLLM's kernels that can run from slots: they find an expert by the map from ids to slots,
             which other kernels ignore. Not needed for unquantised experts on a CPU, where any kernel can use slot
             numbers as expert ids. Empty: only our kernels can run these experts, which ``packed_experts`` repacks.
+        whole: tensors with a number per expert or shard, which ``packed_experts`` spreads over rows.
         plain: names of the kernels that read experts in the checkpoint's layout.
     """
 
@@ -31,6 +32,7 @@ class Scheme:
     metadata: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ("TritonExperts",)
     plain: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
 
 
 _UNQUANTISED = "UnquantizedFusedMoEMethod"
@@ -48,6 +50,18 @@ SCHEMES = {
     "AutoAWQMoEMethod": Scheme(("qweight", "scales", "qzeros"), kernels=()),
     "GptOssMxfp4MoEMethod": Scheme(("weight", "weight_scale", "bias"), kernels=()),
     "CompressedTensorsW8A8Int8MoEMethod": Scheme(("weight", "weight_scale"), kernels=()),
+    "ModelOptNvFp4FusedMoE": Scheme(
+        ("weight", "weight_scale", "weight_scale_2"),
+        metadata=("input_scale",),
+        kernels=(),
+        whole=("weight_scale_2",),
+    ),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": Scheme(
+        ("weight_packed", "weight_scale", "weight_global_scale"),
+        metadata=("input_global_scale",),
+        kernels=(),
+        whole=("weight_global_scale",),
+    ),
 }
 
 
@@ -117,7 +131,8 @@ def _sorted_out(layer: RoutedExperts, scheme: Scheme) -> dict[str, Parameter]:
             continue
         if param.numel() == 0:  # placeholder of a tensor that no kernel reads: zero points that are all equal
             continue
-        if rest not in scheme.tensors or (is_quantised(layer) and "scale" in rest and param.dim() < 3):
+        spread = is_quantised(layer) and "scale" in rest and rest not in scheme.whole
+        if rest not in scheme.tensors or (spread and param.dim() < 3):
             raise UnsupportedError(
                 f"spac: {layer.layer_name} has {name} {list(param.shape)}, which is not among the weights and "
                 "scales by block, channel or group that exist per expert; use a checkpoint that has only those, or an "

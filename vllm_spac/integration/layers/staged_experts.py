@@ -202,11 +202,11 @@ class StagedExperts(_Layer):
 
     def probe(self) -> dict[str, TensorSpec]:
         """Layout of one expert as the kernel reads it; as a side effect builds the layer's kernel, if vLLM's runs."""
-        one = {name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()}
         if self.spac_packing is not None:
+            one = {name: torch.ones_like(p.data[:1]) for name, p in self._staged.items()}  # scales of 0 are refused
             self.quant_method.moe_quant_config = unquantised_config()  # else vLLM makes one, from what its kernel needs
             return {n: TensorSpec(tuple(t.shape[1:]), t.dtype) for n, t in self.spac_packing(one).items()}
-        packed = self._convert(one)
+        packed = self._convert({name: p.data.new_zeros((1, *p.shape[1:])) for name, p in self._staged.items()})
         self._restore()
         read = packed if self._converts else self._staged
         return {name: TensorSpec(tuple(t.shape[1:]), t.dtype) for name, t in read.items()}

@@ -13,9 +13,9 @@ from vllm_spac.execution.base import Execution
 from vllm_spac.integration.loading.assembly import one_row
 from vllm_spac.knobs.types import AUTO
 from vllm_spac.prediction.choice import Choice, StepCosts, choose
-from vllm_spac.prediction.file import Identity, PredictorFile
+from vllm_spac.prediction.file import Identity, PredictorFile, kinds
 from vllm_spac.predictors._recall import overall
-from vllm_spac.predictors.base import Predictor
+from vllm_spac.predictors.base import Predictor, Signal
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import fast_seconds, load_seconds
@@ -48,11 +48,14 @@ def predictors(config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[
     return PredictorFile.load(config.predictor_file, Identity(model(), "", shape.layers), shape.experts)
 
 
-def predictor(config: SpacConfig, file: PredictorFile | None) -> Predictor | None:
+def predictor(config: SpacConfig, file: PredictorFile | None, drafter: Callable[[], str]) -> Predictor | None:
     """Builds the trained predictor that ``prefetch`` names; None if it names none, or one that needs no file.
 
+    Args:
+        drafter: returns the fingerprint of the drafter; called if the predictor reads its states.
+
     Raises:
-        ConfigError: the file lacks it.
+        ConfigError: the file lacks it, or it was trained with another drafter.
     """
     if file is None or config.prefetch == AUTO:
         return None
@@ -60,11 +63,16 @@ def predictor(config: SpacConfig, file: PredictorFile | None) -> Predictor | Non
     if name not in file.names:
         why = file.left_out.get(name, "it was written by another version")
         raise ConfigError(f"spac: {path} has no predictor {name} ({why}); use one of {', '.join(file.names)}")
+    if Signal.DRAFT in kinds()[name].needs and file.drafter != (found := drafter()):
+        raise ConfigError(
+            f"spac: {name} of {path} was trained with another drafter ({file.drafter[:12]}) than this engine's "
+            f"({found[:12] or 'none'}); train again with `vllm-spac train-predictor` and its speculative_config"
+        )
     return file.build(name)
 
 
 def choose_for(
-    config: SpacConfig, execution: Execution, layer: ManagedExperts, file: PredictorFile, store: str
+    config: SpacConfig, execution: Execution, layer: ManagedExperts, file: PredictorFile, store: str, drafter: str
 ) -> Choice:
     """Chooses the predictor of ``prefetch=auto`` for ``execution``, which reads ahead by it from now on, if any.
 
@@ -72,11 +80,13 @@ def choose_for(
         layer: the first of its layers, attached.
         file: the predictors.
         store: name of the store, for a profile.
+        drafter: fingerprint of the drafter whose states can be read; empty if none can.
     """
     if execution.holds_all:
         return Choice(None, "every expert has a slot")
-    recalls = {name: overall(file.recall[name]) for name in file.names}
-    nbytes = {name: file.nbytes(name) for name in file.names}
+    names = [name for name in file.names if Signal.DRAFT not in kinds()[name].needs or file.drafter == drafter]
+    recalls = {name: overall(file.recall[name]) for name in names}
+    nbytes = {name: file.nbytes(name) for name in names}
     choice = choose(recalls, nbytes, _costs(config, execution, layer, store))
     if choice.predictor is not None:
         built = file.build(choice.predictor)

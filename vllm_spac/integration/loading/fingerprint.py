@@ -18,7 +18,7 @@ from vllm_spac.errors import StoreError
 from vllm_spac.system.machine import DISK_DIR
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 logger = logging.getLogger("vllm.spac")
@@ -80,7 +80,19 @@ def content_of(vllm_config: VllmConfig, folder: Path) -> Checkpoint:
     Raises:
         StoreError: the weights cannot be identified, or cannot be read.
     """
-    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    return _content(vllm_config.model_config, str(vllm_config.load_config.load_format), folder)
+
+
+def drafter_fingerprint(vllm_config: VllmConfig, folder: Path) -> str:
+    """``model_fingerprint`` of the draft model, whose files are identified as in ``content_of``; "" without one."""
+    speculation = vllm_config.speculative_config
+    model = None if speculation is None else speculation.draft_model_config
+    if model is None or model.model == vllm_config.model_config.model:
+        return ""
+    return model_fingerprint(_content(model, str(vllm_config.load_config.load_format), folder))
+
+
+def _content(model: ModelConfig, load_format: str, folder: Path) -> Checkpoint:
     if load_format == "dummy":
         return Checkpoint(["dummy"])
     if source := getattr(model, "model_weights", None):

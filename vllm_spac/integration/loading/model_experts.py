@@ -23,7 +23,7 @@ from vllm_spac.integration import expert_workers, graphs
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading import ahead, assembly, description, fast_memory
-from vllm_spac.integration.loading.fingerprint import content_of, fingerprint, model_fingerprint
+from vllm_spac.integration.loading.fingerprint import content_of, drafter_fingerprint, fingerprint, model_fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.integration.ranks import Ranks
 from vllm_spac.integration.stepping import draft_handover, draft_planning, drafts, runner_v1, runner_v2, worker_hooks
@@ -33,6 +33,7 @@ from vllm_spac.prediction.file import PredictorFile
 from vllm_spac.predictors.base import Predictor
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.draft_probabilities import DraftProbabilities
+from vllm_spac.speculation.draft_states import DraftStates
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system import cpu_affinity
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
@@ -71,6 +72,7 @@ class ModelExperts:
         self.timeline_facts: Facts  # from ``finish`` on
         self.trees: TreeDecoding | TreeDecodingV2 | None = None  # once the KV cache exists
         self.drafted = DraftProbabilities()
+        self.draft_states: DraftStates  # from ``prepare`` on
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
         self._shapes: list[MoEShape] = []
@@ -92,6 +94,10 @@ class ModelExperts:
     def model_name(self) -> str:
         """Fingerprint of the weights; for calibrations and budgets."""
         return model_fingerprint(self.checkpoint)
+
+    def _drafter(self) -> str:
+        """Fingerprint of the draft model; "" without one."""
+        return drafter_fingerprint(self.vllm_config, self.config.folder)
 
     # -- called by the layers ------------------------------------------------------------------------------
 
@@ -116,7 +122,8 @@ class ModelExperts:
             self.execution.check_shape(self._shapes[-1])
         routers.install(model, self._layers)
         self._predictors = ahead.predictors(self.config, self._shapes, self.model_name)
-        self._predictor = ahead.predictor(self.config, self._predictors)
+        self._predictor = ahead.predictor(self.config, self._predictors, self._drafter)
+        self.draft_states = DraftStates(0 if self._predictors is None else self._predictors.sizes.draft_width)
         args = self.config, self.vllm_config, self._layers, self.device, self.model_name, self._predictor
         self._budget = assembly.budget(*args)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
@@ -201,7 +208,9 @@ class ModelExperts:
             if self.config.uses_cpu_experts:
                 assembly.balance(self.config, self.vllm_config, execution, first)
             if prefetch == AUTO and self._predictors is not None:
-                args = self.config, execution, first, self._predictors, self.store_name
+                read = not self.config.tree and drafts.unread(self.vllm_config) is None
+                drafter = self._drafter() if read and self._predictors.drafter else ""
+                args = self.config, execution, first, self._predictors, self.store_name, drafter
                 prefetch = ahead.choose_for(*args).describe()
             mode = (
                 self._budget.settings.describe() if self._budget.active else description.mode(self._budget, executions)

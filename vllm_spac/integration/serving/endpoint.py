@@ -87,6 +87,7 @@ _EXPERT_WORKERS = {
     "misses": "Experts that were not.",
     "loads": "Experts that expert workers loaded on demand.",
     "loaded_bytes": "Bytes that expert workers loaded.",
+    "hints": "Guesses about layers that expert workers received in time.",
     "prefetches": "Experts that expert workers loaded ahead of need.",
     "prefetch_hits": "Of these, those that were used before they were evicted.",
     "prefetch_wasted": "Of these, those that were evicted unused.",

@@ -55,7 +55,8 @@ class SpacWorker:
 
         self._spac_experts().runtime.require_host("an evaluation")
         if not hasattr(self, "_spac_evaluation"):
-            self._spac_evaluation = Evaluation(self._spac_experts(), self.model_runner.get_model())
+            drafter = getattr(self.model_runner, "drafter", None)
+            self._spac_evaluation = Evaluation(self._spac_experts(), self.model_runner.get_model(), drafter)
         return self._spac_evaluation.call(action, *arguments)
 
     def _spac_experts(self) -> Any:

@@ -1,9 +1,9 @@
-"""The draft's probabilities of its tokens, which V1's drafters do not return where they draft greedily."""
+"""What V1's drafters compute of each draft and do not return: states and, where they draft greedily, probabilities."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ class DraftLogits:
         self._drafter = drafter
         self.best: list[Tensor] = []
 
-    def add(self, logits: Tensor) -> None:
+    def add(self, states: Tensor, logits: Tensor) -> None:
         """Adds the logits of one forward, float [requests, V]."""
         self.best.append(logits.softmax(-1, dtype=torch.float32).amax(-1))
 
@@ -42,18 +42,22 @@ class DraftLogits:
 
 
 @contextlib.contextmanager
-def kept_logits(drafter: SpecDecodeBaseProposer) -> Iterator[DraftLogits]:
-    """Context that observes the logits which ``drafter`` drafts from."""
+def observed(drafter: SpecDecodeBaseProposer, observers: Sequence[Callable[[Tensor, Tensor], None]]) -> Iterator[None]:
+    """Context in which ``observers`` are called for each forward of ``drafter`` that it drafts a token from.
+
+    They are passed its last hidden states, float [requests, D], and its logits, float [requests, V].
+    """
     model: Any = drafter.model
-    found, compute = DraftLogits(drafter), model.compute_logits
+    compute = model.compute_logits
 
     def computed(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         logits = compute(hidden_states, *args, **kwargs)
-        found.add(logits)  # before a drafter divides them by the temperature, in place
+        for observe in observers:
+            observe(hidden_states, logits)  # before a drafter divides the logits by the temperature, in place
         return logits
 
     model.compute_logits = computed
     try:
-        yield found
+        yield
     finally:
         del model.compute_logits  # from this object; its class has it

@@ -46,6 +46,20 @@ def unweighted(vllm_config: VllmConfig) -> str | None:
     return None
 
 
+def unread(vllm_config: VllmConfig) -> str | None:
+    """Why a predictor cannot read the drafter's states, and what helps; None if it can."""
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return "there is no drafter; add --speculative-config with the one that the predictor was trained with"
+    if speculation.method not in _CHAINS or speculation.parallel_drafting:
+        method = f"parallel drafting ({speculation.method})" if speculation.parallel_drafting else speculation.method
+        return f"{method} has no states along a chain of drafts; use EAGLE, EAGLE-3 or a draft model"
+    for option in ("use_local_argmax_reduction", "use_heterogeneous_vocab"):
+        if getattr(speculation, option):
+            return f"{option} hides the drafter's states or tokens; drop it from --speculative-config"
+    return None
+
+
 def plans_drafts(vllm_config: VllmConfig) -> bool:
     """Whether the scheduler decides the draft length (V2, see ``draft_planning``) rather than the runner."""
     return getattr(vllm_config, "use_v2_model_runner", False)

@@ -1,7 +1,7 @@
 """Hooks of vLLM's V1 model runner, which its CPU build uses.
 
-Steps are made from its batches, the guard limits its draft lengths, and the draft's probabilities are kept for a budget
-whose votes are weighted by them.
+Steps are made from its batches, the guard limits its draft lengths, and while it drafts, the draft's probabilities are
+kept for a budget whose votes are weighted by them, and its states for a predictor that needs them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from vllm_spac.core import Step
 from vllm_spac.integration import patches
-from vllm_spac.integration.stepping.draft_logits import kept_logits
+from vllm_spac.integration.stepping.draft_logits import DraftLogits, observed
 from vllm_spac.integration.stepping.runner_hooks import hook_steps, managed_experts, request_rows
 from vllm_spac.integration.stepping.trees.install import trees_of
 from vllm_spac.timeline.recorder import Kind, now
@@ -40,7 +41,7 @@ def install() -> None:
 def _proposing(propose: Callable):
     """Limits the draft length to the guard's. At length 0 the drafter does not run, except in steps with prompts."""
 
-    propose = _weighing(propose)
+    propose = _observing(propose)
 
     def proposed(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
         experts = managed_experts(self)
@@ -76,20 +77,51 @@ def _recorded(propose: Callable):
     return proposed
 
 
-def _weighing(propose: Callable):
-    """Keeps the draft's probabilities of the drafts, if votes are weighted by them."""
+def _observing(propose: Callable):
+    """Keeps the draft's probabilities, if votes are weighted by them, and its states, if a predictor reads them."""
 
-    def proposed(self, *args: Any, **kwargs: Any):
-        experts = managed_experts(self)
-        if experts is None or not experts.runtime.budget.weighs or trees_of(self) is not None:
-            return propose(self, *args, **kwargs)
-        with kept_logits(self.drafter) as logits:
-            drafts = propose(self, *args, **kwargs)
-        if (probabilities := logits.of(drafts)) is not None:
+    def proposed(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
+        experts, logits = managed_experts(self), None
+        observers: list[Callable[[Tensor, Tensor], None]] = []
+        if experts is not None and trees_of(self) is None:
+            if experts.runtime.budget.weighs:
+                logits = DraftLogits(self.drafter)
+                observers.append(logits.add)
+            if experts.runtime.looks_at_drafts:
+                observers.append(_reading(self, experts, sampled=args[0]))
+        if not observers:
+            return propose(self, scheduler_output, *args, **kwargs)
+        with observed(self.drafter, observers):
+            drafts = propose(self, scheduler_output, *args, **kwargs)
+        if logits is not None and (probabilities := logits.of(drafts)) is not None:
             experts.drafted.keep(self.input_batch.req_ids, drafts.tolist(), probabilities.tolist())
         return drafts
 
     return proposed
+
+
+def _reading(runner: GPUModelRunner, experts: Any, sampled: Any) -> Callable[[Tensor, Tensor], None]:
+    """Returns what keeps the states of each forward of the drafter, and passes those so far on to a predictor."""
+    found, inputs = experts.draft_states, runner.drafter.input_ids
+    found.begin(runner.input_batch.req_ids)
+
+    def read(states: Tensor, logits: Tensor) -> None:
+        found.add(inputs[: len(states)] if found.forwards else last_tokens(sampled), states)
+        experts.runtime.drafting(*found.known())
+
+    return read
+
+
+def last_tokens(sampled: Tensor | list[list[int]]) -> Tensor:
+    """Returns int [requests], the last token of each; -1 of a request without one.
+
+    Args:
+        sampled: token ids of each request; as a tensor [requests, most], with -1 for those that were rejected.
+    """
+    if isinstance(sampled, list):
+        return torch.tensor([ids[-1] if ids else -1 for ids in sampled])
+    last = (sampled >= 0).sum(1).sub(1).clamp(min=0)
+    return sampled.gather(1, last[:, None])[:, 0]
 
 
 class PlainSampling(NamedTuple):
@@ -147,8 +179,13 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
         parents = None if trees is None else trees.parents(request)
         requests.append(request_rows(start, stop, bool(prefill), len(drafts), weights, parents))
         start = stop
-    tokens = runner.input_ids.gpu[:start].long().cpu() if experts.runtime.looks_at_tokens else None
-    return Step(tuple(requests), tokens)
+    reads = experts.runtime.looks_at_drafts
+    tokens = runner.input_ids.gpu[:start].long().cpu() if reads or experts.runtime.looks_at_tokens else None
+    draft = None
+    if reads:
+        rows = [(id, slice(r.start, r.stop), r.drafts) for id, r in zip(batch.req_ids, requests, strict=True)]
+        draft = experts.draft_states.take(rows, tokens)
+    return Step(tuple(requests), tokens, draft)
 
 
 def _paths(runner: GPUModelRunner) -> list[list[int]] | None:
