@@ -8,6 +8,7 @@ import pytest
 
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.integration.stepping import drafts
 from vllm_spac.integration.stepping.trees import arguments, scratch
 from vllm_spac.speculation.trees.shape import DynamicShape
 
@@ -54,14 +55,24 @@ def test_contradictions_are_refused(given: dict, problem: str) -> None:
 
 def engine(**changes):
     parts = {
-        "model_config": {"is_hybrid": False, "uses_mrope": False, "use_mla": False},
+        "model_config": {"is_hybrid": False, "uses_mrope": False, "use_mla": False, "logits_processors": None},
         "parallel_config": {
             "tensor_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
+            "use_ubatching": False,
+            "distributed_executor_backend": "uni",
         },
-        "scheduler_config": {"async_scheduling": False, "max_num_seqs": 8, "max_num_batched_tokens": 512},
-        "speculative_config": {"method": "eagle3"},
+        "scheduler_config": {
+            "async_scheduling": False,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 512,
+            "scheduler_cls": None,
+        },
+        "speculative_config": {"method": "eagle3", "rejection_sample_method": "standard"},
+        "compilation_config": {"cudagraph_mode": None},
+        "attention_config": {"backend": SimpleNamespace(name="TRITON_ATTN")},
+        "cache_config": {"cache_dtype": "auto"},
     }
     whole = {"kv_transfer_config": None, "use_v2_model_runner": False}
     for name, value in changes.items():
@@ -72,7 +83,6 @@ def engine(**changes):
 @pytest.mark.parametrize(
     "change, problem",
     [
-        ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"method": "ngram"}, "drafts of ngram; use an EAGLE head"),
         ({"async_scheduling": True}, "add --no-async-scheduling"),
         ({"is_hybrid": True}, "recurrent layers"),
@@ -82,12 +92,56 @@ def engine(**changes):
         ({"decode_context_parallel_size": 2}, "use 1"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size above 1.*; drop --spac-tree"),
         ({"max_num_seqs": 31}, "use --max-num-seqs 30 or --max-num-batched-tokens 527"),
+        ({"tree": 2, "max_num_seqs": 65}, "use --max-num-seqs 64 or --max-num-batched-tokens 520"),
     ],
 )
 def test_engines_that_cannot_serve_trees_are_refused(change: dict, problem: str) -> None:
-    arguments.check(SpacConfig(tree=16), engine())
+    config = SpacConfig(tree=change.pop("tree", 16))
+    arguments.check(config, engine())
     with pytest.raises(UnsupportedError, match=problem):
-        arguments.check(SpacConfig(tree=16), engine(**change))
+        arguments.check(config, engine(**change))
+
+
+def mode(name: str) -> SimpleNamespace:
+    return SimpleNamespace(name=name)
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"cudagraph_mode": mode("PIECEWISE")}, "PIECEWISE.*; add --enforce-eager"),
+        ({"cudagraph_mode": mode("FULL_AND_PIECEWISE")}, "FULL_AND_PIECEWISE.*; add --enforce-eager"),
+        ({"backend": mode("FLASH_ATTN")}, "FLASH_ATTN, .*; add --attention-backend TRITON_ATTN"),
+        ({"backend": None}, "add --attention-backend TRITON_ATTN"),
+        ({"use_ubatching": True}, "--enable-dbo; drop it"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method=block; drop it"),
+        ({"logits_processors": ["a.B"]}, "--logits-processors"),
+        ({"cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype int8_per_token_head; use auto"),
+        ({"max_num_seqs": 31}, "use --max-num-seqs 30"),
+    ],
+)
+def test_engines_with_the_v2_runner_that_cannot_serve_trees_are_refused(change: dict, problem: str) -> None:
+    arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, cudagraph_mode=mode("NONE")))
+    with pytest.raises(UnsupportedError, match=problem):
+        arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, **change))
+
+
+@pytest.mark.parametrize("ahead, scheduler", [(False, None), (True, arguments.ASYNC_SCHEDULER)])
+def test_steps_that_are_planned_ahead_have_a_scheduler_of_their_own(ahead: bool, scheduler: str | None) -> None:
+    found = engine(use_v2_model_runner=True, async_scheduling=ahead, cudagraph_mode=mode("NONE"), scheduler_cls=None)
+    arguments.check(SpacConfig(tree=16), found)
+    assert found.scheduler_config.scheduler_cls == scheduler
+
+
+def test_the_v2_runner_does_not_record_which_draft_follows_which() -> None:
+    with pytest.raises(UnsupportedError, match="--spac-trace"):
+        arguments.check(SpacConfig(tree=16, trace="a.safetensors"), engine(use_v2_model_runner=True))
+
+
+def test_the_v2_runner_does_not_tell_the_guard_which_nodes_were_accepted() -> None:
+    v2 = engine(use_v2_model_runner=True, distributed_executor_backend="uni")
+    assert drafts.unguarded(v2) is None
+    assert "drop --spac-tree" in (drafts.unguarded(v2, trees=True) or "")
 
 
 def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:

@@ -53,6 +53,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
+_AUTOREGRESSIVE = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
 _RUNNERS: tuple[tuple[str, Where], ...] = ((RUNNER_V1, "v1"), (RUNNER_V2, "v2"))
 _STEP_HOOK = "a plugin hook with the batch before a forward and its tokens after it"
@@ -209,6 +210,53 @@ PATCHES = (
                 "keys and values of a tree row's ancestors are written to its scratch, too",
                 ("layer", "key", "value", "kv_cache", "slot_mapping"),
             ),
+        )
+    ),
+    Patch(
+        f"{RUNNER_V2}.initialize_kv_cache",
+        "draft trees set their hooks once the KV cache exists",
+        "v2",
+        ("kv_cache_config", "is_profiling"),
+        until="draft trees",
+    ),
+    *(
+        Patch(target, why, "v2", takes, until="draft trees", on="object")
+        for target, why, takes in (
+            (
+                "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
+                "rows of draft trees are sequences for the target, and a chain for the drafter",
+                ("input_batch", "cudagraph_mode", "block_tables"),
+            ),
+            (
+                "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.do_kv_cache_update",
+                "keys and values of a tree row's ancestors are written to its scratch, too",
+                ("layer", "key", "value", "kv_cache", "slot_mapping"),
+            ),
+            (
+                "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
+                "a path of each draft tree is accepted, by the draws of vLLM's sampler",
+                ("logits", "input_batch", "draft_logits", "invalid_drafts"),
+            ),
+            (
+                "vllm.v1.worker.gpu.sample.sampler:Sampler.add_request",
+                "requests whose logits depend on the drafts before a row get chains",
+                ("req_idx", "sampling_params"),
+            ),
+            (
+                f"{_AUTOREGRESSIVE}.propose",
+                "the drafter gets the accepted rows as a chain",
+                (
+                    "input_batch",
+                    "attn_metadata",
+                    "slot_mappings",
+                    "last_hidden_states",
+                    "aux_hidden_states",
+                    "dummy_run",
+                ),
+            ),
+            (f"{_AUTOREGRESSIVE}.sample_draft", "a tree's first level is drawn from these logits", ("hidden_states",)),
+            (f"{_AUTOREGRESSIVE}._multi_step_decode", "a draft tree is grown from the first pass", ("num_reqs",)),
+            (f"{_AUTOREGRESSIVE}._fused_multi_step_decode", "a draft tree is grown from the first pass", ("num_reqs",)),
         )
     ),
     Patch(

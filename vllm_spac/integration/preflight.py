@@ -191,7 +191,11 @@ def _offloads(vllm_config: VllmConfig) -> bool:
 def check_guard(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Raises ``UnsupportedError`` if the user set guard=on and the guard cannot change draft lengths."""
     asked = config.guard == "on" and "guard" in config.model_fields_set
-    if asked and vllm_config.speculative_config is not None and (reason := drafts.unguarded(vllm_config)):
+    if (
+        asked
+        and vllm_config.speculative_config is not None
+        and (reason := drafts.unguarded(vllm_config, config.tree > 0))
+    ):
         raise UnsupportedError(f"spac: guard=on (--spac-guard) cannot work here: {reason}, or use --spac-guard off")
 
 

@@ -169,7 +169,7 @@ def guard(config: SpacConfig, vllm_config: VllmConfig) -> Guard | None:
     speculation = vllm_config.speculative_config
     if speculation is None or config.guard == "off":
         return None
-    if (reason := drafts.unguarded(vllm_config)) is not None:
+    if (reason := drafts.unguarded(vllm_config, config.tree > 0)) is not None:
         logger.info("spac: guard=on has no effect here: %s", reason)
         return None
     return TreeGuard(config.tree) if config.tree else Guard(speculation.num_speculative_tokens)

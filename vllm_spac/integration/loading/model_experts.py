@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_spac.integration.stepping.trees.decoding import TreeDecoding
+    from vllm_spac.integration.stepping.trees.decoding_v2 import TreeDecodingV2
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 
@@ -69,7 +70,7 @@ class ModelExperts:
         self.runtime: Runtime | None = None
         self.guard: Guard | None = None
         self.timeline_facts: Facts  # from ``finish`` on
-        self.trees: TreeDecoding | None = None  # once the KV cache exists
+        self.trees: TreeDecoding | TreeDecodingV2 | None = None  # once the KV cache exists
         self.drafted = DraftProbabilities()
         self.draft_states: DraftStates  # from ``prepare`` on
         self._layers: list = []
@@ -225,7 +226,7 @@ class ModelExperts:
                 logger.warning("spac: %s", caveat)
         (runner_v2 if plans else runner_v1).install()
         if self.config.tree:
-            trees.install()
+            trees.install(self.vllm_config)
         worker_hooks.install()
         draft_handover.install_in_worker()
 

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
 
 
-def unguarded(vllm_config: VllmConfig) -> str | None:
-    """Why the guard cannot change draft lengths, and what helps; None if it can."""
+def unguarded(vllm_config: VllmConfig, trees: bool = False) -> str | None:
+    """Why the guard cannot change draft lengths, or the nodes of ``trees``, and what helps; None if it can."""
     if (ranks := vllm_config.parallel_config.tensor_parallel_size) > 1:
         return f"each of {ranks} ranks would choose the draft length by its own clock; use --tensor-parallel-size 1"
     if plans_drafts(vllm_config):
+        if trees:
+            return "V2 keeps on the device which nodes of a draft tree were accepted; drop --spac-tree"
         if vllm_config.parallel_config.distributed_executor_backend != "uni":
             return "V2's scheduler plans drafts in another process; add --distributed-executor-backend uni"
     elif vllm_config.scheduler_config.async_scheduling:

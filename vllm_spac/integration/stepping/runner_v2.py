@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING
 from vllm_spac.core import Step
 from vllm_spac.integration import patches
 from vllm_spac.integration.stepping.runner_hooks import hook_steps, request_rows
+from vllm_spac.integration.stepping.trees.install import device_trees_of
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 
 def install() -> None:
     """Wraps the methods of V2's runner; a second call does nothing."""
-    hook_steps(patches.RUNNER_V2, "prepare_inputs", lambda runner, scheduled, prepared: step_of(prepared))
+    hook_steps(patches.RUNNER_V2, "prepare_inputs", _step)
+
+
+def _step(runner: GPUModelRunner, scheduled: SchedulerOutput, batch: InputBatch) -> Step:
+    if (trees := device_trees_of(runner)) is not None:
+        trees.begin(batch)
+    return step_of(batch)
 
 
 def step_of(batch: InputBatch) -> Step:

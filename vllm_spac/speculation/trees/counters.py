@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+import torch
+from torch import Tensor
+
 from vllm_spac.speculation.trees.draft_tree import DraftTree
 
 
@@ -40,3 +43,38 @@ class TreeCounters:
         """A copy as plain data: ``trees``, and ``tree_accepted`` by the number of accepted tokens."""
         counts = asdict(self)
         return {"tree_accepted": counts.pop("accepted"), "trees": counts}
+
+
+class DeviceCounters:
+    """The same counts, added up on the device.
+
+    Args:
+        depth: most tokens of a tree that can be accepted.
+        device: of the trees.
+    """
+
+    def __init__(self, depth: int, device: torch.device) -> None:
+        self.host = TreeCounters()
+        self._accepted = torch.zeros(depth + 1, dtype=torch.long, device=device)
+        self._kinds = torch.zeros(3, dtype=torch.long, device=device)  # trees, chains, nodes
+
+    def verified(self, parents: Tensor, rows: Tensor, accepted: Tensor) -> None:
+        """Adds one step.
+
+        Args:
+            parents: int64 [requests, n + 1], as of ``TreeTensors``.
+            rows: int64 [requests], rows that were verified; 1: the request had no drafts.
+            accepted: int64 [requests], accepted drafts.
+        """
+        row = torch.arange(parents.shape[1], device=parents.device)
+        drafts, known = rows > 1, row < rows[:, None]
+        branches = (known & (parents >= 0) & (parents != row - 1)).any(1)
+        nodes = (known & (parents >= 0)).sum(1)
+        self._kinds += torch.stack([branches.sum(), (drafts & ~branches).sum(), nodes.sum()])
+        self._accepted.scatter_add_(0, accepted, drafts.long())
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """As ``TreeCounters.snapshot``; waits for the device."""
+        trees, chains, nodes = self._kinds.tolist()
+        accepted = {str(depth): count for depth, count in enumerate(self._accepted.tolist()) if count}
+        return TreeCounters(trees, chains + self.host.unknown, self.host.unknown, nodes, accepted).snapshot()

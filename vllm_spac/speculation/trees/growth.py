@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from vllm_spac.speculation.trees.draft_tree import DraftTree
 from vllm_spac.speculation.trees.shape import TreeShape
+
+
+class Chosen(NamedTuple):
+    """The nodes of trees, one tree per row.
+
+    Attributes:
+        tokens: int64 [requests, n].
+        parents: int64 [requests, n + 1], row that each row follows; -1 for the root, row 0.
+        logp: joint log-probability of each node, [requests, n].
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    logp: Tensor
 
 
 class Growth:
@@ -59,17 +75,24 @@ class Growth:
         member = torch.arange(front, device=logp.device).repeat_interleave(width).expand(requests, -1)
         self._expand(joint.flatten(1), member)
 
+    def chosen(self) -> Chosen:
+        """The nodes of each request's tree, on the device of the logits."""
+        tokens, parents, logp = (torch.cat(part, 1) for part in (self._tokens, self._parents, self._logp))
+        order = self._shape.order(logp)
+        row = tokens.new_zeros(len(tokens), tokens.shape[1] + 1)  # of each candidate; the last one is the root's
+        row.scatter_(1, order, 1 + torch.arange(order.shape[1], device=order.device).expand_as(order))
+        before = row.gather(1, parents.gather(1, order) % row.shape[1])
+        root = before.new_full((len(before), 1), -1)
+        return Chosen(tokens.gather(1, order), torch.cat([root, before], 1), logp.gather(1, order))
+
     def trees(self, nodes: int) -> list[DraftTree]:
         """The tree of each request, with at most ``nodes`` draft tokens."""
-        tokens, parents = torch.cat(self._tokens, 1).cpu(), torch.cat(self._parents, 1).cpu()
-        logp = torch.cat(self._logp, 1).cpu()
-        return [self._tree(*each, nodes) for each in zip(tokens, parents, logp, strict=True)]
-
-    def _tree(self, tokens: Tensor, parents: Tensor, logp: Tensor, nodes: int) -> DraftTree:
-        chosen = self._shape.choose(parents, logp, nodes)
-        row = {-1: 0} | {candidate: number for number, candidate in enumerate(chosen.tolist(), 1)}
-        return DraftTree(
-            tuple(tokens[chosen].tolist()),
-            (-1, *(row[parent] for parent in parents[chosen].tolist())),
-            (1.0, *logp[chosen].double().exp().tolist()),
-        )
+        parts = (part.cpu() for part in self.chosen())
+        return [
+            DraftTree(
+                tuple(tokens[:nodes].tolist()),
+                tuple(parents[: nodes + 1].tolist()),
+                (1.0, *logp[:nodes].double().exp().tolist()),
+            )
+            for tokens, parents, logp in zip(*parts, strict=True)
+        ]

@@ -58,16 +58,14 @@ class TreeShape(ABC):
         """
 
     @abstractmethod
-    def choose(self, parents: Tensor, logp: Tensor, nodes: int) -> Tensor:
+    def order(self, logp: Tensor) -> Tensor:
         """Chooses the candidates that are verified.
 
         Args:
-            parents: candidate that each candidate continues, -1 for the root, [candidates].
-            logp: joint log-probability of each, [candidates].
-            nodes: at most this many.
+            logp: joint log-probability of each candidate of all levels, [requests, candidates].
 
         Returns:
-            int64 [chosen], parents before children, the most probable first.
+            int64 [requests, nodes], parents before children, the most probable first.
         """
 
 
@@ -78,14 +76,12 @@ class DynamicShape(TreeShape):
     Attributes:
         nodes, depth, width: as in ``TreeShape``.
         expanded: nodes that are expanded per level.
-        floor: least joint probability of a node; 0 allows all.
     """
 
     nodes: int
     depth: int = 6
     width: int = 8
     expanded: int = 8
-    floor: float = 0.0
 
     @property
     def front(self) -> int:
@@ -97,10 +93,9 @@ class DynamicShape(TreeShape):
         best = logp.sort(dim=1, descending=True, stable=True).indices[:, : self.expanded]
         return best.sort(dim=1).values
 
-    def choose(self, parents: Tensor, logp: Tensor, nodes: int) -> Tensor:
+    def order(self, logp: Tensor) -> Tensor:
         # A child is never more probable than its parent, which was drawn before it: a stable sort keeps this order.
-        best = logp.sort(descending=True, stable=True).indices[: min(nodes, self.nodes)]
-        return best if self.floor <= 0 else best[logp[best] >= math.log(self.floor)]
+        return logp.sort(dim=1, descending=True, stable=True).indices[:, : self.nodes]
 
 
 @dataclass(frozen=True)
@@ -190,18 +185,17 @@ class StaticShape(TreeShape):
             before.append(before[-1] + len(self._inner(level)) * self.width)
         return [before[len(path) - 1] + self._number(path) for path in self.paths]
 
-    def choose(self, parents: Tensor, logp: Tensor, nodes: int) -> Tensor:
-        return torch.tensor(self._chosen[:nodes], dtype=torch.long, device=parents.device)
+    def order(self, logp: Tensor) -> Tensor:
+        return torch.tensor(self._chosen, dtype=torch.long, device=logp.device).expand(len(logp), -1)
 
 
-def parse(nodes: int, shape: str, depth: int, width: int, floor: float = 0.0) -> TreeShape:
+def parse(nodes: int, shape: str, depth: int, width: int) -> TreeShape:
     """The shape that the knobs ``tree``, ``tree_shape``, ``tree_depth`` and ``tree_width`` describe.
 
     Args:
         nodes: draft tokens per tree.
         shape: ``static``, ``dynamic`` or a list of paths.
         depth, width: most levels, and most children per node; no effect on paths.
-        floor: as in ``DynamicShape``.
 
     Raises:
         ConfigError: the values contradict one another.
@@ -213,7 +207,7 @@ def parse(nodes: int, shape: str, depth: int, width: int, floor: float = 0.0) ->
                 f"spac: tree={nodes} (--spac-tree): {depth} levels of at most {width} expanded nodes with {width} "
                 f"children have {most}; raise --spac-tree-depth or --spac-tree-width, or use --spac-tree {most}"
             )
-        return DynamicShape(nodes, depth, width, width, floor)
+        return DynamicShape(nodes, depth, width, width)
     found = StaticShape.of_size(nodes, depth, width) if shape == "static" else StaticShape.of_paths(shape)
     if found.nodes != nodes:
         raise ConfigError(

@@ -152,19 +152,28 @@ def level_batch(block_table: Tensor, bases: Tensor, level: int, scratch: Tensor,
         scratch: int64 [R, F, blocks per node].
         block_size: tokens per block.
     """
-    requests, front, per_node = scratch.shape
+    front = scratch.shape[1]
     position = bases + level - 1
     first = bases // block_size
     place = position // block_size - first
     block = scratch.gather(2, place[:, None, None].expand(-1, front, 1))[..., 0]
-    table = block_table[:, None].repeat(1, front, 1)
-    columns = first[:, None] + torch.arange(per_node)
-    inside = columns < table.shape[2]
-    for request in range(requests):
-        table[request][:, columns[request][inside[request]]] = scratch[request][:, inside[request]].to(table.dtype)
+    table = block_table[:, None].expand(-1, front, -1).flatten(0, 1)
     return LevelBatch(
         lengths=(position + 1).repeat_interleave(front).int(),
         positions=position.repeat_interleave(front),
-        block_table=table.flatten(0, 1),
+        block_table=with_scratch(table, first.repeat_interleave(front), scratch.flatten(0, 1)),
         slots=(block * block_size + (position % block_size)[:, None]).flatten(),
     )
+
+
+def with_scratch(tables: Tensor, first: Tensor, scratch: Tensor) -> Tensor:
+    """Block tables in which scratch replaces the blocks from ``first`` on; blocks that do not fit are left out.
+
+    Args:
+        tables: [S, blocks].
+        first: int64 [S].
+        scratch: int64 [S, blocks per node].
+    """
+    wide = torch.cat([tables, tables.new_zeros(len(tables), scratch.shape[1])], 1)
+    columns = first[:, None] + torch.arange(scratch.shape[1], device=tables.device)
+    return wide.scatter_(1, columns, scratch.to(tables.dtype))[:, : tables.shape[1]].contiguous()

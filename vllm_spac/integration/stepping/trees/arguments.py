@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.spac")
 
 SCHEDULER = "vllm_spac.integration.stepping.trees.scheduler.TreeScheduler"
+ASYNC_SCHEDULER = "vllm_spac.integration.stepping.trees.scheduler.AsyncTreeScheduler"
 _BLOCK = 32  # tokens; vLLM's own for CPUs is 128, and scratch is counted in blocks
 _EXAMPLE = """--speculative-config '{"method": "eagle3", "model": "HEAD"}'"""
 
@@ -55,7 +56,7 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
 
 
 def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
-    """Refuses engines that cannot serve trees exactly.
+    """Refuses engines that cannot serve trees exactly; names the scheduler for those that plan steps ahead.
 
     Raises:
         UnsupportedError: names what is in the way, and what helps.
@@ -65,6 +66,8 @@ def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
     for refused, what, instead in _refusals(config, vllm_config):
         if refused:
             raise UnsupportedError(f"spac: tree={config.tree} (--spac-tree) does not work with {what}; {instead}")
+    if vllm_config.scheduler_config.async_scheduling:
+        vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
 
 
 def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
@@ -73,11 +76,13 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[boo
 
     model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
     chains = "drop --spac-tree, and the drafter proposes chains"
-    yield drafts.plans_drafts(vllm_config), "vLLM's V2 model runner", "set VLLM_USE_V2_MODEL_RUNNER=0"
-    yield not current_platform.is_cpu(), "attention on a GPU, where it is not tested", chains
     method = vllm_config.speculative_config.method
     yield method not in ("eagle", "eagle3"), f"drafts of {method}", f"use an EAGLE head, or {chains}"
-    yield scheduler.async_scheduling, "async scheduling", "add --no-async-scheduling"
+    if drafts.plans_drafts(vllm_config):
+        yield from _refusals_of_v2(config, vllm_config, chains)
+    else:
+        yield not current_platform.is_cpu(), "vLLM's V1 runner on a GPU", "drop VLLM_USE_V2_MODEL_RUNNER=0"
+        yield scheduler.async_scheduling, "async scheduling in vLLM's V1 runner", "add --no-async-scheduling"
     yield parallel.tensor_parallel_size > 1, "--tensor-parallel-size above 1, where they were not tested", chains
     yield model.is_hybrid, "recurrent layers, which have one state per request", chains
     yield model.uses_mrope, "M-RoPE", chains
@@ -85,10 +90,34 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[boo
     yield vllm_config.kv_transfer_config is not None, "--kv-transfer-config", "drop it"
     yield parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size above 1", "use 1"
     yield parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size above 1", "use 1"
-    rows, most = scheduler.max_num_seqs * (config.tree + 1), scheduler.max_num_batched_tokens
-    fit = max(1, most // (config.tree + 1))
+    assert config.draft_tree is not None
+    each = max(config.tree + 1, config.draft_tree.front)  # rows that a request has in the target, in the drafter
+    rows, most = scheduler.max_num_seqs * each, scheduler.max_num_batched_tokens
+    fit = max(1, most // each)
     yield (
         rows > most,
         f"--max-num-batched-tokens {most}: trees of {scheduler.max_num_seqs} requests have {rows} rows",
         f"use --max-num-seqs {fit} or --max-num-batched-tokens {rows}",
     )
+
+
+def _refusals_of_v2(config: SpacConfig, vllm_config: VllmConfig, chains: str) -> Iterator[tuple[bool, str, str]]:
+    """As ``_refusals``, what is in the way with V2's runner only."""
+    speculation, backend = vllm_config.speculative_config, vllm_config.attention_config.backend
+    mode, named = vllm_config.compilation_config.cudagraph_mode, getattr(backend, "name", "vLLM's choice of attention")
+    yield mode is not None and mode.name != "NONE", f"CUDA graphs ({mode and mode.name})", "add --enforce-eager"
+    yield named != "TRITON_ATTN", f"{named}, which it was not tried with", "add --attention-backend TRITON_ATTN"
+    yield config.trace is not None, "--spac-trace, for V2 keeps on the device which draft follows which", "drop one"
+    yield vllm_config.parallel_config.use_ubatching, "--enable-dbo", "drop it"
+    yield (
+        speculation.rejection_sample_method != "standard",
+        f"rejection_sample_method={speculation.rejection_sample_method}",
+        "drop it from --speculative-config",
+    )
+    model = vllm_config.model_config
+    yield bool(model.logits_processors), "--logits-processors", chains
+    yield getattr(vllm_config, "watermark_config", None) is not None, "watermarks", chains
+    for name in ("return_sampling_mask", "enable_trace_replay"):
+        yield getattr(model, name, False), f"--{name.replace('_', '-')}", chains
+    kept = str(vllm_config.cache_config.cache_dtype)
+    yield "per_token_head" in kept, f"--kv-cache-dtype {kept}", "use auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,18 +26,24 @@ class Scratch:
         shape: of the trees.
         requests: most requests of a step.
         block_size: tokens per block.
+        device: where the ids are used.
     """
 
-    def __init__(self, shape: TreeShape, requests: int, block_size: int) -> None:
+    def __init__(self, shape: TreeShape, requests: int, block_size: int, device: torch.device | str = "cpu") -> None:
         self.per_node = scratch_blocks(shape.depth, block_size)
         self._requests, self._rows, self._front = requests, shape.nodes + 1, shape.front
         self.count = requests * self.per_node * max(self._rows, 2 * self._front)
-        self._ids = torch.arange(1, self.count + 1)
+        self._ids = torch.arange(1, self.count + 1, device=device)
 
     def rows(self, number: int, rows: int) -> Tensor:
         """Blocks of the rows of the ``number``-th tree of a step, int64 [rows, blocks per node]."""
         start = number * self._rows * self.per_node
         return self._ids[start : start + rows * self.per_node].view(rows, self.per_node)
+
+    def trees(self, count: int) -> Tensor:
+        """Blocks of all rows of the first ``count`` trees of a step, int64 [count, n + 1, blocks per node]."""
+        shape = count, self._rows, self.per_node
+        return self._ids[: count * self._rows * self.per_node].view(shape)
 
     def levels(self, requests: int) -> Tensor:
         """Blocks of two levels of growth, int64 [2, requests, front, blocks per node]."""
@@ -67,3 +74,10 @@ def reserve(scheduler: Scheduler, vllm_config: VllmConfig, scratch: Scratch) -> 
             f"spac: trees (--spac-tree) need the first blocks of the KV cache, and this vLLM gave {taken[:4]}...; "
             "use a vLLM that the plugin was tested with (see the README)"
         )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of ``array`` on the device, which neither waits for it nor makes it wait for the host."""
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    return async_tensor_h2d(array, device=device)
