@@ -200,6 +200,15 @@ def test_rows_have_the_bits_of_the_local_kernel(client, slots: str, replicas: in
     assert (counts["misses"] > 0) == (slots != "100%")
 
 
+def test_a_prompt_is_divided_among_the_workers_that_have_its_layer(client) -> None:
+    found = client(Threads(2), replicas=1)
+    assert_right(found, 0, rows=128)
+    assert [share.rows for share in found.shares.workers] == [128, 0]
+    assert_right(found, 0, rows=300, seed=1, step=2)
+    first, second = (share.rows for share in found.shares.workers)
+    assert first + second == 428 and second >= 75, "each of the four parts has 75 rows"
+
+
 def test_a_second_start_packs_nothing(client, monkeypatch: pytest.MonkeyPatch) -> None:
     places = Threads(2)
     first = connected(places)
@@ -409,6 +418,19 @@ def test_cacheless_workers_load_what_they_are_told(client) -> None:
     assert counts["misses"] > 0
     of_them = counts["expert_workers"].values()
     assert sum(each["hints"] for each in of_them) == 3 * LAYERS and all(each["prefetches"] > 0 for each in of_them)
+
+
+def test_a_worker_with_one_layer_is_told_of_its_next_step(client) -> None:
+    """Its layer has run and runs next: what is said in between is not about the past."""
+    places = Threads(LAYERS)
+    found = client(places, **CACHELESS)
+    for step in range(1, 5):
+        given = layer_input(1, seed=step)
+        found.hint(step, 0, given[2][0].numpy())
+        read(places)
+        assert torch.equal(found.compute(Forward(step), 0, *given), here(0, *given))
+    counts = found.counts()["expert_workers"]["worker-0"]
+    assert (counts["hints"], counts["misses"]) == (4, 0) and counts["prefetch_hits"] > 0
 
 
 def test_hints_that_cannot_be(client) -> None:

@@ -77,7 +77,7 @@ def test_a_slow_worker_is_tried_again() -> None:
     assert roster.pace(0) == pytest.approx(0.0125) and roster.pace(1) == pytest.approx(0.2)
     waiting = [(75, (0, 1))] * 4
     layers = 0
-    while 1 not in sent(waiting, {worker: Load(0, 0, roster.pace(worker)) for worker in range(2)}, True):
+    while layers < 50 and 1 not in sent(waiting, {w: Load(0, 0, roster.pace(w)) for w in range(2)}, True):
         roster.rested(1)
         layers += 1
     assert 5 < layers < 50

@@ -79,9 +79,12 @@ class WorkerExecution(Execution):
         self._forward = Forward(self._steps, step.prompts)
         self.counters.began(step.kind)
         guessed = self._predictor is not None and step.requests and not step.prompts
-        self._seen = Seen(START, step.tokens) if guessed else None
+        self._seen = Seen(START, step.tokens, draft=step.draft) if guessed else None
         if self._seen is not None:
-            self._hint(self._seen)
+            self._hint(self._seen, self._steps)
+
+    def draft(self, tokens: Tensor, states: Tensor) -> None:
+        self._hint(Seen(START, tokens, draft=states), self._steps + 1)
 
     def end_forward(self) -> None:
         self._forward, self._seen = Forward(), None
@@ -96,7 +99,8 @@ class WorkerExecution(Execution):
             ids, weights = runnable(ids, rows.real), weights.masked_fill(ids < 0, 0)
         meanwhile = None
         if self._seen is not None and self._predictor is not None and self._predictor.reach:
-            meanwhile = partial(self._hint, Seen(layer, self._seen.tokens, x[real], ids[real], weights[real]))
+            seen = Seen(layer, self._seen.tokens, x[real], ids[real], weights[real])
+            meanwhile = partial(self._hint, seen, self._steps)
         found = self._client.compute(self._forward, layer, x[real], weights[real], ids[real], meanwhile)
         if rows.real == len(x):
             return found
@@ -104,13 +108,13 @@ class WorkerExecution(Execution):
         out[real] = found
         return out
 
-    def _hint(self, seen: Seen) -> None:
-        """Tells workers what is guessed of their layers; one that has run is guessed for the next step."""
+    def _hint(self, seen: Seen, step: int) -> None:
+        """Tells workers what is guessed of their layers in a step; one that has run is guessed for the next step."""
         assert self._predictor is not None
         for guess in self._predictor.guesses(seen):
             for layer, experts in named(guess, self.shape.experts, self.shape.top_k):
                 if layer != seen.layer:
-                    self._client.hint(self._steps + (layer < seen.layer), layer, experts)
+                    self._client.hint(step + (layer < seen.layer), layer, experts)
 
     def snapshot(self) -> dict:
         """Returns the counters of all workers together and of each, their slots, and what became of the rows."""

@@ -1,0 +1,99 @@
+"""What an engine tells its expert workers: which experts, of which layer, in which step, and when it says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.execution.base import Rows
+from vllm_spac.execution.workers import WorkerExecution
+from vllm_spac.policies.lru import LRU
+from vllm_spac.predictors.base import START, Guess, Predictor, Seen, Signal
+
+LAYERS, EXPERTS, TOP_K = 3, 4, 2
+SHAPE = MoEShape(tuple("abc"), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.float32)})
+
+
+class Client:
+    """Takes what it is told, in order; the worker computes while ``meanwhile`` runs."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+
+    def hint(self, step: int, layer: int, experts: np.ndarray) -> None:
+        self.told.append((step, layer, experts.tolist()))
+
+    def compute(self, forward, layer: int, x: Tensor, weights: Tensor, ids: Tensor, meanwhile: Callable | None):
+        self.told.append((forward.number, layer, "rows"))
+        if meanwhile is not None:
+            meanwhile()
+        return x
+
+
+class Named(Predictor):
+    """All layers before a step by its drafts, later by the row's own experts."""
+
+    needs = frozenset({Signal.ROUTING, Signal.DRAFT})
+    reach = 1
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        if seen.layer == START:
+            assert seen.draft is not None
+            yield Guess(0, seen.draft.repeat(1, LAYERS))
+        else:
+            assert seen.ids is not None
+            chosen = torch.zeros(len(seen.ids), EXPERTS).scatter_(1, seen.ids.long(), 1.0)
+            yield Guess((seen.layer + 1) % LAYERS * EXPERTS, chosen)
+            yield Guess(seen.layer * EXPERTS, chosen)  # of a layer that runs: nobody needs it
+
+
+def serving(predictor: Predictor | None) -> tuple[WorkerExecution, Client]:
+    client = Client()
+    store = SimpleNamespace(client=client)
+    return WorkerExecution(SHAPE, LRU(), store, predictor), client
+
+
+def step(kind: RowKind) -> Step:
+    states = torch.tensor([[0.0, 2.0, 0.0, 1.0]])
+    return Step((RequestRows(0, 1, kind),), tokens=torch.tensor([5]), draft=states)
+
+
+def layer(execution: WorkerExecution, number: int) -> None:
+    ids = torch.tensor([[2, 0]], dtype=torch.int32)
+    execution.forward(number, torch.ones(1, 3), torch.ones(1, TOP_K), ids, None, Rows(1, as_routed=True))
+
+
+def test_workers_are_told_before_and_while_others_compute() -> None:
+    execution, client = serving(Named())
+    assert execution.looks_at == Named.needs
+    execution.begin_step(step(RowKind.DECODE))
+    every = [(1, number, [1, 3]) for number in range(LAYERS)]
+    assert client.told == every
+    for number in range(LAYERS):
+        layer(execution, number)
+    execution.end_forward()
+    assert client.told[3:] == [
+        *[(1, 0, "rows"), (1, 1, [0, 2])],
+        *[(1, 1, "rows"), (1, 2, [0, 2])],
+        *[(1, 2, "rows"), (2, 0, [0, 2])],  # which has run: of the next step
+    ]
+    client.told.clear()
+    execution.draft(torch.tensor([5]), torch.tensor([[3.0, 0.0, 0.0, 1.0]]))
+    assert client.told == [(2, number, [0, 3]) for number in range(LAYERS)]
+
+
+def test_nothing_is_said_about_prompts_or_without_a_predictor() -> None:
+    for predictor, kind in ((Named(), RowKind.PREFILL), (None, RowKind.DECODE)):
+        execution, client = serving(predictor)
+        execution.begin_step(step(kind))
+        layer(execution, 0)
+        execution.end_forward()
+        assert client.told == [(1, 0, "rows")]
+    execution, client = serving(Named())
+    layer(execution, 0)  # outside of steps, as in warm-up
+    assert client.told == [(0, 0, "rows")]
