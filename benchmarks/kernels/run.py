@@ -8,6 +8,8 @@ Needs a CUDA device and has not been run on one yet: this repository has no resu
 3. A share of the experts in HBM, the rest in pinned memory: hits and misses in one launch.
 4. The cost of in-layer admission: deciding when nothing is admitted, and copying admitted experts, as a share of a
    plain pinned copy. The simulator assumes 5 us for the first and the bus rate for the second.
+5. Quantised experts (``packed.py``) in HBM and in pinned memory, in bytes as they are stored; compared with the same
+   kernel over dequantised weights. ``--dry-run`` computes these, tiny, in Triton's interpreter: it times nothing.
 
 Each time is that of one replay of a CUDA graph, with L2 overwritten before; results are compared before anything is
 timed. Measurements are written at once: a run that is stopped keeps what it has.
@@ -15,6 +17,7 @@ timed. Measurements are written at once: a run that is stopped keeps what it has
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +29,9 @@ import typer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import RESULTS, Spread, provenance, write_result
+from packed import FORMATS, Packed
 
 REPEATS = 30
 FLUSH_BYTES = 512 << 20  # more than any L2
@@ -67,13 +72,13 @@ class Input:
         return shape.expert_bytes * int(len(used) if chosen is None else chosen[used].sum())
 
 
-def make_input(rows: int, shape: Shape) -> Input:
+def make_input(rows: int, shape: Shape, device: str = "cuda") -> Input:
     """Makes rows with ``top_k`` random experts each: more distinct experts than a trained router would select."""
     rng = torch.Generator().manual_seed(rows)
     ids = torch.stack([torch.randperm(shape.experts, generator=rng)[: shape.top_k] for _ in range(rows)])
     weights = torch.softmax(torch.randn(rows, shape.top_k, generator=rng), -1)
     x = torch.randn(rows, shape.hidden, generator=rng).bfloat16()
-    return Input(x.cuda(), weights.cuda(), ids.int().cuda())
+    return Input(x.to(device), weights.to(device), ids.int().to(device))
 
 
 def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
@@ -87,10 +92,10 @@ def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
     return normal(e, 2 * ff, d), normal(e, d, ff)
 
 
-def addresses(weight: Tensor) -> Tensor:
+def addresses(weight: Tensor, device: str = "cuda") -> Tensor:
     """Returns [experts] int64 on the device; with unified addressing, pinned memory has one address for both sides."""
     step = weight.stride(0) * weight.element_size()
-    return torch.tensor([weight.data_ptr() + index * step for index in range(len(weight))], device="cuda")
+    return torch.tensor([weight.data_ptr() + index * step for index in range(len(weight))], device=device)
 
 
 def seconds(work: Callable[[], object]) -> Spread:
@@ -235,6 +240,43 @@ def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], re
     }
 
 
+def measure_packed(shape: Shape, rows: int, packed: Packed, pinned: tuple[Tensor, ...], what: str) -> dict:
+    """Measures quantised experts at one M, in HBM and all pinned."""
+    given = make_input(rows, shape)
+    ours = packed.call(given, shape.intermediate, packed.stored, addresses)
+    on_host = packed.call(given, shape.intermediate, pinned, addresses)
+    difference = compare(ours(), packed.call_plain(given, shape.intermediate, addresses)(), f"M={rows}, {what}")
+    if not torch.equal(ours(), on_host()):
+        fail(f"M={rows}, {what}: pinned experts give other bits than the same experts in HBM; not timed")
+    needed = packed.expert_bytes * len(given.ids.unique())
+    times = {"hbm": seconds(ours), "pinned": seconds(on_host)}
+    return {
+        "format": what,
+        "rows": rows,
+        "difference_from_dequantised": difference,
+        "seconds": {name: asdict(spread) for name, spread in times.items()},
+        "expert_bytes": packed.expert_bytes,
+        "bytes": {"needed": needed},
+        "hbm_bytes_per_second": needed / times["hbm"].median,
+        "pinned_bytes_per_second": needed / times["pinned"].median,
+    }
+
+
+def dry_run(names: Sequence[str]) -> None:
+    """Computes a tiny layer of each format in Triton's interpreter, as ``measure_packed`` calls it, and compares."""
+    shape = Shape(256, 128, 6, 2)
+    for name in names:
+        packed = Packed.make(FORMATS[name], shape.hidden, shape.intermediate, shape.experts, "cpu")
+        given = make_input(3, shape, "cpu")
+
+        def on_cpu(weight: Tensor) -> Tensor:
+            return addresses(weight, "cpu")
+
+        ours = packed.call(given, shape.intermediate, packed.stored, on_cpu)()
+        share = compare(ours, packed.call_plain(given, shape.intermediate, on_cpu)(), name)
+        typer.echo(f"{name:10} {packed.expert_bytes} B per expert, differs by {share:.2g} of the greatest element")
+
+
 def line(row: dict, rates: dict[str, float]) -> str:
     fast, slow = row["hbm_bytes_per_second"], row["pinned_bytes_per_second"]
     return (
@@ -252,9 +294,23 @@ def main(
     top_k: int = Shape.top_k,
     resident: Annotated[float, typer.Option(help="Share of the experts in HBM in the mixed run.", min=0, max=1)] = 0.25,
     short: Annotated[bool, typer.Option("--short", help=f"M = {', '.join(map(str, SHORT_ROWS))} alone.")] = False,
+    formats: Annotated[
+        str, typer.Option(help=f"Quantised formats to measure, of {','.join(FORMATS)}; empty: none.")
+    ] = ",".join(FORMATS),
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Only compute tiny quantised layers, with TRITON_INTERPRET=1.")
+    ] = False,
     output: Annotated[Path, typer.Option(help="JSON to write.")] = RESULTS / "kernels.json",
 ) -> None:
     """Compare grouped_gemm with vLLM's fused MoE and with plain copies, on this machine's GPU."""
+    chosen = [name for name in formats.split(",") if name]
+    if unknown := [name for name in chosen if name not in FORMATS]:
+        fail(f"--formats {unknown[0]}: use some of {','.join(FORMATS)}")
+    if dry:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            fail("--dry-run needs TRITON_INTERPRET=1 in the environment, which Triton reads when it is imported")
+        dry_run(chosen)
+        return
     if not torch.cuda.is_available():
         fail("needs a CUDA device, and torch sees none; `make test` checks the kernels without one")
     shape = Shape(hidden, intermediate, experts, top_k)
@@ -283,6 +339,19 @@ def main(
             f"M={row['rows']:<4} nothing admitted {row['seconds']['nothing admitted']['median'] * 1e6:6.1f} us  "
             f"{row['experts_fetched']} fetched at {row['bytes_per_second'] / rates['pinned']:4.0%} of pinned copy"
         )
+    payload["packed"] = []
+    for name in chosen:
+        packed = Packed.make(FORMATS[name], shape.hidden, shape.intermediate, shape.experts, "cuda")
+        on_host = tuple(map(_pinned, packed.stored))
+        for rows in sizes:
+            row = measure_packed(shape, rows, packed, on_host, name)
+            payload["packed"].append(row)
+            write_result(output, payload)
+            typer.echo(
+                f"M={row['rows']:<4} {name:10} {row['seconds']['hbm']['median'] * 1e6:8.1f} us  "
+                f"{row['hbm_bytes_per_second'] / rates['hbm']:4.0%} of HBM copy  "
+                f"pinned {row['pinned_bytes_per_second'] / rates['pinned']:4.0%} of pinned copy"
+            )
     typer.echo(f"written: {output}")
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import types
@@ -30,6 +31,40 @@ def test_refuses_without_a_gpu(tmp_path):
     )
     assert done.returncode == 2 and "needs a CUDA device" in done.stderr
     assert not output.exists()
+
+
+def test_quantised_formats_run_dry(tmp_path):
+    """The calls that a GPU would time, tiny and in the interpreter."""
+    done = run(tmp_path, "--dry-run", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert [words[0] for words in said] == ["mxfp4", "nvfp4", "int4", "int4-zeros", "int8", "fp8"]
+    assert {words[0]: int(words[1]) for words in said}["nvfp4"] == 3 * 128 * 128 + 256 * 4 * (5 + 3)
+    assert all(float(words[7]) <= 2**-5 for words in said)
+    assert "needs TRITON_INTERPRET=1" in run(tmp_path, "--dry-run").stderr
+    assert "--formats int3: use some of mxfp4,nvfp4" in run(tmp_path, "--formats", "int8,int3").stderr
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], cwd=folder, env=inherited | environment, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ["codes", "scales"])
+def test_a_wrong_format_is_not_timed(script, wrong):
+    """The comparison that ``measure_packed`` makes, by the twins' weights."""
+    from vllm_spac.kernels.reference.dequantise import dequantise
+
+    for name, kind in script.FORMATS.items():
+        codes, scales = sys.modules["packed"].matrix(kind, 128, 256, torch.Generator().manual_seed(0))
+        plain = dequantise(kind, codes, scales, 128, 256, torch.bfloat16)
+        assert 0.3 < float(plain.float().std()) * 256**0.5 < 3, name
+        changed = (codes.roll(1, 0), scales) if wrong == "codes" else (codes, scales.roll(1, -1).roll(1, 0))
+        with pytest.raises(script.typer.Exit):
+            script.compare(dequantise(kind, *changed, 128, 256, torch.bfloat16), plain, name)
 
 
 def test_counts_each_expert_once(script):
