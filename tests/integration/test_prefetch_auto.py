@@ -85,7 +85,7 @@ def test_it_reads_ahead_by_the_best_predictor(slots: SlotExecution, monkeypatch:
     monkeypatch.setattr(ahead, "fast_seconds", lambda *given: 0.001)
     monkeypatch.setattr(ahead, "load_seconds", lambda *given: 0.002)
     assert slots.looks_at == frozenset()
-    choice = ahead.choose_for(config(soft_pins="off"), slots, LAYER, file(), "disk")
+    choice = ahead.choose_for(config(soft_pins="off"), slots, LAYER, file(), "disk", "")
     assert choice.predictor == "gate" and slots.looks_at == {Signal.ROUTER_INPUT}
     settings = slots._loader._prefetcher._settings
     assert (settings.prefetch, settings.pins, settings.extra, settings.stops) == ("gate", False, 0.1, True)
@@ -98,7 +98,7 @@ def test_it_reads_ahead_by_the_best_predictor(slots: SlotExecution, monkeypatch:
 def test_nothing_is_read_ahead_where_it_cannot_pay(slots: SlotExecution, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "fast_seconds", lambda *given: 0.00001)
     monkeypatch.setattr(ahead, "load_seconds", lambda *given: 0.002)
-    choice = ahead.choose_for(config(), slots, LAYER, file(), "disk")
+    choice = ahead.choose_for(config(), slots, LAYER, file(), "disk", "")
     assert choice.predictor is None and slots.looks_at == frozenset()
     assert "1.00x with gate, recall 0.45" in choice.why
 
@@ -133,5 +133,6 @@ def test_nothing_is_measured_where_every_expert_has_a_slot(monkeypatch: pytest.M
     monkeypatch.delattr(ahead, "fast_seconds")
     with closing(execution(SHAPE.total)) as made:
         assert (
-            ahead.choose_for(config(), made, LAYER, file(), "disk").describe() == "auto (off: every expert has a slot)"
+            ahead.choose_for(config(), made, LAYER, file(), "disk", "").describe()
+            == "auto (off: every expert has a slot)"
         )

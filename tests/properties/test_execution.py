@@ -131,8 +131,12 @@ def test_slots_are_filled_with_what_the_policy_loads_first(made, admission):
     assert pool.residency.slot_of[policy.first()].tolist() == [0, 1, 2, 3, 4]
 
 
+# Pointers enter no layers.
+POLICIES = [name for name in components.serving("policies") if not components.find("policies", name).needs_layers]
+
+
 @every_admission
-@pytest.mark.parametrize("policy", [name for name in components.names("policies") if name != "belady"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("slots", "layout", "activation"),
     [

@@ -15,7 +15,11 @@ from vllm_spac.traces.format import PREFILL, STEP_KINDS, Trace
 from vllm_spac.traces.synthetic import synthetic_trace
 
 STEPS, DRAFTS = 60, 3
-ONLINE = [name for name in components.names("policies") if name not in ("belady", "layer_lru", "pinned")]
+ONLINE = [
+    name
+    for name in components.serving("policies")
+    if name != "pinned" and not components.find("policies", name).needs_layers  # pointers enter no layers
+]
 
 
 def recorded(seed: int) -> Trace:
