@@ -179,12 +179,14 @@ def paired() -> Values:
     without = [100 * count["0"] / sum(count.values()) for count in steps]
     least = slower[0]["other"]["guard"][0]["steps"]  # of the fewest slots
     low, high = resident["interval"]
+    starts = sorted(slower[0]["own_base"]["ratio_of_starts"])
     return {
         "paired": table(("", "slots", "ratio", "95 %", "of totals", ""), lines),
         "resident.ratio": f"{resident['ratio']:.2f}",
         "resident.interval": f"{low:.2f} – {high:.2f}",
         "guard.without": f"{min(without):.0f}-{max(without):.0f} %",
         "guard.slots": _spaced(slower[0]["slots"]),
+        "guard.starts": f"{starts[0]:.2f} and {starts[-1]:.2f}",
         "guard.trials": f"{sum(least.values()) - least['0']} of {sum(least.values()):,}",
     }
 
