@@ -115,8 +115,8 @@ class SpacConfig(BaseModel):
     )
     balancer: Annotated[str | None, ComponentName("balancers", "balancer", arguments=True)] = Field(
         None,
-        description="With cpu_experts=auto, selects the experts for the CPU: waterfill (default) or threshold "
-        "(MoE-SpAc's).",
+        description="With cpu_experts=auto, selects the experts for the CPU: waterfill (default), threshold "
+        "(MoE-SpAc's) or makespan (also counts what fast memory computes).",
     )
     profile: types.SomePath = Field(
         None,

@@ -107,7 +107,7 @@ def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
         ({"cpu_experts": True}, r"cpu_experts=True \(--spac-cpu-experts\): use a number"),
         (
             {"balancer": "scales"},
-            r"\(--spac-balancer\).*use one of none, threshold, waterfill, or package.module:Class",
+            r"\(--spac-balancer\).*use one of makespan, none, threshold, waterfill, or package.module:Class",
         ),
         ({"cpu_experts": "auto", "balancer": "none"}, r"--spac-balancer waterfill, or --spac-cpu-experts off"),
         ({"balancer": "threshold"}, r"balancer \(--spac-balancer\).*cpu_experts=off; add --spac-cpu-experts auto"),
