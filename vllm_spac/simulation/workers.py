@@ -8,6 +8,7 @@ others compute. The main process's link carries all copies of a row that its gro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,7 +110,7 @@ def cached(trace: Trace, workers: int, share: float, network: Network, times: La
         share: of a worker's experts that have a slot, above 0.
     """
     facts, clock = trace.facts, Clock(workers, network, times, row_bytes)
-    memory = [_filled(trace, worker, workers, share) for worker in range(workers)]
+    memory = [filled(trace, schedule.layers_of(worker, facts.layers, workers, 0), share) for worker in range(workers)]
     hits = misses = 0
     for layer, ids in zip(trace.record_layer.tolist(), rows_of_records(trace), strict=True):
         residency, loads = memory[layer % workers], 0
@@ -157,15 +158,14 @@ def cacheless(
     return WorkerRun(clock.now, tokens, tokens * layers * top_k - misses, misses, clock.stalls)
 
 
-def _filled(trace: Trace, worker: int, workers: int, share: float) -> Residency:
-    """The memory of a worker, with an equal share of each of its layers, as serving has it at the start."""
+def filled(trace: Trace, layers: Sequence[int], share: float) -> Residency:
+    """Returns a memory for ``share`` of the experts of ``layers``, filled with an equal part of each, as in serving."""
     facts = trace.facts
-    mine = schedule.layers_of(worker, facts.layers, workers, 0)
-    total = len(mine) * facts.experts
+    total = len(layers) * facts.experts
     slots = min(total, max(facts.top_k, math.ceil(share * total)))
     residency = Residency(facts.total, slots, LRU())
-    for keys in filled_experts(len(mine), facts.experts, slots):
-        known = [mine[key // facts.experts] * facts.experts + key % facts.experts for key in keys]
+    for keys in filled_experts(len(layers), facts.experts, slots):
+        known = [layers[key // facts.experts] * facts.experts + key % facts.experts for key in keys]
         for key, _ in residency.prepare(known).loads:
             residency.loaded(key)
         residency.release(known)
