@@ -304,7 +304,11 @@ def test_refusals(knobs, named):
 
 # --- pointers --------------------------------------------------------------------------------------------------------
 
-ONLINE = [name for name in components.names("policies") if name not in ("belady", "layer_lru", "pinned")]
+ONLINE = [
+    name
+    for name in components.serving("policies")
+    if name != "pinned" and not components.find("policies", name).needs_layers  # pointers enter no layers
+]
 MORE_AND_MORE = [[[[0, 1]]], [[[1, 2]]], [[[1, 2]]], [[[1, 2]]]]
 
 
