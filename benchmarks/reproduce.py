@@ -116,7 +116,7 @@ FIGURES = {
         minutes=25,
         timed=True,
         inflated=True,
-        stale="another process ran during the first third, the turns with 10 % of the experts in slots",
+        note="another process ran during the first third, the turns with 10 % of the experts in slots",
     ),
     "recipe": Figure(
         "Results: MoE-SpAc's recipe over on-demand caches, in turns",
