@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_spac.integration.stepping.trees import decoding_v2
+from vllm_spac.integration.stepping.trees import attention, decoding_v2
 from vllm_spac.integration.stepping.trees.decoding_v2 import Layout
 from vllm_spac.integration.stepping.trees.sampling_v2 import Sampled
 from vllm_spac.speculation.trees.counters import DeviceCounters, TreeCounters
@@ -130,7 +130,7 @@ def test_hooks_write_what_rows_see_of_their_ancestors() -> None:
 
     calls: list[tuple[list[int], list[int]]] = []
     trees: Any = SimpleNamespace(scattered=None)
-    hooked = decoding_v2.writing(lambda layer, k, v, cache, slots: calls.append((k.tolist(), slots.tolist())), trees)
+    hooked = attention.updating(lambda layer, k, v, cache, slots: calls.append((k.tolist(), slots.tolist())), trees)
     key = torch.tensor([7, 8, 9])
     hooked(None, key, key, None, torch.tensor([0, 1, 2]))
     trees.scattered = Scattered(torch.tensor([0, 2]), torch.tensor([50, -1]))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
+from vllm_spac.balancers._admitting import Admitting, least_likely_first
 from vllm_spac.balancers._processors import Division, Work, by_counts, greedy
 from vllm_spac.balancers._search import Search
-from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
+from vllm_spac.balancers.base import LayerState, Plan, split
 
 EXACT = 4  # processors
 NODES = 4000  # branches of all searches for one layer
@@ -70,7 +70,7 @@ def _sets(work: Work, able: list[int]) -> list[list[int]]:
     return [used for used in sets if may[used].any(axis=0).all()]
 
 
-class Makespan(Balancer):
+class Makespan(Admitting):
     """Splits misses between loading and the CPU so that the later of fast memory and CPU finishes as early as possible.
 
     Unlike ``waterfill`` it counts what fast memory computes: its hits, while loads run, and then the experts that it
@@ -78,14 +78,7 @@ class Makespan(Balancer):
     processors are taken to compute concurrently, as a GPU and a CPU do; where the two kernels take turns on the same
     cores (``CpuExperts.exclusive``) only loads and one of them overlap, which ``waterfill`` describes better. Exact, as
     an expert takes fast memory the same time with any rows.
-
-    Args:
-        admit: see ``Balancer.admits``.
     """
-
-    def __init__(self, *, admit: bool = True, **shape: Any) -> None:
-        super().__init__(**shape)
-        self.admits = admit
 
     def plan(self, state: LayerState) -> Plan:
         hit, missing = split(state)
@@ -93,8 +86,7 @@ class Makespan(Balancer):
         assert rates is not None, "it weighs costs"
         if not len(missing):
             return Plan(hit=hit)
-        if len(state.likely):
-            missing = missing[np.argsort(state.likely[missing], kind="stable")]
+        missing = least_likely_first(state, missing)
         experts = np.concatenate((np.asarray(hit, dtype=np.int64), missing))
         lacks = np.arange(len(experts)) >= len(hit)
         on_cpu = np.maximum(rates.cpu, state.rows[experts] * rates.cpu_row)

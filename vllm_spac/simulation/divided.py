@@ -22,7 +22,7 @@ from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.distributed import schedule
 from vllm_spac.profiling.costs import Costs, Network
 from vllm_spac.simulation.parts import rows_of_records
-from vllm_spac.simulation.workers import filled
+from vllm_spac.simulation.workers import filled, use
 from vllm_spac.traces.format import Trace
 
 PROCESSORS = ("engine", "cpu", "workers")
@@ -151,10 +151,5 @@ def _used(
                 mine = mine[np.argsort(work.load[place, mine] > 0, kind="stable")]
             ordered = keys[mine].tolist()
             for start in range(0, len(ordered), cache.slots):
-                batch = ordered[start : start + cache.slots]
-                placed = cache.prepare(batch)
-                for key, _ in placed.loads:
-                    cache.loaded(key)
-                cache.release(batch)
-                loads += len(placed.loads)
+                loads += len(use(cache, ordered[start : start + cache.slots]).loads)
         yield len(mine), loads

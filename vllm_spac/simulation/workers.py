@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_spac.cache.residency import Residency
+from vllm_spac.cache.residency import Placement, Residency
 from vllm_spac.distributed import schedule
 from vllm_spac.execution._waves import filled_experts, row_waves
 from vllm_spac.policies.lru import LRU
@@ -116,10 +116,7 @@ def cached(trace: Trace, workers: int, share: float, network: Network, times: La
         residency, loads = memory[layer % workers], 0
         for start, stop in row_waves(ids, residency.slots, facts.experts):
             keys = (np.unique(ids[start:stop]).astype(np.int64) + layer * facts.experts).tolist()
-            placed = residency.prepare(keys)
-            for key, _ in placed.loads:
-                residency.loaded(key)
-            residency.release(keys)
+            placed = use(residency, keys)
             loads, hits = loads + len(placed.loads), hits + placed.hits
         misses += loads
         clock.layer(layer, len(ids), loads * times.load)
@@ -166,7 +163,14 @@ def filled(trace: Trace, layers: Sequence[int], share: float) -> Residency:
     residency = Residency(facts.total, slots, LRU())
     for keys in filled_experts(len(layers), facts.experts, slots):
         known = [layers[key // facts.experts] * facts.experts + key % facts.experts for key in keys]
-        for key, _ in residency.prepare(known).loads:
-            residency.loaded(key)
-        residency.release(known)
+        use(residency, known)
     return residency
+
+
+def use(residency: Residency, keys: list[int]) -> Placement:
+    """Uses ``keys``, which fit the slots together, and returns how they were placed; loads take no time."""
+    placed = residency.prepare(keys)
+    for key, _ in placed.loads:
+        residency.loaded(key)
+    residency.release(keys)
+    return placed

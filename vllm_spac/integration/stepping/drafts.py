@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 
 _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
@@ -33,12 +33,8 @@ def unweighted(vllm_config: VllmConfig) -> str | None:
     speculation = vllm_config.speculative_config
     if speculation is None:
         return None
-    if speculation.method not in _CHAINS or speculation.parallel_drafting:
-        method = f"parallel drafting ({speculation.method})" if speculation.parallel_drafting else speculation.method
-        return f"{method} gives no probabilities along a chain of drafts; use EAGLE, EAGLE-3 or a draft model"
-    for option in ("use_local_argmax_reduction", "use_heterogeneous_vocab"):
-        if getattr(speculation, option):
-            return f"{option} drafts without logits of the whole vocabulary; drop it from --speculative-config"
+    if hidden := _hidden(speculation, "gives no probabilities", "drafts without logits of the whole vocabulary"):
+        return hidden
     if plans_drafts(vllm_config):
         return "V2 keeps drafts and their probabilities on the device; set VLLM_USE_V2_MODEL_RUNNER=0"
     if vllm_config.scheduler_config.async_scheduling:
@@ -51,12 +47,22 @@ def unread(vllm_config: VllmConfig) -> str | None:
     speculation = vllm_config.speculative_config
     if speculation is None:
         return "there is no drafter; add --speculative-config with the one that the predictor was trained with"
+    return _hidden(speculation, "has no states", "hides the drafter's states or tokens")
+
+
+def _hidden(speculation: SpeculativeConfig, lacks: str, hides: str) -> str | None:
+    """Why a drafter's forwards cannot be observed, and what helps; None if they can.
+
+    Args:
+        lacks: what is said of a method that does not draft a chain.
+        hides: what is said of an option that changes what its forwards compute.
+    """
     if speculation.method not in _CHAINS or speculation.parallel_drafting:
         method = f"parallel drafting ({speculation.method})" if speculation.parallel_drafting else speculation.method
-        return f"{method} has no states along a chain of drafts; use EAGLE, EAGLE-3 or a draft model"
+        return f"{method} {lacks} along a chain of drafts; use EAGLE, EAGLE-3 or a draft model"
     for option in ("use_local_argmax_reduction", "use_heterogeneous_vocab"):
         if getattr(speculation, option):
-            return f"{option} hides the drafter's states or tokens; drop it from --speculative-config"
+            return f"{option} {hides}; drop it from --speculative-config"
     return None
 
 

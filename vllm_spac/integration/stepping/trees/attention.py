@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-class Trees(Protocol):
-    """What the hooks ask in each forward of the target; None: it verifies no tree."""
-
-    def virtual(self, metadata: CommonAttentionMetadata) -> VirtualBatch | None: ...
+class Scattering(Protocol):
+    """What writing the KV cache asks in each forward of the target; None: it verifies no tree."""
 
     @property
     def scattered(self) -> Scattered | None: ...
+
+
+class Trees(Scattering, Protocol):
+    """What the hooks ask in each forward of the target; None: it verifies no tree."""
+
+    def virtual(self, metadata: CommonAttentionMetadata) -> VirtualBatch | None: ...
 
 
 def install(runner: GPUModelRunner, names: list[str], trees: Trees) -> None:
@@ -36,7 +40,7 @@ def install(runner: GPUModelRunner, names: list[str], trees: Trees) -> None:
         builder.build = _building(builder.build, trees)
     for name in names:
         impl = runner.compilation_config.static_forward_context[name].impl
-        impl.do_kv_cache_update = _updating(impl.do_kv_cache_update, trees)
+        impl.do_kv_cache_update = updating(impl.do_kv_cache_update, trees)
 
 
 def _builders(runner: GPUModelRunner) -> Iterator[Any]:
@@ -71,7 +75,9 @@ def expanded(metadata: CommonAttentionMetadata, batch: VirtualBatch) -> CommonAt
     )
 
 
-def _updating(update: Callable, trees: Trees) -> Callable:
+def updating(update: Callable, trees: Scattering) -> Callable:
+    """In place of a layer's ``do_kv_cache_update``: also writes what rows of trees see of their ancestors."""
+
     def updated(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         update(layer, key, value, kv_cache, slot_mapping)
         if (also := trees.scattered) is not None:

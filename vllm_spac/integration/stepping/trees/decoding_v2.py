@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spac.integration.stepping.trees.attention import updating
 from vllm_spac.integration.stepping.trees.growing_v2 import Drafter
 from vllm_spac.integration.stepping.trees.sampling_v2 import TreeSampler
 from vllm_spac.integration.stepping.trees.scratch import Scratch, to_device
@@ -53,7 +54,7 @@ class TreeDecodingV2:
         self._layers = [name for name in names if name not in speculator.draft_attn_layer_names]
         self._caches = [layers[name].kv_cache for name in self._layers]
         for name in self._layers:
-            layers[name].impl.do_kv_cache_update = writing(layers[name].impl.do_kv_cache_update, self)
+            layers[name].impl.do_kv_cache_update = updating(layers[name].impl.do_kv_cache_update, self)
         caches = [layers[name].kv_cache for name in speculator.draft_attn_layer_names]
         self._drafter = Drafter(speculator, shape, scratch, caches, self._keep)
         self._propose, speculator.propose = speculator.propose, self.propose
@@ -255,14 +256,3 @@ def expanded(
         seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[torch.from_numpy(layout.owner)],
         is_prefilling_np=batch.is_prefilling_np[layout.owner],
     ), tables
-
-
-def writing(update: Callable, trees: TreeDecodingV2) -> Callable:
-    """In place of a layer's ``do_kv_cache_update``: also writes what rows of trees see of their ancestors."""
-
-    def updated(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        update(layer, key, value, kv_cache, slot_mapping)
-        if (also := trees.scattered) is not None:
-            update(layer, key[also.rows], value[also.rows], kv_cache, also.slots)
-
-    return updated
