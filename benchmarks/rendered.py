@@ -73,11 +73,14 @@ def rendered() -> Values:
         acceptance,
         trees,
         serving,
+        batches,
         paired,
         recipe,
         one_after_the_other,
         locality,
         scaled,
+        peers,
+        planned,
         policies,
         budgets,
         budget_cost,
@@ -107,7 +110,7 @@ def acceptance() -> Values:
         "int8-5": "INT8 copy, 5",
     }
     lines, runs = [], []
-    for model, file in {"flat": "toy_acceptance"}.items():
+    for model, file in {"flat": "toy_acceptance", "local": "toy_local_acceptance"}.items():
         methods = result(file)["methods"]
         runs += methods.values()
         lines.append([model, *(f"{methods[name]['acceptance_length']:.2f}" for name in columns)])
@@ -138,7 +141,7 @@ def serving() -> Values:
     names = {
         "stock": "stock vLLM, all in RAM",
         "spac 100%": "spac, all experts resident",
-        "spac 25% lru": "spac, 25 %, `lru`",
+        "spac 25% layer_lru": "spac, 25 %, `layer_lru`",
         "spac 25% reuse": "spac, 25 %, `reuse`",
     }
     lines = []
@@ -150,6 +153,16 @@ def serving() -> Values:
         lines.append([shown, _rate(plain), ratios[0], bound, _rate(drafted), ratios[1]])
     head = ("tokens/s", "no drafts", "× stock", "time / bound", "EAGLE-3, 4 drafts", "× stock")
     return {"serving": table(head, lines)}
+
+
+def batches() -> Values:
+    """How often stock vLLM's answers depend on their batch, per dtype."""
+    values = {}
+    for dtype, found in result("stock_batches")["dtypes"].items():
+        rows = [row for name, row in found["by_batch"].items() if name != "alone once more"]
+        other = sum(row["with_other_tokens"] for row in rows)
+        values[f"batches.{dtype}"] = f"{other} of {sum(row['requests'] for row in rows)}"
+    return values
 
 
 def paired() -> Values:
@@ -186,7 +199,7 @@ def paired() -> Values:
         "resident.interval": f"{low:.2f} – {high:.2f}",
         "guard.without": f"{min(without):.0f}-{max(without):.0f} %",
         "guard.slots": _spaced(slower[0]["slots"]),
-        "guard.starts": f"{starts[0]:.2f} and {starts[-1]:.2f}",
+        "guard.starts": f"{starts[0]:.2f} to {starts[-1]:.2f}",
         "guard.trials": f"{sum(least.values()) - least['0']} of {sum(least.values()):,}",
     }
 
@@ -309,6 +322,57 @@ def _late(row: dict[str, Any], ladder: dict[str, Any]) -> str:
     count = own["load_waits"] + own["load_missed"]
     seconds = own["load_overshoot_seconds"] + own["load_missed_seconds"]
     return f"{100 * seconds / count / ladder['scale']['machine']['load_seconds']:.0f} %" if count else ""
+
+
+def peers() -> Values:
+    """The plugin beside llama.cpp, by slots and by llama.cpp's memory."""
+    content, memory = result("peers_toy"), {"all": "as much as it wants", "weights": "weights", "process": "process"}
+    lines = []
+    for row in content["rows"]:
+        for peer in row["peers"]:
+            low, high = peer["interval"]
+            sides = row["plugin"], peer
+            equal = f"{peer['equal_answers']} of {len(peer['turns']['tpot'])}"
+            lines.append(
+                [
+                    _spaced(row["slots"]) if peer is row["peers"][0] else "",
+                    memory[peer["name"]],
+                    *(f"{side['tokens_per_second']:.1f}" for side in sides),
+                    f"{peer['ratio']:.2f} ({low:.2f} – {high:.2f})",
+                    equal,
+                    " / ".join(f"{1e3 * side['cpu_seconds_per_token']:.0f}" for side in sides),
+                    " / ".join(f"{side['read_bytes_per_token'] / 2**20:.1f}" for side in sides),
+                ]
+            )
+    head = ("slots", "llama.cpp's memory", "spac, tokens/s", "llama.cpp", "ratio (95 %)", "same answers")
+    return {"peers": table((*head, "CPU ms per token", "MiB read per token"), lines)}
+
+
+def planned() -> Values:
+    """What ``vllm-spac plan`` calculates, beside what was measured."""
+    content = result("planned_toy")
+    lines = []
+    for row in content["rows"]:
+        low, high = sorted(row["planned"][name] for name in ("low", "high"))
+        lines.append(
+            [
+                f"{row['expert_bytes'] / 1e6:.1f} MB",
+                _spaced(row["slots"]),
+                f"{row['measured']:.1f}",
+                f"{row['planned']['trace']:.1f}",
+                f"{100 * row['error']:+.0f} %",
+                f"{low:.1f} – {high:.1f}",
+                " / ".join(_percent(row[f"{kind}_hit_rate"]) for kind in ("measured", "planned")),
+                row["limit"],
+            ]
+        )
+    head = ("experts of", "slots", "measured", "from its own routing", "", "range without it", "hits in %", "limited by")
+    return {
+        "planned": table(head, lines),
+        "planned.within": f"{sum(row['within'] for row in content['rows'])} of {len(content['rows'])}",
+        "planned.in_range": f"{sum(row['in_range'] for row in content['rows'])}",
+        "planned.tolerance": f"{100 * content['within']:.0f} %",
+    }
 
 
 def policies() -> Values:

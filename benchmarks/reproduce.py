@@ -83,21 +83,28 @@ class Figure:
 FIGURES = {
     "acceptance": Figure(
         "Results: acceptance length of ngram, EAGLE-3, a dense draft and an INT8 copy",
-        ("toy_acceptance.json",),
-        ("python benchmarks/toy/accept.py all",),
-        stale=_NO_CODE,
+        ("toy_acceptance.json", "toy_local_acceptance.json"),
+        (
+            "python benchmarks/toy/accept.py all",
+            f"python benchmarks/toy/accept.py all --models {MODELS}/local {_RESULT}/toy_local_acceptance.json",
+        ),
     ),
     "serving": Figure(
         "Results: tokens/s with and without drafts, the picture of hit rates; the bound",
         ("serving_toy.json", "serving_toy.png"),
         (
-            f"{_SERVE} --slots 25% --policy lru,reuse --speculation none,eagle3 --batch 1 --prompts 4 "
+            f"{_SERVE} --slots 25% --policy layer_lru,reuse --speculation none,eagle3 --batch 1 --prompts 4 "
             f"--output-tokens 96 --repeats 3 --disk-dir .cache/mid {_HEAD} {_RESULT}/serving_toy.json",
         ),
         minutes=25,
         timed=True,
         inflated=True,
-        stale=_NO_CODE,
+    ),
+    "batches": Figure(
+        "Exactness: how often stock vLLM's answers depend on their batch",
+        ("stock_batches.json",),
+        ("python benchmarks/serving/batches.py",),
+        minutes=3,
     ),
     "resident": Figure(
         "Results: spac over stock vLLM, in turns",
@@ -111,12 +118,11 @@ FIGURES = {
         ("paired_never_slower_toy.json", "paired_never_slower_toy.png"),
         (
             f"{_PAIRED} spac 'spac speculation=eagle3' {_HEAD} --one-engine --own-base --slots 10%,25%,100% "
-            f"--turns 20 --starts 2 --warm 2 --output-tokens 64 --dtype float32 {_RESULT}/paired_never_slower_toy.json",
+            f"--turns 24 --starts 6 --warm 2 --output-tokens 64 --dtype float32 {_RESULT}/paired_never_slower_toy.json",
         ),
-        minutes=25,
+        minutes=35,
         timed=True,
         inflated=True,
-        note="another process ran during the first third, the turns with 10 % of the experts in slots",
     ),
     "recipe": Figure(
         "Results: MoE-SpAc's recipe over on-demand caches, in turns",
@@ -137,6 +143,22 @@ FIGURES = {
         minutes=20,
         timed=True,
         inflated=True,
+    ),
+    "peers": Figure(
+        "Results: beside llama.cpp",
+        ("peers_toy.json", "peers_toy.png"),
+        (f"python benchmarks/peers/beside_llama.py {MID} --slots 10%,25%,50%,100% --read-ahead-kib 128",),
+        minutes=20,
+        timed=True,
+        inflated=True,
+        note='needs pip install "vllm-spac[peers]" and root',
+    ),
+    "planned": Figure(
+        "Results: planned and measured tokens/s",
+        ("planned_toy.json",),
+        ("python benchmarks/serving/planned.py",),
+        minutes=20,
+        timed=True,
     ),
     "budget": Figure(
         "Results: a budget in real time",

@@ -169,9 +169,9 @@ def _memory(found: Plan) -> Table:
 
 
 def _choices(found: Plan) -> Table:
-    title = f"what to expect with execution={found.model.execution}, calculated: low - high"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    columns = ("slots", "others in", "CPU experts", "drafts", "tokens/s", "hits", "limited by", "first token")
+    title = f"what to expect with execution={found.model.execution}, calculated: low–high"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)  # fits 80 columns
+    columns = ("slots", "others in", "CPU experts", "drafts", "tokens/s", "hits", "limited by", "first token, s")
     for name in columns:
         table.add_column(name, justify="left" if name in ("others in", "limited by") else "right")
     for row in found.rows:
@@ -183,25 +183,26 @@ def _choices(found: Plan) -> Table:
 def _cells(row: Row) -> tuple[str, ...]:
     choice, low, high = row.choice, row.low, row.high
     stores = {"none": "-", "host": "host", "disk": "disk", "tiers": "host, disk"}
-    limits = " - ".join(dict.fromkeys((low.limit, high.limit)))
+    limits = ", ".join(dict.fromkeys((low.limit, high.limit)))
     return (
         f"{choice.percent}%",
         stores[choice.store],
         "auto" if choice.cpu else "-",
-        f"ngram, {choice.drafts}" if choice.drafts else "-",
+        f"ngram {choice.drafts}" if choice.drafts else "-",
         _range(_speed(low), _speed(high)),
-        _range(f"{100 * low.hit_rate:.0f}%", f"{100 * high.hit_rate:.0f}%"),
+        _range(f"{100 * low.hit_rate:.0f}", f"{100 * high.hit_rate:.0f}") + "%",
         limits,
-        _range(*(f"{seconds:.2g} s" for seconds in row.first_token)),
+        _range(*(f"{seconds:.2g}" for seconds in row.first_token)),
     )
 
 
 def _range(low: str, high: str) -> str:
-    return low if low == high else f"{low} - {high}"
+    return low if low == high else f"{low}–{high}"
 
 
 def _speed(prediction: Prediction) -> str:
-    return f"{prediction.tokens_per_second:.3g}"
+    speed = prediction.tokens_per_second
+    return f"{speed:.3g}" if speed < 1000 else f"{speed:,.0f}"
 
 
 def _content(found: Plan) -> dict:
