@@ -31,5 +31,14 @@ def test_public_names_can_be_imported() -> None:
 
 def test_links_lead_somewhere() -> None:
     for path in (*ROOT.glob("*.md"), *(ROOT / "vllm_spac").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+        for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
+            there = path.parent / target if target else path
+            assert there.exists(), f"{path.name} links to {target}"
+            if heading:
+                assert heading in _headings(there), f"{path.name} links to {target}#{heading}"
+
+
+def _headings(path: Path) -> list[str]:
+    """Returns the names by which links refer to the headings of a Markdown file."""
+    found = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in found]
