@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from vllm_spac.cache.sizing import parse_list, slot_counts
+from vllm_spac.cli.tables import compact
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm_spac.profiling.costs import Costs, Network
     from vllm_spac.simulation.workers import LayerTimes
     from vllm_spac.traces.format import Trace
@@ -89,9 +91,8 @@ def simulate(
             "load; no engine divides layers with workers, and results would be exact up to rounding only"
         )
     layers = exact = 0
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("workers", "slots", *(_DIVIDED if among else _WHOLE), "ms per step", "steps per second"):
-        table.add_column(name, justify="right")
+    heads = ("workers", "slots", *(_DIVIDED if among else _WHOLE), "ms per step", "steps per second")
+    rows: list[Sequence[str]] = []
     for count in _counts(workers, facts.layers):
         if (replicas or 0) >= count:
             raise ConfigError(f"--replicas {replicas}: {count} workers have at most {count - 1}; add --workers N")
@@ -106,8 +107,9 @@ def simulate(
             else:
                 cells, seconds = _whole(recorded, count, share, network, times, 2 * hidden)
             step = seconds / recorded.steps
-            table.add_row(str(count), f"{100 * share:.0f}%", *cells, f"{1e3 * step:.2f}", f"{1 / step:.1f}")
-        table.add_section()
+            rows.append((str(count), f"{100 * share:.0f}%", *cells, f"{1e3 * step:.2f}", f"{1 / step:.1f}"))
+        rows.append(())
+    table = compact(title, heads, rows)
     table.caption = caption + (f"; fastest division known in {100 * exact / layers:.1f}% of layers" if among else "")
     Console().print(table)
 

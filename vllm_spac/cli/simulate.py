@@ -16,6 +16,7 @@ from rich.table import Table
 
 from vllm_spac import components
 from vllm_spac.cache.sizing import parse_list, slot_counts
+from vllm_spac.cli.tables import compact
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
@@ -195,31 +196,38 @@ def _knobs(spec: str) -> Collection[str]:
     return inspect.signature(components.find("policies", spec.partition("@")[0])).parameters
 
 
+_NOTHING = ("", "-", "0", gib(0), "0.00 s")  # what an outcome does not have: bytes from host memory, reads ahead, …
+
+
 def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
     title = f"{shown(trace)} on {shown(costs.name)} ({costs.provenance.how})"
-    table = Table(title=title, title_justify="left", caption=shown(costs.provenance.source), caption_justify="left")
     amounts = ("hit rate", "moved", "from host", "ahead", "streamed", "on the CPU", "stalled")
-    for name in ("slots", "execution", "policy", *amounts, "TPOT ms", "bound ms", "ratio"):
-        table.add_column(name, justify="left" if name in ("execution", "policy") else "right")
+    heads = ("slots", "execution", "policy", *amounts, "TPOT ms", "bound ms", "ratio")
+    several = {outcome.execution for outcome in outcomes} != {"slots"}
+    rows: list[Sequence[str]] = []
     last = None
     for outcome in outcomes:
         if last not in (None, outcome.slots):
-            table.add_section()
+            rows.append(())
         last = outcome.slots
-        table.add_row(
-            f"{outcome.slots} ({100 * outcome.share:.0f}%)",
-            _execution(outcome),
-            shown(outcome.policy),
-            f"{100 * outcome.hit_rate:.1f}%",
-            gib(outcome.bytes),
-            f"{outcome.host_loads:,}",
-            f"{outcome.prefetches:,}",
-            gib(outcome.streamed_bytes),
-            f"{outcome.cpu:,}",
-            f"{outcome.stall_seconds:.2f} s",
-            *("-" if value is None else f"{1e3 * value:.2f}" for value in (outcome.tpot, outcome.bound_tpot)),
-            f"{outcome.ratio:.2f}",
+        rows.append(
+            (
+                f"{outcome.slots} ({100 * outcome.share:.0f}%)",
+                _execution(outcome) if several else "",
+                shown(outcome.policy),
+                f"{100 * outcome.hit_rate:.1f}%",
+                gib(outcome.bytes),
+                f"{outcome.host_loads:,}",
+                f"{outcome.prefetches:,}",
+                gib(outcome.streamed_bytes),
+                f"{outcome.cpu:,}",
+                f"{outcome.stall_seconds:.2f} s",
+                *("-" if value is None else f"{1e3 * value:.2f}" for value in (outcome.tpot, outcome.bound_tpot)),
+                f"{outcome.ratio:.2f}",
+            )
         )
+    table = compact(title, heads, rows, left=("execution", "policy"), nothing=_NOTHING)
+    table.caption = shown(costs.provenance.source)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,11 +10,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_spac.cli.tables import compact
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from vllm_spac.traces.format import Trace
@@ -93,30 +97,30 @@ def _layers(trace: Trace) -> Table:
         "right: share of all experts predicted correctly as hot or cold in the next step; the last two columns are "
         "baselines"
     )
-    table = Table(title="layers", title_justify="left", caption=caption, caption_justify="left")
     predictions = ("utility", "with K = 1", "nothing is hot", "as in the last step")
-    for name in ("layer", "experts used", "uses by the top 10%", *(f"right: {name}" for name in predictions)):
-        table.add_column(name, justify="right")
+    heads = ("layer", "experts used", "uses by the top 10%", *(f"right: {name}" for name in predictions))
     used = (statistics.uses(trace) > 0).sum(axis=1)
     columns = [statistics.skew(trace), statistics.accuracy(trace), statistics.accuracy(trace, upper=1)]
     columns += [statistics.nothing_is_hot(trace), statistics.as_last_step(trace)]
-    for layer, values in enumerate(zip(*columns, strict=True)):
-        table.add_row(str(layer), str(used[layer]), *(_percent(value) for value in values))
+    rows = [
+        (str(layer), str(used[layer]), *map(_percent, values))
+        for layer, values in enumerate(zip(*columns, strict=True))
+    ]
+    table = compact("layers", heads, rows)
+    table.caption = caption
     return table
 
 
 def _curve(trace: Trace, whole: np.ndarray, layered: np.ndarray) -> Table:
     """Hit rates by slots: one LRU over all layers, and one LRU per layer with equal numbers of slots."""
-    table = Table(title="hits of LRU, starting empty", title_justify="left")
-    for name in ("share", "slots", "one LRU", "slots per layer", "one LRU per layer"):
-        table.add_column(name, justify="right")
+    heads, rows = ("share", "slots", "one LRU", "slots per layer", "one LRU per layer"), []
     for share in SHARES:
         slots = -(-share * trace.facts.total // 100)
         if slots >= trace.facts.top_k:
             each = slots // trace.facts.layers
             own = _percent(layered[each]) if each >= trace.facts.top_k else "-"
-            table.add_row(f"{share}%", str(slots), _percent(whole[slots]), str(each), own)
-    return table
+            rows.append((f"{share}%", str(slots), _percent(whole[slots]), str(each), own))
+    return compact("hits of LRU, starting empty", heads, rows)
 
 
 def _show_locality(console: Console, trace: Trace) -> None:
@@ -128,24 +132,23 @@ def _show_locality(console: Console, trace: Trace) -> None:
     if found.tokens == 0:
         console.print(f"locality: none of {found.rows:,} rows is known to follow another in a text", highlight=False)
         return
-    table = Table(title=f"locality, {counted}: those known to be text, in its order", title_justify="left")
-    table.add_column("layer", justify="right")
-    for name, _ in FIGURES.values():
-        table.add_column(name, justify="right")
-    columns = found.layers()
-    for layer in range(trace.facts.layers):
-        table.add_row(str(layer), *(show(columns[key][layer]) for key, (_, show) in FIGURES.items()))
-    table.add_section()
-    means = found.means()
-    table.add_row("all", *(show(means[key]) for key, (_, show) in FIGURES.items()))
-    console.print(table)
-    others = Table(title="locality of published models", title_justify="left")
-    for name in ("model", "figure", "there", "here", "measured there on", "source"):
-        others.add_column(name, justify="right" if name in ("there", "here") else "left")
+    columns, means = found.layers(), found.means()
+    rows: list[Sequence[str]] = [
+        (str(layer), *(show(columns[key][layer]) for key, (_, show) in FIGURES.items()))
+        for layer in range(trace.facts.layers)
+    ]
+    rows += [(), ("all", *(show(means[key]) for key, (_, show) in FIGURES.items()))]
+    heads = ("layer", *(name for name, _ in FIGURES.values()))
+    console.print(compact(f"locality, {counted}: those known to be text, in its order", heads, rows))
+    others = []
     for one in PUBLISHED:
         name, show = FIGURES[one.figure]
-        others.add_row(one.model, name, show(one.value), show(means[one.figure]), one.conditions, one.source)
-    console.print(others)
+        others.append((one.model, name, show(one.value), show(means[one.figure])))
+    text = ("model", "figure")
+    console.print(compact("locality of published models", (*text, "there", "here"), others, left=text))
+    for (source, conditions), figures in itertools.groupby(PUBLISHED, lambda one: (one.source, one.conditions)):
+        names = ", ".join(FIGURES[one.figure][0] for one in figures)
+        console.print(f"[dim]{names}: {source}: {conditions}[/]", highlight=False, soft_wrap=True)
 
 
 def _number(value: float) -> str:
