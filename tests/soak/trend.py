@@ -10,6 +10,7 @@ import numpy as np
 
 BLOCKS = 20
 WARM_UP = 0.25  # of the steps: threads, buffers and caches that are made once, when they are first needed
+WARM_UP_STEPS = 4000  # of a short run, at most half of it: the worker's memory still saturates after 3,000
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Trend:
 
 
 def trend(steps: Sequence[float], values: Sequence[float], limit: float) -> Trend:
-    """The line through ``values`` behind the first quarter of the steps.
+    """The line through ``values`` behind the first quarter of the steps, and in short runs behind more of them.
 
     Samples that are neighbours are alike, and a confidence interval needs independent ones: the line goes through the
     means of twenty blocks. Its slope is the median of those of all pairs of them (Theil and Sen), whose interval
@@ -44,7 +45,7 @@ def trend(steps: Sequence[float], values: Sequence[float], limit: float) -> Tren
         limit: growth over these steps that is not worth an alarm.
     """
     x, y = np.asarray(steps, float), np.asarray(values, float)
-    kept = x >= x[0] + WARM_UP * (x[-1] - x[0])
+    kept = x >= x[0] + max(WARM_UP * (x[-1] - x[0]), min(WARM_UP_STEPS, (x[-1] - x[0]) / 2))
     assert kept.sum() >= BLOCKS, f"{kept.sum()} samples behind the warm-up are too few for {BLOCKS} blocks"
     span = x[-1] - x[kept][0]
     x, y = (np.array([block.mean() for block in np.array_split(each[kept], BLOCKS)]) for each in (x, y))

@@ -45,6 +45,14 @@ def test_neither_warm_up_nor_one_step_is(at):
     assert not trend(STEPS, drifting(1) + warm, 8 * MIB).grows
 
 
+def test_memory_that_saturates_in_a_short_run_is_not():
+    """As a worker's did within 7,000 steps: 200 MiB, of which half is there after 600 of them."""
+    steps = STEPS * 0.07
+    saturating = 200 * MIB * (1 - np.exp(-steps / 850))
+    assert not trend(steps, drifting(2) + saturating, 8 * MIB).grows
+    assert trend(steps, drifting(2) + 10e3 * steps, 8 * MIB).grows
+
+
 def test_one_descriptor_a_thousand_steps_is():
     assert trend(STEPS, 40 + STEPS // 1000 + np.random.default_rng(0).integers(0, 9, len(STEPS)), 3).grows
     assert not trend(STEPS, np.full(len(STEPS), 40), 3).grows
