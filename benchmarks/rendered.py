@@ -79,8 +79,6 @@ def rendered() -> Values:
         one_after_the_other,
         locality,
         scaled,
-        peers,
-        planned,
         policies,
         budgets,
         budget_cost,
@@ -109,16 +107,14 @@ def acceptance() -> Values:
         "draft-5": "dense draft, 5",
         "int8-5": "INT8 copy, 5",
     }
-    lines, runs = [], []
+    lines, values = [], {}
     for model, file in {"flat": "toy_acceptance", "local": "toy_local_acceptance"}.items():
         methods = result(file)["methods"]
-        runs += methods.values()
         lines.append([model, *(f"{methods[name]['acceptance_length']:.2f}" for name in columns)])
-    return {
-        "acceptance.requests": _one({str(run["requests"]) for run in runs}),
-        "acceptance.equal": _one({str(run["requests_equal_to_no_speculation"]) for run in runs}),
-        "acceptance": table(("routing", *columns.values()), lines),
-    }
+        equal = sorted({run["requests_equal_to_no_speculation"] for run in methods.values()})
+        values[f"acceptance.equal.{model}"] = " to ".join(map(str, dict.fromkeys((equal[0], equal[-1]))))
+        values["acceptance.requests"] = _one({str(run["requests"]) for run in methods.values()})
+    return values | {"acceptance": table(("routing", *columns.values()), lines)}
 
 
 def trees() -> Values:
@@ -150,8 +146,8 @@ def serving() -> Values:
         bound = "" if plain["ratio_to_bound"] is None else f"{plain['ratio_to_bound']:.2f}"
         note = " (`guard=on` skips drafts that do not pay)" * (name == "spac 100%")
         ratios = f"{plain['ratio_to_stock']:.2f}", f"{drafted['ratio_to_stock']:.2f}{note}"
-        lines.append([shown, _rate(plain), ratios[0], bound, _rate(drafted), ratios[1]])
-    head = ("tokens/s", "no drafts", "× stock", "time / bound", "EAGLE-3, 4 drafts", "× stock")
+        lines.append([shown, _spread(plain), ratios[0], bound, _spread(drafted), ratios[1]])
+    head = ("tokens/s (lowest – highest)", "no drafts", "× stock", "time / bound", "EAGLE-3, 4 drafts", "× stock")
     return {"serving": table(head, lines)}
 
 
@@ -313,6 +309,8 @@ def scaled() -> Values:
         "scaled.ladder": table(head, rows),
         "scaled.simulated": table(compared_head, errors),
         "scaled.turns": str(ladder["rows"][0]["turns"]),
+        **{f"scaled.{name}": f"{rungs['25%', name]['speedup']:.2f}" for name in ("reuse", "cpu", "drafts")},
+        "scaled.cpu.interval": " – ".join(f"{value:.2f}" for value in rungs["25%", "cpu"]["speedup_interval"]),
     }
 
 
@@ -322,57 +320,6 @@ def _late(row: dict[str, Any], ladder: dict[str, Any]) -> str:
     count = own["load_waits"] + own["load_missed"]
     seconds = own["load_overshoot_seconds"] + own["load_missed_seconds"]
     return f"{100 * seconds / count / ladder['scale']['machine']['load_seconds']:.0f} %" if count else ""
-
-
-def peers() -> Values:
-    """The plugin beside llama.cpp, by slots and by llama.cpp's memory."""
-    content, memory = result("peers_toy"), {"all": "as much as it wants", "weights": "weights", "process": "process"}
-    lines = []
-    for row in content["rows"]:
-        for peer in row["peers"]:
-            low, high = peer["interval"]
-            sides = row["plugin"], peer
-            equal = f"{peer['equal_answers']} of {len(peer['turns']['tpot'])}"
-            lines.append(
-                [
-                    _spaced(row["slots"]) if peer is row["peers"][0] else "",
-                    memory[peer["name"]],
-                    *(f"{side['tokens_per_second']:.1f}" for side in sides),
-                    f"{peer['ratio']:.2f} ({low:.2f} – {high:.2f})",
-                    equal,
-                    " / ".join(f"{1e3 * side['cpu_seconds_per_token']:.0f}" for side in sides),
-                    " / ".join(f"{side['read_bytes_per_token'] / 2**20:.1f}" for side in sides),
-                ]
-            )
-    head = ("slots", "llama.cpp's memory", "spac, tokens/s", "llama.cpp", "ratio (95 %)", "same answers")
-    return {"peers": table((*head, "CPU ms per token", "MiB read per token"), lines)}
-
-
-def planned() -> Values:
-    """What ``vllm-spac plan`` calculates, beside what was measured."""
-    content = result("planned_toy")
-    lines = []
-    for row in content["rows"]:
-        low, high = sorted(row["planned"][name] for name in ("low", "high"))
-        lines.append(
-            [
-                f"{row['expert_bytes'] / 1e6:.1f} MB",
-                _spaced(row["slots"]),
-                f"{row['measured']:.1f}",
-                f"{row['planned']['trace']:.1f}",
-                f"{100 * row['error']:+.0f} %",
-                f"{low:.1f} – {high:.1f}",
-                " / ".join(_percent(row[f"{kind}_hit_rate"]) for kind in ("measured", "planned")),
-                row["limit"],
-            ]
-        )
-    head = ("experts of", "slots", "measured", "from its own routing", "", "range without it", "hits in %", "limited by")
-    return {
-        "planned": table(head, lines),
-        "planned.within": f"{sum(row['within'] for row in content['rows'])} of {len(content['rows'])}",
-        "planned.in_range": f"{sum(row['in_range'] for row in content['rows'])}",
-        "planned.tolerance": f"{100 * content['within']:.0f} %",
-    }
 
 
 def policies() -> Values:
@@ -612,6 +559,11 @@ def _spaced(slots: str) -> str:
 
 def _rate(row: dict[str, Any]) -> str:
     return f"{row['tokens_per_second']['median']:.1f}"
+
+
+def _spread(row: dict[str, Any]) -> str:
+    rate = row["tokens_per_second"]
+    return f"{rate['median']:.1f} ({rate['low']:.1f} – {rate['high']:.1f})"
 
 
 def _percent(share: float) -> str:
