@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm_spac.core import TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.huge_pages import huge_pages
 
 _INSTEAD = "use --spac-store disk --spac-disk-dir DIR"
 
@@ -43,15 +44,14 @@ class HostBlock:
     def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool) -> None:
         self.nbytes = block_bytes(specs.values(), count)
         try:
-            mapped = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # a pinned block is not inherited: after copy-on-write the GPU would keep the old pages
+            everything = huge_pages(self.nbytes, inherited=not pin)
         except OSError as error:
             raise StoreError(
                 f"spac: cannot allocate {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
             ) from error
-        everything = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
         self._address: int | None = None
         if pin:
-            mapped.madvise(mmap.MADV_DONTFORK)  # after copy-on-write the GPU would keep the old pages
             self._register(everything.data_ptr())
         self.tensors: dict[str, Tensor] = {}
         start = 0

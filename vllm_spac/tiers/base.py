@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm_spac.checkpoint.packed_format import PAGE
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
+from vllm_spac.system.huge_pages import huge_pages
 
 
 class ExpertStore(ABC):
@@ -126,7 +127,7 @@ class ExpertStore(ABC):
 def allocate(specs: Mapping[str, TensorSpec], count: int, device: torch.device | str) -> dict[str, Tensor]:
     """Allocates uninitialised memory for ``count`` experts: name -> tensor of shape [count, ...].
 
-    On a CPU each tensor begins on a page, so that files can be read into it with O_DIRECT.
+    On a CPU each tensor begins on a page, so that files can be read into it with O_DIRECT, and is in huge pages.
     """
     return {name: _on_a_page(spec, count, device) for name, spec in specs.items()}
 
@@ -135,9 +136,7 @@ def _on_a_page(spec: TensorSpec, count: int, device: torch.device | str) -> Tens
     if torch.device(device).type != "cpu":
         return torch.empty((count, *spec.shape), dtype=spec.dtype, device=device)
     nbytes = count * spec.nbytes
-    block = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-    start = -block.data_ptr() % PAGE
-    return block[start : start + nbytes].view(spec.dtype).view(count, *spec.shape)
+    return huge_pages(nbytes).view(spec.dtype).view(count, *spec.shape)
 
 
 class Slot(dict[str, Tensor]):
