@@ -77,7 +77,7 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | {"OPENBLAS_NUM_THREADS": "1"},  # NumPy would start threads when it is imported
             start_new_session=True,  # a Ctrl-C ends this process, and then the server its program
         )
 

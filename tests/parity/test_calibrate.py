@@ -68,6 +68,13 @@ def test_a_calibration_places_experts(calibrated):
     assert run.stats["policy"] == "pinned" and run.stats["hits"] > 0 and run.stats["misses"] > 0
 
 
+def test_what_vllm_refuses_is_an_error_and_no_traceback(calibrated):
+    common = ("--prompts", calibrated / "texts.jsonl", "--output", calibrated / "never.safetensors")
+    said = command("calibrate", TOY / "target", *common, "--engine", '{"max_model_len": 10000000}', code=1)
+    assert "error: vLLM refuses" in said and "max_model_len (10000000)" in said
+    assert "Traceback" not in said and not (calibrated / "never.safetensors").exists()
+
+
 @pytest.mark.full
 def test_quality(calibrated):
     draft = {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": WINDOW - 1}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_spac.config import SpacConfig
-from vllm_spac.errors import ConfigError
+from vllm_spac.errors import ConfigError, SpacError
 from vllm_spac.evaluation import prompts
 
 
@@ -26,9 +26,14 @@ def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **option
         length: maximum tokens of a text, including generated ones.
         tokenizer: whether texts must be tokenised.
         options: further arguments of ``vllm.LLM``.
+
+    Raises:
+        SpacError: vLLM refuses the model or the options.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if "kv_cache_memory_bytes" not in options:  # by default vLLM wants 92 % of all memory to be free
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -46,12 +51,24 @@ def engine(model: str, spac: dict, length: int, tokenizer: bool = True, **option
     }
     llm = None
     try:
-        llm = LLM(model=model, **settings)
+        with _refusals(model):
+            llm = LLM(model=model, **settings)
         yield llm
     finally:
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def _refusals(model: str) -> Iterator[None]:
+    """Context in which vLLM's errors about options become the package's, which commands print as one line."""
+    try:
+        yield
+    except SpacError:
+        raise
+    except ValueError as error:  # pydantic's among them
+        raise SpacError(f"vLLM refuses {model}: {error}") from error
 
 
 def tokens(llm: Any, texts: Sequence[str | list[int]], length: int, limit: int | None) -> list[list[int]]:
