@@ -360,8 +360,8 @@ def budgets() -> Values:
     points = {(p["ranking"], p["coverage"], p["budget"], p["mass"]): p for p in content["points"]}
     natural = content["natural"]["distinct"]
     shown = {
-        ("coactivation", "substitution", None, 0.8): "`coactivation`, 0.8 of the mass `scores`",
         ("router", "substitution", 40, None): "`router`, B = 40",
+        ("coactivation", "substitution", None, 0.98): "`coactivation`, 0.98 of the mass of the selected",
         ("coactivation", "substitution", 32, None): "`coactivation`, B = 32",
     }
     lines = []
