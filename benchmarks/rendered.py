@@ -10,6 +10,7 @@ import json
 import re
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,17 +120,18 @@ def acceptance() -> Values:
 
 
 def trees() -> Values:
-    found = result("toy_trees")
+    flat, local = result("toy_trees"), result("toy_local_trees")
     lines = []
-    for row in found["rows"]:
-        drafts = f"{row['kind']}, {row['drafts']}" if row["kind"] == "chain" else f"{row['kind']} tree, {row['drafts']}"
-        numbers = row["acceptance_length"], row["experts_per_step"], row["experts_per_token"]
-        lines.append(["none" if row["kind"] == "none" else drafts, *(f"{number:.2f}" for number in numbers)])
-    head = ("drafts", "tokens per step", "experts per layer and step", "per emitted token")
+    for rows in zip(flat["rows"], local["rows"], strict=True):
+        [(kind, drafts)] = {(row["kind"], row["drafts"]) for row in rows}
+        named = {"none": "none", "chain": f"chain, {drafts}"}.get(kind, f"{kind} tree, {drafts}")
+        numbers = [(row["acceptance_length"], row["experts_per_step"], row["experts_per_token"]) for row in rows]
+        lines.append([named, *(f"{one:.2f} / {other:.2f}" for one, other in zip(*numbers, strict=True))])
+    head = ("drafts", "tokens per step, flat / local", "experts per layer and step", "per emitted token")
     return {
         "trees": table(head, lines),
-        "trees.prompts": str(found["prompts"]["count"]),
-        "trees.equal": _one({str(row["equal"]) for row in found["rows"]}),
+        "trees.prompts": _one({str(found["prompts"]["count"]) for found in (flat, local)}),
+        "trees.equal": _one({str(row["equal"]) for found in (flat, local) for row in found["rows"]}),
     }
 
 
@@ -197,6 +199,8 @@ def paired() -> Values:
         "resident.ratio": f"{resident['ratio']:.2f}",
         "resident.interval": f"{low:.2f} – {high:.2f}",
         "guard.without": f"{statistics.median(without):.0f} %",
+        "guard.present": f"{1e3 * slower[-1]['other']['tpot']:.1f}",
+        "guard.absent": f"{1e3 * slower[-1]['own_base']['base']['tpot']:.1f}",
         "guard.most": f"{100 - without[most]:.0f} %",
         "guard.most.slots": _spaced(row["slots"]),
         "guard.most.ratio": f"{row['ratio_of_starts'][start]:.2f}",
@@ -362,31 +366,37 @@ def _hit_rates(content: dict[str, Any]) -> str:
 
 
 def budgets() -> Values:
-    content = result("toy_quality")
-    points = {(p["ranking"], p["coverage"], p["budget"], p["mass"]): p for p in content["points"]}
-    natural = content["natural"]["distinct"]
-    shown = {
-        ("router", "substitution", 40, None): "`router`, B = 40",
-        ("coactivation", "substitution", None, 0.98): "`coactivation`, 0.98 of the mass of the selected",
-        ("coactivation", "substitution", 32, None): "`coactivation`, B = 32",
+    """Quality under a budget: what each saves and costs, and the facts of the routing behind it, on both models."""
+    points_shown = {
+        ("router", None, 0.98): "`router`, 0.98 of the mass of the selected",
+        ("coactivation", None, 0.98): "`coactivation`, 0.98",
+        ("coactivation", None, 0.95): "`coactivation`, 0.95",
+        ("router", 32, None): "`router`, B = 32",
+        ("coactivation", 32, None): "`coactivation`, B = 32",
     }
-    lines = []
-    for key, name in shown.items():
-        point = points[key]
-        saved, change = 1 - point["distinct"] / natural, point["perplexity_change"]
-        lines.append([name, f"{100 * saved:.1f} %", f"{100 * change:+.2f} %", f"{100 * point['agreement']:.1f} %"])
-    half = content["facts"]["experts"] // 2
-    curves = {size["size"]: 100 * size["curve"][half - 1] for size in content["routing"]["sizes"]}
-    study = [p for p in content["reconstruction"]["points"] if (p["coverage"], p["budget"]) == ("truncation", 24)]
-    errors = {p["ranking"]: f"{100 * p['error']:.1f} %" for p in study}
-    return {
-        "quality": table(("ranking, substitution", "bytes saved", "perplexity", "top-1 agreement"), lines),
-        "quality.tokens": f"{content['reference']['tokens']:,}",
-        "quality.natural": f"{natural:.1f}",
-        "quality.half_63": f"{curves[63]:.1f} %",
-        "quality.half_9": f"{curves[9]:.1f} %",
-        **{f"quality.error.{ranking}": error for ranking, error in errors.items()},
-    }
+    lines, values = {key: [name] for key, name in points_shown.items()}, defaultdict(list)
+    for content in map(result, ("toy_quality", "toy_local_quality")):
+        points = {
+            (p["ranking"], p["budget"], p["mass"]): p for p in content["points"] if p["coverage"] == "substitution"
+        }
+        natural = content["natural"]["distinct"]
+        for key, line in lines.items():
+            point = points[key]
+            saved, change = 1 - point["distinct"] / natural, point["perplexity_change"]
+            line += [f"{100 * saved:.1f} %", f"{100 * change:+.2f} %", f"{100 * point['agreement']:.1f} %"]
+        half = content["facts"]["experts"] // 2
+        curves = {size["size"]: 100 * size["curve"][half - 1] for size in content["routing"]["sizes"]}
+        values["natural"].append(f"{natural:.1f}")
+        for rows in (9, 63):
+            values[f"half_{rows}"].append(f"{curves[rows]:.1f} %")
+        for point in content["reconstruction"]["points"]:
+            if (point["coverage"], point["budget"]) == ("truncation", 24):
+                values[f"error.{point['ranking']}"].append(f"{100 * point['error']:.1f} %")
+        tokens = f"{content['reference']['tokens']:,}"
+    head = ("ranking, substitution", "flat: bytes saved", "perplexity", "top-1 agreement", "local: bytes saved")
+    shown = {f"quality.{name}": " / ".join(both) for name, both in values.items()}
+    quality = table((*head, "perplexity", "top-1 agreement"), list(lines.values()))
+    return shown | {"quality.tokens": tokens, "quality": quality}
 
 
 def budget_cost() -> Values:

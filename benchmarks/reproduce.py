@@ -265,8 +265,12 @@ FIGURES = {
     ),
     "trees": Figure(
         "Results: draft trees",
-        ("toy_trees.json", "toy_trees.png"),
-        (f"python benchmarks/papers/moe_spec_trees.py {MODELS}/target --eagle3 {MODELS}/eagle3",),
+        ("toy_trees.json", "toy_trees.png", "toy_local_trees.json", "toy_local_trees.png"),
+        (
+            f"python benchmarks/papers/moe_spec_trees.py {MODELS}/target --eagle3 {MODELS}/eagle3",
+            f"python benchmarks/papers/moe_spec_trees.py {MODELS}/local/target --eagle3 {MODELS}/local/eagle3 "
+            f"{_RESULT}/toy_local_trees.json",
+        ),
         minutes=30,
     ),
     "recall": Figure(
@@ -290,9 +294,16 @@ FIGURES = {
     ),
     "quality": Figure(
         "Results: what budgets cost, how much of the router mass the best experts hold",
-        ("toy_quality.json", "toy_quality_figures.png", "toy_quality_pareto.png"),
-        ("python benchmarks/toy/quality.py",),
-        minutes=15,
+        tuple(
+            f"{model}_quality{what}"
+            for model in ("toy", "toy_local")
+            for what in (".json", "_figures.png", "_pareto.png")
+        ),
+        (
+            "python benchmarks/toy/quality.py",
+            f"python benchmarks/toy/quality.py {MODELS}/local --name toy_local",
+        ),
+        minutes=30,
     ),
     "v2": Figure(
         "What works: vLLM's CUDA path with the V2 runner",
