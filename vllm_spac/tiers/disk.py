@@ -48,6 +48,7 @@ class DiskStore(ExpertStore):
         self.folder = folder / fingerprint
         self.file_bytes = HEADER + shape.expert_bytes
         self._blank = self._headers_example()
+        self._paths: dict[int, Path] = {}
         self._headers: dict[int, tuple[bytes, bytes]] = {}  # before and after the checksum
         self._local = threading.local()
         self._held = {key for key in range(shape.total) if self._intact(key)}
@@ -61,8 +62,10 @@ class DiskStore(ExpertStore):
 
     def path(self, key: int) -> Path:
         """Returns the path of an expert's file."""
-        layer, expert = self.shape.split(key)
-        return self.folder / f"layer-{layer:03d}" / f"expert-{expert:04d}.safetensors"
+        if key not in self._paths:  # a new Path interns its parts, and Python's table of these is rebuilt ever again
+            layer, expert = self.shape.split(key)
+            self._paths[key] = self.folder / f"layer-{layer:03d}" / f"expert-{expert:04d}.safetensors"
+        return self._paths[key]
 
     def holds(self, key: int) -> bool:
         return key in self._held
