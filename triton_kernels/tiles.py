@@ -36,7 +36,8 @@ _PREFILL = Tile(block_m=128, gate_up_n=64, down_n=128, k_bytes=128, num_warps=8,
 
 # Of quantised weights. A tile is 128 columns deep: a word of four exponents, 64 or 128 bytes of codes. Dequantised
 # weights take registers: wider tiles of 64 rows, or more stages of them, spill on sm_80 or sm_120. INT4 by 32 with zero
-# points still spills 8 bytes on sm_80 there.
+# points still spills 8 bytes on sm_80 there, and INT4 by 32 without them 16 on sm_120 at M = 32; with 8 warps it is
+# sm_100 that spills.
 _QUANTISED = (
     (16, Tile(block_m=16, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=4)),
     (32, Tile(block_m=32, gate_up_n=32, down_n=64, k_bytes=256, num_warps=4, num_stages=3)),
