@@ -187,23 +187,25 @@ def paired() -> Values:
             lines.append([first, _spaced(slots), median, interval, totals, file])
             before = said
     resident, slower = result("paired_resident_toy")["rows"][0], result("paired_never_slower_toy")["rows"]
-    steps = [engine["steps"] for row in slower for engine in row["other"]["guard"]]
-    without = [100 * count["0"] / sum(count.values()) for count in steps]
+    held = [
+        (100 * engine["steps"]["0"] / sum(engine["steps"].values()), row["slots"], ratio)
+        for row in slower
+        for engine, ratio in zip(row["other"]["guard"], row["ratio_of_starts"], strict=True)
+    ]
+    without, slots, ratio = min(held)  # the start that drafted most often
     starts = sorted(slower[0]["own_base"]["ratio_of_starts"])
     least = slower[0]["other"]["guard"][0]["steps"]  # of the fewest slots
-    most = min(range(len(steps)), key=without.__getitem__)  # the start that drafted most often
-    row, start = slower[most // len(starts)], most % len(starts)
     low, high = resident["interval"]
     return {
         "paired": table(("", "slots", "ratio", "95 %", "of totals", ""), lines),
         "resident.ratio": f"{resident['ratio']:.2f}",
         "resident.interval": f"{low:.2f} – {high:.2f}",
-        "guard.without": f"{statistics.median(without):.0f} %",
+        "guard.without": f"{statistics.median(share for share, _, _ in held):.0f} %",
         "guard.present": f"{1e3 * slower[-1]['other']['tpot']:.1f}",
         "guard.absent": f"{1e3 * slower[-1]['own_base']['base']['tpot']:.1f}",
-        "guard.most": f"{100 - without[most]:.0f} %",
-        "guard.most.slots": _spaced(row["slots"]),
-        "guard.most.ratio": f"{row['ratio_of_starts'][start]:.2f}",
+        "guard.most": f"{100 - without:.0f} %",
+        "guard.most.slots": _spaced(slots),
+        "guard.most.ratio": f"{ratio:.2f}",
         "guard.slots": _spaced(slower[0]["slots"]),
         "guard.starts": f"{starts[0]:.2f} to {starts[-1]:.2f}",
         "guard.trials": f"{sum(least.values()) - least['0']} of {sum(least.values()):,}",
