@@ -8,9 +8,9 @@ are switched on and off through ``POST /spac/budget`` meanwhile: answers are com
 time of the request.
 
 Every second, resident bytes, file descriptors and threads of all processes of the server are sampled. The run fails if
-one of them has a trend (see ``trend``). Bounds: over 10^5 steps, 32 MiB, 3 descriptors and 3 threads, and in proportion
-for fewer steps, but not below 8 MiB and 2, which a short run cannot tell from one-time allocations. 32 MiB are 336
-bytes per step: less than one small tensor or a row of routing that is kept for each step.
+one of them has a trend over the later half of the steps (see ``trend``). Bounds: for 10^5 steps, 32 MiB, 3 descriptors
+and 3 threads, and in proportion for fewer, but not below 8 MiB and 2, which a short run cannot tell from one-time
+allocations. 32 MiB are 336 bytes per step: less than one small tensor or a row of routing that is kept for each step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import httpx  # noqa: E402
 import serving  # noqa: E402
 from exchange import PROMPTS, Request, chat, complete  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from trend import Trend, trend  # noqa: E402
+from trend import WARM_UP, Trend, trend  # noqa: E402
 
 CLIENTS = 8
 ABORTS = 0.15  # of the requests
@@ -208,7 +208,7 @@ class Watch:
     def _trend(self, what: str, counts: Sequence[dict]) -> Trend:
         steps = [sample["steps"] for sample in self.samples]
         rate, least = LIMITS[what]
-        limit = max(least, rate * (steps[-1] - steps[0]) / 1e5)
+        limit = max(least, rate * (1 - WARM_UP) * (steps[-1] - steps[0]) / 1e5)
         return trend(steps, [count[what] for count in counts], limit)
 
 

@@ -9,8 +9,7 @@ from math import sqrt
 import numpy as np
 
 BLOCKS = 20
-WARM_UP = 0.25  # of the steps: threads, buffers and caches that are made once, when they are first needed
-WARM_UP_STEPS = 4000  # of a short run, at most half of it: the worker's memory still saturates after 3,000
+WARM_UP = 0.5  # of the steps: what is made once when first needed, and the allocator's fragments, which saturate slowly
 
 
 @dataclass(frozen=True)
@@ -34,18 +33,21 @@ class Trend:
 
 
 def trend(steps: Sequence[float], values: Sequence[float], limit: float) -> Trend:
-    """The line through ``values`` behind the first quarter of the steps, and in short runs behind more of them.
+    """The line through the later half of ``values``.
+
+    A leak grows in the later half as in the first. What saturates does not: stock vLLM's worker, asked by the clients
+    of the soak, still grew by 12 MiB from step 4,340 to step 17,958, ever more slowly.
 
     Samples that are neighbours are alike, and a confidence interval needs independent ones: the line goes through the
     means of twenty blocks. Its slope is the median of those of all pairs of them (Theil and Sen), whose interval
     comes from the distribution of Kendall's tau: a single step up, as when a buffer is made, is no trend.
 
     Args:
-        steps, values: as many of each, in order, at least twenty behind the warm-up.
-        limit: growth over these steps that is not worth an alarm.
+        steps, values: as many of each, in order, at least twenty in the later half of the steps.
+        limit: growth over the later half that is not worth an alarm.
     """
     x, y = np.asarray(steps, float), np.asarray(values, float)
-    kept = x >= x[0] + max(WARM_UP * (x[-1] - x[0]), min(WARM_UP_STEPS, (x[-1] - x[0]) / 2))
+    kept = x >= x[0] + WARM_UP * (x[-1] - x[0])
     assert kept.sum() >= BLOCKS, f"{kept.sum()} samples behind the warm-up are too few for {BLOCKS} blocks"
     span = x[-1] - x[kept][0]
     x, y = (np.array([block.mean() for block in np.array_split(each[kept], BLOCKS)]) for each in (x, y))

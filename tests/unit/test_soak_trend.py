@@ -34,7 +34,7 @@ def test_noise_is_not_growth(seed):
 def test_a_leak_is(seed):
     found = trend(STEPS, drifting(seed) + 400 * STEPS, 8 * MIB)  # 400 bytes a step
     assert found.grows
-    assert found.growth == pytest.approx(0.75 * 400 * 1e5, rel=0.15)  # the noise is a tenth of it
+    assert found.growth == pytest.approx(0.5 * 400 * 1e5, rel=0.2)  # the noise is a seventh of it
 
 
 @pytest.mark.parametrize("at", [0.3, 0.5, 0.9])
@@ -51,6 +51,13 @@ def test_memory_that_saturates_in_a_short_run_is_not():
     saturating = 200 * MIB * (1 - np.exp(-steps / 850))
     assert not trend(steps, drifting(2) + saturating, 8 * MIB).grows
     assert trend(steps, drifting(2) + 10e3 * steps, 8 * MIB).grows
+
+
+def test_memory_that_saturates_slowly_is_not():
+    """As a worker's did, stock's and ours: 20 MiB behind step 4,000, of which half is there 4,000 steps later."""
+    steps = STEPS * 0.2
+    saturating = 20 * MIB * (1 - np.exp(-steps / 5800))
+    assert not trend(steps, drifting(3) + saturating, 8 * MIB).grows
 
 
 def test_one_descriptor_a_thousand_steps_is():
