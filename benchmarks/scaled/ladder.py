@@ -40,16 +40,20 @@ class Rung:
     rounds: bool = False
 
 
-def rungs(names: Sequence[str], predictor: str) -> list[Rung]:
-    """Returns the rungs called ``names``, in the ladder's order; ``predictor`` is that of the prefetcher.
+def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> list[Rung]:
+    """Returns the rungs called ``names``, in the ladder's order.
+
+    Args:
+        predictor, file: that of the prefetcher, and the file that it is read from if it is trained.
 
     Raises:
         ConfigError: there is no such rung or predictor.
     """
+    prefetch = {"prefetch": predictor} | ({"predictor_file": str(file)} if file else {})
     every = [
         Rung("layer_lru", {"policy": "layer_lru"}),
         Rung("reuse", {"policy": "reuse"}),
-        Rung("prefetch", {"prefetch": predictor}),
+        Rung("prefetch", prefetch),
         Rung("cpu", WATERFILL, rounds=True),
         Rung("drafts", {"guard": "on"}, speculation="eagle3", rounds=True),
     ]
@@ -58,7 +62,7 @@ def rungs(names: Sequence[str], predictor: str) -> list[Rung]:
         raise ConfigError(f"no rung is called {', '.join(unknown)}; use {', '.join(known)}")
     if not names:
         raise ConfigError(f"a ladder needs a rung: {', '.join(known)}")
-    SpacConfig.parse({"prefetch": predictor})
+    SpacConfig.parse(prefetch)
     return [rung for rung in every if rung.name in names]
 
 

@@ -50,6 +50,8 @@ python benchmarks/scaled/run.py .cache/toy/mid --machine h200-int4 --slots 25% -
 
 python benchmarks/scaled/run.py .cache/toy/mid --machine rtx4090 --slots 25% --dtype float32
 
+python benchmarks/scaled/run.py .cache/toy/mid --rungs reuse,prefetch --predictor linear --predictor-file FILE
+
 python benchmarks/scaled/run.py .cache/toy/mid --pacing-cost --slots 25%
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
@@ -76,6 +78,7 @@ def main(
     rungs: Annotated[str, typer.Option(help="Rungs, each added to those before it.")] = _RUNGS,
     ladder: Annotated[bool, typer.Option("--ladder/--pacing-cost", help="What is served.")] = True,
     predictor: Annotated[str, typer.Option(help="--spac-prefetch of the rung prefetch.")] = "utility",
+    predictor_file: Annotated[Path | None, typer.Option(help="--spac-predictor-file, if it is trained.")] = None,
     turns: Annotated[int, typer.Option(min=2, help="Prompts that count.")] = 16,
     warm: Annotated[int, typer.Option(min=0, help="Prompts before them that do not.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
@@ -93,7 +96,7 @@ def main(
     drafts = plan.Drafts(draft_tokens, eagle3 or model.with_name(f"{model.name}-eagle3"), model.with_name("draft"))
     try:
         cores, real, sizes = Cores.here(), Proportions.of(machine), plan.split(slots)
-        steps = ladders.rungs(plan.split(rungs), predictor) if ladder else ladders.pacing_cost()
+        steps = ladders.rungs(plan.split(rungs), predictor, predictor_file) if ladder else ladders.pacing_cost()
         for size in sizes:
             Slots.parse(size)
         for rung in steps:

@@ -32,12 +32,22 @@ def vllm_spac(*arguments: str | Path) -> None:
     subprocess.run([Path(sys.executable).parent / "vllm-spac", *map(str, arguments)], cwd=ROOT, check=True)
 
 
+def write_texts(kind: str, folder: Path) -> Path:
+    """Writes the texts of ``kind``, a key of ``TEXTS``, into ``folder``."""
+    path, (training, count, length) = folder / f"{kind}.jsonl", TEXTS[kind]
+    path.write_text("".join(json.dumps(text) + "\n" for text in chosen(training, count, length)))
+    return path
+
+
+def train(model: str | Path, texts: Path, output: Path, reach: int) -> None:
+    """Trains the predictors of ``model`` on ``texts``."""
+    vllm_spac("train-predictor", model, "--prompts", texts, "--output", output, "--reach", str(reach), *ENGINE)
+
+
 def measured(name: str, model: str) -> dict[str, Any]:
     """Trains and measures on one model; returns the results by predictor, without times."""
     file, output = WORK / f"{name}.predictors.safetensors", WORK / f"{name}.json"
-    vllm_spac(
-        "train-predictor", model, "--prompts", WORK / "training.jsonl", "--output", file, "--reach", str(REACH), *ENGINE
-    )
+    train(model, WORK / "training.jsonl", file, REACH)
     texts = ("--prompts", WORK / "held-out.jsonl", "--predictor", file, "--slots", f"{SLOTS}%")
     title = ("--title", f"toy model, {name} routing")
     vllm_spac("predictors", model, *texts, "--json", output, "--pictures", WORK / name, *title, *ENGINE)
@@ -50,9 +60,8 @@ def main() -> None:
     """Write the texts, measure on both models, and write the result."""
     result: dict[str, Any] = {"provenance": provenance(), "toy_model": True, "slots_percent": SLOTS, "texts": {}}
     (ROOT / WORK).mkdir(parents=True, exist_ok=True)
-    for kind, (training, count, length) in TEXTS.items():
-        lines = [json.dumps(text) + "\n" for text in chosen(training, count, length)]
-        (ROOT / WORK / f"{kind}.jsonl").write_text("".join(lines))
+    for kind, (_, count, length) in TEXTS.items():
+        write_texts(kind, ROOT / WORK)
         result["texts"][kind] = {"files": count, "tokens": count * length}
     result["models"] = {name: measured(name, model) for name, model in MODELS.items()}
     write_result(RESULTS / "toy_predictors.json", result)
