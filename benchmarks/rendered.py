@@ -91,6 +91,7 @@ def rendered() -> Values:
         papers,
         reuse_of_experts,
         moe_spac_tables,
+        soak,
     )
     return {name: text for section in sections for name, text in section().items()}
 
@@ -556,6 +557,20 @@ def moe_spac_tables() -> Values:
             rows = [[row, *(f"{cell['tpot_ms']:.2f}" for cell in cells)] for row, cells in content[name].items()]
             rendered[f"moe_spac.{name}.{model}"] = table(head, rows)
     return rendered
+
+
+def soak() -> Values:
+    content = result("soak_toy")
+    assert not content["problems"], "a soak that found a problem is none to publish"
+    memory = content["trends"]["rss"]
+    return {
+        "soak.minutes": f"{content['seconds'] / 60:.0f}",
+        "soak.steps": f"{content['steps']:,}",
+        "soak.answers": f"{content['requests']['compared']:,}",
+        "soak.aborted": f"{content['requests']['aborted']:,}",
+        "soak.growth": f"{memory['growth'] / 2**20:.1f}",
+        "soak.allowed": f"{memory['limit'] / 2**20:.1f}",
+    }
 
 
 # -- text --------------------------------------------------------------------------------------------------

@@ -312,6 +312,12 @@ FIGURES = {
         inputs=(),
         note="the emulation of a GPU on a CPU is no part of this repository; the file says what ran, row by row",
     ),
+    "soak": Figure(
+        "What works: an hour of one server",
+        ("soak_toy.json", "soak_toy.png"),
+        ("python tests/soak/soak.py",),
+        minutes=65,
+    ),
     "memory": Figure(
         "What works: memory while loading",
         (),

@@ -39,9 +39,11 @@ def write_texts(kind: str, folder: Path) -> Path:
     return path
 
 
-def train(model: str | Path, texts: Path, output: Path, reach: int) -> None:
-    """Trains the predictors of ``model`` on ``texts``."""
-    vllm_spac("train-predictor", model, "--prompts", texts, "--output", output, "--reach", str(reach), *ENGINE)
+def train(model: str | Path, texts: Path, output: Path, reach: int, only: str = "") -> None:
+    """Trains predictors of ``model`` on ``texts``: those called ``only``, separated by commas, or all."""
+    chosen = ("--only", only) if only else ()
+    options = ("--prompts", texts, "--output", output, "--reach", str(reach), *chosen, *ENGINE)
+    vllm_spac("train-predictor", model, *options)
 
 
 def measured(name: str, model: str) -> dict[str, Any]:

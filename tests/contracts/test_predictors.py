@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from functools import cache
+from pathlib import Path
 
 import imagined as made
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.core import NOT_RUN
+from vllm_spac.errors import ConfigError
 from vllm_spac.prediction.file import Identity, PredictorFile, check_tensors, kinds, needed
-from vllm_spac.prediction.training import Training
+from vllm_spac.prediction.training import Training, closure
 from vllm_spac.predictors._samples import Samples
 from vllm_spac.predictors._trained import Trained
 from vllm_spac.predictors.base import START, Guess, Predictor, Signal
@@ -190,3 +192,25 @@ def test_a_model_whose_routers_are_not_known_leaves_out_what_needs_them() -> Non
 def test_texts_that_were_read_without_a_drafter_leave_out_what_needs_one() -> None:
     training = Training(made.material(drafter=False), Identity("f" * 32, "imagined", made.NAMES), "texts")
     assert set(training.left_out) == {"draft_gate"} and "speculative_config" in training.left_out["draft_gate"]
+
+
+def test_only_what_is_asked_for_and_what_it_uses_is_trained() -> None:
+    identity = Identity("f" * 32, "imagined", made.NAMES)
+    training = Training(made.material(), identity, "texts", "drafter", ["linear"])
+    for _ in training.run():
+        pass
+    assert set(training.result().names) == {"linear", "token_table"}
+    assert set(training.left_out) == set(TRAINED) - {"linear", "token_table"}
+    assert closure(["hybrid"]) == set(kinds()) - {"draft_gate"} and closure(None) == set(kinds())
+    with pytest.raises(ConfigError, match="no trained predictor is called utility; use .*linear"):
+        Training(made.material(), identity, "texts", "drafter", ["utility"])
+
+
+def test_progress_with_other_predictors_is_not_resumed(tmp_path: Path) -> None:
+    identity, path = Identity("f" * 32, "imagined", made.NAMES), tmp_path / "progress"
+    training = Training(made.material(), identity, "texts", "drafter", ["token_table", "frequency"])
+    next(training.run())
+    training.save_progress(path)
+    Training(made.material(), identity, "texts", "drafter", ["frequency", "token_table"]).resume(path)
+    with pytest.raises(ConfigError, match="other predictors"):
+        Training(made.material(), identity, "texts", "drafter").resume(path)

@@ -118,7 +118,7 @@ def test_an_interrupted_training_continues(
                 commands._train(training(), progress)
             assert caught.value.exit_code == 130 and progress.exists()
             assert f"stopped after {done} of" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="another model or set of texts"):
+    with pytest.raises(ConfigError, match="another model, other texts or other predictors"):
         commands._train(training("others"), progress)
     last = training()
     commands._train(last, progress)

@@ -281,7 +281,7 @@ def progress(tmp_path: Path) -> Path:
     ids=["texts", "model", "reach"],
 )
 def test_progress_of_another_run_is_refused(progress: Path, other: dict) -> None:
-    with pytest.raises(ConfigError, match="of another model or set of texts; delete it"):
+    with pytest.raises(ConfigError, match="of another model, other texts or other predictors; delete it"):
         training(**other).resume(progress)
 
 

@@ -28,6 +28,8 @@ vllm-spac train-predictor allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --outpu
 
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --reach 3 --slots 25%
 
+vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors --only linear
+
 vllm-spac train-predictor ./model --prompts book.txt --output model.predictors.safetensors
 --engine '{"speculative_config": {"method": "eagle3", "model": "./head", "num_speculative_tokens": 3}}'
 
@@ -53,6 +55,10 @@ def train_predictor(
     prompts: Prompts,
     output: Annotated[Path, typer.Option(help="File to write, e.g. model.predictors.safetensors.")],
     reach: Annotated[int, typer.Option(help="Layers that predictors look ahead.", min=1, max=8)] = 1,
+    only: Annotated[
+        str | None,
+        typer.Option(help="Train these alone, e.g. linear, and those that they use.", show_default="all"),
+    ] = None,
     slots: Slots = "auto",
     disk_dir: DiskDir = None,
     text_tokens: TextTokens = 512,
@@ -62,8 +68,11 @@ def train_predictor(
     """Train predictors of the next layers' experts on texts: for predictors, which measures them."""
     from vllm_spac.evaluation.prompts import checksum, read
     from vllm_spac.integration.evaluation import engine as offline
+    from vllm_spac.prediction.training import closure
 
     check_target(output)
+    wanted = None if only is None else [name.strip() for name in only.split(",")]
+    closure(wanted)  # refused before minutes of work
     texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
     with (
         offline.engine(model, spac, _length(text_tokens, options), _encodes(texts), **options) as llm,
@@ -73,7 +82,7 @@ def train_predictor(
         identity, drafter = _identity(offline.ask(llm, "facts")), offline.ask(llm, "drafter")
         _check_reach(reach, len(identity.layers))
         found = _collect(llm, pieces + others, len(pieces), progress)
-    training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others), drafter)
+    training = _training(model, identity, found, (len(pieces), reach), checksum(pieces + others), drafter, wanted)
     progress_file = output.with_name(f"{output.name}.progress")
     _train(training, progress_file)
     made = training.result()
@@ -133,7 +142,13 @@ def _collect(llm: Any, texts: list[list[int]], fitted: int, progress: Progress) 
 
 
 def _training(
-    model: str, identity: Identity, found: Collected, asked: tuple[int, int], source: str, drafter: str
+    model: str,
+    identity: Identity,
+    found: Collected,
+    asked: tuple[int, int],
+    source: str,
+    drafter: str,
+    only: list[str] | None,
 ) -> Training:
     from vllm_spac.integration.evaluation.collection import gates_of
     from vllm_spac.prediction.training import Training
@@ -146,7 +161,7 @@ def _training(
     states = 0 if every.draft is None else every.draft.shape[1]
     sizes = Sizes(*shape, reach, len(samples.tokens.unique()), states)
     gates = gates_of(model, identity.layers, samples)
-    return Training(Material(sizes, samples, others, gates, found.outputs), identity, source, drafter)
+    return Training(Material(sizes, samples, others, gates, found.outputs), identity, source, drafter, only)
 
 
 def _train(training: Training, progress_file: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -28,16 +28,30 @@ class Training:
         identity: of the model.
         source: identifies the texts, e.g. their checksum; progress made with others is not resumed.
         drafter: as in ``PredictorFile``.
+        only: the predictors that are wanted; those that they use are trained too. None: all.
 
     Attributes:
         left_out: predictor -> why it is not trained.
+
+    Raises:
+        ConfigError: ``only`` has a name that no trained predictor has.
     """
 
-    def __init__(self, material: Material, identity: Identity, source: str, drafter: str = "") -> None:
+    def __init__(
+        self,
+        material: Material,
+        identity: Identity,
+        source: str,
+        drafter: str = "",
+        only: Collection[str] | None = None,
+    ) -> None:
         self.left_out: dict[str, str] = {}
         names: list[str] = []
+        wanted = closure(only)
         for name, kind in kinds().items():
-            if why := self._unfit(name, kind, material, names):
+            if name not in wanted:
+                self.left_out[name] = "it was not asked for"
+            elif why := self._unfit(name, kind, material, names):
                 self.left_out[name] = why
             else:
                 names.append(name)
@@ -83,7 +97,9 @@ class Training:
         """
         metadata, tensors = tensor_file.read(Path(path), PROGRESS_FORMAT, "the progress of a training", _REMEDY, DTYPES)
         if any(metadata.get(name) != value for name, value in self._facts().items()):
-            raise ConfigError(f"spac: {path} is the progress of another model or set of texts; {_REMEDY}")
+            raise ConfigError(
+                f"spac: {path} is the progress of another model, other texts or other predictors; {_REMEDY}"
+            )
         try:
             done = int(metadata.get("done", ""))
             check(0 <= done <= self.stages, f"{done} of {self.stages} stages")
@@ -122,4 +138,21 @@ class Training:
             "sizes": json.dumps(astuple(self._material.sizes)),
             "source": self._source,
             "drafter": self._drafter,
+            "predictors": json.dumps(list(self._made)),
         }
+
+
+def closure(only: Collection[str] | None) -> set[str]:
+    """Returns the predictors called ``only``, and those that they use; all of them for None.
+
+    Raises:
+        ConfigError: no trained predictor has such a name.
+    """
+    known = list(kinds())
+    if unknown := sorted(set(only or ()) - set(known)):
+        raise ConfigError(f"spac: no trained predictor is called {unknown[0]}; use {', '.join(known)}")
+    found = set(known if only is None else only)
+    for name in reversed(known):  # each comes after those that it uses
+        if name in found:
+            found.update(needed(name, known))
+    return found
