@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
-from vllm_spac.profiling.costs import Costs
+from vllm_spac.profiling.costs import Costs, HostWork
+from vllm_spac.profiling.host_work import host_work
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "scaled")]
@@ -27,6 +29,7 @@ ladder = importlib.import_module("ladder")
 ladder_report = importlib.import_module("ladder_report")
 tiers = importlib.import_module("tiers")
 executors = importlib.import_module("executors")
+host_probe = importlib.import_module("host_probe")
 validate = importlib.import_module("validate")
 
 SHAPE = MoEShape(("a", "b"), 2, 1, {"w13_weight": TensorSpec((8, 4), torch.float32)})
@@ -305,6 +308,18 @@ def test_drafts_and_disturbed_runs_are_told() -> None:
 # --- validation ------------------------------------------------------------------------------------------------------
 
 
+def test_the_plugin_s_own_work_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = scale.Cores(*(sorted(os.sched_getaffinity(0)) * 2)[:2])
+    found = host_probe.measure(cores.forward, 2, cores.environment(), seconds=0.001)
+    work = host_work(found, with_loads=True)
+    assert min(work.layer, work.load, work.divide) >= 0 and work.load + work.divide > 0
+    result = {"host_work": {"layer": 1e-4, "load": 2e-4, "divide": 3e-4}, "scale": {"machine": {"layer_seconds": 2e-3}}}
+    assert validate._own_work(result).endswith("0.30 ms more in one that the CPU shares; a layer takes 2.00 ms")
+    monkeypatch.setattr(host_probe, "__file__", "/nowhere/probe.py")
+    with pytest.raises(ConfigError, match="own work could not be measured: .*/nowhere/probe.py"):
+        host_probe.measure(cores.forward, 2, {})
+
+
 def test_figures_agree_within_their_bounds() -> None:
     measured = validate.Figures(1.0, 100.0, 0.0)
     assert validate.agrees(validate.Figures(1.09, 98.1, 0.0).errors(measured))
@@ -316,10 +331,12 @@ def test_the_profile_of_the_simulator_adds_up_to_a_layer() -> None:
     real, nbytes = proportions.Proportions.of("rtx4090"), 1179648
     resident = scale.Resident(nbytes, 6, 8, [0.012, 0.011, 0.013])
     found = scale.Scale(real.scaled(resident.layer_seconds, nbytes, 1), real, resident, probe.Speeds(0, 0, 1e-4, 0))
-    costs = validate.costs_of(found)
+    work = HostWork(layer=1e-4, load=2e-4, divide=3e-4)
+    costs = validate.costs_of(found, work)
     rates = costs.rates(nbytes)
     assert rates.stream == pytest.approx(real.load * 2e-3) and rates.cpu == pytest.approx(real.cpu * 2e-3)
     assert costs.other + 6 * 8 * rates.fast == pytest.approx(0.012)
+    assert costs.host_work == work, "not scaled"
     assert found.factor == pytest.approx(2e-3 / real.layer_seconds)
     costs.check_experts("it", nbytes, "host")
     assert json.loads(json.dumps(found.plain()))["machine"]["machine"] == "rtx4090"
