@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
 from vllm_spac.profiling.costs import Costs, HostWork
-from vllm_spac.profiling.host_work import host_work
+from vllm_spac.profiling.host_work import HOST_WORK, host_work
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "scaled")]
@@ -308,13 +309,36 @@ def test_drafts_and_disturbed_runs_are_told() -> None:
 # --- validation ------------------------------------------------------------------------------------------------------
 
 
+def test_the_simulator_gets_the_plugin_s_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loads that move nothing, because the paced ones take the time of their bytes and no more."""
+    real, given = proportions.Proportions.of("rtx4090"), []
+    resident = scale.Resident(1179648, 6, 8, [0.012])
+    found = scale.Scale(real.scaled(2e-3, 1179648, 1), real, resident, probe.Speeds(0, 0, 1e-4, 0))
+    points = [{0: 1e-4}, {0: 2e-4, 1: 5e-4}, {1: 9e-4}, {1: 1e-4}]
+    what = ("all experts in slots", "experts that are loaded", "experts left to the CPU", "loads alone")
+    named = {f"{HOST_WORK}: {text}": each for text, each in zip(what, points, strict=True)}
+    monkeypatch.setattr(validate.host_probe, "measure", lambda *arguments: named)
+    monkeypatch.setattr(validate.Scale, "derive", lambda *arguments: found)
+    monkeypatch.setattr(validate, "compare", lambda size, balancer, costs, *others: given.append(costs) or {})
+    monkeypatch.setattr(validate, "on", lambda machine, settings, folder: settings)
+    settings, cores = types.SimpleNamespace(environment={}), scale.Cores(0, 1)
+    monkeypatch.setattr(validate, "write_result", lambda path, content: path.write_text(json.dumps(content)))
+    result = {"rows": []}
+    validate._compare_all([("25%", "none")], settings, [], 0, (real, cores), result, tmp_path / "o.json")
+    (costs,) = given
+    layer, load, divide = vars(costs.host_work).values()
+    assert (layer, load, divide) == pytest.approx((1e-4, 3e-4, 7e-4))
+    assert result["host_work"] == costs.host_work.model_dump() | {"points": named}
+    assert "0.30 ms more in one that loads" in validate._own_work(result)
+    assert validate._own_work(result).endswith("a layer takes 2.00 ms")
+    assert json.loads((tmp_path / "o.json").read_text())["host_work"]["load"] == load
+
+
 def test_the_plugin_s_own_work_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = scale.Cores(*(sorted(os.sched_getaffinity(0)) * 2)[:2])
     found = host_probe.measure(cores.forward, 2, cores.environment(), seconds=0.001)
     work = host_work(found, with_loads=True)
     assert min(work.layer, work.load, work.divide) >= 0 and work.load + work.divide > 0
-    result = {"host_work": {"layer": 1e-4, "load": 2e-4, "divide": 3e-4}, "scale": {"machine": {"layer_seconds": 2e-3}}}
-    assert validate._own_work(result).endswith("0.30 ms more in one that the CPU shares; a layer takes 2.00 ms")
     monkeypatch.setattr(host_probe, "__file__", "/nowhere/probe.py")
     with pytest.raises(ConfigError, match="own work could not be measured: .*/nowhere/probe.py"):
         host_probe.measure(cores.forward, 2, {})
