@@ -1,7 +1,8 @@
 """Compares a scaled machine with the simulator, on the routing that its own engine recorded.
 
-The simulator gets the paced seconds of loads and CPU experts, and what remains of a step from the engine with all
-experts resident; nothing is fitted to the runs it is compared with. Loads and CPU experts per step are decisions and
+The simulator gets the paced seconds of loads and CPU experts, the plugin's own work in a layer as `vllm-spac profile`
+measures it, and what remains of a step from the engine with all experts resident; nothing is fitted to the runs it is
+compared with. Loads and CPU experts per step are decisions and
 must agree within 2 %, times within 10 %.
 """
 
@@ -23,6 +24,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+import host_probe
 import plan
 import prompts
 from common import RESULTS, exit_on_sigterm, write_result
@@ -35,8 +37,9 @@ from scale import Cores, Scale, head, on
 
 from vllm_spac.errors import SpacError
 from vllm_spac.knobs.types import Slots
-from vllm_spac.profiling.costs import FORMAT, Costs, Provenance, Rate
+from vllm_spac.profiling.costs import FORMAT, Costs, HostWork, Provenance, Rate
 from vllm_spac.profiling.expert_size import ExpertSize
+from vllm_spac.profiling.host_work import host_work
 from vllm_spac.simulation.replay import Outcome
 from vllm_spac.simulation.simulate import simulate
 from vllm_spac.system.machine import Machine
@@ -86,8 +89,11 @@ def agrees(errors: dict[str, float]) -> bool:
     return abs(errors["tpot"]) <= TIMES and max(abs(errors["loads"]), abs(errors["cpu"])) <= DECISIONS
 
 
-def costs_of(scale: Scale) -> Costs:
-    """Returns the scaled machine's profile, for the simulator and for the engine's balancer."""
+def costs_of(scale: Scale, work: HostWork) -> Costs:
+    """Returns the scaled machine's profile, for the simulator and for the engine's balancer.
+
+    ``work`` takes the same seconds as on any machine; it is measured here, with loads that move nothing.
+    """
     machine, resident, nbytes = scale.machine, scale.resident, scale.machine.expert_bytes
     fast = min(scale.speeds.fast, machine.layer_seconds / resident.top_k)
     here = Machine.here().model_copy(update={"cores": 1})  # what its engine sees: the core of the loads
@@ -111,6 +117,7 @@ def costs_of(scale: Scale) -> Costs:
         cpu=rate(machine.cpu_seconds),
         load_at_once=1,
         other=resident.layers * (machine.layer_seconds - resident.top_k * fast),
+        host_work=work,
     )
 
 
@@ -188,6 +195,7 @@ def main(
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     _show(console, result)
+    console.print(_own_work(result), soft_wrap=True)
     for row in result["rows"]:
         if text := disturbed(row["own"], found.machine):
             console.print(f"{row['slots']}, balancer {row['balancer']}: {text}")
@@ -213,8 +221,11 @@ def _compare_all(
         tempfile.TemporaryDirectory(prefix="spac-scaled-") as folder,
     ):
         task = progress.add_task("all experts resident", total=1 + len(cases))
+        points = host_probe.measure(cores.forward, int(PACED["io_threads"]), settings.environment)
+        work = host_work(points, with_loads=True)
+        result["host_work"] = work.model_dump() | {"points": points}
         scale = Scale.derive(real, settings, ids, warm, cores)
-        result["scale"], costs = scale.plain(), costs_of(scale)
+        result["scale"], costs = scale.plain(), costs_of(scale, work)
         settings = on(scale.machine, settings, Path(folder))
         for size, balancer in cases:
             progress.update(task, advance=1, description=f"{size}, balancer {balancer}")
@@ -222,6 +233,14 @@ def _compare_all(
             write_result(output, result)
         progress.advance(task)
     return scale
+
+
+def _own_work(result: dict) -> str:
+    """Returns how long the plugin's own work takes, next to a layer."""
+    work, layer = result["host_work"], result["scale"]["machine"]["layer_seconds"]
+    whats = {"layer": "in each layer", "load": "more in one that loads", "divide": "more in one that the CPU shares"}
+    parts = ", ".join(f"{1e3 * work[name]:.2f} ms {what}" for name, what in whats.items())
+    return f"the plugin's own work: {parts}; a layer takes {1e3 * layer:.2f} ms"
 
 
 def _show(console: Console, result: dict) -> None:

@@ -31,7 +31,7 @@ from run import Settings
 
 from vllm_spac.checkpoint.headers import read_checkpoint
 from vllm_spac.integration.layers import cpu_kernel
-from vllm_spac.profiling.costs import Costs, Rate
+from vllm_spac.profiling.costs import Costs, HostWork, Rate
 from vllm_spac.profiling.measure import measure
 from vllm_spac.simulation.simulate import simulate
 from vllm_spac.traces.format import Trace
@@ -160,7 +160,9 @@ def between(first: Costs, second: Costs) -> Costs:
         return Rate(fixed=(a.fixed + b.fixed) / 2, bytes_per_second=moved, flops_per_second=computed)
 
     rates = {name: rate(getattr(first, name), getattr(second, name)) for name in ("fast", "load", "cpu")}
-    return first.model_copy(update=rates)
+    works = first.host_work.model_dump(), second.host_work.model_dump()
+    work = HostWork(**{name: (mine + works[1][name]) / 2 for name, mine in works[0].items()})
+    return first.model_copy(update=rates | {"host_work": work})
 
 
 def _outside(trace: Trace, slots: int, policy: str, known: Costs, whole: dict, drafts: bool) -> float:

@@ -28,9 +28,9 @@ from vllm_spac.planning.choice import Choice, command
 from vllm_spac.planning.machine import HOST_RESERVE, UTILIZATION, PlannedMachine
 from vllm_spac.planning.memory import Load, kv_bytes, largest_percent, slot_bytes, split
 from vllm_spac.planning.model import ServedModel
-from vllm_spac.planning.plan import make_plan
+from vllm_spac.planning.plan import assumptions, make_plan
 from vllm_spac.planning.predict import PROMPT, first_token, predict
-from vllm_spac.profiling.costs import Capacity, Costs
+from vllm_spac.profiling.costs import Capacity, Costs, HostWork
 from vllm_spac.simulation.simulate import simulate
 from vllm_spac.system.machine import Machine
 from vllm_spac.traces.format import TraceFacts
@@ -163,6 +163,19 @@ def test_misses_cost_what_their_store_takes(model: ServedModel, store, rate: flo
     expected = all_resident(model, machine(GIB, GIB)) + misses * W_E / rate
     assert found.tokens_per_second == pytest.approx(1 / expected, rel=1e-3)
     assert found.hit_rate == pytest.approx(0.25, abs=0.04) and found.limit == limit
+
+
+def test_the_host_s_own_work_slows_layers_over_slots(model: ServedModel) -> None:
+    """The measured seconds are added where there are fewer slots than experts; the plan says what is left out."""
+    plain = machine(GIB, GIB)
+    work = HostWork(layer=1e-3)
+    works = replace(plain, costs=plain.costs.model_copy(update={"host_work": work}))
+    for choice, more in ((Choice(25, "host"), model.layers * work.layer), (Choice(100, "none"), 0.0)):
+        before, after = (1 / predict(choice, model, m, ONE, routing.EVEN).tokens_per_second for m in (plain, works))
+        assert after - before == pytest.approx(more)
+    for found, said in ((plain, "kernel launches, host work and"), (works, "kernel launches and")):
+        (text,) = (t for t in assumptions(make_plan(model, found, ONE, [routing.LOW])) if "launches" in t)
+        assert text == f"{said} sampling take no time: real speeds are lower"
 
 
 def test_host_memory_and_processors_help(model: ServedModel) -> None:

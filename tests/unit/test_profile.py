@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,19 @@ from vllm_spac.executors._thread import ExecutorThread
 from vllm_spac.executors.torch import Torch
 from vllm_spac.profiling import measure as profile
 from vllm_spac.profiling import peer
-from vllm_spac.profiling.costs import Costs
+from vllm_spac.profiling.costs import Costs, HostWork
 from vllm_spac.profiling.expert_size import ExpertSize
-from vllm_spac.profiling.fit import fit_compute, fit_load, fit_network
+from vllm_spac.profiling.fit import fit_compute, fit_host_work, fit_load, fit_network
+from vllm_spac.profiling.host_work import (
+    EXPERTS,
+    HOST_WORK,
+    LAYERS,
+    MEASUREMENTS,
+    TOP_K,
+    LayerTimer,
+    host_work,
+    measure_host_work,
+)
 from vllm_spac.profiling.measure import measure, measurements
 from vllm_spac.profiling.serving import serving_rates
 from vllm_spac.system.machine import Machine
@@ -69,6 +80,42 @@ def test_computing_is_fitted() -> None:
     assert steep.seconds(64, 1) == pytest.approx(1.0)
 
 
+def test_host_work_is_fitted() -> None:
+    """Medians over the numbers of experts of what is added, which is not negative where noise would make it so."""
+    loading, loads = {0: 3.0, 1: 6.0, 2: 8.0, 4: 90.0}, {1: 1.0, 2: 2.0, 4: 4.0}
+    assert fit_host_work(1.0, loading, loads, {1: 8.0, 2: 9.0, 4: 9.5}) == HostWork(layer=2, load=3, divide=6)
+    assert fit_host_work(4.0, {0: 3.0, 1: 2.0}, {1: 1.0}, {1: 2.0}) == HostWork()
+
+
+def test_layers_miss_what_is_asked_for() -> None:
+    """Whatever was evicted before; and a layer of which every expert has its slot decides nothing."""
+    cpu = torch.device("cpu")
+    with closing(LayerTimer(TOP_K * LAYERS, cpu, 1)) as timer:
+        counters = timer.execution.counters
+        for missed, layers in ((0, 2), (3, 5), (8, 4), (1, 6)):
+            before = counters.hits, counters.misses, counters.waves
+            found = len(timer.step(missed, layers))
+            now = counters.hits, counters.misses, counters.waves
+            each = tuple(after - first for after, first in zip(now, before, strict=True))
+            assert each == (found * (TOP_K - missed), found * missed, found) and 0 < found <= layers
+        timer.divide()
+        loads = counters.loads
+        found = len(timer.step(3, 5))
+        assert counters.cpu_experts == 3 * found > 0 and counters.loads == loads
+    with closing(LayerTimer(EXPERTS * LAYERS, cpu, 1)) as timer:
+        assert timer.execution.holds_all and set(timer.seconds((0,), 0.001)) == {0}
+
+
+def test_host_work_with_and_without_the_loads() -> None:
+    points = measure_host_work(torch.device("cpu"), 1, 0.001)
+    assert len(points) == MEASUREMENTS and all(name.startswith(HOST_WORK) for name in points)
+    assert all(seconds > 0 for each in points.values() for seconds in each.values())
+    found = [{0: 1.0}, {0: 3.0, 1: 6.0, 2: 8.0, 4: 9.0}, {1: 8.0, 2: 9.0, 4: 9.5}, {1: 1.0, 2: 2.0, 4: 3.0}]
+    points = dict(zip(points, found, strict=True))
+    assert host_work(points) == HostWork(layer=2, load=3, divide=6)
+    assert host_work(points, with_loads=True) == HostWork(layer=2, load=5, divide=6)
+
+
 @pytest.mark.parametrize("store", [None, "disk", "host"])
 def test_measure(tmp_path: Path, store) -> None:
     told: list[str] = []
@@ -81,6 +128,7 @@ def test_measure(tmp_path: Path, store) -> None:
     reads = points["host reads at once" if store == "host" else "disk reads at once"]
     assert list(reads) == [1, 2, 3] and list(points["CPU expert by rows"]) == list(profile.ROWS)
     assert costs.load == fit_load(reads, NBYTES)
+    assert costs.host_work == host_work(points) and costs.host_work.divide > 0
     assert costs.cpu.seconds(NBYTES, 1) == pytest.approx(points["CPU expert by rows"][1])
     assert torch.cuda.is_available() or costs.fast == costs.cpu
     assert costs.provenance.how == "measured" and costs.provenance.machine == Machine.here(tmp_path)

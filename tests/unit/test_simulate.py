@@ -17,7 +17,7 @@ from vllm_spac.execution.pointers.protocol import Move
 from vllm_spac.prediction.file import Identity, PredictorFile, kinds
 from vllm_spac.predictors._trained import Sizes
 from vllm_spac.profiling import costs
-from vllm_spac.profiling.costs import Costs, Rate
+from vllm_spac.profiling.costs import Costs, HostWork, Rate
 from vllm_spac.simulation.parts import parts
 from vllm_spac.simulation.pointers_by_layer import LAUNCHES
 from vllm_spac.simulation.pointers_by_step import Bus
@@ -84,6 +84,31 @@ def test_loads_behind_hits_by_hand():
     assert waits.misses == hides.misses == 1
     assert waits.stall_seconds == pytest.approx(11) and hides.stall_seconds == pytest.approx(11 - 2)
     assert waits.seconds - hides.seconds == pytest.approx(2)
+
+
+def test_the_host_s_own_work_by_hand():
+    """Layers that load, whatever their number of loads, that hit, and none where every expert has its slot."""
+    trace = decoding([[[[0, 1]]], [[[1, 2]]], [[[2, 1]]]])
+    works = COSTS.model_copy(update={"host_work": HostWork(layer=0.25, load=0.5, divide=100)})
+    plain, outcome = (simulate(trace, 2, costs, fill=False) for costs in (COSTS, works))
+    assert outcome.seconds - plain.seconds == pytest.approx(3 * 0.25 + 2 * 0.5)
+    assert outcome.stall_seconds - plain.stall_seconds == pytest.approx(3 * 0.25 + 2 * 0.5)
+    assert (outcome.hits, outcome.loads, outcome.bound_seconds) == (plain.hits, plain.loads, plain.bound_seconds)
+    assert simulate(trace, 4, works).seconds == simulate(trace, 4, COSTS).seconds, "nothing is decided"
+    assert simulate(trace, 4, works, execution="pointers").seconds == simulate(trace, 4, COSTS).seconds
+
+
+def test_the_host_s_own_work_in_parts_and_beside_the_cpu():
+    """Each part of a layer that loads, once; dividing a layer is added to the later of both sides."""
+    works = COSTS.model_copy(update={"host_work": HostWork(layer=0.25, load=0.5, divide=2)})
+    trace = decoding([[[[0, 1], [2, 3], [3, 2]]]])
+    plain, outcome = (simulate(trace, 2, costs, fill=False) for costs in (COSTS, works))
+    assert outcome.parts == 2 and outcome.seconds - plain.seconds == pytest.approx(0.25 + 2 * 0.5)
+    trace = decoding([[[[0, 1, 2]]], [[[0, 1, 3]]]])
+    for balancer, more in (("fixed@count=1", 2), ("fixed@count=0", 0.5)):  # of three slots two hold what both need
+        plain, outcome = (simulate(trace, 3, costs, balancer=balancer) for costs in (COSTS, works))
+        assert outcome.cpu == plain.cpu == (more == 2)
+        assert outcome.seconds - plain.seconds == pytest.approx(2 * 0.25 + more)
 
 
 def test_drafts_cost_time_and_rows_share_an_expert():
@@ -568,12 +593,15 @@ def test_rates():
         lambda p: p["load"].update(bytes_per_second=0),
         lambda p: p.update(colour=1),
         lambda p: p.update(other=-1),
+        lambda p: p.update(host_work={"load": -1}),
     ],
 )
 def test_malformed_profiles(tmp_path: Path, spoil):
     profile = json.loads(COSTS.model_dump_json())
     (tmp_path / "p").write_text(json.dumps(profile))
     assert Costs.read(tmp_path / "p") == COSTS
+    (tmp_path / "p").write_text(json.dumps({name: value for name, value in profile.items() if name != "host_work"}))
+    assert Costs.read(tmp_path / "p").host_work == HostWork(layer=0, load=0, divide=0), "of an older version"
     spoil(profile)
     (tmp_path / "p").write_text(json.dumps(profile))
     with pytest.raises(ConfigError, match="no profile of format spac-profile-1"):

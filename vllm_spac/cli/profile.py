@@ -59,7 +59,10 @@ def profile(
     ] = None,
     cluster: Annotated[Path, typer.Option("--cluster", help="With --peer ADDRESS, its cluster's file.")] = CLUSTER_FILE,
 ) -> None:
-    """Measure this machine: reading, copying and computing an expert. Takes under half a minute."""
+    """Measure this machine: reading, copying and computing an expert, and the work of the host around them.
+
+    Takes under half a minute.
+    """
     if peer is not None and model is None and expert_bytes is None:
         folder = _expanded(disk_dir, "--disk-dir")
         _add_network(_expanded(output or folder / "profile.json", "--output"), folder, peer, cluster, seconds)
@@ -173,6 +176,8 @@ def _write(path: Path, costs: Costs | None) -> None:
 
 
 def _table(costs: Costs, nbytes: int) -> Table:
+    from vllm_spac.profiling.host_work import HOST_WORK
+
     origin = costs.provenance
     table = Table(title=f"one expert of {gib(nbytes)} on {shown(origin.machine)}", title_justify="left")
     for name in ("measured", "at", "seconds", "per second"):
@@ -183,7 +188,8 @@ def _table(costs: Costs, nbytes: int) -> Table:
         table.add_section()
         for at, seconds in points.items():
             moved = nbytes * (at if "at once" in name else 1)
-            table.add_row(name, f"{at:,}", f"{1e3 * seconds:.3f} ms", f"{moved / seconds / 1e9:.2f} GB")
+            rate = "" if name.startswith(HOST_WORK) else f"{moved / seconds / 1e9:.2f} GB"
+            table.add_row(name, f"{at:,}", f"{1e3 * seconds:.3f} ms", rate)
     return table
 
 

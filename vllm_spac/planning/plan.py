@@ -12,6 +12,7 @@ from vllm_spac.planning.memory import Load, Split, largest_percent, slot_bytes, 
 from vllm_spac.planning.model import ServedModel
 from vllm_spac.planning.predict import Prediction, first_token, predict
 from vllm_spac.planning.routing import Routing
+from vllm_spac.profiling.costs import HostWork
 from vllm_spac.system.host_memory import gib
 
 _FEWER = (50, 25, 10)  # further shares of slots
@@ -164,7 +165,8 @@ def assumptions(plan: Plan) -> Iterator[str]:
     if model.execution == "pointers":
         kept = "as in vLLM's Marlin kernels, activations are not quantised" if model.checkpoint.quantisation else ""
         yield "; ".join(filter(None, ("execution=pointers was never timed on a GPU", kept)))
-    yield "kernel launches, host work and sampling take no time: real speeds are lower"
+    host_work = ", host work" if costs.host_work == HostWork() else ""
+    yield f"kernel launches{host_work} and sampling take no time: real speeds are lower"
 
 
 def _row(

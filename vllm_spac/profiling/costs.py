@@ -88,6 +88,23 @@ class Network(_Frozen):
         return self.latency + fan * nbytes / self.bandwidth
 
 
+class HostWork(_Frozen):
+    """The host's own work in a layer over fewer slots than experts, in seconds beside those of loads and experts.
+
+    It hardly depends on the number of experts.
+
+    Attributes:
+        layer: of any such layer, also if it misses nothing: to find out where its experts are.
+        load: in addition, of a part of a layer that loads experts: to find slots, to submit loads and to wait for them.
+        divide: in addition, of a layer of which the CPU computes experts: to divide its rows, to submit some of them,
+            to wait for them and to combine them.
+    """
+
+    layer: float = Field(0.0, ge=0)
+    load: float = Field(0.0, ge=0)
+    divide: float = Field(0.0, ge=0)
+
+
 class Costs(_Frozen):
     """A machine's profile of costs.
 
@@ -104,6 +121,7 @@ class Costs(_Frozen):
         other: seconds per step outside of the experts.
         draft: seconds per draft token.
         network: from this machine to an expert worker; None where it was not measured.
+        host_work: the plugin's own in layers over slots; 0 where it was not measured, as in files of older versions.
     """
 
     format: Literal["spac-profile-1"]
@@ -119,6 +137,7 @@ class Costs(_Frozen):
     other: float = Field(0.0, ge=0)
     draft: float = Field(0.0, ge=0)
     network: Network | None = None
+    host_work: HostWork = HostWork()
 
     @classmethod
     def read(cls, profile: str | Path, *, here: bool = False, disk_dir: Path | None = None) -> Costs:

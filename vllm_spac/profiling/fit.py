@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 
 import numpy as np
 
-from vllm_spac.profiling.costs import Network, Rate
+from vllm_spac.profiling.costs import HostWork, Network, Rate
 
 
 def fit_load(points: Mapping[int, float], nbytes: int) -> Rate:
@@ -53,3 +54,20 @@ def fit_network(points: Mapping[int, float], peer: str) -> Network:
     if slope <= 0 or latency < 0:
         return Network(latency=0.0, bandwidth=2 * most / points[most], peer=peer)
     return Network(latency=latency, bandwidth=1 / slope, peer=peer)
+
+
+def fit_host_work(
+    resident: float, loading: Mapping[int, float], loads: Mapping[int, float], dividing: Mapping[int, float]
+) -> HostWork:
+    """Returns the medians over the numbers of missed experts; none is negative.
+
+    Args:
+        resident: seconds of a layer of which every expert has its slot.
+        loading: missed experts -> seconds of a layer that loads them; 0 for a layer that misses none.
+        loads: the same numbers, except 0 -> seconds of the loads alone.
+        dividing: missed experts -> seconds of a layer that leaves them to the CPU.
+    """
+    hit = loading[0]
+    load = median(loading[count] - hit - alone for count, alone in loads.items())
+    divide = median(seconds - hit for seconds in dividing.values())
+    return HostWork(layer=max(0.0, hit - resident), load=max(0.0, load), divide=max(0.0, divide))

@@ -28,6 +28,7 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.profiling.costs import FORMAT, Capacity, Costs, Provenance, Rate
 from vllm_spac.profiling.expert_size import WIDTH, ExpertSize
 from vllm_spac.profiling.fit import fit_compute, fit_load
+from vllm_spac.profiling.host_work import EXPERTS, LAYERS, MEASUREMENTS, TOP_K, host_work, measure_host_work
 from vllm_spac.profiling.timing import ROWS, median
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import Machine
@@ -99,6 +100,7 @@ def measure(
     if gpu:
         points["GPU expert by rows"], fixed = _computes(size, device, _TRITON, seconds, tell)
         fast = fit_compute(points["GPU expert by rows"], size.nbytes, fixed)
+    points |= measure_host_work(device, io_threads, seconds, tell)
     store = store or ("host" if gpu else "disk")
     load = fit_load(points[f"{store} reads at once"], size.nbytes)
     host = disk = None
@@ -112,6 +114,7 @@ def measure(
     return Costs(
         format=FORMAT, name="here", provenance=origin, fast=fast, load=load, host=host, disk=disk, cpu=cpu,
         capacity=_capacity(gpu), load_at_once=io_threads + 1, draft=draft, other=other,
+        host_work=host_work(points),
     )  # fmt: skip
 
 
@@ -136,6 +139,7 @@ def _provenance(
             f"experts of {size.nbytes} bytes (bfloat16); other sizes are calculated from them",
             f"loads come from {store}; {torch.get_num_threads()} threads compute on the CPU, with {kernel.name}",
             given,
+            f"host work: of one row over {LAYERS} layers of {EXPERTS} experts, top-{TOP_K}, a quarter of them in slots",
         ),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=Machine.here(folder),
@@ -149,7 +153,8 @@ def _provenance(
 def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) -> int:
     """Returns how often ``measure`` calls ``tell``."""
     processors = 1 + torch.cuda.is_available()
-    return len(_kinds(store)) * (1 + len(_in_flight(io_threads))) + 1 + processors * (1 + len(ROWS))
+    loads = len(_kinds(store)) * (1 + len(_in_flight(io_threads)))
+    return loads + 1 + processors * (1 + len(ROWS)) + MEASUREMENTS
 
 
 def _kinds(store: str | None) -> dict[str, type[ExpertStore]]:

@@ -5,6 +5,7 @@
 - The time that a step spends outside its experts is divided equally and placed before its layers; reads ahead continue
   in it, while drafts are made, and while kernels run.
 - The CPU computes its experts from the beginning of a layer, concurrently with loads and kernels.
+- The host's own work in a layer (``Costs.host_work``) runs concurrently with nothing but reads ahead.
 - An expert takes as long as its own rows need, on each side.
 """
 
@@ -75,6 +76,7 @@ class SlotsReplay(Replay[np.ndarray]):
         loader = ExpertLoader(self.residency, self.link, self.counters, facts.experts, ahead, balancer, facts.top_k)
         self.layers = SlotLayers(loader, facts.experts)
         self.cpu = np.asarray(costs.cpu.seconds(nbytes, np.arange(len(self.fast)))).tolist()
+        self._deciding = 0.0 if outcome.slots == facts.total else costs.host_work.layer
         self._counts = trace.step_counts()
         self._records = 0  # of the step
         self._number = 0  # records before the next layer
@@ -115,15 +117,15 @@ class SlotsReplay(Replay[np.ndarray]):
             self.layers.look(layer, None, torch.from_numpy(routed), self._weights())
         self._number += 1
         cold = self.layers.cold(layer, routed, counters)
-        hot, on_cpu = (_Hot(routed, None), 0.0) if cold is None else self._divide(routed, cold)
+        hot, on_cpu, deciding = self._divide(routed, cold)
         self.link.take_waited()
         took = computed = 0.0
         for wave in self.layers.waves(layer, hot.ids, counters):
             seconds, busy = self._run(layer, hot, wave)
             took, computed = took + seconds, computed + busy
-        self.link.spend(max(0.0, on_cpu - took))
+        self.link.spend(max(0.0, on_cpu - took) + deciding)
         self.layers.admit()
-        took = max(took, on_cpu)
+        took = max(took, on_cpu) + deciding
         outcome.seconds += took
         outcome.stall_seconds += took - computed
         used = counters.hits - hits, counters.misses - counters.prefetch_late - loads, counters.cpu_experts - cpu
@@ -147,11 +149,14 @@ class SlotsReplay(Replay[np.ndarray]):
         start, stop = self.trace.record_start[self._number : self._number + 2]
         return torch.from_numpy(self.trace.weights[start:stop].astype(np.float32))
 
-    def _divide(self, routed: np.ndarray, cold: np.ndarray) -> tuple[_Hot, float]:
-        """Returns the rows that need slots, and the seconds that the CPU computes the ``cold`` pairs."""
+    def _divide(self, routed: np.ndarray, cold: np.ndarray | None) -> tuple[_Hot, float, float]:
+        """Returns (rows that need slots, seconds of the ``cold`` pairs on the CPU, seconds of the host's decisions)."""
+        if cold is None:
+            return _Hot(routed, None), 0.0, self._deciding
         _, rows = np.unique(routed[cold], return_counts=True)
         hot = Share.of(torch.from_numpy(routed), torch.from_numpy(~cold))
-        return _Hot(hot.ids.numpy(), hot.own.numpy()), sum(self.cpu[count] for count in rows.tolist())
+        on_cpu = sum(self.cpu[count] for count in rows.tolist())
+        return _Hot(hot.ids.numpy(), hot.own.numpy()), on_cpu, self._deciding + self.costs.host_work.divide
 
     def _run(self, layer: int, hot: _Hot, wave: HeldRows) -> tuple[float, float]:
         """Passes the time of a wave; returns (its seconds, those in which fast memory computed)."""
@@ -167,5 +172,6 @@ class SlotsReplay(Replay[np.ndarray]):
                 computed += self.fast[count]
         loading = self.link.take_waited()
         took = (max(loading, computed) if self.overlap else loading + computed) + waiting
+        took += self.costs.host_work.load if late else 0.0
         self.link.spend(took - loading)
         return took, computed + waiting
