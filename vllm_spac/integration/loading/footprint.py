@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,9 +12,6 @@ from vllm_spac.integration import patches
 from vllm_spac.integration.layers.host import experts_of
 from vllm_spac.integration.loading import kv_cache
 from vllm_spac.system.host_memory import gib, own_memory, release_freed_memory, release_zeros
-
-if TYPE_CHECKING:
-    from vllm_spac.integration.loading.model_experts import ModelExperts
 
 logger = logging.getLogger("vllm.spac")
 
@@ -56,10 +53,13 @@ def _settled(warm_up: Callable):
     return settled
 
 
-def settle(experts: ModelExperts, runner: Any) -> None:
+def settle(experts: Any, runner: Any) -> None:
     """Returns memory that no request needs yet, and logs what the rest is; once vLLM has warmed up.
 
     vLLM fills the KV cache with zeros, which makes it resident. It is in no page until a request writes to it.
+
+    Args:
+        experts: the ``ModelExperts`` of the runner's model.
     """
     caches = list(_caches(runner))
     if experts.vllm_config.kv_transfer_config is None:  # a connector may have registered the pages
@@ -81,7 +81,7 @@ def _caches(runner: Any) -> Iterator[torch.Tensor]:
                 yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def _described(experts: ModelExperts, kv: int, runner: Any) -> str:
+def _described(experts: Any, kv: int, runner: Any) -> str:
     slots, weights, total = experts.fast_bytes, experts.other_weights, own_memory()
     text = (
         f"this worker takes {gib(total)}: {gib(slots)} of slots, {gib(weights)} of other weights, "
