@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-ALLOWED = {"prometheus_client", "tqdm", "xxhash", "zmq"}  # modules of them that vLLM may not have imported; small
+ALLOWED = {"prometheus_client", "sortedcontainers", "tqdm", "xxhash", "zmq"}  # not all of them imported by vLLM; small
 
 PROGRAM = """
 import json, sys
