@@ -124,6 +124,7 @@ def test_each_fault_is_found_with_its_remedy(changes: dict, check: str, level: s
     ("base", "changes", "check", "level"),
     [
         (CPU, {"system": {"available": 2 * GIB}}, "host memory", "problem"),
+        (CPU, {"system": {"available": 4 * GIB}}, "host memory", "problem"),  # 3 GiB of weights, and vLLM itself
         (GPU, {"system": {"available": 30 * GIB}}, "host memory", "problem"),
         (CPU, {"disk": {"free": 30 * GIB}}, "disk", "problem"),
         (CPU, {"disk": {"free": 30 * GIB, "packed": (replace(FOLDER, bytes=41 * GIB),)}}, "disk", "note"),
@@ -134,6 +135,14 @@ def test_each_fault_is_found_with_its_remedy(changes: dict, check: str, level: s
 def test_a_model_must_fit(base: Installation, changes: dict, check: str, level: str) -> None:
     facts = changed(replace(HEALTHY, installation=base, model=MODEL), **changes)
     assert [(f.check, f.level) for f in diagnose(facts) if f.level != "ok"] == [(check, level)]
+
+
+def test_memory_beside_the_slots_is_named_on_a_cpu() -> None:
+    on_cpu, on_gpu = (
+        next(f.text for f in diagnose(replace(HEALTHY, installation=base)) if f.check == "host memory")
+        for base in (CPU, GPU)
+    )
+    assert "processes take about 1.35 GiB" in on_cpu and "processes" not in on_gpu
 
 
 def test_what_a_server_uses_is_left_alone() -> None:

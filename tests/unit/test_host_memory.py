@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_spac.system import host_memory
 
@@ -79,6 +81,53 @@ def test_releasing_the_pages_of_checkpoints_changes_no_byte(tmp_path: Path) -> N
         host_memory.release_file_pages()
         assert bytes(pages) == expected
     assert path.read_bytes() == bytes(range(256)) * 64
+
+
+def resident() -> int:
+    """Bytes of this process's own memory that are in RAM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def test_zeros_are_released_and_read_as_zeros_and_their_neighbours_stay() -> None:
+    everything = torch.ones(64 << 20, dtype=torch.uint8)
+    zeros = everything[5000:-5000].zero_()
+    before = resident()
+    host_memory.release_zeros(zeros)
+    assert before - resident() > 60 << 20
+    assert not zeros.any() and everything[:5000].all() and everything[-5000:].all()
+    host_memory.release_zeros(everything[:100])  # not a whole page
+    assert everything[:100].all()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library is not glibc")
+def test_freed_memory_that_the_heap_would_keep_is_returned() -> None:
+    """Pieces below the size that glibc maps one by one, with one at the end that is still used."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [libc.malloc(ctypes.c_size_t(60_000)) for _ in range(2000)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 60_000)
+    for piece in pieces[:-1]:
+        libc.free(piece)
+    before = resident()
+    host_memory.release_freed_memory()
+    assert before - resident() > 100 << 20
+    libc.free(pieces[-1])
+
+
+def test_what_tcmalloc_keeps_is_returned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    library = SimpleNamespace(MallocExtension_ReleaseFreeMemory=lambda: called.append("tcmalloc"))
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: library)
+    host_memory.release_freed_memory()
+    assert called == ["tcmalloc"]
+
+
+def test_this_process_takes_memory() -> None:
+    before = host_memory.own_memory()
+    kept = torch.ones(64 << 20, dtype=torch.uint8)
+    assert host_memory.own_memory() - before > 60 << 20 and kept.all()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ SOURCES = Path(patches.__file__).parent
 
 
 def test_each_row_is_in_this_vllm() -> None:
-    patches.require_names("frontend", "worker", "v1", "v2")
+    patches.require_names("frontend", "worker", "v1", "v2", "cpu")
 
 
 def test_each_row_says_why_and_no_name_has_two() -> None:

@@ -16,6 +16,7 @@ Level = Literal["ok", "note", "problem"]
 OLD_DAYS = 30
 _READ_AHEAD = 1 << 20  # bytes; half of an expert of a small published model
 _RESERVE = 256 << 20  # bytes that packing leaves free
+_PROCESSES = 3 * (460 << 20)  # bytes: torch and vLLM in the processes of a server on a CPU; measured, see USAGE.md
 
 
 @dataclass(frozen=True)
@@ -189,12 +190,15 @@ def memory(facts: Facts) -> Iterator[Finding]:
     system, model = facts.system, facts.model
     of = "" if system.limit is None or system.limit >= system.total else f" (container: {gib(system.limit)})"
     text = f"{gib(system.available)} of {gib(system.total)} are available{of}"
+    on_cpu = facts.installation.device is None
+    if on_cpu:
+        text += f"; a server's processes take about {gib(_PROCESSES)} of it, beside weights, slots and KV cache"
     if model is None or not model.experts:
         yield Finding("host memory", "ok", text)
         return
-    if facts.installation.device is None:
+    if on_cpu:
         needed = model.others + model.smallest
-        if needed > system.available:
+        if needed + _PROCESSES > system.available:
             text += f"; {model.name} needs {gib(needed)} with the fewest slots, without KV cache"
             yield Finding("host memory", "problem", text, "stop other programs, or use a smaller or quantised model")
             return

@@ -38,7 +38,7 @@ def installation() -> Installation:
             return Installation(None, problem, registered, False, plugins)
         found = device.query()
         places: tuple[patches.Where, ...] = ("frontend", "worker", "v1", "v2")
-        places += () if found is None else ("gpu",)
+        places += ("cpu",) if found is None else ("gpu",)
         return Installation(
             vllm=vllm.__version__,
             registered=registered,

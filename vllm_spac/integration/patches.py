@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from vllm_spac.errors import UnsupportedError
 
-Where = Literal["frontend", "worker", "v1", "v2", "gpu"]
+Where = Literal["frontend", "worker", "v1", "v2", "cpu", "gpu"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Patch:
     Attributes:
         target: ``module:name`` or ``module:Class.name``.
         why: purpose of the wrapper.
-        where: the process or the model runner that needs it; ``gpu``: layers whose experts pass through slots there.
+        where: the process or the model runner that needs it; ``cpu``: workers on a CPU; ``gpu``: layers whose experts
+            pass through slots there.
         takes: names of the parameters that the wrapper relies on; all others are passed on.
         first: whether these are the first parameters, in this order: the wrapper gets them by position.
         since: the oldest inspected vLLM version that has the name in this form.
@@ -52,6 +53,7 @@ RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
+CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
 _AUTOREGRESSIVE = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
@@ -274,6 +276,18 @@ PATCHES = (
     Patch(f"{RUNNER_V2}.execute_model", "a forward has finished, also a failed one", "v2", until=_STEP_HOOK),
     Patch(f"{RUNNER_V2}.sample_tokens", "a step has finished: its tokens per request", "v2", until=_STEP_HOOK),
     Patch(f"{WORKER}.compile_or_warm_up_model", "nothing is counted while vLLM warms up", "worker", until=_STEP_HOOK),
+    Patch(
+        f"{CPU_WORKER}.determine_available_memory",
+        "the KV cache is no larger than requests can use if the user set no size: vLLM takes all RAM that is left",
+        "cpu",
+        until="a KV cache that vLLM bounds by max_num_seqs requests of max_model_len tokens",
+    ),
+    Patch(
+        f"{CPU_WORKER}.compile_or_warm_up_model",
+        "the KV cache, which vLLM has filled with zeros, takes memory only where requests use it",
+        "cpu",
+        until="a KV cache on the CPU that is allocated without being written to",
+    ),
     Patch(f"{WORKER}.shutdown", "traces are finished, threads stopped", "worker", until="a shutdown hook for plugins"),
     *(
         Patch(

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:  # the command line starts without torch
+    from torch import Tensor
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MADV_PAGEOUT = 21
@@ -52,13 +57,33 @@ def release_file_pages(suffix: str = ".safetensors") -> None:
 
 
 def release_freed_memory() -> None:
-    """Returns freed heap memory to the system; glibc would keep that of staged and converted weights.
+    """Returns freed heap memory to the system; allocators would keep that of staged and converted weights.
 
-    Does nothing on a C library without ``malloc_trim``.
+    vLLM recommends tcmalloc on a CPU, by ``LD_PRELOAD``: memory is then not glibc's to return. Does nothing with an
+    allocator that has neither function.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    libc = ctypes.CDLL(None)
+    if (release := getattr(libc, "MallocExtension_ReleaseFreeMemory", None)) is not None:  # tcmalloc
+        release()
+    if (trim := getattr(libc, "malloc_trim", None)) is not None:  # glibc
         trim(0)
+
+
+def release_zeros(tensor: Tensor) -> None:
+    """Returns the pages of a tensor to the system; it has zeros, and takes memory again where it is written to.
+
+    Args:
+        tensor: zeros, contiguous, in private memory of this process on a CPU. Parts of pages at its ends stay.
+    """
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:  # fails where pages are locked, and then they stay
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def own_memory() -> int:
+    """Returns the bytes of memory that this process takes, of pages shared with others its part."""
+    return psutil.Process().memory_full_info().pss
 
 
 def _read(path: Path) -> int | None:

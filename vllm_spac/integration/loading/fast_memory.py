@@ -12,14 +12,13 @@ import torch
 
 from vllm_spac.cache.working import Batch, MoEWidths, Widths, Working
 from vllm_spac.integration import graphs
+from vllm_spac.integration.loading import kv_cache
 from vllm_spac.system.host_memory import available_host_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.spac")
-
-_FULL_REQUESTS = 4  # requests of maximum length whose KV cache must fit next to the experts
 
 
 def working(vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEWidths]) -> Working:
@@ -78,7 +77,7 @@ def budget(
     else:
         available, total = torch.cuda.mem_get_info(device)
         free = available - (1 - utilization) * total
-    return int(free) - draft_bytes(vllm_config) - kv_bytes(vllm_config) - working
+    return int(free) - draft_bytes(vllm_config) - kv_cache.beside_slots(vllm_config) - working
 
 
 def draft_bytes(vllm_config: VllmConfig) -> int:
@@ -105,14 +104,3 @@ def draft_bytes(vllm_config: VllmConfig) -> int:
             draft.model,
         )
     return nbytes
-
-
-def kv_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of KV cache: the configured size, else enough for ``_FULL_REQUESTS`` requests of maximum length."""
-    explicit = vllm_config.cache_config.kv_cache_memory_bytes
-    if explicit is not None:
-        return explicit
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    requests = min(_FULL_REQUESTS, vllm_config.scheduler_config.max_num_seqs)
-    return token * model.dtype.itemsize * model.max_model_len * requests

@@ -22,7 +22,7 @@ from vllm_spac.execution.base import Execution, ExecutionContext, Room
 from vllm_spac.integration import expert_workers, graphs
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
-from vllm_spac.integration.loading import ahead, assembly, description, fast_memory
+from vllm_spac.integration.loading import ahead, assembly, description, fast_memory, footprint, kv_cache
 from vllm_spac.integration.loading.fingerprint import content_of, drafter_fingerprint, fingerprint, model_fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
 from vllm_spac.integration.ranks import Ranks
@@ -73,6 +73,7 @@ class ModelExperts:
         self.trees: TreeDecoding | TreeDecodingV2 | None = None  # once the KV cache exists
         self.drafted = DraftProbabilities()
         self.draft_states: DraftStates  # from ``prepare`` on
+        self.other_weights: int  # bytes of the model's weights that are not experts; from ``prepare`` on
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
         self._shapes: list[MoEShape] = []
@@ -127,9 +128,10 @@ class ModelExperts:
         args = self.config, self.vllm_config, self._layers, self.device, self.model_name, self._predictor
         self._budget = assembly.budget(*args)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
+        self.other_weights = others
         working = fast_memory.working(self.vllm_config, self.device, {layer.spac_widths for layer in self._layers})
         if self.config.parsed_slots == Slots():
-            kv = gib(fast_memory.kv_bytes(self.vllm_config))
+            kv = gib(kv_cache.beside_slots(self.vllm_config))
             logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())
         total = sum(shape.total * shape.expert_bytes for shape in self._shapes)
         ranks = self.ranks.size
@@ -228,7 +230,16 @@ class ModelExperts:
         if self.config.tree:
             trees.install(self.vllm_config)
         worker_hooks.install()
+        if self.on_cpu:
+            footprint.install()
         draft_handover.install_in_worker()
+
+    @property
+    def fast_bytes(self) -> int:
+        """Bytes of experts in RAM: slots, and what is between them and the disk; once the weights are loaded."""
+        assert self.runtime is not None
+        slots = sum(e.residency.slots * e.shape.expert_bytes for e in self.runtime.executions)
+        return slots + sum(e.host.block.nbytes for e in self.runtime.executions if e.host is not None)
 
     def stats(self) -> dict:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""

@@ -1,0 +1,186 @@
+"""The size of the KV cache: what slots leave for it, what requests can use, and what of it takes memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_spac.integration.loading import footprint, kv_cache
+
+MIB = 1 << 20
+
+
+def config(
+    *,
+    requests: int = 8,
+    tokens: int = 1024,
+    prefixes: bool = False,
+    mla: bool = False,
+    text: dict | None = None,
+    hybrid: bool = True,
+    **cache,
+) -> SimpleNamespace:
+    """6 layers of 2 heads with 64 values of 2 bytes: 3 KiB per token."""
+    from vllm.config import CacheConfig
+
+    given = {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": None}
+    given["gpu_memory_utilization"] = CacheConfig.gpu_memory_utilization
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            max_model_len=tokens,
+            use_mla=mla,
+            dtype=torch.bfloat16,
+            hf_text_config=SimpleNamespace(**(text or {})),
+            get_num_layers=lambda parallel: 6,
+            get_num_kv_heads=lambda parallel: 2,
+            get_head_size=lambda: 64,
+        ),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=requests, max_num_batched_tokens=256, disable_hybrid_kv_cache_manager=not hybrid
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes, **(given | cache)),
+        kv_transfer_config=None,
+    )
+
+
+def layers(count: int = 6, block: int = 128) -> list:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return [FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)] * count
+
+
+# -- what slots leave ---------------------------------------------------------------------------------------
+
+
+def test_slots_leave_it_room_for_four_requests_or_for_as_many_as_there_can_be() -> None:
+    assert kv_cache.beside_slots(config(requests=256)) == 4 * 3 * MIB
+    assert kv_cache.beside_slots(config(requests=1)) == 3 * MIB
+    assert kv_cache.beside_slots(config(requests=1, kv_cache_memory_bytes=5)) == 5, "what the user said"
+
+
+def test_latent_attention_keeps_one_vector() -> None:
+    assert kv_cache.beside_slots(config(requests=1, mla=True)) == 3 * MIB // 2
+
+
+def test_a_layer_with_a_window_keeps_no_more_than_that_and_a_chunk_of_a_prompt() -> None:
+    text = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128}
+    token = 2 * 2 * 64 * 2
+    assert kv_cache.beside_slots(config(requests=1, text=text)) == token * 3 * (1024 + 128 + 256)
+    assert kv_cache.beside_slots(config(requests=1, text=text, tokens=300)) == token * 6 * 300
+    assert kv_cache.beside_slots(config(requests=1, text=text, hybrid=False)) == token * 6 * 1024
+    assert kv_cache.beside_slots(config(requests=1, text=text | {"sliding_window": None})) == token * 6 * 1024
+
+
+# -- what requests can use ----------------------------------------------------------------------------------
+
+
+def test_requests_use_whole_blocks_and_vllm_one_more() -> None:
+    block = 128 * 3 << 10
+    assert kv_cache.usable(config(), layers()) == (8 * 8 + 1) * block
+    assert kv_cache.usable(config(tokens=1025), layers()) == (8 * 9 + 1) * block
+    assert kv_cache.usable(config(prefixes=True), layers()) == (2 * 8 * 8 + 1) * block, "prefixes of earlier ones"
+
+
+def test_kinds_that_share_blocks_are_not_estimated() -> None:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    window = SlidingWindowSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=64)
+    assert kv_cache.usable(config(), [*layers(), window]) is None
+    assert kv_cache.usable(config(), []) is None
+
+
+# -- the hooks ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(footprint.logger, "info", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def worker(vllm_config: SimpleNamespace, managed: bool = True, tree: int = 0) -> SimpleNamespace:
+    model = nn.Linear(1, 1)
+    model.spac_kernel = None
+    model.spac = SimpleNamespace(config=SimpleNamespace(tree=tree)) if managed else None
+    runner = SimpleNamespace(
+        get_model=lambda: model, get_kv_cache_spec=lambda: dict(enumerate(layers())), vllm_config=vllm_config
+    )
+    return SimpleNamespace(model_runner=runner, vllm_config=vllm_config)
+
+
+def chosen(found: int, *args, **kwargs) -> int:
+    return footprint._bounded(lambda self: found)(worker(*args, **kwargs))
+
+
+def test_what_requests_cannot_use_is_not_taken_and_the_log_says_so(said) -> None:
+    needed = kv_cache.usable(config(), layers())
+    assert chosen(20 << 30, config()) == needed
+    (line,) = said
+    assert "24.4 MiB" in line and "20.00 GiB" in line and "--max-num-seqs 8" in line and "--max-model-len 1024" in line
+    assert "VLLM_CPU_KVCACHE_SPACE" in line
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"kv_cache_memory_bytes": 20 << 30}, {"num_gpu_blocks_override": 80}, {"gpu_memory_utilization": 0.5}],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_size_that_the_user_chose_stays(said, given: dict) -> None:
+    assert chosen(20 << 30, config(**given)) == 20 << 30 and said == []
+
+
+def test_it_is_never_more_than_vllm_found(said) -> None:
+    assert chosen(MIB, config()) == MIB and said == []
+
+
+def test_other_engines_and_trees_keep_what_vllm_found(said) -> None:
+    assert chosen(20 << 30, config(), managed=False) == 20 << 30
+    assert chosen(20 << 30, config(), tree=8) == 20 << 30, "trees take scratch from it, a share"
+    assert said == []
+
+
+def settled(monkeypatch: pytest.MonkeyPatch, vllm_config: SimpleNamespace, rank: int = 0) -> torch.Tensor:
+    """Returns the KV cache of two layers after the hook, of which some bytes were not zero: a sign of release."""
+    monkeypatch.setattr(footprint, "own_memory", lambda: 600 * MIB)
+    cache = torch.ones(64 * MIB, dtype=torch.uint8)
+    at = worker(vllm_config)
+    at.model_runner.kv_caches = [cache[: 32 * MIB].view(torch.bfloat16), [cache[32 * MIB :]]]
+    at.model_runner.get_model().spac = SimpleNamespace(
+        vllm_config=vllm_config,
+        fast_bytes=100 * MIB,
+        other_weights=20 * MIB,
+        ranks=SimpleNamespace(rank=rank),
+    )
+    assert footprint._settled(lambda self: "warm")(at) == "warm"
+    return cache
+
+
+def test_the_cache_takes_no_memory_until_it_is_used_and_one_line_says_what_does(said, monkeypatch) -> None:
+    cache = settled(monkeypatch, config())
+    assert not cache[4096:-4096].any(), "its pages were not returned"
+    (line,) = said
+    assert "600.0 MiB: 100.0 MiB of slots, 20.0 MiB of other weights, 480.0 MiB of vLLM" in line
+    assert "up to 64.0 MiB more for their KV cache, of which they can use 24.4 MiB: --kv-cache-memory-bytes" in line
+    assert str(kv_cache.usable(config(), layers())) in line
+
+
+def test_the_line_names_no_smaller_size_where_all_can_be_used(said, monkeypatch) -> None:
+    settled(monkeypatch, config(requests=128))
+    (line,) = said
+    assert line.endswith("64.0 MiB more for their KV cache")
+
+
+def test_one_rank_says_it(said, monkeypatch) -> None:
+    settled(monkeypatch, config(), rank=1)
+    assert said == []
+
+
+def test_pages_that_a_connector_knows_stay(said, monkeypatch) -> None:
+    given = config()
+    given.kv_transfer_config = object()
+    assert settled(monkeypatch, given).all()
