@@ -220,8 +220,11 @@ def _draw(results: dict[str, dict], title: str, folder: Path) -> None:
 
 
 def _left_out(file: PredictorFile) -> None:
+    from vllm_spac.prediction.training import NOT_WANTED
+
     for name, why in file.left_out.items():
-        Console().print(f"left out: {name}: {shown(why)}", highlight=False, soft_wrap=True)
+        if why != NOT_WANTED:
+            Console().print(f"left out: {name}: {shown(why)}", highlight=False, soft_wrap=True)
 
 
 def _write_json(path: Path, results: dict[str, dict]) -> None:

@@ -17,6 +17,7 @@ from vllm_spac.system import tensor_file
 from vllm_spac.system.tensor_file import check
 
 PROGRESS_FORMAT = "spac-predictors-progress-1"
+NOT_WANTED = "it was not asked for"
 _REMEDY = "delete it to start from the first stage"
 
 
@@ -50,7 +51,7 @@ class Training:
         wanted = closure(only)
         for name, kind in kinds().items():
             if name not in wanted:
-                self.left_out[name] = "it was not asked for"
+                self.left_out[name] = NOT_WANTED
             elif why := self._unfit(name, kind, material, names):
                 self.left_out[name] = why
             else:
