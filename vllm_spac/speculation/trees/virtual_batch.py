@@ -1,9 +1,10 @@
-"""The batch as attention sees it while trees are verified: a row is a sequence.
+"""The batch as attention sees it while trees are verified: a path is a sequence.
 
-Each row of a tree is a one-token decode of its own sequence, whose block table is the request's prefix followed by
-scratch blocks of its own. The scratch holds a copy of the prefix's last, partly filled block and the keys and values of
-the row's ancestors at the positions that they would have in a chain. An ordinary causal kernel then computes attention
-over the tree, and the scratch blocks of the accepted row are the request's next blocks.
+A tree is divided into paths, each of which is a sequence whose queries are the path's rows. The block table of the
+first one, which begins at the root, is the request's; that of the others is the request's prefix followed by scratch
+blocks of their own, which hold a copy of the prefix's last, partly filled block and the keys and values of the path's
+rows and of their ancestors. In each, rows are at the positions that they would have in a chain. An ordinary causal
+kernel then computes attention over the tree, and the blocks of an accepted row's path are the request's next blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from vllm_spac.speculation.trees.draft_tree import DraftTree
+
+Paths = tuple[tuple[int, ...], ...]
 
 
 def scratch_blocks(depth: int, block_size: int) -> int:
@@ -33,13 +36,15 @@ class TreeRows:
         start: first row, the root's.
         base: tokens of the request whose keys and values are in its blocks: the position of the root.
         tree: what is verified.
-        scratch: int64 [rows, blocks], scratch blocks of each row; those of the root are not used.
+        paths: its rows as sequences, that of the root first; within each, a row's parent comes right before it.
+        scratch: int64 [paths - 1, blocks], scratch blocks of each path but the first.
     """
 
     request: int
     start: int
     base: int
     tree: DraftTree
+    paths: Paths
     scratch: Tensor
 
     def first_block(self, block_size: int) -> int:
@@ -50,9 +55,15 @@ class TreeRows:
         """int64 [rows]: the position of each row."""
         return self.base + torch.tensor(self.tree.depths)
 
+    def blocks(self, block_table: Tensor, block_size: int) -> Tensor:
+        """int64 [paths, blocks]: where the rows of each path, and their ancestors behind the prefix, are stored."""
+        columns = self.first_block(block_size) + torch.arange(self.scratch.shape[1])
+        own = block_table[self.request, columns.clamp(max=block_table.shape[1] - 1)].long()
+        return torch.cat([own[None], self.scratch])
+
 
 class VirtualBatch(NamedTuple):
-    """Attention metadata of a batch whose tree rows are sequences.
+    """Attention metadata of a batch whose sequences are the paths of trees, and requests without one.
 
     Attributes:
         query_start: int32 [S + 1], first row of each sequence.
@@ -66,7 +77,7 @@ class VirtualBatch(NamedTuple):
 
 
 class Scattered(NamedTuple):
-    """Keys and values that are written to scratch besides their own slots.
+    """Keys and values that are written besides the slots that their rows have in a chain.
 
     Attributes:
         rows: int64 [pairs], row of the forward that they are of.
@@ -80,7 +91,7 @@ class Scattered(NamedTuple):
 def virtual_batch(
     query_start: Tensor, lengths: Tensor, block_table: Tensor, trees: Sequence[TreeRows], block_size: int
 ) -> VirtualBatch:
-    """Makes each row of ``trees`` a sequence; other requests remain one each.
+    """Makes each path of ``trees`` a sequence, of the rows in the order of ``by_path``; other requests remain one each.
 
     Args:
         query_start: int32 [R + 1], first row of each request.
@@ -89,41 +100,63 @@ def virtual_batch(
         trees: in ascending order of requests.
         block_size: tokens per block.
     """
-    rows = torch.ones(len(lengths), dtype=torch.long)
+    count = torch.ones(len(lengths), dtype=torch.long)
     for tree in trees:
-        rows[tree.request] = tree.tree.rows
-    owner = torch.arange(len(lengths)).repeat_interleave(rows)
-    first = rows.cumsum(0) - rows
+        count[tree.request] = len(tree.paths)
+    owner = torch.arange(len(lengths)).repeat_interleave(count)
+    first = count.cumsum(0) - count
     starts, ends, table = query_start[owner], lengths[owner], block_table[owner]
     for tree in trees:
-        here = slice(int(first[tree.request]), int(first[tree.request]) + tree.tree.rows)
-        starts[here] = torch.arange(tree.start, tree.start + tree.tree.rows, dtype=starts.dtype)
-        ends[here] = (tree.positions() + 1).to(ends.dtype)
+        here = slice(int(first[tree.request]), int(first[tree.request]) + len(tree.paths))
+        rows = torch.tensor([len(path) for path in tree.paths])
+        starts[here] = (tree.start + rows.cumsum(0) - rows).to(starts.dtype)
+        ends[here] = torch.tensor([tree.base + 1 + tree.tree.depths[path[-1]] for path in tree.paths], dtype=ends.dtype)
         block = tree.first_block(block_size)
         used = min(tree.scratch.shape[1], table.shape[1] - block)
-        table[here.start + 1 : here.stop, block : block + used] = tree.scratch[1:, :used].to(table.dtype)
+        table[here.start + 1 : here.stop, block : block + used] = tree.scratch[:, :used].to(table.dtype)
     return VirtualBatch(torch.cat([starts, query_start[-1:]]), ends, table)
 
 
-def scattered(trees: Sequence[TreeRows], block_size: int) -> Scattered:
-    """Where the keys and values of each node's ancestors, its own included, go in the node's scratch."""
+def by_path(trees: Sequence[TreeRows], rows: int) -> Tensor:
+    """The rows of a forward, int64 [rows], in the order in which those of each path are next to one another."""
+    order = torch.arange(rows)
+    for tree in trees:
+        rows_by_path = torch.tensor([row for path in tree.paths for row in path])
+        order[tree.start : tree.start + tree.tree.rows] = tree.start + rows_by_path
+    return order
+
+
+def scattered(trees: Sequence[TreeRows], block_table: Tensor, block_size: int) -> Scattered:
+    """Where the keys and values of each path's rows and their ancestors go, if they are not there.
+
+    Args:
+        trees: verified in this step.
+        block_table: [requests, blocks], of the whole batch.
+        block_size: tokens per block.
+    """
     rows, slots = [], []
     for tree in trees:
-        nodes, ancestors = _lineage(tree.tree.parents)
-        place = tree.positions()[ancestors] - tree.first_block(block_size) * block_size
-        rows.append(tree.start + ancestors)
-        slots.append(tree.scratch[nodes, place // block_size] * block_size + place % block_size)
+        path, row = _lineage(tree.tree.parents, tree.paths)
+        place = tree.positions()[row] - tree.first_block(block_size) * block_size
+        rows.append(tree.start + row)
+        blocks = tree.blocks(block_table, block_size)[path, place // block_size]
+        slots.append(blocks * block_size + place % block_size)
     return Scattered(torch.cat(rows), torch.cat(slots))
 
 
 @lru_cache(maxsize=256)
-def _lineage(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(node, ancestor) pairs, int64 [pairs] each, of every node but the root; a node is an ancestor of itself."""
+def _lineage(parents: tuple[int, ...], paths: Paths) -> tuple[Tensor, Tensor]:
+    """(path, row) pairs, int64 [pairs] each: the rows from the root to each path's last, where they are written anew.
+
+    The first path is in the request's own blocks, where a row has its slot already if it is as deep as in a chain.
+    """
     lines: list[list[int]] = [[0]]
-    for node, parent in enumerate(parents[1:], 1):
-        lines.append([*lines[parent], node])
-    nodes = torch.tensor([node for node, line in enumerate(lines) for _ in line if node], dtype=torch.long)
-    return nodes, torch.tensor([row for line in lines[1:] for row in line], dtype=torch.long)
+    for row, parent in enumerate(parents[1:], 1):
+        lines.append([*lines[parent], row])
+    pairs = [(0, row) for row in paths[0] if len(lines[row]) != row + 1]
+    pairs += [(number, row) for number, path in enumerate(paths[1:], 1) for row in lines[path[-1]]]
+    numbers, rows = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)
+    return numbers, rows
 
 
 class LevelBatch(NamedTuple):
