@@ -9,6 +9,7 @@ kernel then computes attention over the tree, and the blocks of an accepted row'
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,30 +101,34 @@ def virtual_batch(
         trees: in ascending order of requests.
         block_size: tokens per block.
     """
-    count = torch.ones(len(lengths), dtype=torch.long)
+    begins, ends = query_start.tolist(), lengths.tolist()
+    sequences = [[(begin, end)] for begin, end in zip(begins, ends, strict=False)]
     for tree in trees:
-        count[tree.request] = len(tree.paths)
-    owner = torch.arange(len(lengths)).repeat_interleave(count)
-    first = count.cumsum(0) - count
-    starts, ends, table = query_start[owner], lengths[owner], block_table[owner]
+        begin = itertools.accumulate(map(len, tree.paths), initial=tree.start)
+        end = [tree.base + 1 + tree.tree.depths[path[-1]] for path in tree.paths]
+        sequences[tree.request] = list(zip(begin, end, strict=False))
+    table = block_table[torch.tensor([request for request, its in enumerate(sequences) for _ in its])]
+    first = list(itertools.accumulate(map(len, sequences), initial=0))
     for tree in trees:
-        here = slice(int(first[tree.request]), int(first[tree.request]) + len(tree.paths))
-        rows = torch.tensor([len(path) for path in tree.paths])
-        starts[here] = (tree.start + rows.cumsum(0) - rows).to(starts.dtype)
-        ends[here] = torch.tensor([tree.base + 1 + tree.tree.depths[path[-1]] for path in tree.paths], dtype=ends.dtype)
         block = tree.first_block(block_size)
         used = min(tree.scratch.shape[1], table.shape[1] - block)
-        table[here.start + 1 : here.stop, block : block + used] = tree.scratch[:, :used].to(table.dtype)
-    return VirtualBatch(torch.cat([starts, query_start[-1:]]), ends, table)
+        own = table[first[tree.request] + 1 : first[tree.request + 1]]
+        own[:, block : block + used] = tree.scratch[:, :used]
+    flat = sum(sequences, [])
+    return VirtualBatch(
+        torch.tensor([*(begin for begin, _ in flat), begins[-1]], dtype=query_start.dtype),
+        torch.tensor([end for _, end in flat], dtype=lengths.dtype),
+        table,
+    )
 
 
 def by_path(trees: Sequence[TreeRows], rows: int) -> Tensor:
     """The rows of a forward, int64 [rows], in the order in which those of each path are next to one another."""
-    order = torch.arange(rows)
+    order = list(range(rows))
     for tree in trees:
-        rows_by_path = torch.tensor([row for path in tree.paths for row in path])
-        order[tree.start : tree.start + tree.tree.rows] = tree.start + rows_by_path
-    return order
+        its = [tree.start + row for path in tree.paths for row in path]
+        order[tree.start : tree.start + len(its)] = its
+    return torch.tensor(order)
 
 
 def scattered(trees: Sequence[TreeRows], block_table: Tensor, block_size: int) -> Scattered:
@@ -136,8 +141,8 @@ def scattered(trees: Sequence[TreeRows], block_table: Tensor, block_size: int) -
     """
     rows, slots = [], []
     for tree in trees:
-        path, row = _lineage(tree.tree.parents, tree.paths)
-        place = tree.positions()[row] - tree.first_block(block_size) * block_size
+        path, row, depth = _lineage(tree.tree.parents, tree.paths)
+        place = tree.base % block_size + depth
         rows.append(tree.start + row)
         blocks = tree.blocks(block_table, block_size)[path, place // block_size]
         slots.append(blocks * block_size + place % block_size)
@@ -145,18 +150,18 @@ def scattered(trees: Sequence[TreeRows], block_table: Tensor, block_size: int) -
 
 
 @lru_cache(maxsize=256)
-def _lineage(parents: tuple[int, ...], paths: Paths) -> tuple[Tensor, Tensor]:
-    """(path, row) pairs, int64 [pairs] each: the rows from the root to each path's last, where they are written anew.
+def _lineage(parents: tuple[int, ...], paths: Paths) -> Tensor:
+    """(path, row, depth), int64 [3, pairs]: the rows from the root to each path's last one that are written again.
 
     The first path is in the request's own blocks, where a row has its slot already if it is as deep as in a chain.
     """
     lines: list[list[int]] = [[0]]
     for row, parent in enumerate(parents[1:], 1):
         lines.append([*lines[parent], row])
-    pairs = [(0, row) for row in paths[0] if len(lines[row]) != row + 1]
-    pairs += [(number, row) for number, path in enumerate(paths[1:], 1) for row in lines[path[-1]]]
-    numbers, rows = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)
-    return numbers, rows
+    written = [(0, row, depth) for depth, row in enumerate(paths[0]) if row != depth]
+    for number, path in enumerate(paths[1:], 1):
+        written += [(number, row, depth) for depth, row in enumerate(lines[path[-1]])]
+    return torch.tensor(written, dtype=torch.long).view(-1, 3).T
 
 
 class LevelBatch(NamedTuple):
