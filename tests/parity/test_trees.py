@@ -50,7 +50,8 @@ def test_sixteen_nodes(stock) -> None:
     assert sum(int(tokens) * count for tokens, count in found["stats"]["tree_accepted"].items()) > 500
     for control in controls:
         said = [answer["tokens"] for answer in found["answers"][control]]
-        assert sum(ours == answer["tokens"] for ours, answer in zip(said, stock["greedy"], strict=True)) < 4, control
+        same = sum(ours == answer["tokens"] for ours, answer in zip(said, stock["greedy"], strict=True))
+        assert same < len(said) / 2, control  # accepted rows of a tree's first path are in place without compaction
 
 
 @pytest.mark.full
