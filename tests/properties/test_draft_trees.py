@@ -18,7 +18,6 @@ from vllm_spac.speculation.trees.shape import DynamicShape, StaticShape, TreeSha
 from vllm_spac.speculation.trees.verification import walk
 from vllm_spac.speculation.trees.virtual_batch import (
     TreeRows,
-    by_path,
     level_batch,
     scattered,
     scratch_blocks,
@@ -243,17 +242,13 @@ def test_a_row_sees_its_ancestors_and_the_accepted_path_becomes_the_prefix(bases
         cache.write(also.slots, values[also.rows])
         starts = torch.tensor([0, *[tree.start for tree in rows], start], dtype=torch.int32)
         lengths = torch.tensor([plain, *[tree.base + tree.tree.rows for tree in rows]], dtype=torch.int32)
-        batch, order = virtual_batch(starts, lengths, table, rows, block_size), by_path(rows, start)
-        assert batch.query_start.tolist()[:2] == [0, plain] and order[:plain].tolist() == list(range(plain))
+        batch = virtual_batch(starts, lengths, table, rows, block_size)
+        assert batch.query_start.tolist() == [0, *range(plain, start + 1)]
         assert int(batch.lengths[0]) == plain and batch.block_table[0].tolist() == table[0].tolist()
-        assert sorted(order.tolist()) == list(range(start)) and int(batch.query_start[-1]) == start
-        assert len(batch.lengths) == 1 + sum(len(tree.paths) for tree in rows)
-        owner = {tree.start + row: (tree, row) for tree in rows for row in range(tree.tree.rows)}
-        for sequence in range(1, len(batch.lengths)):
-            first, stop = batch.query_start[sequence : sequence + 2].tolist()
-            for query in range(first, stop):
-                tree, row = owner[int(order[query])]
-                seen = cache.read(batch.block_table[sequence], int(batch.lengths[sequence]) - (stop - 1 - query))
+        for tree in rows:
+            for row in range(tree.tree.rows):
+                sequence = 1 + tree.start + row - plain
+                seen = cache.read(batch.block_table[sequence], int(batch.lengths[sequence]))
                 lineage = [int(values[tree.start + other]) for other in tree.tree.path(row)]
                 assert seen == prefixes[tree.request - 1] + lineage
         accepted = [tree.path(data.draw(st.integers(0, tree.rows - 1)))[1:] for tree in step]

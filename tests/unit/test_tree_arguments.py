@@ -173,18 +173,3 @@ def test_scratch_counts_paths_or_rows_and_its_sets_are_disjoint(shape, by_row: b
     for taken in (blocks.trees(3), blocks.levels(3)):
         assert taken.unique().numel() == taken.numel() and int(taken.min()) == 1 and int(taken.max()) <= blocks.count
     assert blocks.trees(3).shape == (3, sequences, blocks.each)
-
-
-def test_queries_are_in_the_order_of_their_sequences_and_answers_in_that_of_their_rows() -> None:
-    def forward(layer, query, key, *, output, scale):
-        assert key == "key" and layer == "layer"
-        output.copy_(scale * query + torch.arange(len(query))[:, None])
-        return output
-
-    trees = SimpleNamespace(order=None)
-    attended, query, output = attention.attending(forward, trees), torch.tensor([[0.0], [10], [20]]), torch.ones(5, 1)
-    given = {"output": output[:3], "scale": 1}
-    assert attended("layer", query, "key", **given).tolist() == [[0], [11], [22]]
-    trees.order = torch.tensor([2, 0, 1])
-    assert attended("layer", query, "key", output=output, scale=1) is output
-    assert output.flatten().tolist() == [1, 12, 20, 1, 1], "rows that pad a batch are left as they are"

@@ -1,10 +1,11 @@
-"""The batch as attention sees it while trees are verified: a path is a sequence.
+"""The batch as attention sees it while trees are verified: a row is a sequence.
 
-A tree is divided into paths, each of which is a sequence whose queries are the path's rows. The block table of the
-first one, which begins at the root, is the request's; that of the others is the request's prefix followed by scratch
-blocks of their own, which hold a copy of the prefix's last, partly filled block and the keys and values of the path's
-rows and of their ancestors. In each, rows are at the positions that they would have in a chain. An ordinary causal
-kernel then computes attention over the tree, and the blocks of an accepted row's path are the request's next blocks.
+Each row of a tree is a one-token decode of its own sequence, in which it is at the position that it would have in a
+chain. A tree is divided into paths, whose rows share the blocks behind the request's prefix: those of the first path,
+which begins at the root, are the request's own; each other path has scratch blocks, which hold a copy of the prefix's
+last, partly filled block and the keys and values of the path's rows and of their ancestors. A row's sequence ends at
+the row, so that it does not see those that follow on its path. An ordinary causal kernel then computes attention over
+the tree, and the blocks of an accepted row's path are the request's next blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class TreeRows:
         start: first row, the root's.
         base: tokens of the request whose keys and values are in its blocks: the position of the root.
         tree: what is verified.
-        paths: its rows as sequences, that of the root first; within each, a row's parent comes right before it.
+        paths: its rows, those of the root's path first; within each, a row's parent comes right before it.
         scratch: int64 [paths - 1, blocks], scratch blocks of each path but the first.
     """
 
@@ -64,7 +65,7 @@ class TreeRows:
 
 
 class VirtualBatch(NamedTuple):
-    """Attention metadata of a batch whose sequences are the paths of trees, and requests without one.
+    """Attention metadata of a batch whose sequences are the rows of trees, and requests without one.
 
     Attributes:
         query_start: int32 [S + 1], first row of each sequence.
@@ -92,7 +93,7 @@ class Scattered(NamedTuple):
 def virtual_batch(
     query_start: Tensor, lengths: Tensor, block_table: Tensor, trees: Sequence[TreeRows], block_size: int
 ) -> VirtualBatch:
-    """Makes each path of ``trees`` a sequence, of the rows in the order of ``by_path``; other requests remain one each.
+    """Makes each row of ``trees`` a sequence; other requests remain one each.
 
     Args:
         query_start: int32 [R + 1], first row of each request.
@@ -101,34 +102,29 @@ def virtual_batch(
         trees: in ascending order of requests.
         block_size: tokens per block.
     """
-    begins, ends = query_start.tolist(), lengths.tolist()
-    sequences = [[(begin, end)] for begin, end in zip(begins, ends, strict=False)]
+    rows = [1] * len(lengths)
     for tree in trees:
-        begin = itertools.accumulate(map(len, tree.paths), initial=tree.start)
-        end = [tree.base + 1 + tree.tree.depths[path[-1]] for path in tree.paths]
-        sequences[tree.request] = list(zip(begin, end, strict=False))
-    table = block_table[torch.tensor([request for request, its in enumerate(sequences) for _ in its])]
-    first = list(itertools.accumulate(map(len, sequences), initial=0))
+        rows[tree.request] = tree.tree.rows
+    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(rows))
+    first = list(itertools.accumulate(rows, initial=0))
+    starts, ends, table = query_start[owner], lengths[owner], block_table[owner]
     for tree in trees:
+        here = slice(first[tree.request], first[tree.request + 1])
+        starts[here] = torch.arange(tree.start, tree.start + tree.tree.rows, dtype=starts.dtype)
+        ends[here] = (tree.positions() + 1).to(ends.dtype)
         block = tree.first_block(block_size)
         used = min(tree.scratch.shape[1], table.shape[1] - block)
-        own = table[first[tree.request] + 1 : first[tree.request + 1]]
-        own[:, block : block + used] = tree.scratch[:, :used]
-    flat = sum(sequences, [])
-    return VirtualBatch(
-        torch.tensor([*(begin for begin, _ in flat), begins[-1]], dtype=query_start.dtype),
-        torch.tensor([end for _, end in flat], dtype=lengths.dtype),
-        table,
-    )
+        path, elsewhere = _places(tree.paths)
+        table[here][elsewhere, block : block + used] = tree.scratch[path, :used].to(table.dtype)
+    return VirtualBatch(torch.cat([starts, query_start[-1:]]), ends, table)
 
 
-def by_path(trees: Sequence[TreeRows], rows: int) -> Tensor:
-    """The rows of a forward, int64 [rows], in the order in which those of each path are next to one another."""
-    order = list(range(rows))
-    for tree in trees:
-        its = [tree.start + row for path in tree.paths for row in path]
-        order[tree.start : tree.start + len(its)] = its
-    return torch.tensor(order)
+@lru_cache(maxsize=256)
+def _places(paths: Paths) -> tuple[Tensor, Tensor]:
+    """(path, row), int64 [rows] each, of the rows with scratch; the paths are counted from the first with scratch."""
+    found = [(number, row) for number, path in enumerate(paths[1:]) for row in path]
+    path, row = torch.tensor(found, dtype=torch.long).view(-1, 2).T
+    return path, row
 
 
 def scattered(trees: Sequence[TreeRows], block_table: Tensor, block_size: int) -> Scattered:

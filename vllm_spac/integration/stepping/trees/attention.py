@@ -1,4 +1,4 @@
-"""Hooks of the target model's attention: paths of trees are sequences, and their ancestors' keys go to scratch."""
+"""Hooks of the target model's attention: rows of trees are sequences, and their ancestors' keys go to scratch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 from vllm_spac.speculation.trees.virtual_batch import Scattered, VirtualBatch
@@ -24,14 +23,7 @@ class Scattering(Protocol):
 
 
 class Trees(Scattering, Protocol):
-    """What the hooks ask in each forward of the target; None: it verifies no tree.
-
-    Attributes:
-        order: int64 [rows], the rows of the forward as the sequences of ``virtual`` have them.
-    """
-
-    @property
-    def order(self) -> Tensor | None: ...
+    """What the hooks ask in each forward of the target; None: it verifies no tree."""
 
     def virtual(self, metadata: CommonAttentionMetadata) -> VirtualBatch | None: ...
 
@@ -49,7 +41,6 @@ def install(runner: GPUModelRunner, names: list[str], trees: Trees) -> None:
     for name in names:
         impl = runner.compilation_config.static_forward_context[name].impl
         impl.do_kv_cache_update = updating(impl.do_kv_cache_update, trees)
-        impl.forward = attending(impl.forward, trees)
 
 
 def _builders(runner: GPUModelRunner) -> Iterator[Any]:
@@ -93,18 +84,3 @@ def updating(update: Callable, trees: Scattering) -> Callable:
             update(layer, key[also.rows], value[also.rows], kv_cache, also.slots)
 
     return updated
-
-
-def attending(forward: Callable, trees: Trees) -> Callable:
-    """In place of a layer's ``forward``: its queries are the rows in the order of their sequences.
-
-    Keys and values are passed on as they are: kernels read them from the cache, where ``updating`` has written them.
-    """
-
-    def attended(layer: Any, query: Tensor, *args: Any, output: Tensor, **kwargs: Any) -> Tensor:
-        if (order := trees.order) is None:
-            return forward(layer, query, *args, output=output, **kwargs)
-        output[order] = forward(layer, query[order], *args, output=torch.empty_like(output[: len(order)]), **kwargs)
-        return output
-
-    return attended

@@ -16,14 +16,7 @@ from vllm_spac.speculation.trees.counters import TreeCounters
 from vllm_spac.speculation.trees.draft_tree import DraftTree
 from vllm_spac.speculation.trees.kv_compaction import BlockCopies, after_walk, before_forward
 from vllm_spac.speculation.trees.shape import TreeShape
-from vllm_spac.speculation.trees.virtual_batch import (
-    Scattered,
-    TreeRows,
-    VirtualBatch,
-    by_path,
-    scattered,
-    virtual_batch,
-)
+from vllm_spac.speculation.trees.virtual_batch import Scattered, TreeRows, VirtualBatch, scattered, virtual_batch
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -59,8 +52,7 @@ class TreeDecoding:
         self._rows: list[TreeRows] = []  # of those that branch
         self._paths: list[list[int]] = []  # accepted rows of each of ``_rows``
         self.accepted: list[list[int]] | None = None  # drafts of each request of the step; None if none had any
-        self.scattered: Scattered | None = None  # while the target runs, as is ``order``
-        self.order: Tensor | None = None
+        self.scattered: Scattered | None = None  # while the target runs
         self._drafting: list[int] = []  # requests that the drafter continues
         drafter = runner.drafter
         names = [*runner.kv_cache_config.kv_cache_groups[0].layer_names]
@@ -109,11 +101,10 @@ class TreeDecoding:
                 places = self.scratch.trees(len(batch.req_ids))[len(self._rows), : len(tree.paths) - 1]
                 base = int(batch.num_computed_tokens_cpu[index]) + count - tree.rows
                 self._rows.append(TreeRows(index, stop - tree.rows, base, tree, tree.paths, places))
-        self.scattered = self.order = None
+        self.scattered = None
         for rows in self._rows:
             self._runner.positions[rows.start : rows.start + rows.tree.rows] = rows.positions()
         if self._rows:
-            self.order = by_path(self._rows, stop)
             self.scattered = scattered(self._rows, self._block_table, self._block_size)
             self._copy(before_forward(self._rows, self._block_table, self._block_size))
 
@@ -128,7 +119,7 @@ class TreeDecoding:
         return tree.parents[1:] if tree is not None and tree.branches else None
 
     def virtual(self, metadata: CommonAttentionMetadata) -> VirtualBatch | None:
-        if self.order is None:
+        if self.scattered is None:
             return None
         table = metadata.block_table_tensor
         return virtual_batch(metadata.query_start_loc_cpu, metadata.seq_lens, table, self._rows, self._block_size)
@@ -148,8 +139,7 @@ class TreeDecoding:
         self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling: SamplingMetadata
     ) -> SamplerOutput:
         """In place of ``RejectionSampler.forward``: accepts a path of each tree, and moves its keys into place."""
-        trees, self._trees = self._trees, None
-        self.scattered = self.order = None
+        trees, self._trees, self.scattered = self._trees, None, None
         if trees is None:  # vLLM warms up its sampler
             return self._verify_plainly(metadata, draft_probs, logits, sampling)
         assert [len(tree.tokens) for tree in trees] == list(metadata.num_draft_tokens)

@@ -28,7 +28,7 @@ class Scratch:
         requests: most requests of a step.
         block_size: tokens per block.
         device: where the ids are used.
-        by_row: each row of a tree is a sequence with scratch, as ``tensors`` has it; otherwise each path but the first.
+        by_row: each row of a tree has scratch of its own, as ``tensors`` has it; otherwise each path but the first.
     """
 
     def __init__(
@@ -40,20 +40,20 @@ class Scratch:
         by_row: bool = False,
     ) -> None:
         self.each = scratch_blocks(shape.depth, block_size)
-        self._sequences, self._front = shape.nodes + 1 if by_row else shape.leaves - 1, shape.front
-        self.count = requests * self.each * max(self._sequences, 2 * self._front)
+        self._parts, self._front = shape.nodes + 1 if by_row else shape.leaves - 1, shape.front
+        self.count = requests * self.each * max(self._parts, 2 * self._front)
         self._ids = torch.arange(1, self.count + 1, device=device)
 
     def trees(self, count: int) -> Tensor:
-        """Blocks of all sequences of the first ``count`` trees of a step, int64 [count, sequences, blocks of each]."""
-        return self._of(count, self._sequences)
+        """Blocks of all rows or paths of the first ``count`` trees of a step, int64 [count, rows or paths, blocks of each]."""
+        return self._of(count, self._parts)
 
     def levels(self, requests: int) -> Tensor:
         """Blocks of two levels of growth, int64 [2, requests, front, blocks of each]."""
         return self._of(2, requests, self._front)
 
-    def _of(self, *sequences: int) -> Tensor:
-        return self._ids[: math.prod(sequences) * self.each].view(*sequences, self.each)
+    def _of(self, *parts: int) -> Tensor:
+        return self._ids[: math.prod(parts) * self.each].view(*parts, self.each)
 
 
 def reserve(scheduler: Scheduler, vllm_config: VllmConfig, scratch: Scratch) -> None:
