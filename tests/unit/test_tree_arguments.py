@@ -5,12 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.stepping import drafts
-from vllm_spac.integration.stepping.trees import arguments, attention, scratch
+from vllm_spac.integration.stepping.trees import arguments, scratch
 from vllm_spac.speculation.trees.shape import DynamicShape, StaticShape
 
 HEAD = {"method": "eagle3", "model": "head"}

@@ -45,7 +45,7 @@ class Scratch:
         self._ids = torch.arange(1, self.count + 1, device=device)
 
     def trees(self, count: int) -> Tensor:
-        """Blocks of all rows or paths of the first ``count`` trees of a step, int64 [count, rows or paths, blocks of each]."""
+        """Blocks of all parts (rows or paths) of ``count`` trees of a step, int64 [count, parts, blocks of each]."""
         return self._of(count, self._parts)
 
     def levels(self, requests: int) -> Tensor:
