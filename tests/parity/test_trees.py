@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import tree_runs
 
+from vllm_spac.config import SpacConfig
+from vllm_spac.integration.stepping.trees.scratch import Scratch
 from vllm_spac.traces.format import Trace
 from vllm_spac.traces.text import Text
 
@@ -50,7 +52,8 @@ def test_sixteen_nodes(stock) -> None:
     assert sum(int(tokens) * count for tokens, count in found["stats"]["tree_accepted"].items()) > 500
     for control in controls:
         said = [answer["tokens"] for answer in found["answers"][control]]
-        assert sum(ours == answer["tokens"] for ours, answer in zip(said, stock["greedy"], strict=True)) < 4, control
+        same = sum(ours == answer["tokens"] for ours, answer in zip(said, stock["greedy"], strict=True))
+        assert same < len(said) / 2, control  # accepted rows of a tree's first path are in place without compaction
 
 
 @pytest.mark.full
@@ -66,15 +69,17 @@ def test_sixteen_nodes(stock) -> None:
 )
 def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
     """With prefix caching, and a cache that holds a few requests only."""
-    rows = 8 * 2 * (1 + spac["tree"])
-    blocks = 30 + max(rows, 8 * 2 * 2 * 8)
+    shape = SpacConfig(**EXACT | spac).draft_tree
+    assert shape is not None
+    requests, rows = tree_runs.SETTINGS["max_num_seqs"], max(shape.nodes + 1, shape.front)
+    scratch = Scratch(shape, requests, tree_runs.SETTINGS["block_size"])
     found = tree_runs.run(
         EXACT | spac,
         tricks=("cut", "poison", "small cache"),
         speculative_config=tree_runs.EAGLE3,
         enable_prefix_caching=True,
-        num_gpu_blocks_override=blocks,
-        max_num_batched_tokens=max(64, rows // 2),
+        num_gpu_blocks_override=scratch.count + 30,
+        max_num_batched_tokens=max(64, requests * rows),
     )
     assert_same(found, stock)
     assert found["preempted"] > 0 and trees_of(found)["trees"] > 100

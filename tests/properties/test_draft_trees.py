@@ -71,7 +71,7 @@ def test_grown_trees_are_connected_and_each_prefix_is_a_tree(nodes, depth, kind,
         assert sum(map(len, tree.children)) == len(tree.tokens), "two siblings with one token"
         for drafts in range(len(tree.tokens) + 1):
             part = tree.cut(drafts)
-            assert part.tokens == tree.tokens[:drafts]
+            assert part.tokens == tree.tokens[:drafts] and len(part.paths) <= shape.leaves
         chain = tree.best_chain()
         assert not chain.branches and len(chain.tokens) == max(tree.depths)
 
@@ -83,6 +83,21 @@ def test_a_dynamic_tree_holds_the_most_probable_nodes(seed: int, nodes: int) -> 
     (whole,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, 500)
     (tree,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, nodes)
     assert list(tree.reached) == sorted(whole.reached, reverse=True)[: nodes + 1]
+
+
+@given(nodes=st.integers(2, 200), width=st.integers(2, 9))
+@settings(deadline=None)
+def test_no_fewer_leaves_are_enough(nodes: int, width: int) -> None:
+    """A drafter without a preference expands as few nodes as can be; a static shape always has the same leaves."""
+    shape = DynamicShape(nodes, 6, width, 200)
+    growth, even = Growth(shape, torch.zeros(1, VOCABULARY).log_softmax(-1)), torch.zeros(1, 1, VOCABULARY)
+    while not growth.over and growth.level < 3:
+        growth.add(even.expand(*growth.expanded.shape, -1).log_softmax(-1))
+    (tree,) = growth.trees(nodes)
+    assert len(tree.paths) == DynamicShape(len(tree.tokens), 6, width).leaves
+    static = StaticShape.of_size(nodes, 6, 9)
+    (tree,) = grown(static, nodes, 1, False, nodes)
+    assert len(tree.paths) == static.leaves
 
 
 @pytest.mark.parametrize("nodes", [2, 16, 63, 255])
@@ -172,56 +187,86 @@ class Cache:
         return self.entries[table.long()].flatten()[:length].tolist()
 
 
+def divided(tree: DraftTree, data: st.DataObject) -> tuple[tuple[int, ...], ...]:
+    """The rows of a tree as any paths: those that the V1 runner uses, a path per row as with V2's, and others."""
+    paths = [[0]]
+    for row, parent in enumerate(tree.parents[1:], 1):
+        here = next((path for path in paths if path[-1] == parent and data.draw(st.booleans())), None)
+        if here is None:
+            paths.append([row])
+        else:
+            here.append(row)
+    return data.draw(st.sampled_from((tree.paths, tuple(map(tuple, paths)))))
+
+
+def slots_of(table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+    return table[positions // block_size].long() * block_size + positions % block_size
+
+
 @given(
-    given_trees=st.lists(st.tuples(trees(), st.integers(0, 13)), min_size=1, max_size=3),
+    bases=st.lists(st.integers(0, 13), min_size=1, max_size=3),
     block_size=st.sampled_from((2, 4, 5)),
+    plain=st.integers(1, 3),
     data=st.data(),
 )
 @settings(deadline=None)
-def test_a_row_sees_its_ancestors_and_the_accepted_path_becomes_the_prefix(given_trees, block_size, data) -> None:
-    """Beside a dense mask, at every fill of the last block, and through the step after."""
-    count = len(given_trees)
-    width = max((base + tree.rows) // block_size + 2 for tree, base in given_trees)
-    per_node = scratch_blocks(max(max(tree.depths) for tree, _ in given_trees), block_size)
-    rows_before = [sum(tree.rows for tree, _ in given_trees[:i]) for i in range(count + 1)]
-    scratch_count = rows_before[-1] * per_node
-    table = (1 + scratch_count + torch.arange(count * width)).view(count, width).int()
-    cache = Cache(1 + scratch_count + count * width, block_size)
-    ids = iter(range(10**9))
-    prefixes, own, rows = [], [], []
-    for number, (tree, base) in enumerate(given_trees):
-        prefixes.append([next(ids) for _ in range(base)])
-        own.append([next(ids) for _ in range(tree.rows)])  # what each row writes
-        positions = torch.arange(base)
-        cache.write(
-            table[number, positions // block_size].long() * block_size + positions % block_size,
-            torch.tensor(prefixes[-1], dtype=torch.long),
-        )
-        start = 1 + rows_before[number] * per_node
-        places = torch.arange(start, start + tree.rows * per_node).view(tree.rows, per_node)
-        rows.append(TreeRows(number, rows_before[number], base, tree, places))
-    before_forward(rows, table, block_size).apply(cache.entries)
-    values = torch.tensor(sum(own, []))
-    for tree_rows in rows:  # each row's own slot, as if it were a chain
-        linear = tree_rows.base + torch.arange(tree_rows.tree.rows)
-        slots = table[tree_rows.request, linear // block_size].long() * block_size + linear % block_size
-        cache.write(slots, values[tree_rows.start : tree_rows.start + tree_rows.tree.rows])
-    also = scattered(rows, block_size)
-    cache.write(also.slots, values[also.rows])
-    starts = torch.tensor(rows_before, dtype=torch.int32)
-    lengths = torch.tensor([base + tree.rows for tree, base in given_trees], dtype=torch.int32)
-    batch = virtual_batch(starts, lengths, table, rows, block_size)
-    assert batch.query_start.tolist() == list(range(rows_before[-1] + 1))
-    for tree_rows, prefix, written in zip(rows, prefixes, own, strict=True):
-        for row in range(tree_rows.tree.rows):
-            sequence = tree_rows.start + row
-            seen = cache.read(batch.block_table[sequence], int(batch.lengths[sequence]))
-            assert seen == prefix + [written[other] for other in tree_rows.tree.path(row)]
-    accepted = [tree.tree.path(data.draw(st.integers(0, tree.tree.rows - 1)))[1:] for tree in rows]
-    after_walk(rows, accepted, table, block_size).apply(cache.entries)
-    for number, path in enumerate(accepted):
-        wanted = prefixes[number] + [own[number][row] for row in (0, *path)]
-        assert cache.read(table[number], len(wanted)) == wanted
+def test_a_row_sees_its_ancestors_and_the_accepted_path_becomes_the_prefix(bases, block_size, plain, data) -> None:
+    """Beside a dense mask, at every fill of the last block, in two steps: what the first leaves behind is not read.
+
+    The first request of the batch has no tree, and ``plain`` rows.
+    """
+    steps = [[data.draw(trees()) for _ in bases] for _ in range(2)]
+    each = scratch_blocks(max(max(tree.depths) for tree in sum(steps, [])), block_size)
+    most = max(tree.rows for tree in sum(steps, []))
+    places = 1 + torch.arange(len(bases) * most * each).view(len(bases), most, each)
+    width = (max(bases) + 2 * most) // block_size + 2
+    count = 1 + len(bases)
+    table = (1 + places.numel() + torch.arange(count * width)).view(count, width).int()
+    cache, ids = Cache(1 + places.numel() + count * width, block_size), iter(range(10**9))
+    prefixes = [[next(ids) for _ in range(base)] for base in bases]
+    for request, prefix in enumerate(prefixes, 1):
+        cache.write(slots_of(table[request], torch.arange(len(prefix)), block_size), torch.tensor(prefix).long())
+    for step in steps:
+        rows, start = [], plain
+        for number, (tree, prefix) in enumerate(zip(step, prefixes, strict=True)):
+            paths = divided(tree, data)
+            rows.append(TreeRows(number + 1, start, len(prefix), tree, paths, places[number, : len(paths) - 1]))
+            start += tree.rows
+        values = torch.tensor([next(ids) for _ in range(start)])
+        before_forward(rows, table, block_size).apply(cache.entries)
+        for tree in rows:  # each row's own slot, as if it were in a chain
+            linear = slots_of(table[tree.request], tree.base + torch.arange(tree.tree.rows), block_size)
+            cache.write(linear, values[tree.start : tree.start + tree.tree.rows])
+        also = scattered(rows, table, block_size)
+        assert len(also.slots.unique()) == len(also.slots), "two keys for one slot"
+        cache.write(also.slots, values[also.rows])
+        starts = torch.tensor([0, *[tree.start for tree in rows], start], dtype=torch.int32)
+        lengths = torch.tensor([plain, *[tree.base + tree.tree.rows for tree in rows]], dtype=torch.int32)
+        batch = virtual_batch(starts, lengths, table, rows, block_size)
+        assert batch.query_start.tolist() == [0, *range(plain, start + 1)]
+        assert int(batch.lengths[0]) == plain and batch.block_table[0].tolist() == table[0].tolist()
+        for tree in rows:
+            for row in range(tree.tree.rows):
+                sequence = 1 + tree.start + row - plain
+                seen = cache.read(batch.block_table[sequence], int(batch.lengths[sequence]))
+                lineage = [int(values[tree.start + other]) for other in tree.tree.path(row)]
+                assert seen == prefixes[tree.request - 1] + lineage
+        accepted = [tree.path(data.draw(st.integers(0, tree.rows - 1)))[1:] for tree in step]
+        after_walk(rows, accepted, table, block_size).apply(cache.entries)
+        for tree, path in zip(rows, accepted, strict=True):
+            prefixes[tree.request - 1] += [int(values[tree.start + row]) for row in (0, *path)]
+            prefix = prefixes[tree.request - 1]
+            assert cache.read(table[tree.request], len(prefix)) == prefix
+
+
+@given(tree=trees())
+def test_paths_are_one_per_leaf_and_follow_the_most_probable_child(tree: DraftTree) -> None:
+    assert sorted(sum(tree.paths, ())) == list(range(tree.rows)) and tree.paths[0][0] == 0
+    for path in tree.paths:
+        assert not tree.children[path[-1]], "a path ends at a leaf"
+        for before, row in itertools.pairwise(path):
+            assert row == min(tree.children[before].values())
+    assert len(tree.paths) == sum(not children for children in tree.children)
 
 
 @given(

@@ -61,7 +61,8 @@ def step(given_batch, block_size: int, others: list[int]):
         starts.append(starts[-1] + plain)
         lengths.append(plain)
         cut = tree.cut(drafts)
-        single.append(TreeRows(2 * number + 1, starts[-1], base, cut, places[number, : cut.rows]))
+        alone = tuple((row,) for row in range(cut.rows))
+        single.append(TreeRows(2 * number + 1, starts[-1], base, cut, alone, places[number, 1 : cut.rows]))
         for row in range(cut.rows):
             rows.append((number, row, starts[-1] + row, len(owner)))
             owner.append(2 * number + 1)
@@ -87,7 +88,7 @@ def test_attention_sees_the_same_sequences_and_slots(batch, block_size: int, dat
     assert ends.tolist() == wanted.lengths.tolist() and tables.tolist() == wanted.block_table.tolist()
     assert whole.positions.tolist() == [at for tree in single for at in tree.positions().tolist()]
     assert whole.linear.tolist() == [tree.base + row for tree in single for row in range(tree.tree.rows)]
-    also, pairs = whole.scattered(block_size), scattered(single, block_size)
+    also, pairs = whole.scattered(block_size), scattered(single, table, block_size)
     written = also.slots != NOWHERE
     found = sorted(zip(also.rows[written].tolist(), also.slots[written].tolist(), strict=True))
     assert found == sorted(zip(pairs.rows.tolist(), pairs.slots.tolist(), strict=True))
@@ -113,7 +114,7 @@ def test_the_same_blocks_are_copied(batch, block_size: int, data: st.DataObject)
     assert effect(mine, blocks, roots) == effect(compacted, blocks, roots)
     targets = [target for target in mine.targets.tolist() if target not in roots.tolist()]
     assert len(targets) == len(set(targets)), "two copies to one block"
-    fresh = torch.cat([tree.scratch[1:, 0] for tree in single if tree.base % block_size == 0] or [roots])
+    fresh = torch.cat([tree.scratch[:, 0] for tree in single if tree.base % block_size == 0] or [roots])
     ignored = torch.cat([roots, fresh])  # nothing is in that block yet
     before = kv_compaction.before_forward(single, table, block_size)
     assert effect(whole.before_forward(block_size), blocks, ignored) == effect(before, blocks, ignored)

@@ -10,7 +10,7 @@ from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.stepping import drafts
 from vllm_spac.integration.stepping.trees import arguments, scratch
-from vllm_spac.speculation.trees.shape import DynamicShape
+from vllm_spac.speculation.trees.shape import DynamicShape, StaticShape
 
 HEAD = {"method": "eagle3", "model": "head"}
 
@@ -145,7 +145,7 @@ def test_the_v2_runner_does_not_tell_the_guard_which_nodes_were_accepted() -> No
 
 
 def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
-    need = scratch.Scratch(DynamicShape(16), requests=8, block_size=32)
+    need = scratch.Scratch(DynamicShape(16), requests=8, block_size=32, by_row=True)
     assert need.count == 8 * 2 * 17, "two blocks per row: a path may cross a block's edge"
     pool = SimpleNamespace(get_num_free_blocks=lambda: 5 * need.count - 1)
     scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
@@ -158,9 +158,17 @@ def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
         scratch.reserve(scheduler, config, need)
 
 
-def test_scratch_sets_are_disjoint() -> None:
-    blocks = scratch.Scratch(DynamicShape(16, expanded=8), requests=3, block_size=4)
-    taken = [set(blocks.rows(number, 17).flatten().tolist()) for number in range(3)]
-    assert all(len(one) == 17 * blocks.per_node for one in taken) and len(set.union(*taken)) == sum(map(len, taken))
-    levels = blocks.levels(3)
-    assert levels.unique().numel() == levels.numel() and int(levels.max()) <= blocks.count and int(levels.min()) == 1
+@pytest.mark.parametrize(
+    "shape, by_row, sequences",
+    [
+        (DynamicShape(63), True, 64),
+        (DynamicShape(63), False, 55),  # 63 nodes have at least 8 parents; the root's path needs no scratch
+        (StaticShape(((0,), (1,), (0, 0), (0, 1))), False, 2),
+    ],
+)
+def test_scratch_counts_paths_or_rows_and_its_sets_are_disjoint(shape, by_row: bool, sequences: int) -> None:
+    blocks = scratch.Scratch(shape, requests=3, block_size=4, by_row=by_row)
+    assert blocks.count == 3 * blocks.each * max(sequences, 2 * shape.front)
+    for taken in (blocks.trees(3), blocks.levels(3)):
+        assert taken.unique().numel() == taken.numel() and int(taken.min()) == 1 and int(taken.max()) <= blocks.count
+    assert blocks.trees(3).shape == (3, sequences, blocks.each)

@@ -56,6 +56,20 @@ class DraftTree:
             children[parent].setdefault(token, row)
         return tuple(children)
 
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The rows as one path per leaf: a row's path goes on to its most probable child, the others begin paths."""
+        paths: list[list[int]] = [[0]]
+        of = [0]  # number of each row's path
+        for row, parent in enumerate(self.parents[1:], 1):
+            if paths[of[parent]][-1] == parent:
+                paths[of[parent]].append(row)
+                of.append(of[parent])
+            else:
+                paths.append([row])
+                of.append(len(paths) - 1)
+        return tuple(map(tuple, paths))
+
     @property
     def branches(self) -> bool:
         """Whether some draft token does not follow the one before it."""

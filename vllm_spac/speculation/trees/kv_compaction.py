@@ -24,36 +24,39 @@ class BlockCopies(NamedTuple):
 
 
 def before_forward(trees: Sequence[TreeRows], block_table: Tensor, block_size: int) -> BlockCopies:
-    """Copies the last, partly filled block of each prefix to the first scratch block of each node."""
+    """Copies the last, partly filled block of each prefix to the first scratch block of each path."""
     sources, targets = [], []
     for tree in trees:
-        if tree.base % block_size and tree.tree.rows > 1:
+        if tree.base % block_size:
             own = block_table[tree.request, tree.first_block(block_size)].long()
-            targets.append(tree.scratch[1:, 0])
-            sources.append(own.expand(tree.tree.rows - 1))
+            targets.append(tree.scratch[:, 0])
+            sources.append(own.expand(len(tree.scratch)))
     return _copies(sources, targets)
 
 
 def after_walk(
     trees: Sequence[TreeRows], paths: Sequence[Sequence[int]], block_table: Tensor, block_size: int
 ) -> BlockCopies:
-    """Copies the scratch of the last accepted row, which holds its whole path, over the request's own blocks.
+    """Copies the scratch of the path that the last accepted row is on over the request's own blocks.
 
-    Slots behind the path receive what scratch happens to hold: each is written again before it is read.
+    It holds the row's ancestors. Slots behind the row receive what scratch holds there: each is written again before it
+    is read. Rows of a tree's first path are in the request's own blocks already.
 
     Args:
         trees: verified in this step.
-        paths: accepted rows of each tree, without the root.
+        paths: accepted rows of each tree, without the root; they may be of several of its ``paths``.
         block_table: [requests, blocks], of the whole batch.
         block_size: tokens per block.
     """
     sources, targets = [], []
     for tree, path in zip(trees, paths, strict=True):
-        if path:
-            block = tree.first_block(block_size)
-            used = (tree.base + len(path)) // block_size - block + 1
-            sources.append(tree.scratch[path[-1], :used])
-            targets.append(block_table[tree.request, block : block + used].long())
+        last = path[-1] if path else 0
+        number = next(number for number, rows in enumerate(tree.paths) if last in rows)
+        if number:
+            used = (tree.base + len(path)) // block_size - tree.first_block(block_size) + 1
+            blocks = tree.blocks(block_table, block_size)[:, :used]
+            sources.append(blocks[number])
+            targets.append(blocks[0])
     return _copies(sources, targets)
 
 

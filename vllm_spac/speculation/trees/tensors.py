@@ -1,7 +1,8 @@
 """Draft trees as tensors of fixed shape, for a model runner whose drafts never leave the device.
 
 What ``draft_tree``, ``verification``, ``virtual_batch`` and ``kv_compaction`` do tree by tree on the host is done here
-for all requests at once and without waiting for the device; property tests compare the two.
+for all requests at once and without waiting for the device, whose trees' paths the host does not know: each row has
+blocks of its own, as if it were a path. Property tests compare the two.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """The batch as attention sees it while trees are verified: a row is a sequence.
 
-Each row of a tree is a one-token decode of its own sequence, whose block table is the request's prefix followed by
-scratch blocks of its own. The scratch holds a copy of the prefix's last, partly filled block and the keys and values of
-the row's ancestors at the positions that they would have in a chain. An ordinary causal kernel then computes attention
-over the tree, and the scratch blocks of the accepted row are the request's next blocks.
+Each row of a tree is a one-token decode of its own sequence, in which it is at the position that it would have in a
+chain. A tree is divided into paths, whose rows share the blocks behind the request's prefix: those of the first path,
+which begins at the root, are the request's own; each other path has scratch blocks, which hold a copy of the prefix's
+last, partly filled block and the keys and values of the path's rows and of their ancestors. A row's sequence ends at
+the row, so that it does not see those that follow on its path. An ordinary causal kernel then computes attention over
+the tree, and the blocks of an accepted row's path are the request's next blocks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor
 
 from vllm_spac.speculation.trees.draft_tree import DraftTree
+
+Paths = tuple[tuple[int, ...], ...]
 
 
 def scratch_blocks(depth: int, block_size: int) -> int:
@@ -33,13 +38,15 @@ class TreeRows:
         start: first row, the root's.
         base: tokens of the request whose keys and values are in its blocks: the position of the root.
         tree: what is verified.
-        scratch: int64 [rows, blocks], scratch blocks of each row; those of the root are not used.
+        paths: its rows, those of the root's path first; within each, a row's parent comes right before it.
+        scratch: int64 [paths - 1, blocks], scratch blocks of each path but the first.
     """
 
     request: int
     start: int
     base: int
     tree: DraftTree
+    paths: Paths
     scratch: Tensor
 
     def first_block(self, block_size: int) -> int:
@@ -50,9 +57,15 @@ class TreeRows:
         """int64 [rows]: the position of each row."""
         return self.base + torch.tensor(self.tree.depths)
 
+    def blocks(self, block_table: Tensor, block_size: int) -> Tensor:
+        """int64 [paths, blocks]: where the rows of each path, and their ancestors behind the prefix, are stored."""
+        columns = self.first_block(block_size) + torch.arange(self.scratch.shape[1])
+        own = block_table[self.request, columns.clamp(max=block_table.shape[1] - 1)].long()
+        return torch.cat([own[None], self.scratch])
+
 
 class VirtualBatch(NamedTuple):
-    """Attention metadata of a batch whose tree rows are sequences.
+    """Attention metadata of a batch whose sequences are the rows of trees, and requests without one.
 
     Attributes:
         query_start: int32 [S + 1], first row of each sequence.
@@ -66,7 +79,7 @@ class VirtualBatch(NamedTuple):
 
 
 class Scattered(NamedTuple):
-    """Keys and values that are written to scratch besides their own slots.
+    """Keys and values that are written besides the slots that their rows have in a chain.
 
     Attributes:
         rows: int64 [pairs], row of the forward that they are of.
@@ -89,41 +102,62 @@ def virtual_batch(
         trees: in ascending order of requests.
         block_size: tokens per block.
     """
-    rows = torch.ones(len(lengths), dtype=torch.long)
+    rows = [1] * len(lengths)
     for tree in trees:
         rows[tree.request] = tree.tree.rows
-    owner = torch.arange(len(lengths)).repeat_interleave(rows)
-    first = rows.cumsum(0) - rows
+    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(rows))
+    first = list(itertools.accumulate(rows, initial=0))
     starts, ends, table = query_start[owner], lengths[owner], block_table[owner]
     for tree in trees:
-        here = slice(int(first[tree.request]), int(first[tree.request]) + tree.tree.rows)
+        here = slice(first[tree.request], first[tree.request + 1])
         starts[here] = torch.arange(tree.start, tree.start + tree.tree.rows, dtype=starts.dtype)
         ends[here] = (tree.positions() + 1).to(ends.dtype)
         block = tree.first_block(block_size)
         used = min(tree.scratch.shape[1], table.shape[1] - block)
-        table[here.start + 1 : here.stop, block : block + used] = tree.scratch[1:, :used].to(table.dtype)
+        path, elsewhere = _places(tree.paths)
+        table[here][elsewhere, block : block + used] = tree.scratch[path, :used].to(table.dtype)
     return VirtualBatch(torch.cat([starts, query_start[-1:]]), ends, table)
 
 
-def scattered(trees: Sequence[TreeRows], block_size: int) -> Scattered:
-    """Where the keys and values of each node's ancestors, its own included, go in the node's scratch."""
+@lru_cache(maxsize=256)
+def _places(paths: Paths) -> tuple[Tensor, Tensor]:
+    """(path, row), int64 [rows] each, of the rows with scratch; the paths are counted from the first with scratch."""
+    found = [(number, row) for number, path in enumerate(paths[1:]) for row in path]
+    path, row = torch.tensor(found, dtype=torch.long).view(-1, 2).T
+    return path, row
+
+
+def scattered(trees: Sequence[TreeRows], block_table: Tensor, block_size: int) -> Scattered:
+    """Where the keys and values of each path's rows and their ancestors go, if they are not there.
+
+    Args:
+        trees: verified in this step.
+        block_table: [requests, blocks], of the whole batch.
+        block_size: tokens per block.
+    """
     rows, slots = [], []
     for tree in trees:
-        nodes, ancestors = _lineage(tree.tree.parents)
-        place = tree.positions()[ancestors] - tree.first_block(block_size) * block_size
-        rows.append(tree.start + ancestors)
-        slots.append(tree.scratch[nodes, place // block_size] * block_size + place % block_size)
+        path, row, depth = _lineage(tree.tree.parents, tree.paths)
+        place = tree.base % block_size + depth
+        rows.append(tree.start + row)
+        blocks = tree.blocks(block_table, block_size)[path, place // block_size]
+        slots.append(blocks * block_size + place % block_size)
     return Scattered(torch.cat(rows), torch.cat(slots))
 
 
 @lru_cache(maxsize=256)
-def _lineage(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(node, ancestor) pairs, int64 [pairs] each, of every node but the root; a node is an ancestor of itself."""
+def _lineage(parents: tuple[int, ...], paths: Paths) -> Tensor:
+    """(path, row, depth), int64 [3, pairs]: the rows from the root to each path's last one that are written again.
+
+    The first path is in the request's own blocks, where a row has its slot already if it is as deep as in a chain.
+    """
     lines: list[list[int]] = [[0]]
-    for node, parent in enumerate(parents[1:], 1):
-        lines.append([*lines[parent], node])
-    nodes = torch.tensor([node for node, line in enumerate(lines) for _ in line if node], dtype=torch.long)
-    return nodes, torch.tensor([row for line in lines[1:] for row in line], dtype=torch.long)
+    for row, parent in enumerate(parents[1:], 1):
+        lines.append([*lines[parent], row])
+    written = [(0, row, depth) for depth, row in enumerate(paths[0]) if row != depth]
+    for number, path in enumerate(paths[1:], 1):
+        written += [(number, row, depth) for depth, row in enumerate(lines[path[-1]])]
+    return torch.tensor(written, dtype=torch.long).view(-1, 3).T
 
 
 class LevelBatch(NamedTuple):

@@ -52,7 +52,7 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     engine_args.scheduler_cls = SCHEDULER
     if engine_args.block_size is None:
         engine_args.block_size = _BLOCK
-        logger.info("spac: trees set --block-size %d: the scratch of a node is counted in blocks", _BLOCK)
+        logger.info("spac: trees set --block-size %d: scratch is counted in blocks", _BLOCK)
 
 
 def check(config: SpacConfig, vllm_config: VllmConfig) -> None:

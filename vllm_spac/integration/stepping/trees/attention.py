@@ -76,7 +76,7 @@ def expanded(metadata: CommonAttentionMetadata, batch: VirtualBatch) -> CommonAt
 
 
 def updating(update: Callable, trees: Scattering) -> Callable:
-    """In place of a layer's ``do_kv_cache_update``: also writes what rows of trees see of their ancestors."""
+    """In place of a layer's ``do_kv_cache_update``: also writes what rows of trees see where they see it."""
 
     def updated(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         update(layer, key, value, kv_cache, slot_mapping)

@@ -52,7 +52,7 @@ class TreeDecoding:
         self._rows: list[TreeRows] = []  # of those that branch
         self._paths: list[list[int]] = []  # accepted rows of each of ``_rows``
         self.accepted: list[list[int]] | None = None  # drafts of each request of the step; None if none had any
-        self._forward: Scattered | None = None  # while the target runs
+        self.scattered: Scattered | None = None  # while the target runs
         self._drafting: list[int] = []  # requests that the drafter continues
         drafter = runner.drafter
         names = [*runner.kv_cache_config.kv_cache_groups[0].layer_names]
@@ -98,13 +98,14 @@ class TreeDecoding:
             count = scheduled.num_scheduled_tokens[request]
             stop += count
             if tree.branches:
-                places = self.scratch.rows(len(self._rows), tree.rows)
+                places = self.scratch.trees(len(batch.req_ids))[len(self._rows), : len(tree.paths) - 1]
                 base = int(batch.num_computed_tokens_cpu[index]) + count - tree.rows
-                self._rows.append(TreeRows(index, stop - tree.rows, base, tree, places))
-        self._forward = scattered(self._rows, self._block_size) if self._rows else None
+                self._rows.append(TreeRows(index, stop - tree.rows, base, tree, tree.paths, places))
+        self.scattered = None
         for rows in self._rows:
             self._runner.positions[rows.start : rows.start + rows.tree.rows] = rows.positions()
         if self._rows:
+            self.scattered = scattered(self._rows, self._block_table, self._block_size)
             self._copy(before_forward(self._rows, self._block_table, self._block_size))
 
     def weights(self, request: str, drafts: Sequence[int], rows: int) -> tuple[float, ...] | None:
@@ -117,12 +118,8 @@ class TreeDecoding:
         tree = self._known.get(request)
         return tree.parents[1:] if tree is not None and tree.branches else None
 
-    @property
-    def scattered(self) -> Scattered | None:
-        return self._forward
-
     def virtual(self, metadata: CommonAttentionMetadata) -> VirtualBatch | None:
-        if self._forward is None:
+        if self.scattered is None:
             return None
         table = metadata.block_table_tensor
         return virtual_batch(metadata.query_start_loc_cpu, metadata.seq_lens, table, self._rows, self._block_size)
@@ -142,7 +139,7 @@ class TreeDecoding:
         self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling: SamplingMetadata
     ) -> SamplerOutput:
         """In place of ``RejectionSampler.forward``: accepts a path of each tree, and moves its keys into place."""
-        trees, self._trees, self._forward = self._trees, None, None
+        trees, self._trees, self.scattered = self._trees, None, None
         if trees is None:  # vLLM warms up its sampler
             return self._verify_plainly(metadata, draft_probs, logits, sampling)
         assert [len(tree.tokens) for tree in trees] == list(metadata.num_draft_tokens)

@@ -80,7 +80,7 @@ def grow(
             _copy(caches, own.expand(-1, front).flatten(), here[..., 0].flatten())
         else:
             before = hidden.gather(1, parents.expand(-1, -1, hidden.shape[-1]))
-            there = previous.gather(1, parents.expand(-1, -1, scratch.per_node))
+            there = previous.gather(1, parents.expand(-1, -1, scratch.each))
             _copy(caches, there.flatten(), here.flatten())
         batch = level_batch(table, bases, growth.level, here, size)
         last, hidden = _forward(drafter, growth, batch, before, start.metadata)

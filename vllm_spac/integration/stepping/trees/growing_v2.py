@@ -97,7 +97,7 @@ class Drafter:
                 self._copy(own.expand(-1, front), here[..., 0])
             else:
                 before = hidden.gather(1, parents.expand(-1, -1, hidden.shape[-1]))
-                self._copy(previous.gather(1, parents.expand(-1, -1, self._scratch.per_node)), here)
+                self._copy(previous.gather(1, parents.expand(-1, -1, self._scratch.each)), here)
             batch = level_batch(table, bases, growth.level, here, size)
             last, hidden = self._forward(growth, batch, before.flatten(0, 1))
             level = speculator.compute_draft_logits(last, growth.level).float().log_softmax(-1)

@@ -49,13 +49,13 @@ def _initializing(initialize: Callable):
         _check(self, kv_cache_config)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         requests, by_scheduler = self.vllm_config.scheduler_config.max_num_seqs, plans_drafts(self.vllm_config)
-        scratch = Scratch(shape, requests, block_size, self.device)
+        scratch = Scratch(shape, requests, block_size, self.device, by_row=by_scheduler)
         share = 100 * scratch.count / kv_cache_config.num_blocks
         logger.info(
-            "spac: draft trees of %s%d nodes and %d levels; their scratch takes %d of %d KV cache blocks (%.1f%%)",
-            "" if by_scheduler else "up to ",
-            shape.nodes,
-            shape.depth,
+            "spac: draft trees of %s; their scratch takes %d of %d KV cache blocks (%.1f%%)",
+            f"{shape.nodes} nodes and {shape.depth} levels"
+            if by_scheduler
+            else f"up to {shape.nodes} nodes, {shape.depth} levels and {shape.leaves} paths",
             scratch.count,
             kv_cache_config.num_blocks,
             share,

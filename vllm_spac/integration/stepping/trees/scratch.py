@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,28 +28,32 @@ class Scratch:
         requests: most requests of a step.
         block_size: tokens per block.
         device: where the ids are used.
+        by_row: each row of a tree has scratch of its own, as ``tensors`` has it; otherwise each path but the first.
     """
 
-    def __init__(self, shape: TreeShape, requests: int, block_size: int, device: torch.device | str = "cpu") -> None:
-        self.per_node = scratch_blocks(shape.depth, block_size)
-        self._requests, self._rows, self._front = requests, shape.nodes + 1, shape.front
-        self.count = requests * self.per_node * max(self._rows, 2 * self._front)
+    def __init__(
+        self,
+        shape: TreeShape,
+        requests: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        by_row: bool = False,
+    ) -> None:
+        self.each = scratch_blocks(shape.depth, block_size)
+        self._parts, self._front = shape.nodes + 1 if by_row else shape.leaves - 1, shape.front
+        self.count = requests * self.each * max(self._parts, 2 * self._front)
         self._ids = torch.arange(1, self.count + 1, device=device)
 
-    def rows(self, number: int, rows: int) -> Tensor:
-        """Blocks of the rows of the ``number``-th tree of a step, int64 [rows, blocks per node]."""
-        start = number * self._rows * self.per_node
-        return self._ids[start : start + rows * self.per_node].view(rows, self.per_node)
-
     def trees(self, count: int) -> Tensor:
-        """Blocks of all rows of the first ``count`` trees of a step, int64 [count, n + 1, blocks per node]."""
-        shape = count, self._rows, self.per_node
-        return self._ids[: count * self._rows * self.per_node].view(shape)
+        """Blocks of all parts (rows or paths) of ``count`` trees of a step, int64 [count, parts, blocks of each]."""
+        return self._of(count, self._parts)
 
     def levels(self, requests: int) -> Tensor:
-        """Blocks of two levels of growth, int64 [2, requests, front, blocks per node]."""
-        shape = 2, requests, self._front, self.per_node
-        return self._ids[: 2 * requests * self._front * self.per_node].view(shape)
+        """Blocks of two levels of growth, int64 [2, requests, front, blocks of each]."""
+        return self._of(2, requests, self._front)
+
+    def _of(self, *parts: int) -> Tensor:
+        return self._ids[: math.prod(parts) * self.each].view(*parts, self.each)
 
 
 def reserve(scheduler: Scheduler, vllm_config: VllmConfig, scratch: Scratch) -> None:
