@@ -6,6 +6,7 @@ import families
 import moe_architectures
 import pytest
 import tiny_models
+import untried
 import zoo
 from moe_architectures import Architecture, builds_experts
 from sources import Sources
@@ -40,6 +41,13 @@ def test_known_architectures_are_found_and_dense_ones_are_not(found: list[Archit
 def test_each_tiny_checkpoint_is_of_an_architecture_of_this_vllm(found: list[Architecture]) -> None:
     assert set(tiny_models.TINY) <= {one.name for one in found}
     assert {tiny.family for tiny in tiny_models.TINY.values() if tiny.family} == set(zoo.FAMILIES)
+
+
+def test_what_has_no_tiny_checkpoint_has_a_reason(found: list[Architecture]) -> None:
+    names = {one.name for one in found}
+    assert set(untried.REASONS) <= names and not set(untried.REASONS) & set(tiny_models.TINY)
+    verdicts = {one.name: verdict for one, verdict, _ in families.rows(found, families.read())}
+    assert [name for name, verdict in verdicts.items() if verdict == "unwritten"] == []
 
 
 def test_no_row_is_a_bug(found: list[Architecture]) -> None:
