@@ -54,7 +54,8 @@ _HEADINGS = {
     "draft": "Draft models and MTP heads",
     "pooling": "Embeddings and classification",
 }
-_ERROR = re.compile(r"^(?:\[rank\d+\]: )*\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit))(?:: (.*))?$")
+_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit))(?:: (.*))?$")
+_LOGGED = re.compile(r"^(?:\[rank\d+\]: |\(\w+ pid=\d+\) |ERROR [\d-]+ [\d:]+ \[[\w.]+:\d+\] )*\s*")
 # What the tiny checkpoint lacks of a published one: names of weights (w13 and w2 are vLLM's own names), fields of its
 # configuration, a tokenizer.
 _LACKING = re.compile(
@@ -104,8 +105,8 @@ def _errors(lines: list[str]) -> Iterator[str]:
     """Yields the errors that a traceback names; one without a text, with the assertion that failed."""
     failed = "it has no text"
     for line in lines:
-        code = line.partition("]: ")[2].strip() if line.startswith("[rank") else line.strip()
-        failed = code if code.startswith("assert ") else failed
+        line = _LOGGED.sub("", line).rstrip()
+        failed = line if line.startswith("assert ") else failed
         if (match := _ERROR.match(line)) is not None:
             yield f"{match[1]}: {match[2] or failed}"
 
@@ -194,6 +195,9 @@ def main(
                 break
             bar.set_postfix_str(one.name)
             verdict, detail = try_one(one)
+            if "No module named 'torchvision'" in detail:
+                bar.write(f"{one.name}: not tried: needs torchvision, a build that matches torch", file=sys.stderr)
+                continue
             content["rows"][one.name] = {"verdict": verdict, "detail": detail}
             content["versions"], content["commit"] = provenance.versions(), provenance.code(ROOT)["commit"]
             write(found, content)

@@ -98,6 +98,12 @@ def test_experts_are_found_through_imports_bases_and_branches(tmp_path) -> None:
             '[rank0]:     assert scoring == "softmax"\n[rank0]:            ^^^^\n[rank0]: AssertionError\n',
             ("stock", 'AssertionError: assert scoring == "softmax"'),
         ),
+        (
+            '{"stage": "stock"}\n',
+            "(MainProcess pid=7) ERROR 11-24 07:09:41 [registry.py:1120] ImportError: no CPU\n"
+            "[rank0]: [rank0]: ValueError: X failed to be inspected\n",
+            ("stock", "ImportError: no CPU"),
+        ),
         ('{"stage": "stock"}\n', "KeyError: 'gate'\n", ("checkpoint", "KeyError: 'gate'")),
         (
             '{"stage": "plugin"}\n',

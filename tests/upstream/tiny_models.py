@@ -185,7 +185,7 @@ TINY = {
     "HYV3ForCausalLM": Tiny(
         "hy_v3",
         _MOE | dict(num_experts=16, num_shared_experts=1),
-        written=dict(first_k_dense_replace=1, expert_hidden_dim=64, route_norm=True),
+        written=dict(first_k_dense_replace=1, expert_hidden_dim=64, route_norm=True, qk_norm=True),
     ),
     "HYV4ForCausalLM": Tiny("hy_v4", _MOE | _MLA | _GROUPED | _SPARSE_ATTENTION | dict(n_group=1, topk_group=1)),
     "InklingForCausalLM": Tiny(
@@ -408,22 +408,29 @@ def _wrapper(model_type: str, text: dict, vision: dict, **more: Any) -> Tiny:
 
 TINY |= {
     "Qwen3VLMoeForConditionalGeneration": _wrapper("qwen3_vl_moe", _QWEN_MOE | _MROPE, _EYE | _DEEPSTACK, **_TOKENS),
-    "Qwen3OmniMoeForConditionalGeneration": _wrapper(
-        "qwen3_omni_moe_thinker",
-        _QWEN_MOE | _MROPE,
-        _EYE | _DEEPSTACK,
-        audio_config=dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64, d_model=64, output_dim=128)
-        | dict(downsample_hidden_size=32),
-        image_token_id=500,
-        video_token_id=501,
-        audio_token_id=504,
+    "Qwen3OmniMoeForConditionalGeneration": Tiny(
+        "qwen3_omni_moe",
+        dict(
+            thinker_config=dict(
+                text_config=_SMALL | _QWEN_MOE | _MROPE | dict(model_type="qwen3_omni_moe_text"),
+                vision_config=_EYE | _DEEPSTACK,
+                audio_config=dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64, d_model=64)
+                | dict(output_dim=128, downsample_hidden_size=32),
+                audio_token_id=504,
+            )
+            | _TOKENS,
+            enable_audio_output=False,
+        ),
+        options=_TEXT_ONLY,
+        built=True,
+        wrapper=True,
     ),
     "Qwen3_5MoeForConditionalGeneration": _wrapper("qwen3_5_moe", _QWEN_NEXT, _EYE, **_TOKENS),
     "Qwen4ExpForConditionalGeneration": _wrapper("qwen4_exp", TINY["Qwen4ExpForCausalLM"].sizes, _EYE, **_TOKENS),
     "AriaForConditionalGeneration": _wrapper(
         "aria",
         dict(intermediate_size=64, moe_num_experts=16, moe_topk=4, moe_num_shared_experts=1),
-        dict(model_type="idefics3_vision", image_size=28, patch_size=14, **_SIGLIP),
+        _SIGLIP | dict(model_type="idefics3_vision", image_size=28, patch_size=14),
         image_token_index=500,
         projector_patch_to_query_dict={"4": 4},
     ),
@@ -443,7 +450,6 @@ TINY |= {
         image_token_id=500,
         tie_word_embeddings=True,
     ),
-    "Gemma4UnifiedForConditionalGeneration": _wrapper("gemma4_unified", _GEMMA, {}, tie_word_embeddings=True),
     "DiffusionGemmaForBlockDiffusion": _wrapper("diffusion_gemma", _GEMMA, {}, tie_word_embeddings=True),
     "Glm4vMoeForConditionalGeneration": _wrapper(
         "glm4v_moe",
@@ -473,11 +479,6 @@ TINY |= {
         image_token_id=500,
         tie_word_embeddings=False,
     ),
-    "InklingForConditionalGeneration": _wrapper(
-        "inkling_mm_model",
-        TINY["InklingForCausalLM"].sizes,
-        dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4),
-    ),
     "MiniMaxM3SparseForConditionalGeneration": _wrapper(
         "minimax_m3_vl",
         dict(intermediate_size=64, dense_intermediate_size=256, shared_intermediate_size=64, num_local_experts=16)
@@ -485,7 +486,6 @@ TINY |= {
         _SIGLIP | dict(image_size=28),
     ),
     "Glm5NextForConditionalGeneration": _wrapper("glm5_next", TINY["Glm5NextForCausalLM"].sizes, {}),
-    "NemotronH_Omni_Reasoning_V3": _wrapper("nemotron_h_omni", TINY["NemotronHForCausalLM"].sizes, {}),
 }
 
 _QWEN_EYE = _EYE | dict(in_channels=3, patch_size=16, spatial_merge_size=2, temporal_patch_size=2, hidden_act="gelu")
@@ -565,6 +565,9 @@ TINY["MistralLarge3ForCausalLM"] = Tiny(
     renamed=_MISTRAL_NAMES,
 )
 
+_M3 = TINY["MiniMaxM3SparseForConditionalGeneration"].sizes["text_config"]
+TINY["MiniMaxM3SparseForCausalLM"] = Tiny("minimax_m3_vl_text", _M3)
+
 _ATTENTION_LAST = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "full_attention"])
 _MTP = dict(speculative_config=dict(method="mtp", num_speculative_tokens=2))
 # One layer more than the target has: the last becomes the head.
@@ -605,7 +608,12 @@ TINY |= {
     for head, target, names, more in (
         ("BailingMoeV25MTPModel", "BailingMoeV2_5ForCausalLM", _BLOCK, {}),
         ("BailingMoeV3MTPModel", "BailingMoeV3ForCausalLM", _BLOCK, {}),
-        ("HYV3MTPModel", "HYV3ForCausalLM", _BLOCK, dict(first_k_dense_replace=1, expert_hidden_dim=64, route_norm=True)),
+        (
+            "HYV3MTPModel",
+            "HYV3ForCausalLM",
+            _BLOCK,
+            dict(first_k_dense_replace=1, expert_hidden_dim=64, route_norm=True, qk_norm=True),
+        ),
         (
             "OpenPanguMTPModel",
             "PanguUltraMoEForCausalLM",

@@ -7,9 +7,17 @@ _V4 = "its language model is DeepseekV4ForCausalLM"
 _TARGET = "drafts for {}, which stock vLLM cannot serve on a CPU"
 _EAGLE = "a separate draft model for {}: stays in fast memory, as every draft model"
 
+# What importing the class on a machine without a GPU says.
+_DOTS = (
+    "stock vLLM cannot import it on a CPU: ImportError: cannot import name 'compile_flash_attn_varlen_func_from_specs'"
+)
+
 REASONS = {
+    "Dots3NoteForCausalLM": _DOTS,
+    "Dots3NoteMTPModel": _DOTS,
     "Cosmos3EdgeForConditionalGeneration": _DENSE,
     "Exaone4_5_MTP": _DENSE,
+    "Gemma4UnifiedForConditionalGeneration": _DENSE,
     "Glm4vForConditionalGeneration": _DENSE,
     "GlmOcrForConditionalGeneration": _DENSE,
     "GlmOcrMTPModel": _DENSE,
@@ -27,7 +35,14 @@ REASONS = {
     "NemotronHPuzzleForCausalLM": "the class of NemotronHForCausalLM",
     "NemotronH_Nano_Omni_Reasoning_V3": _NEMOTRON,
     "NemotronH_Nano_VL_V2": _NEMOTRON,
+    "NemotronH_Omni_Reasoning_V3": _NEMOTRON,
     "NemotronH_Super_Omni_Reasoning_V3": _NEMOTRON,
+    "InklingForConditionalGeneration": "as InklingForCausalLM, vLLM needs its published tokenizer",
+    "InklingMTPModel": "drafts for InklingForConditionalGeneration, which is not tried",
+    "InternS2MobiusMTP": "the head of Qwen3_5MoeMTP",
+    "KimiK3ForConditionalGeneration": "its language model is KimiLinearForCausalLM",
+    "KimiK3MTPModel": "drafts for KimiK3ForConditionalGeneration, which is not tried",
+    "LongcatFlashNgramForCausalLM": "its n-gram embeddings need vLLM's V2 runner, which needs a GPU",
     "HfMoondream": _OWN,
     "Moondream3ForCausalLM": _OWN,
     "TransformersMoEEmbeddingModel": "emits no tokens",
