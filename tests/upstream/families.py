@@ -147,7 +147,7 @@ def document(found: list[Architecture], content: dict) -> str:
         "# MoE architectures",
         "",
         "Written by `python tests/upstream/families.py`: all architectures of vLLM "
-        f"{content['vllm']} whose code can build experts, {len(found)}.",
+        f"{content['vllm']} whose code can build experts, and MTP heads of such models, {len(found)}.",
         "Those with a tiny random checkpoint (`tiny_models.py`: the real configuration class and flags, small sizes)",
         "were served by stock vLLM on a CPU and then by the plugin, in bf16: those for images, video and sound with",
         "text only, MTP heads together with the models that they draft for.",
