@@ -60,7 +60,7 @@ _LOGGED = re.compile(r"^(?:\[rank\d+\]: |\(\w+ pid=\d+\) |ERROR [\d-]+ [\d:]+ \[
 # configuration, a tokenizer.
 _LACKING = re.compile(
     r"not initialized from checkpoint|KeyError(?!.*\.w(13|2)_)|no module or parameter named"
-    r"|Config' object has no attribute|please check config|Tokenizer not available"
+    r"|Config' object has no attribute|please check config|Tokenizer not available|Can't load image processor"
 )
 
 

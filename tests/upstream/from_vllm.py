@@ -8,6 +8,7 @@ a parameter that it does not find, is an error when stock vLLM loads the checkpo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -116,12 +117,17 @@ def _built(folder: Path, options: dict[str, Any]) -> Iterator[list[torch.nn.Modu
 
 def _parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor of its shape) of what a checkpoint has for ``model``, with vLLM's names of modules."""
-    own = dict(getattr(model, "packed_modules_mapping", {})) | _stacked(model)
+    packed = getattr(model, "packed_modules_mapping", {})
+    own = {merged: [(part, 1) for part in parts] for merged, parts in packed.items()} | _stacked(model)
+    seen: set[int] = set()
     for path, module in model.named_modules():
         # vLLM's attention registers scales that no checkpoint has.
         hidden = module._non_persistent_buffers_set | {"_k_scale", "_v_scale", "_q_scale", "_prob_scale"}
         persistent = [item for item in module.named_buffers(recurse=False) if item[0] not in hidden]
         for leaf, tensor in [*module.named_parameters(recurse=False), *persistent]:
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
             if leaf.startswith(("w13_", "w2_")) and hasattr(module, "get_expert_mapping"):
                 yield from _experts(path, module, leaf, tensor)
                 continue
@@ -132,12 +138,14 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                         yield f"{path}.experts.{expert}.{part}.weight", piece
                 continue
             before, _, last = path.rpartition(".")
-            parts = own.get(last, _PARTS.get(last, [last]))
-            sizes = getattr(module, "output_sizes", None)
-            if sizes is None or len(parts) != len(sizes):
+            parts = own.get(last, [(part, 1) for part in _PARTS.get(last, [last])])
+            sizes = [int(size) for size in getattr(module, "output_sizes", ())]
+            if len(sizes) != sum(count for _, count in parts):
                 yield f"{path}.{leaf}".lstrip("."), tensor.data
                 continue
-            for part, piece in zip(parts, tensor.data.split([int(size) for size in sizes]), strict=True):
+            rows = iter(sizes)
+            pieces = tensor.data.split([sum(itertools.islice(rows, count)) for _, count in parts])
+            for (part, _), piece in zip(parts, pieces, strict=True):
                 yield f"{before}.{part}.{leaf}", piece
 
 
@@ -155,14 +163,15 @@ def _experts(path: str, module: Any, leaf: str, tensor: torch.Tensor) -> Iterato
         yield f"{before}{weight}{kind}", stored
 
 
-def _stacked(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Merged projection -> its parts, from the mappings of ``model`` and the modules in it."""
-    found: dict[str, dict[Any, str]] = {}
+def _stacked(model: torch.nn.Module) -> dict[str, list[tuple[str, int]]]:
+    """Merged projection -> (part, how many of vLLM's parts that is), from the mappings of ``model`` and its modules."""
+    found: dict[str, dict[Any, tuple[str, int]]] = {}
     for module in model.modules():
         mapper = getattr(module, "hf_to_vllm_mapper", None)
         for part, (merged, index) in getattr(mapper, "orig_to_new_stacked", {}).items():
-            if not isinstance(index, list):
-                found.setdefault(merged.rpartition(".")[2], {}).setdefault(index, part.rpartition(".")[2])
+            first, *more = index if isinstance(index, (list, tuple)) else [index]
+            name = part.strip(".").rpartition(".")[2]
+            found.setdefault(merged.strip(".").rpartition(".")[2], {}).setdefault(first, (name, 1 + len(more)))
     order = {"q": 0, "k": 1, "v": 2}
     return {
         merged: [part for _, part in sorted(parts.items(), key=lambda item: order.get(item[0], item[0]))]

@@ -71,6 +71,7 @@ class Tiny:
         written: what ``config.json`` says in addition, as published checkpoints do; None: what it does not say.
         options: of ``vllm.LLM``.
         renamed: parts of weights' names that transformers writes, or that vLLM uses -> those of published checkpoints.
+        transposed: published with the matrices of all experts transposed, as transformers stored them when it came out.
         built: written from the model that vLLM builds; ``sizes`` are then what ``config.json`` says.
         wrapper: a language model with what sees and hears: its sizes are in ``text_config``.
         head: for an MTP head, how checkpoints name it (see ``mtp_heads``); ``target``: the architecture that has it.
@@ -83,6 +84,7 @@ class Tiny:
     written: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
+    transposed: bool = False
     built: bool = False
     wrapper: bool = False
     head: str = ""
@@ -248,7 +250,7 @@ TINY = {
         | _GATED_DELTA_NET
         | dict(num_hidden_layers=4, num_experts=16, shared_expert_intermediate_size=64, hc_lowrank=32)
         | dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=128, indexer_budget=64)
-        | dict(indexer_compress_ratio=16),
+        | dict(indexer_compress_ratio=16, output_gate_type="silu"),
     ),
 }
 
@@ -263,6 +265,8 @@ _BAILING = (
 _BIASED = dict(
     moe_router_enable_expert_bias=True, score_function="sigmoid", router_dtype="fp32", n_group=4, topk_group=2
 )
+_STEP_SLIDING = dict(attention_type="sliding_attention", num_attention_heads=4, num_attention_groups=2, head_dim=32)
+_PANGU_NAMES = {".gate.e_score_correction_bias": ".e_score_correction_bias"}
 _PANGU = _MOE | _COMMON | dict(n_routed_experts=16, n_shared_experts=1, first_k_dense_replace=1, bias=False)
 _MIMO = (
     _MOE
@@ -301,7 +305,7 @@ TINY |= {
     "SarvamMoEForCausalLM": Tiny("sarvam_moe", _BAILING | _BIASED, built=True),
     "SarvamMLAForCausalLM": Tiny(
         "sarvam_mla",
-        _BAILING | _BIASED | _MLA | dict(q_lora_rank=None, moe_shared_expert_intermediate_size=64),
+        _BAILING | _BIASED | _MLA | dict(q_lora_rank=None, head_dim=576, moe_shared_expert_intermediate_size=64),
         built=True,
     ),
     "Param2MoEForCausalLM": Tiny(
@@ -329,12 +333,16 @@ TINY |= {
         "exaone_moe", _MOE | dict(num_experts=16, num_shared_experts=1, sliding_window=64, num_hidden_layers=4)
     ),
     "PanguProMoEV2ForCausalLM": Tiny(
-        "PanguProMoE", _PANGU | dict(router_enable_expert_bias=True, routed_scaling_factor=2.5), built=True
+        "PanguProMoE",
+        _PANGU | dict(router_enable_expert_bias=True, routed_scaling_factor=2.5),
+        built=True,
+        renamed=_PANGU_NAMES,
     ),
     "PanguUltraMoEForCausalLM": Tiny(
         "pangu_ultra_moe",
         _PANGU | _MLA | dict(sandwich_norm=True, routed_scaling_factor=2.5, router_enable_expert_bias=True),
         built=True,
+        renamed=_PANGU_NAMES,
     ),
     "MiMoV2FlashForCausalLM": Tiny("mimo_v2_flash", _MIMO, built=True),
     "MiMoV2ForCausalLM": Tiny("mimo_v2", _MIMO, built=True),
@@ -364,7 +372,7 @@ TINY |= {
         | dict(layer_types=["full_attention", "sliding_attention", "full_attention"], use_head_wise_attn_gate=True)
         | dict(moe_router_activation="sigmoid", moe_router_scaling_factor=2.0, rope_theta=[10000.0] * 3)
         | dict(partial_rotary_factors=[0.5, 1.0, 0.5], use_rope_layers=[], rope_parameters=None)
-        | dict(attention_other_setting=dict(num_attention_heads=4, num_attention_groups=2, head_dim=32)),
+        | dict(attention_other_setting=_STEP_SLIDING),
         built=True,
     ),
     "Step3TextForCausalLM": Tiny(
@@ -389,7 +397,7 @@ TINY |= {
 # Language models within wrappers for images, video and sound, which ``language_model_only`` leaves out.
 _TEXT_ONLY = dict(language_model_only=True)
 _MROPE = dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5]))
-_QWEN_MOE = _MOE | dict(num_experts=16)
+_QWEN_MOE = _MOE | dict(num_experts=16, norm_topk_prob=True)
 _QWEN_NEXT = _QWEN_MOE | _GATED_DELTA_NET | dict(num_hidden_layers=4, shared_expert_intermediate_size=64)
 _EYE = dict(
     depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=128, num_position_embeddings=64
@@ -400,20 +408,21 @@ _TOKENS = dict(image_token_id=500, video_token_id=501, vision_start_token_id=502
 _GEMMA = TINY["Gemma4ForCausalLM"].sizes
 
 
-def _wrapper(model_type: str, text: dict, vision: dict, **more: Any) -> Tiny:
-    return Tiny(
-        model_type, dict(text_config=_SMALL | text, vision_config=vision) | more, options=_TEXT_ONLY, wrapper=True
-    )
+def _wrapper(model_type: str, text: dict, vision: dict, transposed: bool = False, **more: Any) -> Tiny:
+    sizes = dict(text_config=_SMALL | text, vision_config=vision) | more
+    return Tiny(model_type, sizes, options=_TEXT_ONLY, wrapper=True, transposed=transposed)
 
 
 TINY |= {
-    "Qwen3VLMoeForConditionalGeneration": _wrapper("qwen3_vl_moe", _QWEN_MOE | _MROPE, _EYE | _DEEPSTACK, **_TOKENS),
+    "Qwen3VLMoeForConditionalGeneration": _wrapper(
+        "qwen3_vl_moe", _QWEN_MOE | _MROPE, _EYE | _DEEPSTACK, transposed=True, **_TOKENS
+    ),
     "Qwen3OmniMoeForConditionalGeneration": Tiny(
         "qwen3_omni_moe",
         dict(
             thinker_config=dict(
                 text_config=_SMALL | _QWEN_MOE | _MROPE | dict(model_type="qwen3_omni_moe_text"),
-                vision_config=_EYE | _DEEPSTACK,
+                vision_config=_EYE | _DEEPSTACK | dict(image_size=64, apply_vit_abs_pos_embed=True),
                 audio_config=dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64, d_model=64)
                 | dict(output_dim=128, downsample_hidden_size=32),
                 audio_token_id=504,
@@ -439,7 +448,7 @@ TINY |= {
         dict(intermediate_size=256, moe_intermediate_size=[64, 64], moe_k=4, moe_num_experts=16)
         | dict(moe_num_shared_experts=1)
         | dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 6, 4])),
-        dict(depth=1, hidden_size=64, intermediate_size=128, num_heads=4),
+        dict(depth=1, hidden_size=64, embed_dim=64, intermediate_size=128, num_heads=4, mlp_ratio=2),
         image_token_id=500,
         video_token_id=501,
     ),
@@ -454,7 +463,9 @@ TINY |= {
     "Glm4vMoeForConditionalGeneration": _wrapper(
         "glm4v_moe",
         _MOE
-        | dict(n_routed_experts=16, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)
+        | dict(
+            n_routed_experts=16, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, use_qk_norm=False
+        )
         | dict(
             rope_parameters=dict(
                 rope_type="default", rope_theta=10000.0, mrope_section=[4, 2, 2], partial_rotary_factor=0.5
@@ -470,14 +481,6 @@ TINY |= {
         _SIGLIP
         | dict(image_size=28, patch_size=14, vision_output_dim=64, projector_input_dim=64, projector_output_dim=64),
         image_token_index=500,
-    ),
-    "KimiK25ForConditionalGeneration": _wrapper(
-        "kimi_k25",
-        TINY["DeepseekV3ForCausalLM"].sizes | _NO_AUX | dict(model_type="deepseek_v3"),
-        _SIGLIP | dict(pos_emb_height=4, pos_emb_width=4),
-        projection_hidden_size=64,
-        image_token_id=500,
-        tie_word_embeddings=False,
     ),
     "MiniMaxM3SparseForConditionalGeneration": _wrapper(
         "minimax_m3_vl",
@@ -520,6 +523,14 @@ TINY |= {
         TINY["DeepseekV3ForCausalLM"].sizes | _NO_AUX | dict(model_type="deepseek_v3", rope_theta=10000.0),
         _SIGLIP | dict(patch_size=14, init_pos_emb_height=4, init_pos_emb_width=4, merge_kernel_size=[2, 2]),
     ),
+    "KimiK25ForConditionalGeneration": _built_wrapper(
+        "kimi_k25",
+        TINY["DeepseekV3ForCausalLM"].sizes | _NO_AUX | dict(model_type="deepseek_v3"),
+        _SIGLIP | dict(pos_emb_height=4, pos_emb_width=4),
+        projection_hidden_size=64,
+        image_token_id=500,
+        tie_word_embeddings=False,
+    ),
     "BailingMoeV3VLForConditionalGeneration": _built_wrapper(
         "bailing_moe_v3_vl", TINY["BailingMoeV3ForCausalLM"].sizes, _QWEN_EYE
     ),
@@ -531,6 +542,7 @@ TINY |= {
         "qwen3_vl_moe",
         TINY["Qwen3VLMoeForConditionalGeneration"].sizes,
         options=_TEXT_ONLY | dict(model_impl="transformers"),
+        transposed=True,
         wrapper=True,
         target="Qwen3VLMoeForConditionalGeneration",
     ),
@@ -568,6 +580,7 @@ TINY["MistralLarge3ForCausalLM"] = Tiny(
 _M3 = TINY["MiniMaxM3SparseForConditionalGeneration"].sizes["text_config"]
 TINY["MiniMaxM3SparseForCausalLM"] = Tiny("minimax_m3_vl_text", _M3)
 
+_DENSE_LAST = dict(mlp_layer_types=["dense", "sparse", "sparse", "dense"])
 _ATTENTION_LAST = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "full_attention"])
 _MTP = dict(speculative_config=dict(method="mtp", num_speculative_tokens=2))
 # One layer more than the target has: the last becomes the head.
@@ -578,7 +591,7 @@ TINY |= {
     for head, target, style, more in (
         ("DeepSeekMTPModel", "DeepseekV3ForCausalLM", "layer", {}),
         ("Glm4MoeLiteMTPModel", "Glm4MoeLiteForCausalLM", "layer", {}),
-        ("ExaoneMoeMTP", "ExaoneMoEForCausalLM", "apart", {}),
+        ("ExaoneMoeMTP", "ExaoneMoEForCausalLM", "apart", _DENSE_LAST),
         ("Qwen3NextMTP", "Qwen3NextForCausalLM", "apart", _ATTENTION_LAST),
         ("Qwen3_5MoeMTP", "Qwen3_5MoeForCausalLM", "apart", _ATTENTION_LAST),
     )
@@ -602,6 +615,7 @@ TINY |= {
         TINY[target].sizes | dict(num_nextn_predict_layers=1) | more,
         options=_MTP,
         built=True,
+        renamed=TINY[target].renamed,
         target=target,
         head_names=names,
     )
@@ -619,13 +633,6 @@ TINY |= {
             "PanguUltraMoEForCausalLM",
             _BLOCK | {"model.embed_tokens.": "model.layers.3.embed_tokens."},
             {},
-        ),
-        (
-            "Step3p5MTP",
-            "Step3p5ForCausalLM",
-            _BLOCK,
-            dict(layer_types=["full_attention", "sliding_attention", "full_attention", "full_attention"])
-            | dict(rope_theta=[10000.0] * 4, partial_rotary_factors=[0.5, 1.0, 0.5, 0.5], moe_layers_enum="1,2,3"),
         ),
         (
             "LongCatFlashMTPModel",
@@ -664,6 +671,8 @@ def write(architecture: str, folder: Path, seed: int = 0) -> dict[str, Any]:
     said = {name: value for name, value in written.items() if tiny.written.get(name, "") is not None}
     path.write_text(json.dumps(said, indent=1))
     _rename(folder / "model.safetensors", tiny.renamed)
+    if tiny.transposed:
+        _transpose_experts(folder / "model.safetensors")
     if tiny.head:
         split_off(folder, tiny.head)
     return tiny.options
@@ -685,6 +694,12 @@ def _rename(path: Path, names: dict[str, str]) -> None:
         for old, new in names.items():
             tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
         save_file(tensors, path)
+
+
+def _transpose_experts(path: Path) -> None:
+    tensors = load_file(path)
+    merged = {name: tensor for name, tensor in tensors.items() if "experts." in name and tensor.ndim == 3}
+    save_file(tensors | {name: tensor.mT.contiguous() for name, tensor in merged.items()}, path)
 
 
 def _fill_zeros(model: torch.nn.Module) -> None:

@@ -52,6 +52,8 @@ REASONS = {
     "DSparkDraftModel": _TARGET.format("DeepseekV4ForCausalLM"),
     "DSparkV41DraftModel": _TARGET.format("DeepseekV41ForCausalLM"),
     "HYV4MTPModel": _TARGET.format("HYV4ForCausalLM"),
+    "Step3p5MTP": _TARGET.format("Step3p5ForCausalLM"),
+    "Qwen4ExpMTP": _TARGET.format("Qwen4ExpForCausalLM"),
     "NemotronHMTPModel": _TARGET.format("NemotronHForCausalLM"),
     "Eagle3DeepseekV2ForCausalLM": _EAGLE.format("DeepSeek-V2"),
     "Eagle3DeepseekV3ForCausalLM": _EAGLE.format("DeepSeek-V3"),
