@@ -359,7 +359,7 @@ TINY |= {
         | _COMMON
         | dict(num_experts=16, num_shared_experts=1, rope_head_dim=16, query_key_norm=True, layernorm_num_groups=1)
         | dict(
-            router_score_func="sigmoid", router_scaling_factor=2.5, moe_gate_bias=True, attention_gate_func="sigmoid"
+            router_score_func="sigmoid", router_scaling_factor=2.5, moe_gate_bias=True, attention_gate_func="softplus"
         )
         | dict(mova_num_experts=0, mova_num_experts_per_tok=0, decoder_sparse_step=1, mlp_only_layers=[0]),
         built=True,
