@@ -70,6 +70,7 @@ def write_weights(
         renamed: parts of names in vLLM -> those in checkpoints, in this order, after prefixes.
         head: the same for the head.
     """
+    print(json.dumps({"stage": "stock"}), flush=True)  # of ``one_family``: what fails while vLLM builds is stock's
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     with _built(folder, options) as models:

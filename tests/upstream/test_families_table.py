@@ -121,8 +121,8 @@ def test_a_process_is_judged_by_its_last_stage(out: str, err: str, verdict: tupl
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["FlexOlmoForCausalLM", "DeepSeekMTPModel", "Glm4MoeMTPModel"])
+@pytest.mark.parametrize("name", ["FlexOlmoForCausalLM", "BailingMoeV2ForCausalLM", "DeepSeekMTPModel", "HYV3MTPModel"])
 def test_an_architecture_that_has_no_other_test_is_served(name: str, found: list[Architecture]) -> None:
-    """One of vLLM's Transformers backend, and MTP heads: each in a process of its own, beside stock."""
+    """One of the Transformers backend, one that vLLM wrote, and MTP heads: each in a process of its own."""
     [architecture] = [one for one in found if one.name == name]
     assert families.try_one(architecture)[0] == "served"

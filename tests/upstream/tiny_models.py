@@ -285,7 +285,7 @@ TINY |= {
         built=True,
     ),
     "BailingMoeV2_5ForCausalLM": Tiny(
-        "bailing_moe_linear",
+        "bailing_hybrid",
         _BAILING
         | _BIASED
         | _MLA
@@ -294,7 +294,7 @@ TINY |= {
         built=True,
     ),
     "BailingMoeV3ForCausalLM": Tiny(
-        "bailing_moe_v3",
+        "bailing_hybrid",
         _BAILING
         | _BIASED
         | _MLA
@@ -379,7 +379,7 @@ TINY |= {
         "step3_text",
         _COMMON
         | dict(intermediate_size=256, num_attention_groups=1, moe_intermediate_size=64, moe_num_experts=16, moe_top_k=4)
-        | dict(share_expert_dim=64, share_q_dim=64, moe_layers_enum=[1, 2], max_position_embedding=1024),
+        | dict(share_expert_dim=64, share_q_dim=64, moe_layers_enum="1,2", max_position_embedding=1024),
         built=True,
     ),
     "LongcatFlashForCausalLM": Tiny(
@@ -531,10 +531,6 @@ TINY |= {
         image_token_id=500,
         tie_word_embeddings=False,
     ),
-    "BailingMoeV3VLForConditionalGeneration": _built_wrapper(
-        "bailing_moe_v3_vl", TINY["BailingMoeV3ForCausalLM"].sizes, _QWEN_EYE
-    ),
-    "MiMoV2OmniForCausalLM": Tiny("mimo_v2_omni", _MIMO, options=_TEXT_ONLY, built=True),
     "TransformersMoEForCausalLM": Tiny(
         "qwen3_moe", _QWEN_MOE, options=dict(model_impl="transformers"), target="Qwen3MoeForCausalLM"
     ),
@@ -578,7 +574,7 @@ TINY["MistralLarge3ForCausalLM"] = Tiny(
 )
 
 _M3 = TINY["MiniMaxM3SparseForConditionalGeneration"].sizes["text_config"]
-TINY["MiniMaxM3SparseForCausalLM"] = Tiny("minimax_m3_vl_text", _M3)
+TINY["MiniMaxM3SparseForCausalLM"] = Tiny("minimax_m3_vl_text", _M3, written=dict(rope_theta=10000.0))
 
 _DENSE_LAST = dict(mlp_layer_types=["dense", "sparse", "sparse", "dense"])
 _ATTENTION_LAST = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "full_attention"])
@@ -620,8 +616,6 @@ TINY |= {
         head_names=names,
     )
     for head, target, names, more in (
-        ("BailingMoeV25MTPModel", "BailingMoeV2_5ForCausalLM", _BLOCK, {}),
-        ("BailingMoeV3MTPModel", "BailingMoeV3ForCausalLM", _BLOCK, {}),
         (
             "HYV3MTPModel",
             "HYV3ForCausalLM",
@@ -632,14 +626,6 @@ TINY |= {
             "OpenPanguMTPModel",
             "PanguUltraMoEForCausalLM",
             _BLOCK | {"model.embed_tokens.": "model.layers.3.embed_tokens."},
-            {},
-        ),
-        (
-            "LongCatFlashMTPModel",
-            "LongcatFlashForCausalLM",
-            {"model.layers.4.": "model.mtp.layers.0.", "model.embed_tokens": "model.mtp.embed_tokens"}
-            | {".mtp_block.mlp.": ".transformer_layer.mlp.", ".mtp_block.": "."}
-            | {".enorm.": ".enorm.m.", ".hnorm.": ".hnorm.m.", "layers.0.final_layernorm": "norm"},
             {},
         ),
         ("ErnieMTPModel", "Ernie4_5_MoeForCausalLM", _ERNIE_HEAD, {}),
