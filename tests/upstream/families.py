@@ -2,9 +2,9 @@
 
     python tests/upstream/families.py [--only NAME,NAME] [--again] [--minutes M]
 
-Each architecture gets a process of its own (``one_family.py``) and a time limit. The result is written after each, so
-an interrupted run continues where it stopped; ``--again`` tries those that were tried already. The table is for one
-version of vLLM: with another, everything is tried again.
+Each architecture gets a process of its own (``one_family.py``), forked from one that has imported vLLM, and a time
+limit. The result is written after each, so an interrupted run continues where it stopped; ``--again`` tries those that
+were tried already. The table is for one version of vLLM: with another, everything is tried again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]
 
+import forked  # noqa: E402
 import moe_architectures  # noqa: E402
 from moe_architectures import Architecture  # noqa: E402
 
@@ -43,6 +43,7 @@ VERDICTS = {
     "differs": "other tokens than stock vLLM's: a bug",
     "fails": "the plugin fails: a bug",
     "checkpoint": "no useful tiny checkpoint",
+    "apart": "not tried, for the reason given",
     "unwritten": "no tiny checkpoint is written yet",
     "pending": "not run yet",
 }
@@ -53,16 +54,13 @@ _HEADINGS = {
     "draft": "Draft models and MTP heads",
     "pooling": "Embeddings and classification",
 }
-_NO_TOKENS = {
-    "draft": "drafts for another model: see the tests of speculation",
-    "pooling": "emits no tokens",
-}
-_ERROR = re.compile(r"^(?:\[rank\d+\]: )?\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit))(?:: (.*))?$")
+_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit))(?:: (.*))?$")
+_LOGGED = re.compile(r"^(?:\[rank\d+\]: |\(\w+ pid=\d+\) |ERROR [\d-]+ [\d:]+ \[[\w.]+:\d+\] )*\s*")
 # What the tiny checkpoint lacks of a published one: names of weights (w13 and w2 are vLLM's own names), fields of its
 # configuration, a tokenizer.
 _LACKING = re.compile(
     r"not initialized from checkpoint|KeyError(?!.*\.w(13|2)_)|no module or parameter named"
-    r"|Config' object has no attribute|please check config|Tokenizer not available"
+    r"|Config' object has no attribute|please check config|Tokenizer not available|Can't load image processor"
 )
 
 
@@ -74,19 +72,14 @@ def read() -> dict:
 def try_one(architecture: Architecture) -> tuple[str, str]:
     """Returns (verdict, detail) of one architecture, whatever becomes of its process."""
     with tempfile.TemporaryDirectory(prefix="spac-family-") as folder:
-        command = [sys.executable, str(HERE / "one_family.py"), architecture.name, folder]
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
         try:
-            out, err = child.communicate(timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            out, err = child.communicate()
-            err += f"\nTimeoutError: no answer within {LIMIT_SECONDS} s\n"
+            done = forked.run([HERE / "one_family.py", architecture.name, folder], timeout=LIMIT_SECONDS)
+            out, err, code = done.stdout, done.stderr, done.returncode
+        except AssertionError as late:
+            out, err, code = str(late), f"TimeoutError: no answer within {LIMIT_SECONDS} s\n", -signal.SIGKILL
         if os.environ.get("SPAC_FAMILIES_LOG"):
             Path(os.environ["SPAC_FAMILIES_LOG"], f"{architecture.name}.log").write_text(out + err)
-        return judge(out, err, child.returncode, folder)
+        return judge(out, err, code, folder)
 
 
 def judge(out: str, err: str, code: int, folder: str) -> tuple[str, str]:
@@ -112,8 +105,8 @@ def _errors(lines: list[str]) -> Iterator[str]:
     """Yields the errors that a traceback names; one without a text, with the assertion that failed."""
     failed = "it has no text"
     for line in lines:
-        code = line.partition("]: ")[2].strip() if line.startswith("[rank") else line.strip()
-        failed = code if code.startswith("assert ") else failed
+        line = _LOGGED.sub("", line).rstrip()
+        failed = line if line.startswith("assert ") else failed
         if (match := _ERROR.match(line)) is not None:
             yield f"{match[1]}: {match[2] or failed}"
 
@@ -128,16 +121,21 @@ def _plain(text: str, folder: str) -> str:
 def rows(found: list[Architecture], content: dict) -> list[tuple[Architecture, str, str]]:
     """Returns (architecture, verdict, detail) for each of ``found``, also for those that were not tried."""
     import tiny_models
+    import untried
 
     lines = []
     for one in found:
         row = content["rows"].get(one.name)
         if row is not None:
             lines.append((one, row["verdict"], row["detail"]))
-        elif one.group in _NO_TOKENS:
-            lines.append((one, "", _NO_TOKENS[one.group]))
+        elif one.name in tiny_models.TINY:
+            lines.append((one, "pending", ""))
+        elif one.name in untried.REASONS:
+            lines.append((one, "apart", untried.REASONS[one.name]))
+        elif one.group == "pooling":
+            lines.append((one, "apart", "emits no tokens"))
         else:
-            lines.append((one, "pending" if one.name in tiny_models.TINY else "unwritten", ""))
+            lines.append((one, "unwritten", ""))
     return lines
 
 
@@ -149,9 +147,10 @@ def document(found: list[Architecture], content: dict) -> str:
         "# MoE architectures",
         "",
         "Written by `python tests/upstream/families.py`: all architectures of vLLM "
-        f"{content['vllm']} whose code can build experts, {len(found)}.",
+        f"{content['vllm']} whose code can build experts, and MTP heads of such models, {len(found)}.",
         "Those with a tiny random checkpoint (`tiny_models.py`: the real configuration class and flags, small sizes)",
-        "were served by stock vLLM on a CPU and then by the plugin, in bf16.",
+        "were served by stock vLLM on a CPU and then by the plugin, in bf16: those for images, video and sound with",
+        "text only, MTP heads together with the models that they draft for.",
         "",
         *(f"- {count}" for count in counts if not count.startswith("0 ")),
     ]
@@ -159,7 +158,7 @@ def document(found: list[Architecture], content: dict) -> str:
         text += ["", f"## {heading}", "", "| architecture | verdict | |", "|---|---|---|"]
         for one, verdict, detail in lines:
             if one.group == group:
-                shown = VERDICTS.get(verdict, "not tried").partition(":")[0]
+                shown = VERDICTS[verdict].partition(":")[0]
                 text.append(f"| `{one.name}` | {shown} | {detail.replace('|', chr(92) + '|')} |")
     return "\n".join(text) + "\n"
 
@@ -196,6 +195,9 @@ def main(
                 break
             bar.set_postfix_str(one.name)
             verdict, detail = try_one(one)
+            if "No module named 'torchvision'" in detail:
+                bar.write(f"{one.name}: not tried: needs torchvision, a build that matches torch", file=sys.stderr)
+                continue
             content["rows"][one.name] = {"verdict": verdict, "detail": detail}
             content["versions"], content["commit"] = provenance.versions(), provenance.code(ROOT)["commit"]
             write(found, content)

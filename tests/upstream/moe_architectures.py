@@ -1,5 +1,7 @@
 """The MoE architectures of the installed vLLM: those in its registry whose code can build a layer of experts.
 
+Also MTP heads without experts, of models that have some.
+
 Found in vLLM's sources, without importing models: from the class that the registry names, along every name that it
 mentions, to a call that builds experts.
 """
@@ -17,6 +19,7 @@ from sources import Sources
 BUILDERS = {"FusedMoEFactory", "fused_experts"}
 # Where models are defined; names from elsewhere are not followed.
 MODELS = ("vllm.model_executor.models.", "vllm.models.")
+DENSE_HEADS = ("ErnieMTPModel", "MiMoV2MTPModel")
 GROUPS = {
     "text": ("_TEXT_GENERATION_MODELS",),
     "multimodal": ("_MULTIMODAL_MODELS",),
@@ -58,7 +61,7 @@ def find() -> list[Architecture]:
     found: dict[str, Architecture] = {}
     for group, tables in GROUPS.items():
         for name in (name for table in tables for name in getattr(registry, table)):
-            if name not in found and builds_experts(sources, *known[name], known):
+            if name not in found and (name in DENSE_HEADS or builds_experts(sources, *known[name], known)):
                 found[name] = Architecture(group, name, *known[name])
     return sorted(found.values(), key=lambda one: (list(GROUPS).index(one.group), one.name.lower()))
 

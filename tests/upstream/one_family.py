@@ -1,7 +1,9 @@
 """One architecture in a process of its own: `one_family.py NAME FOLDER` prints what came of it, as JSON.
 
 A tiny checkpoint is written into FOLDER; stock vLLM serves it, then the plugin with a quarter of its experts in slots.
-A line is printed when each stage begins, so that a process which crashes shows in which. The last line is the verdict.
+Each is done by a fork of this process, which has imported vLLM: a second engine with speculative decoding in one
+process does not survive (numba). A line is printed when each stage begins, so that a crash shows in which. The last
+line is the verdict.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,6 @@ os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "parity")]
 
-import compare  # noqa: E402
 import engines  # noqa: E402
 import tiny_models  # noqa: E402
 from exactness import first_difference  # noqa: E402
@@ -30,32 +34,61 @@ SLOTS = "25%"
 
 def attempt(architecture: str, folder: Path) -> tuple[str, str]:
     """Returns (verdict, detail); verdicts are those of ``families.VERDICTS``."""
-    from vllm_spac.errors import SpacError
+    import warm  # noqa: F401
+    from vllm.model_executor.models import registry
 
+    # vLLM would inspect the model's class in a further process, whose imports take longer than both engines here.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    answers = folder / "answers"
+    answers.mkdir()
+    model = folder / "model"
     _begin("checkpoint")
-    options = tiny_models.write(architecture, folder)
+    options = _apart(answers / "options", lambda: tiny_models.write(architecture, model))
     _begin("stock")
-    stock = _serve(folder, None, options)
-    if len({tuple(tokens) for tokens in stock.tokens}) < 4:
+    stock = _apart(answers / "stock", lambda: _serve(model, None, options))
+    if len({tuple(tokens) for tokens in stock["tokens"]}) < 4:
         return "checkpoint", "its tokens do not depend on the prompt, so equal tokens would show nothing"
     _begin("plugin")
     knobs = {"slots": SLOTS, "store": "disk", "disk_dir": str(folder / "packed"), "guard": "off"}
-    try:
-        run = _serve(folder, knobs, options)
-    except SpacError as error:
-        return "refused", str(error).removeprefix("spac: ")
-    if (difference := first_difference(run.tokens, stock.tokens)) is not None:
+    run = _apart(answers / "plugin", lambda: _serve(model, knobs, options))
+    if "refused" in run:
+        return "refused", run["refused"]
+    if (difference := first_difference(run["tokens"], stock["tokens"])) is not None:
         return "differs", difference
-    slots, experts, loads = (run.stats[name] for name in ("slots", "experts", "loads"))
+    slots, experts, loads = (run["stats"][name] for name in ("slots", "experts", "loads"))
     if loads < slots:
         return "checkpoint", f"its routers choose few experts: {loads} loads into {slots} slots show little"
-    return "served", f"{slots} of {experts} experts in slots, {loads} loads"
+    drafts = f", {run['stats']['steps']['verify']} steps with drafts" if "speculative_config" in options else ""
+    return "served", f"{slots} of {experts} experts in slots, {loads} loads{drafts}"
 
 
-def _serve(folder: Path, knobs: dict | None, options: dict[str, Any]) -> engines.Run:
-    if "speculative_config" in options:  # one engine per process, see ``compare``
-        return compare.compare(folder, [knobs], prompts=SHORT, max_tokens=MAX_TOKENS, **options)[0]
-    return engines.generate(str(folder), knobs, PROMPTS, MAX_TOKENS, **options)
+def _serve(model: Path, knobs: dict | None, options: dict[str, Any]) -> dict[str, Any]:
+    from vllm_spac.errors import SpacError
+
+    prompts = SHORT if "speculative_config" in options else PROMPTS
+    try:
+        return asdict(engines.run(str(model), knobs, prompts, MAX_TOKENS, **options))
+    except SpacError as error:
+        return {"refused": str(error).removeprefix("spac: ")}
+
+
+def _apart(answer: Path, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns, which JSON can hold, computed by a fork of this process, which ends if that fails."""
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            answer.write_text(json.dumps(work()))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        sys.exit(status if status > 0 else 128 - status)
+    return json.loads(answer.read_text())
 
 
 def _begin(stage: str) -> None:

@@ -6,6 +6,7 @@ import families
 import moe_architectures
 import pytest
 import tiny_models
+import untried
 import zoo
 from moe_architectures import Architecture, builds_experts
 from sources import Sources
@@ -40,6 +41,11 @@ def test_known_architectures_are_found_and_dense_ones_are_not(found: list[Archit
 def test_each_tiny_checkpoint_is_of_an_architecture_of_this_vllm(found: list[Architecture]) -> None:
     assert set(tiny_models.TINY) <= {one.name for one in found}
     assert {tiny.family for tiny in tiny_models.TINY.values() if tiny.family} == set(zoo.FAMILIES)
+
+
+def test_reasons_are_of_architectures_without_a_tiny_checkpoint(found: list[Architecture]) -> None:
+    assert set(untried.REASONS) <= {one.name for one in found}
+    assert not set(untried.REASONS) & set(tiny_models.TINY)
 
 
 def test_no_row_is_a_bug(found: list[Architecture]) -> None:
@@ -90,6 +96,12 @@ def test_experts_are_found_through_imports_bases_and_branches(tmp_path) -> None:
             '[rank0]:     assert scoring == "softmax"\n[rank0]:            ^^^^\n[rank0]: AssertionError\n',
             ("stock", 'AssertionError: assert scoring == "softmax"'),
         ),
+        (
+            '{"stage": "stock"}\n',
+            "(MainProcess pid=7) ERROR 11-24 07:09:41 [registry.py:1120] ImportError: no CPU\n"
+            "[rank0]: [rank0]: ValueError: X failed to be inspected\n",
+            ("stock", "ImportError: no CPU"),
+        ),
         ('{"stage": "stock"}\n', "KeyError: 'gate'\n", ("checkpoint", "KeyError: 'gate'")),
         (
             '{"stage": "plugin"}\n',
@@ -109,8 +121,8 @@ def test_a_process_is_judged_by_its_last_stage(out: str, err: str, verdict: tupl
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["FlexOlmoForCausalLM", "DeepSeekMTPModel", "Glm4MoeMTPModel"])
+@pytest.mark.parametrize("name", ["FlexOlmoForCausalLM", "BailingMoeV2ForCausalLM", "DeepSeekMTPModel", "HYV3MTPModel"])
 def test_an_architecture_that_has_no_other_test_is_served(name: str, found: list[Architecture]) -> None:
-    """One of vLLM's Transformers backend, and MTP heads: each in a process of its own, beside stock."""
+    """One of the Transformers backend, one that vLLM wrote, and MTP heads: each in a process of its own."""
     [architecture] = [one for one in found if one.name == name]
     assert families.try_one(architecture)[0] == "served"
