@@ -78,6 +78,7 @@ def rendered() -> Values:
         batches,
         paired,
         recipe,
+        prefetched,
         one_after_the_other,
         locality,
         scaled,
@@ -233,6 +234,30 @@ def recipe() -> Values:
     return {"recipe": table(head, lines)}
 
 
+def prefetched() -> Values:
+    """Reading experts ahead by a predictor: time and reads over none."""
+    rows, lines = result("paired_prefetch_local_toy")["rows"], []
+    for row in rows:
+        low, high = row["interval"]
+        base, other = row["base"], row["other"]
+        lines.append(
+            [
+                _spaced(row["slots"]),
+                f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})",
+                f"{row['ratio_of_totals']:.2f}",
+                f"{other['loads'] / base['loads']:.2f}",
+                f"{(other['loads'] + other['prefetches']) / base['loads']:.2f}",
+                f"{100 * other['prefetch_hits'] / other['prefetches']:.0f} %",
+            ]
+        )
+    head = ("slots", "ratio (95 %)", "of totals", "loads on demand", "all reads", "reads ahead used")
+    return {
+        "prefetched": table(head, lines),
+        "prefetched.with": f"{1e3 * rows[0]['other']['tpot']:.1f}",
+        "prefetched.without": f"{1e3 * rows[0]['base']['tpot']:.1f}",
+    }
+
+
 def one_after_the_other() -> Values:
     name = "spac 25% reuse"
     content = result("serving_toy_budget")
@@ -321,6 +346,7 @@ def scaled() -> Values:
         "scaled.proportions": table(("`--machine`", "load : layer : CPU expert"), lines),
         "scaled.ladder": table(head, rows),
         "scaled.simulated": table(compared_head, errors),
+        "scaled.within": _WORDS[sum(row["agrees"] for row in compared["rows"])],
         "scaled.turns": str(ladder["rows"][0]["turns"]),
         **{f"scaled.{name}": f"{rungs['25%', name]['speedup']:.2f}" for name in ("reuse", "cpu", "drafts")},
         "scaled.cpu.interval": " – ".join(f"{value:.2f}" for value in rungs["25%", "cpu"]["speedup_interval"]),

@@ -135,6 +135,19 @@ FIGURES = {
         timed=True,
         inflated=True,
     ),
+    "prefetch": Figure(
+        "Predictors: reads ahead by linear over none, in turns",
+        ("paired_prefetch_local_toy.json", "paired_prefetch_local_toy.png"),
+        (
+            f"python benchmarks/toy/train_predictor.py {LOCAL_MID} {LOCAL_MID}.predictors.safetensors",
+            f"python benchmarks/serving/paired.py {LOCAL_MID} spac 'spac prefetch=linear "
+            f"predictor_file={LOCAL_MID}.predictors.safetensors' --slots 25%,50% --turns 16 --starts 2 --warm 2 "
+            f"--output-tokens 64 {_RESULT}/paired_prefetch_local_toy.json",
+        ),
+        minutes=8,
+        timed=True,
+        inflated=True,
+    ),
     "trace": Figure(
         "Results: --spac-trace over no trace, in turns",
         ("paired_trace_toy.json", "paired_trace_toy.png"),

@@ -730,3 +730,16 @@ def test_an_offline_llm_raises_one_line(moe):
     with pytest.raises(ConfigError, match=r"policy='spac_nowhere:X' \(--spac-policy\)") as caught:
         LLM(str(moe), skip_tokenizer_init=True, additional_config={"spac": {"policy": "spac_nowhere:X"}})
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("device", "tree", "drafts", "warned"),
+    [("cpu", 0, True, True), ("cpu", 16, True, False), ("cpu", 0, False, False), ("cuda", 0, True, False)],
+)
+def test_chains_of_drafts_warn_of_sampling_on_a_cpu(monkeypatch, caplog, device, tree, drafts, warned) -> None:
+    from vllm_spac.integration import preflight
+
+    monkeypatch.setattr(preflight, "_device_type", lambda: device)
+    config = SimpleNamespace(speculative_config=SimpleNamespace() if drafts else None)
+    preflight.warn_of_sampling(SpacConfig(tree=tree), config)
+    assert ("temperature > 0" in caplog.text) == warned

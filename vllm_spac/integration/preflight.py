@@ -136,6 +136,20 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
     _check_cpu_experts(config)
     _check_prefetch(config, vllm_config)
     _check_files(config, vllm_config)
+    warn_of_sampling(config, vllm_config)
+
+
+def warn_of_sampling(config: SpacConfig, vllm_config: VllmConfig) -> None:
+    """Logs that chains of drafts spoil sampled requests on a CPU, in stock vLLM as here.
+
+    ``cpu_triton_utils._expand_kernel_impl`` of vLLM 0.32 writes to a copy unless its output is int64, so that rows with
+    drafts are sampled at a temperature, top-k and top-p that were never written. Trees do not pass through it.
+    """
+    if vllm_config.speculative_config is not None and not config.tree and _device_type() == "cpu":
+        logger.warning(
+            "spac: with drafts, vLLM's CPU build samples wrong tokens at temperature > 0, also without this plugin; "
+            "send temperature 0, or use a draft tree (--spac-tree) with EAGLE, or no drafts"
+        )
 
 
 def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
