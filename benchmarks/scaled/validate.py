@@ -2,8 +2,7 @@
 
 The simulator gets the paced seconds of loads and CPU experts, the plugin's own work in a layer as `vllm-spac profile`
 measures it, and what remains of a step from the engine with all experts resident; nothing is fitted to the runs it is
-compared with. Loads and CPU experts per step are decisions and
-must agree within 2 %, times within 10 %.
+compared with. Loads and CPU experts per step are decisions and must agree within 2 %, times within 10 %.
 """
 
 from __future__ import annotations

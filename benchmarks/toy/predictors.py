@@ -41,8 +41,8 @@ def write_texts(kind: str, folder: Path) -> Path:
 
 def train(model: str | Path, texts: Path, output: Path, reach: int, only: str = "") -> None:
     """Trains predictors of ``model`` on ``texts``: those called ``only``, separated by commas, or all."""
-    chosen = ("--only", only) if only else ()
-    options = ("--prompts", texts, "--output", output, "--reach", str(reach), *chosen, *ENGINE)
+    some = ("--only", only) if only else ()
+    options = ("--prompts", texts, "--output", output, "--reach", str(reach), *some, *ENGINE)
     vllm_spac("train-predictor", model, *options)
 
 
