@@ -53,7 +53,7 @@ def row_by_row(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Te
 
 def expert(key: int) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(key)
-    return {name: torch.randn(spec.shape, generator=rng) for name, spec in SPECS.items()}
+    return {name: torch.randn(spec.shape, generator=rng, dtype=spec.dtype) for name, spec in SPECS.items()}
 
 
 def layer_input(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,10 +125,12 @@ def services(count: int, replicas: int = 0, **knobs) -> list[Service]:
     return [Service.of(SHAPE, FINGERPRINT, mine, **knobs) for mine in layers]
 
 
-def connected(places: Threads, replicas: int = 0, copy: MemoryStore | None = None, **knobs) -> WorkerClient:
+def connected(
+    places: Threads, replicas: int = 0, copy: MemoryStore | None = None, kernel: Callable = row_by_row, **knobs
+) -> WorkerClient:
     """A client whose experts are packed and whose workers are admitted."""
     given = services(len(places.running), replicas, **knobs)
-    client = WorkerClient(places, given, replicas, row_by_row, torch.float32, lambda: copy)
+    client = WorkerClient(places, given, replicas, kernel, torch.float32, lambda: copy)
     client.roster = Roster(len(given), replicas, given[0].digest, lambda: Patience(0.5, 2.0))
     try:
         client.open()
@@ -216,6 +218,25 @@ def test_a_second_start_packs_nothing(client, monkeypatch: pytest.MonkeyPatch) -
     first.close()
     monkeypatch.setattr(WorkerClient, "put", None)
     assert_right(client(places), 3)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_the_row_that_admits_workers_has_float32_weights_whatever_torch_s_default(client, default: torch.dtype) -> None:
+    """vLLM sets the default to the model's dtype while it loads, which is when a start that packs nothing gets here;
+    its kernel takes routing weights in float32 only."""
+    places, seen = Threads(2), set()
+
+    def kernel(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        seen.add((x.dtype, weights.dtype))
+        return row_by_row(x, weights, ids, experts)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        client(places, kernel=kernel)
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == {(torch.float32, torch.float32)}
 
 
 def test_an_expert_that_was_packed_wrongly_is_dropped_everywhere(client) -> None:

@@ -310,8 +310,11 @@ class WorkerClient:
             frame = self._links[worker].ask(Kind.FETCH, _STORE, layer=self.shape.key(layer, expert))
             for tensor_name, tensor in frame.expert(self.shape).items():
                 experts[tensor_name][expert].copy_(tensor)
-        x = torch.randn(1, service.hidden, generator=torch.Generator().manual_seed(worker)).to(self._dtype)
-        ids, weights = torch.arange(top_k, dtype=torch.int32)[None], torch.full((1, top_k), 1 / top_k)
+        # vLLM loads models with their dtype as torch's default, and its kernel takes routing weights in float32 only.
+        random = torch.Generator().manual_seed(worker)
+        x = torch.randn(1, service.hidden, generator=random, dtype=torch.float32).to(self._dtype)
+        ids = torch.arange(top_k, dtype=torch.int32)[None]
+        weights = torch.full((1, top_k), 1 / top_k, dtype=torch.float32)
         return _Sample(layer, x, weights, ids, self._kernel(x, weights, ids, experts).to(x.dtype))
 
     def _test(self, worker: int, link: Link) -> None:

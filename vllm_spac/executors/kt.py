@@ -92,6 +92,6 @@ class KTransformers(CpuExperts):
         rng = torch.Generator().manual_seed(0)
         x = torch.randn(_ROWS, hidden, generator=rng).bfloat16()
         ids = torch.stack([torch.randperm(count, generator=rng)[: self.shape.top_k] for _ in range(_ROWS)])
-        weights = torch.full(ids.shape, 1 / self.shape.top_k)
+        weights = torch.full(ids.shape, 1 / self.shape.top_k, dtype=torch.float32)
         found, expected = self._run(layer, x, weights, ids), self._reference.run(x, weights, ids, experts)
         check_same(found, expected, x.dtype, hidden, f"cpu_kernel=kt compared with torch ({_INSTEAD})")

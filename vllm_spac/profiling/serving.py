@@ -45,7 +45,7 @@ def serving_rates(
         ids = torch.full((rows, 1), expert, dtype=torch.int32)
         experts = store.layer(layer)
         assert experts is not None, "a store in memory"
-        with group.computing(x[:rows], torch.ones(rows, 1), ids, experts) as computation:
+        with group.computing(x[:rows], torch.ones(rows, 1, dtype=torch.float32), ids, experts) as computation:
             computation.result()
 
     stream = load_seconds(store, device, io_threads, seconds)

@@ -262,7 +262,8 @@ def one_row(execution: Execution, layer: ManagedExperts) -> tuple[tuple[Tensor, 
     """Returns (x, weights, ids) of a row on the CPU, and a function that runs it through ``layer`` in fast memory."""
     top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
     x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
-    row = x, torch.full((1, top_k), 1 / top_k), torch.arange(top_k, dtype=torch.int32)[None]
+    weights = torch.full((1, top_k), 1 / top_k, dtype=torch.float32)
+    row = x, weights, torch.arange(top_k, dtype=torch.int32)[None]
     there, routed, chosen = (tensor.to(layer.spac.device) for tensor in row)
     rows = Rows(1, as_routed=True)
     return row, partial(execution.forward, layer.spac_index, there, routed, chosen, layer.spac_kernel, rows)
