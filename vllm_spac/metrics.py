@@ -43,7 +43,7 @@ class Counters:
         prefetch_wasted: prefetches that were evicted unused.
         prefetch_harmful: experts that a layer had to load because a prefetch, unused until then, had evicted them.
         prefetch_failed: prefetch reads that failed; the expert is read again when it is needed.
-        prefetch_stops: times that ``prefetch=auto`` stopped reading ahead because it did not pay.
+        prefetch_stops: times that ``prefetch=auto`` stopped reading ahead because steps with it were not shorter.
         cpu_experts: distinct experts per layer and forward that were computed on the CPU, from the store's memory.
         cpu_rows: (row, expert) pairs computed on the CPU.
         cpu_wait_seconds: time that layers waited for the CPU after their part in fast memory was done.

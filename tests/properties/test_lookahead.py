@@ -408,38 +408,63 @@ def test_reads_that_nobody_needs_add_a_tenth_and_then_stop(
     assert "prefetch=script pauses: layers used 0 of the last" in said and "--spac-prefetch off" in said
 
 
-def test_auto_stops_what_does_not_pay_and_pins_nothing_then(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("times", "stops"), [(1.2, True), (0.8, False)])
+def test_auto_reads_ahead_only_while_steps_are_shorter_with_it(
+    times: float, stops: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every guess is wrong; without a limit only ``stops`` ends them. It is counted each time and logged once."""
+    """The clock is the test's. Nothing is guessed, read nor pinned while reads ahead are stopped; it is logged once."""
     monkeypatch.setattr(payback, "PAUSE", 50)
-    rng = np.random.default_rng(0)
+    monkeypatch.setattr(payback, "KEEP", 50)
+    rng, now = np.random.default_rng(0), 0.0
     with caplog.at_level(logging.WARNING, "vllm.spac"), pool(8, "reuse", pins=True, stops=True) as made:
+        monkeypatch.setattr(made._transfers, "clock", lambda: now)
         made.script.says = {layer: [((layer + 1) % LAYERS, (6, 7))] for layer in range(LAYERS)}
         reads, asked = [], []
         for _ in range(400):
-            made.step(*(tuple(rng.permutation(EXPERTS - 2)[:TOP].tolist()) for _ in range(LAYERS)))
+            made.begin()
+            for layer in range(LAYERS):
+                made.layer(layer, tuple(rng.permutation(EXPERTS - 2)[:TOP].tolist()))
+            now += times if made.script.asked else 1.0
+            made.end_forward()
             reads.append(made.counters.prefetches)
             asked.append(len(made.script.asked))
             made.script.asked.clear()
-    stops = made.counters.prefetch_stops
-    assert 1 < stops < 6 and asked.count(0) > 200 and 0 < asked.index(0) < 64
+        made.step((0, 1), (0, 1), (0, 1), (0, 1))  # the clock stands still: a step of no seconds is no error
+    assert (made.counters.prefetch_stops > 1) == stops
+    compared = 2 * payback.BLOCK * payback.LEAST
+    decided = asked[compared : compared + 50]
+    assert decided.count(0) == (50 if stops else 0), "one kind only, once it is decided"
     idle = [number for number in range(1, 400) if not asked[number]]
-    assert all(reads[number] == reads[number - 1] for number in idle), "nothing is read, nor pinned"
+    assert len(idle) > 80 and all(reads[number] == reads[number - 1] for number in idle), "nothing is read, nor pinned"
     [said] = [record.getMessage() for record in caplog.records if "prefetch=auto" in record.getMessage()]
-    assert "stops reading ahead by script: layers used 0 of the experts" in said and "in 50 steps" in said
+    assert f"{'stops' if stops else 'goes on'} reading ahead by script" in said and f"took {times:.3f} (+-" in said
+    assert f"{payback.LEAST} blocks of each compared; again in 50 steps" in said
+
+
+def test_steps_with_prompts_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is guessed about them."""
+    with pool(8, "reuse", stops=True) as made:
+        judged: list[int] = []
+        monkeypatch.setattr(made._loader._prefetcher._payback, "end_step", lambda rows, seconds: judged.append(rows))
+        for kind in (RowKind.PREFILL, RowKind.DECODE, RowKind.PREFILL):
+            made.begin(2, kind)
+            for layer in range(LAYERS):
+                made.layer(layer, (0, 1), (2, 3))
+            made.end_forward()
+        made.begin(1)  # and nothing ran
+        made.end_forward()
+    assert judged == [2]
 
 
 def test_reads_that_are_needed_are_not_limited() -> None:
     rng = np.random.default_rng(0)
-    with pool(8, "reuse", extra=0.1, stops=True) as made:
+    with pool(8, "reuse", extra=0.1) as made:
         for _ in range(200):
             layers = [tuple(rng.permutation(EXPERTS)[:TOP].tolist()) for _ in range(LAYERS)]
             made.script.says = {layer: [(layer + 1, layers[layer + 1])] for layer in range(LAYERS - 1)}
             made.step(*layers)
         counters = made.counters
     assert counters.prefetch_hits == counters.prefetches > 2 * counters.loads, "all layers but the first"
-    assert counters.prefetch_stops == 0
 
 
 def test_a_predictor_that_is_chosen_before_the_first_step_reads_the_same() -> None:

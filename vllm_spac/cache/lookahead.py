@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from itertools import chain
 
@@ -11,11 +12,14 @@ from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.cutoff import DraftPhases, cutoff
 from vllm_spac.cache.expected import Expected
 from vllm_spac.cache.link import Link
+from vllm_spac.cache.payback import Payback
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.metrics import Counters
 from vllm_spac.predictors.base import Predictor, Seen
+
+logger = logging.getLogger("vllm.spac")
 
 
 class Lookahead(Prefetcher):
@@ -48,13 +52,16 @@ class Lookahead(Prefetcher):
         self.expected = Expected(len(residency.slot_of) // layer_experts, layer_experts, top_k)
         self._phases = DraftPhases(settings.depth)
         self._drafting = False  # the drafter has read tokens of a step that has not begun
+        self._payback = Payback() if settings.stops else None
+        self._began = 0.0  # when the step began
+        self._rows = 0  # of the step; 0: nothing was to be guessed about it, or it has not reached a layer
         if settings.pins:
             residency.soft = self.expected
 
     @property
     def _idle(self) -> bool:
         """Whether nothing follows from a guess."""
-        if self._stopped:
+        if self._payback is not None and self._payback.stopped:
             return True
         return self._allowance is not None and self._allowance.paused and not self._settings.pins
 
@@ -76,6 +83,7 @@ class Lookahead(Prefetcher):
         self.reap()
         self._phases.end(self._ahead.keys)
         self._drafting = False
+        self._began, self._rows = self._link.clock(), 0
         if seen is None or self._idle:
             self.expected.clear()
         else:
@@ -85,6 +93,7 @@ class Lookahead(Prefetcher):
 
     def look(self, seen: Seen) -> None:
         assert seen.ids is not None
+        self._rows = len(seen.ids)
         if not self._idle:
             self.expected.enter(seen.layer, seen.ids.numpy())
             if self._guesser.reach:
@@ -101,7 +110,27 @@ class Lookahead(Prefetcher):
         self._proceed(0)
 
     def plan(self) -> None:
+        if self._payback is not None and self._rows:
+            self._judge(self._payback, self._link.clock() - self._began)
         self.end_step()
+
+    def _judge(self, payback: Payback, seconds: float) -> None:
+        """Counts and logs what follows from the duration of a step."""
+        known, verdict = payback.verdict, payback.end_step(self._rows, seconds)
+        if verdict is None:
+            return
+        self._counters.prefetch_stops += verdict.stop
+        if known is None or known.stop != verdict.stop:
+            logger.warning(
+                "spac: prefetch=auto %s reading ahead by %s: steps with it took %.3f (+- %.3f) times as long as steps "
+                "without, %d blocks of each compared; again in %d steps",
+                "stops" if verdict.stop else "goes on",
+                self._settings.prefetch,
+                verdict.ratio,
+                verdict.error,
+                verdict.pairs,
+                verdict.steps,
+            )
 
     def _proceed(self, layer: int) -> None:
         """Starts reads of the experts that are expected first and find slots, and cancels those of no others."""

@@ -43,7 +43,8 @@ class PrefetchSettings:
         built: the predictor, if it is not built from its name and options.
         pins: with a predictor that looks at layers, loads on demand evict the experts that it expects last.
         extra: share of the experts that layers need which reads ahead may add, see ``Allowance``; None: no limit.
-        stops: nothing is read ahead while that does not pay, see ``Payback``; for a predictor that was not named.
+        stops: nothing is read ahead while steps are not shorter with it, see ``Payback``; for a predictor that was not
+            named.
         poison: fill slots with NaN before they are loaded; for tests.
 
     Raises:

@@ -14,7 +14,6 @@ from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache.allowance import PAUSE, Allowance
 from vllm_spac.cache.level_queue import LevelQueue
 from vllm_spac.cache.link import Link, Moved
-from vllm_spac.cache.payback import Payback, Stop
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.metrics import Counters
@@ -60,7 +59,6 @@ class Prefetcher:
         self._admitted: set[int] = set()  # being read for the next step, because the CPU computed them in this one
         self._damaged: set[int] = set()  # failed; not prefetched again until a forward has used them
         self._allowance = None if settings.extra is None else Allowance(settings.extra)
-        self._payback = Payback() if settings.stops else None
         self._guessed: set[int] = set()  # being read or read because of a prediction, and not used yet
         self._evicted_for: dict[int, int] = {}  # victim of such a read -> the key read
         self._told = False  # that it pauses
@@ -97,7 +95,7 @@ class Prefetcher:
         self.top_up(0)
 
     def end_step(self) -> None:
-        """Processes the reads that have finished, and judges by a window of steps whether reads ahead pay."""
+        """Processes the reads that have finished, and judges by a window of steps how many were used."""
         self.reap()
         self._evicted_for = {victim: key for victim, key in self._evicted_for.items() if key in self._guessed}
         if self._allowance is not None and (judged := self._allowance.end_step()) is not None and not self._told:
@@ -109,8 +107,6 @@ class Prefetcher:
                 *judged,
                 PAUSE,
             )
-        if self._payback is not None and (stop := self._payback.end_step()) is not None:
-            self._stop(stop)
 
     def top_up(self, passed: int) -> None:
         """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""
@@ -184,8 +180,6 @@ class Prefetcher:
         """Records a placement: counts evicted unused prefetches, and poisons the new slots if set."""
         wasted = self.unused.intersection(placement.victims)
         self.unused -= wasted
-        if self._payback is not None:
-            self._payback.lost(len(wasted & self._guessed))
         self._guessed -= wasted
         self._counters.prefetch_wasted += len(wasted)
         if self._poison:
@@ -198,9 +192,8 @@ class Prefetcher:
             used = self.unused.intersection(np.asarray(keys).tolist())
             self.unused -= used
             self._counters.prefetch_hits += len(used)
-            for judge in (self._allowance, self._payback):
-                if judge is not None:
-                    judge.used(len(used & self._guessed))
+            if self._allowance is not None:
+                self._allowance.used(len(used & self._guessed))
             self._guessed -= used
         if self._admitted:
             self._admitted.difference_update(np.asarray(keys).tolist())
@@ -217,23 +210,7 @@ class Prefetcher:
     def _may_read(self, more: int) -> bool:
         """Whether another read may be asked for, after ``more`` that are about to be."""
         allowed = self._allowance is None or self._allowance.open
-        return allowed and not self._stopped and len(self._ahead.keys) + more < self._settings.depth
-
-    @property
-    def _stopped(self) -> bool:
-        """Whether nothing is read ahead because that did not pay."""
-        return self._payback is not None and self._payback.stopped
-
-    def _stop(self, stop: Stop) -> None:
-        """Counts that reads ahead stop; the first time is logged."""
-        self._counters.prefetch_stops += 1
-        if self._counters.prefetch_stops == 1:
-            logger.warning(
-                "spac: prefetch=auto stops reading ahead by %s: layers used %d of the experts that it read lately, and "
-                "%d were wasted or harmful; it is tried again in %d steps, and then after twice as many each time",
-                self._settings.prefetch,
-                *stop,
-            )
+        return allowed and len(self._ahead.keys) + more < self._settings.depth
 
     def _guess(self, placement: Placement) -> tuple[tuple[int, int], ...]:
         """Records a placement because of a prediction; returns its loads."""
@@ -259,8 +236,6 @@ class Prefetcher:
         self._counters.prefetch_harmful += harm
         if self._allowance is not None:
             self._allowance.loaded(len(keys), harm)
-        if self._payback is not None:
-            self._payback.lost(harm)
 
     def _thresholds(self) -> int | np.ndarray:
         if self.balancer is None:

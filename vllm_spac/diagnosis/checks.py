@@ -199,7 +199,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
     if on_cpu:
         needed = model.others + model.smallest
         if needed + _PROCESSES > system.available:
-            text += f"; {model.name} needs {gib(needed)} with the fewest slots, without KV cache"
+            text += f"; {model.name} needs {gib(needed)} beside that, with the fewest slots and without KV cache"
             yield Finding("host memory", "problem", text, "stop other programs, or use a smaller or quantised model")
             return
     elif model.experts > system.available:
