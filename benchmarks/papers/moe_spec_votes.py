@@ -111,7 +111,7 @@ def arms_of(budget: int, alphas: list[str]) -> list[Arm]:
     """
     found = [Arm(EXACT, (), {})]
     for alpha in alphas:
-        settings = BudgetSettings.parse({"budget": budget, "votes": "path", "votes_alpha": float(alpha)})
+        settings = BudgetSettings.parse({"budget": budget, "votes": "path", "votes_alpha": alpha})
         found.append(Arm(alpha, (), settings.model_dump()))
     return found
 

@@ -65,9 +65,28 @@ class Server(vllm_server.Server):
         """Until no process of the server is left."""
         wait_until(lambda: self.process.poll() is not None and not self.processes(), seconds, "the server ends")
 
+    def wait_for_end_of_engine(self, seconds: float = 120) -> None:
+        """Until neither engine core nor workers are left, which hold all that is the plugin's.
+
+        For a server that is ended by SIGTERM while it loads. Its API server may stay: stock vLLM 0.32 (``MPClient``)
+        then waits 600 s for an engine core that is gone, with or without a plugin.
+        """
+
+        def engine() -> list[psutil.Process]:
+            return [each for each in self.processes() if _name(each).startswith("VLLM::")]
+
+        wait_until(lambda: not engine(), seconds, "engine core and workers end")
+
     def messages(self) -> list[str]:
         """Lines of the log that have something of the plugin's to say, without vLLM's prefix."""
         return [line[line.index("spac: ") :] for line in self.log.read_text().splitlines() if "spac: " in line]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:  # has just ended
+        return ""
 
 
 @contextlib.contextmanager

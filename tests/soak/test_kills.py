@@ -60,12 +60,10 @@ def test_killed_while_packing_and_while_serving(starting, answers, tmp_path):
 
     second = starting(disk)
     serving.freeze_while_packing(second, disk, len(done) + 8)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGCONT,
-    ):  # to all of them: vLLM's API server alone may miss it while it starts
+    for number in (signal.SIGTERM, signal.SIGCONT):  # to all of them
         os.killpg(second.process.pid, number)
-    second.wait_for_end()
+    second.wait_for_end_of_engine()
+    serving.kill(second)
     done = {path: path.stat().st_mtime_ns for path in done}
 
     third = starting(disk).wait()
