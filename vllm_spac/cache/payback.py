@@ -48,7 +48,11 @@ class Payback:
         self.verdict: Verdict | None = None
         self._left = 0  # steps until both are compared again
         self._pause, self._keep = PAUSE, KEEP
-        self._restart()
+        self._block = 0  # 0 … 3: the second and the third are without reads ahead
+        self._step = self._rows = 0  # steps of this block; rows of those that count
+        self._seconds = 0.0
+        self._blocks: list[float] = []  # of the pair that is not whole yet: log of seconds per row
+        self._differences: list[float] = []  # of whole pairs: with reads ahead less without
 
     @property
     def stopped(self) -> bool:
@@ -107,5 +111,5 @@ class Payback:
         """Compares from the beginning."""
         self._block = self._step = self._rows = 0
         self._seconds = 0.0
-        self._blocks: list[float] = []  # of the pair that is not whole yet: log of seconds per row
-        self._differences: list[float] = []  # of whole pairs: with reads ahead less without
+        self._blocks.clear()
+        self._differences.clear()
