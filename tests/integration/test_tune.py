@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm_server
 
 from vllm_spac.integration import device
 from vllm_spac.system.machine import Machine
@@ -35,7 +36,9 @@ print(json.dumps([config.additional_config["spac"], None if drafts is None else 
 
 
 def process(*command: object) -> subprocess.CompletedProcess:
-    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "COLUMNS": "200"}
+    """As a user starts it: without what engines of other tests in this process have set for themselves."""
+    own = {name: value for name, value in os.environ.items() if name not in vllm_server.OF_THE_TESTS}
+    env = own | {"VLLM_CPU_KVCACHE_SPACE": "1", "COLUMNS": "200"}
     return subprocess.run([sys.executable, "-P", *map(str, command)], capture_output=True, text=True, env=env)
 
 

@@ -16,6 +16,7 @@ import forked
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 EAGLE3 = {"method": "eagle3", "model": str(TOY / "eagle3")}
 STOPS = 30  # distinct tokens of the prompts that end a request, by frequency: so that some request ends early
+SEEDED_TOKENS = 384  # of all seeded requests of a kind: prompts of 166 tokens, and 32 each for six answers
 SETTINGS = {"dtype": "float32", "max_num_batched_tokens": 256, "max_num_seqs": 8, "block_size": 32}
 SETTINGS["num_gpu_blocks_override"] = None  # scratch takes more blocks than other tests have
 
