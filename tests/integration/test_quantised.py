@@ -8,6 +8,7 @@ import random
 import resource
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from vllm_spac.budget.control import BudgetControl
 from vllm_spac.checkpoint import headers
 from vllm_spac.checkpoint import quantisation as quantised
 from vllm_spac.checkpoint.contents import Checkpoint
+from vllm_spac.checkpoint.quantisation import Kernels
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.pointers.execution import PointerExecution
+from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.integration.loading import managed_load
 from vllm_spac.integration.loading.fingerprint import fingerprint
 from vllm_spac.integration.loading.model_experts import ModelExperts
@@ -98,10 +101,18 @@ def be_rank(number: int, ranks: int, monkeypatch) -> None:
     monkeypatch.setattr("vllm.distributed.parallel_state._TP", rank)
 
 
-def build(quantisation: dict | None, managed: bool = True, ranks: int = 1, experts: bool = False, **knobs):
+def build(
+    quantisation: dict | None,
+    managed: bool = True,
+    ranks: int = 1,
+    experts: bool = False,
+    on_cpu: bool | None = None,
+    **knobs,
+):
     """A layer as vLLM builds it for a checkpoint with ``quantisation``, or with none.
 
     ``ranks``: number of ranks, each of which holds a part of every expert or, with ``experts``, some of the experts.
+    ``on_cpu``: where the kernels are to run; quantised ones here are those of a GPU by default.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
@@ -125,7 +136,9 @@ def build(quantisation: dict | None, managed: bool = True, ranks: int = 1, exper
             quant = get_quantization_config(method).from_config(quantisation)
         if not managed:
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
-        with managed_load.managed_load(SpacConfig(**knobs), config):
+        where = SimpleNamespace(is_cpu=lambda: quantisation is None if on_cpu is None else on_cpu)
+        platform = patch.object(quant_schemes, "current_platform", where)
+        with platform, managed_load.managed_load(SpacConfig(**knobs), config):
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
 
 
@@ -431,7 +444,10 @@ def test_gptq_and_awq_that_vllm_or_its_kernel_cannot_run(quantisation, named):
 
 @pytest.mark.parametrize(
     ("on_cpu", "instead"),
-    [(False, "add --moe-backend triton, or"), (True, "for kernels of a GPU only: use an unquantised")],
+    [
+        (False, "TritonExperts was; add --moe-backend triton, or"),
+        (True, "CPUExpertsFp8 was; use another quantisation .vllm-spac inspect says which., or an unquantised"),
+    ],
 )
 def test_a_kernel_that_was_never_seen_is_refused(monkeypatch, on_cpu, instead):
     """With what works on this machine, and not on another."""
@@ -440,11 +456,8 @@ def test_a_kernel_that_was_never_seen_is_refused(monkeypatch, on_cpu, instead):
     from vllm.model_executor.layers.quantization import fp8
 
     monkeypatch.setattr(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.MARLIN, MarlinExperts))
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(current_platform, "is_cpu", lambda: on_cpu)
-    with pytest.raises(UnsupportedError, match=f"MarlinExperts was never tested .* TritonExperts was; .*{instead}"):
-        build(METHODS["fp8, blocks"])
+    with pytest.raises(UnsupportedError, match=f"MarlinExperts was never tested .* {instead}"):
+        build(METHODS["fp8, blocks"], on_cpu=on_cpu)
 
 
 def choose(kernel, monkeypatch) -> None:
@@ -549,19 +562,16 @@ def test_a_load_that_failed_gives_back_its_stores_once_each():
 )
 def test_off_the_cpu_unquantised_experts_need_a_kernel_that_finds_slots(monkeypatch, path, known):
     """FlashInfer's ignores the map from experts to slots, and is vLLM's choice on sm_100 and sm_120."""
-    from vllm.platforms import current_platform
-
     module, name = path.split(".")
     choose(
         getattr(importlib.import_module(f"vllm.model_executor.layers.fused_moe.experts.{module}"), name), monkeypatch
     )
     build(None)  # a CPU's kernels take slots for experts
-    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     if known:
-        build(None)
+        build(None, on_cpu=False)
     else:
         with pytest.raises(UnsupportedError, match=f"{name} is not known .* TritonExperts does; add --moe-backend"):
-            build(None)
+            build(None, on_cpu=False)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -895,14 +905,14 @@ def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
             last.replace(".", "_"): torch.stack([tensors[f"{e}.{last}"] for e in range(EXPERTS)]) for last in lasts
         }
     save_file({f"model.layers.0.mlp.experts.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    found, layer = headers.read_checkpoint(tmp_path, packed=True), build_packed(name)
+    found, layer = headers.read_checkpoint(tmp_path, Kernels.OURS), build_packed(name)
     stand_in(layer)
     (counted,), stored = found.expert_bytes, sum(spec.nbytes for spec in layer.probe().values())
     assert counted == stored or ("blocks" in name and counted < stored < counted + 2 * 4 * 4 * 2)
-    assert quantised.refusal(found.quantisation, packed=True) is None
+    assert quantised.refusal(found.quantisation, Kernels.OURS) is None
     marlin = ("--moe-backend marlin",) if "nvfp4" in name else ()
-    assert quantised.flags(found.quantisation, packed=True) == ("--spac-execution pointers", *marlin)
-    assert quantised.only_packed(found.quantisation) == (name in ONLY_PACKED)
+    assert quantised.flags(found.quantisation, Kernels.OURS) == ("--spac-execution pointers", *marlin)
+    assert quantised.only_ours(found.quantisation) == (name in ONLY_PACKED)
     if name in ONLY_PACKED:
         assert headers.read_checkpoint(tmp_path) == found
 

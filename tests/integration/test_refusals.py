@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -480,11 +481,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
     [
         (False, {}, r"\(fp8\), for which stock vLLM has no kernel on a CPU without AMX; use an unquantised .* triton"),
         (False, {"execution": "pointers", "store": "host"}, "no kernel on a CPU without AMX"),
-        (
-            True,
-            {},
-            "kernels for a CPU were never tested in slots; use an unquantised checkpoint here, or serve it on a GPU",
-        ),
+        (True, {}, None),
     ],
     ids=["without AMX", "pointers without AMX", "with AMX"],
 )
@@ -493,11 +490,35 @@ def test_quantised_models_on_a_cpu(tmp_path, monkeypatch, amx, spac, named):
     from vllm_spac.integration import device
 
     monkeypatch.setattr(device, "is_cpu", lambda: True)
-    monkeypatch.setattr(device, "has_amx", lambda: amx)
-    with pytest.raises(ValueError, match=named):
+    monkeypatch.setattr(device, "runs_quantised_experts", lambda: amx)
+    with contextlib.nullcontext() if named is None else pytest.raises(ValueError, match=named):
         engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": FP8}), spac)
     spared = FP8 | {"modules_to_not_convert": ["experts"]}
     engine_config(write_config(tmp_path / "spared", QWEN | {"quantization_config": spared}), spac)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "options", "named"),
+    [
+        (
+            FP8 | {"weight_block_size": [64, 64]},
+            {},
+            r"FP8 experts by blocks of \[64, 64\] \(fp8\): vLLM has no kernel for",
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, {}, "FP8 experts without scales by block"),
+        (GPTQ | {"bits": 8}, {}, "experts of 8 bits .* use one in FP8 by blocks of 128 x 128, INT8 by channel, INT4"),
+        (GPTQ, {"quantization": "moe_wna16"}, "--quantization moe_wna16 selects kernels of a GPU; drop it on a CPU"),
+        (NVFP4, {}, "quantised experts .*vLLM has no kernel for a CPU"),
+    ],
+    ids=["FP8 by other blocks", "FP8 by tensors", "GPTQ of 8 bits", "GPTQ for a GPU", "NVFP4"],
+)
+def test_quantised_models_that_no_kernel_of_a_cpu_runs(tmp_path, monkeypatch, quantisation, options, named):
+    from vllm_spac.integration import device
+
+    monkeypatch.setattr(device, "is_cpu", lambda: True)
+    monkeypatch.setattr(device, "runs_quantised_experts", lambda: True)
+    with pytest.raises(ValueError, match=named):
+        engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": quantisation}), {}, **options)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def simulated(case: Case) -> list[Seen]:
 
 
 class Kernel:
-    activation, takes_slots = "silu", True
+    activation, takes_slots, by_expert = "silu", True, False
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of=None, rows: int = 0) -> Tensor:
         return torch.zeros_like(x)

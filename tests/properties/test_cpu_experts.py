@@ -96,7 +96,7 @@ class Layers:
     """The layers of a model with torch for a kernel."""
 
     activation = "silu"
-    takes_slots = True
+    takes_slots, by_expert = True, False
 
     def __init__(
         self,

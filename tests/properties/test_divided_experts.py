@@ -24,7 +24,7 @@ WHOLE = MoEShape(("a", "b"), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.float6
 class Kernel:
     """An expert multiplies by the number in its slot, of all layers or, if each expert has one, of this layer."""
 
-    activation, takes_slots = "silu", True
+    activation, takes_slots, by_expert = "silu", True, False
 
     def __init__(self, execution: SlotExecution, layer: int) -> None:
         first = layer * execution.shape.experts if execution.holds_all else 0

@@ -73,7 +73,7 @@ class Recorded(MemoryStore):
 class Kernel:
     """Sees that each slot holds the expert of the row, whose number is its input."""
 
-    activation, takes_slots = "silu", True
+    activation, takes_slots, by_expert = "silu", True, False
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._slots, self.keys = tensors["w"], torch.zeros(0)

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint import quant_config, quantisation
 from vllm_spac.checkpoint.architecture import Architecture
 from vllm_spac.checkpoint.described import described
 from vllm_spac.checkpoint.headers import read_config
+from vllm_spac.checkpoint.quantisation import Kernels
 from vllm_spac.errors import UnsupportedError
 
 HERE = Path("model")
@@ -109,8 +110,8 @@ def int4(**weights: object) -> dict:
 )
 def test_our_kernels_store_other_scales(settings: dict, slots: int, packed: int) -> None:
     codes = 64 * 256 * (1 if settings is FP8 or settings.get("bits") == 8 else 0.5)
-    assert quantisation.stored_bytes(settings, (64, 256), packed=False) == codes + slots
-    assert quantisation.stored_bytes(settings, (64, 256), packed=True) == codes + packed
+    assert quantisation.stored_bytes(settings, (64, 256), Kernels.GPU) == codes + slots
+    assert quantisation.stored_bytes(settings, (64, 256), Kernels.OURS) == codes + packed
 
 
 def test_columns_of_gpt_oss_are_first() -> None:
@@ -139,11 +140,11 @@ NVFP4_FLAGS = ("--spac-execution pointers", "--moe-backend marlin")
 )
 def test_nvfp4_is_for_pointers(settings: dict) -> None:
     assert quantisation.refusal(settings) is None and quantisation.flags(settings) == NVFP4_FLAGS
-    assert "use --spac-execution pointers" in str(quantisation.refusal(settings, packed=False))
+    assert "use --spac-execution pointers" in str(quantisation.refusal(settings, Kernels.GPU))
     words = 64 * 256 // 2 + 64 * 4 * (1 + 256 // 64)
     assert quantisation.stored_bytes(settings, (64, 256)) == words
     assert quantisation.stored_bytes(settings, (3, 64, 272)) == 3 * (64 * 136 + 64 * 4 * (1 + 5))
-    assert not quantisation.excluded(settings, "model.layers.0.mlp.experts.0.up_proj")
+    assert not quant_config.excluded(settings, "model.layers.0.mlp.experts.0.up_proj")
 
 
 @pytest.mark.parametrize(
@@ -158,18 +159,19 @@ def test_nvfp4_is_for_pointers(settings: dict) -> None:
     ids=["FP8", "unnamed", "group", "compressed group", "MXFP4"],
 )
 def test_other_experts_of_four_bits_are_refused(settings: dict, said: str) -> None:
-    for packed in (None, True, False):
-        assert said in str(quantisation.refusal(settings, packed))
+    for kernels in (None, Kernels.OURS, Kernels.GPU):
+        assert said in str(quantisation.refusal(settings, kernels))
+    assert quantisation.refusal(settings, Kernels.CPU) is not None
 
 
 def test_what_modelopt_leaves_out() -> None:
     """Wildcards; in older checkpoints in a file of their own, which vLLM reads, too."""
     older = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head*"]}}
-    found = quantisation.of({"quantization_config": older})
+    found = quant_config.of({"quantization_config": older})
     assert found is not None and quantisation.flags(found) == NVFP4_FLAGS
     for settings, name in ((modelopt(), "model.layers.3.self_attn.q_proj.weight"), (found, "lm_head.weight")):
-        assert quantisation.excluded(settings, name)
-        assert not quantisation.excluded(settings, "model.layers.3.mlp.experts.0.up_proj")
+        assert quant_config.excluded(settings, name)
+        assert not quant_config.excluded(settings, "model.layers.3.mlp.experts.0.up_proj")
 
 
 def test_a_file_of_modelopt_beside_the_config(tmp_path: Path) -> None:

@@ -252,7 +252,13 @@ def test_rates_are_measured_in_the_engine_that_serves() -> None:
         store.put(key, {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in tensors.items()})
     group = ExecutorThread(Torch(shape, 1, "silu"))
     try:
-        options = {"hidden": size.hidden, "device": torch.device("cpu"), "io_threads": 2, "seconds": 0.001}
+        options = {
+            "hidden": size.hidden,
+            "dtype": torch.bfloat16,
+            "device": torch.device("cpu"),
+            "io_threads": 2,
+            "seconds": 0.001,
+        }
         rates = serving_rates(store, group, lambda: calls.append(1), **options)
     finally:
         group.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 from vllm_spac.kernels.reference.dequantise import dequantise
 
-from vllm_spac.checkpoint import quantisation, quantising, repacking
+from vllm_spac.checkpoint import quant_config, quantisation, quantising, repacking
 from vllm_spac.checkpoint.headers import read_checkpoint
 from vllm_spac.cli.main import app
 from vllm_spac.errors import StoreError, UnsupportedError
@@ -77,8 +77,8 @@ def test_round_trip(source, tmp_path, codes, linears):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not (read_back(after, EXPERTS[0], codes)[0][3]).any()
     config = json.loads((target / "config.json").read_text())
-    found = quantisation.of(config)
-    assert quantisation.refusal(found) is None and not quantisation.spares_experts(found, 2)
+    found = quant_config.of(config)
+    assert quantisation.refusal(found) is None and not quant_config.spares_experts(found, 2)
     assert set(found["ignore"]) == {n.removesuffix(".weight") for n, t in before.items() if t.dim() == 2}
     assert (target / "tokenizer.json").exists() and not (target / "quantise.json").exists()
     checkpoint = read_checkpoint(target)

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.reference.dequantise import dequantise
 
-from vllm_spac.checkpoint import quantisation, repacking
+from vllm_spac.checkpoint import quant_config, repacking
 from vllm_spac.checkpoint.described import described
 from vllm_spac.checkpoint.headers import read_checkpoint, read_config
+from vllm_spac.checkpoint.quantisation import Kernels, refusal
 from vllm_spac.cli.main import app
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.planning.model import ServedModel
@@ -34,6 +35,13 @@ FLAGS = {
     "DeepSeek-V3": TRITON,
     "Kimi-K2-Thinking": TRITON,
     "gpt-oss-20b": POINTERS,
+}
+ON_CPU = {
+    "Qwen3-30B-A3B-FP8",
+    "Qwen3-30B-A3B-GPTQ-Int4",
+    "Qwen3-30B-A3B-AWQ",
+    "DeepSeek-V3",
+    "gpt-oss-20b",
 }
 FORMATS = {
     "Qwen3-30B-A3B-FP8": Format("e4m3", 128, 128),
@@ -109,22 +117,28 @@ def test_packing_reads_it(name: str, folders: dict[str, Path]) -> None:
 def test_inspect_reads_it(name: str, folders: dict[str, Path]) -> None:
     """The flags that serve it, and the bytes of a slot for our kernels; blocks of 128 rows are padded to four."""
     folder = folders[name]
-    assert run("inspect", folder).endswith(FLAGS[name])
+    said = run("inspect", folder)
+    assert re.search(rf"supported on a GPU: vllm serve \S+ --plugin spac --spac-slots \d+% {FLAGS[name]} ", said)
+    assert bool(re.search(r"supported on a CPU with AMX: vllm serve \S+ --plugin spac --spac-slots \d+%$", said)) == (
+        name in ON_CPU
+    )
+    assert ("not on a CPU: " in said) == (name not in ON_CPU)
     packed, bias = repacked(name, folder)
     stored = sum(found.codes[0].nbytes + found.scales[0].nbytes for found in packed) + bias
-    (counted,) = read_checkpoint(folder, packed=True).expert_bytes
+    (counted,) = read_checkpoint(folder, Kernels.OURS).expert_bytes
     assert counted == stored or (FORMATS.get(name) == Format("e4m3", 128, 128) and stored - 64 < counted < stored)
     assert (read_checkpoint(folder).draft_bytes > 0) == (PUBLISHED[name].heads > 0)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["slots", "pointers"])
+@pytest.mark.parametrize("kernels", Kernels)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_config_alone_says_how_large_an_expert_is(name: str, packed: bool, folders: dict[str, Path]) -> None:
+def test_the_config_alone_says_how_large_an_expert_is(name: str, kernels: Kernels, folders: dict[str, Path]) -> None:
     folder = folders[name]
     config = read_config(folder / "config.json")
-    if not packed and quantisation.only_packed(quantisation.of(config) or {}):
-        pytest.skip("slots cannot hold it")
-    alone, whole = described(config, folder, packed), read_checkpoint(folder, packed)
+    if (reason := refusal(quant_config.of(config) or {}, kernels)) is not None:
+        assert kernels is not Kernels.OURS
+        pytest.skip(reason)
+    alone, whole = described(config, folder, kernels), read_checkpoint(folder, kernels)
     assert alone.expert_bytes == whole.expert_bytes and alone.layer_bytes == whole.layer_bytes
 
 
@@ -192,7 +206,7 @@ def test_a_cpu_without_amx_refuses_it_before_it_is_loaded(
     from vllm_spac.integration import device
 
     monkeypatch.setattr(device, "is_cpu", lambda: True)
-    monkeypatch.setattr(device, "has_amx", lambda: False)
+    monkeypatch.setattr(device, "runs_quantised_experts", lambda: False)
     spac = {"slots": "50%"} | ({"execution": "pointers", "store": "host"} if execution == "pointers" else {})
     arguments = EngineArgs(
         model=str(folders[name]),
@@ -206,7 +220,4 @@ def test_a_cpu_without_amx_refuses_it_before_it_is_loaded(
         arguments.create_engine_config()
     said = str(caught.value)
     print(name, execution, said[-400:])
-    only_pointers = execution == "slots" and POINTERS in FLAGS[name]
-    expected = "not supported in slots; use --spac-execution pointers" if only_pointers else "on a CPU without AMX"
-    assert expected in said
-    assert only_pointers or FLAGS[name] in said
+    assert "on a CPU without AMX" in said and FLAGS[name] in said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint import quant_config
 from vllm_spac.checkpoint.headers import LAYERS, first_number
 from vllm_spac.errors import UnsupportedError
 
@@ -79,7 +79,7 @@ class Architecture:
             heads=heads,
             kv_heads=kv_heads,
             head=head,
-            tied=any(part.get("tie_word_embeddings") is True for part in quantisation.parts(config)),
+            tied=any(part.get("tie_word_embeddings") is True for part in quant_config.parts(config)),
             longest=first_number(config, ("max_position_embeddings", "max_seq_len", "seq_length"), _MOST_TOKENS),
             layer_kv=layer_kv,
             windows=_windows(config, needed(*LAYERS)),
@@ -92,7 +92,7 @@ class Architecture:
 
 def _windows(config: dict, layers: int) -> tuple[int | None, ...]:
     """Returns the window of each layer with a KV cache; without ``layer_types``, all layers keep all tokens."""
-    kinds = next((part["layer_types"] for part in quantisation.parts(config) if part.get("layer_types")), None)
+    kinds = next((part["layer_types"] for part in quant_config.parts(config) if part.get("layer_types")), None)
     if not isinstance(kinds, list):
         return (None,) * layers
     window = first_number(config, ("sliding_window", "attention_chunk_size"), _MOST_TOKENS) or None

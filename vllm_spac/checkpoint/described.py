@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint import quant_config, quantisation
 from vllm_spac.checkpoint.headers import EXPERTS, LAYERS, Checkpoint, count, first_number
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.system.printable import brief
@@ -15,7 +15,7 @@ _MOST_LAYERS, _MOST_EXPERTS = 1024, 1 << 14  # of a model that is built
 _INSTEAD = "name a folder with its *.safetensors, whose headers are enough"
 
 
-def described(config: dict, folder: Path, packed: bool | None = None) -> Checkpoint:
+def described(config: dict, folder: Path, kernels: quantisation.Kernels | None = None) -> Checkpoint:
     """Returns the sizes of the checkpoint that ``config`` describes; layers that only drafts use are left out.
 
     Exact for unquantised checkpoints. Of quantised ones, the sizes of scales are calculated, and every linear layer
@@ -24,7 +24,7 @@ def described(config: dict, folder: Path, packed: bool | None = None) -> Checkpo
     Args:
         config: content of ``config.json``.
         folder: named in errors.
-        packed: as in ``quantisation.stored_bytes``.
+        kernels: as in ``quantisation.stored_bytes``.
 
     Raises:
         UnsupportedError: a dense model, or one that transformers does not know or cannot build.
@@ -35,26 +35,28 @@ def described(config: dict, folder: Path, packed: bool | None = None) -> Checkpo
             raise UnsupportedError(f"{folder}/config.json says {found} {what}; at most {most} are calculated")
     if not first_number(config, EXPERTS):
         return count(config, folder, ())  # which refuses it
-    return count(config, folder, _tensors(config, folder, packed))
+    return count(config, folder, _tensors(config, folder, kernels))
 
 
-def _tensors(config: dict, folder: Path, packed: bool | None) -> Iterator[tuple[str, dict]]:
+def _tensors(config: dict, folder: Path, kernels: quantisation.Kernels | None) -> Iterator[tuple[str, dict]]:
     """Yields name and header entry of each tensor."""
-    quantised = quantisation.of(config)
+    quantised = quant_config.of(config)
     dtype, itemsize = _element(config)
     for name, shape in _shapes(config, folder):
         nbytes = itemsize
         for size in shape:
             nbytes *= size
-        if quantised and len(shape) > 1 and not quantisation.excluded(quantised, name):
-            nbytes = quantisation.stored_bytes(quantised, shape, packed)
+        if quantised and len(shape) > 1 and not quant_config.excluded(quantised, name):
+            nbytes = quantisation.stored_bytes(quantised, shape, kernels)
+        elif quantised and name.endswith("_bias"):  # of GPT-OSS
+            nbytes = quantisation.kept_bytes(quantised, name, shape, nbytes, kernels)
         yield name, {"dtype": dtype, "shape": list(shape), "data_offsets": [0, nbytes]}
 
 
 def _element(config: dict) -> tuple[str, int]:
     """Returns the safetensors name and the bytes of an element; bfloat16 where the config does not say."""
     known = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
-    named = (part.get(key) for part in quantisation.parts(config) for key in ("dtype", "torch_dtype"))
+    named = (part.get(key) for part in quant_config.parts(config) for key in ("dtype", "torch_dtype"))
     return known.get(str(next(filter(None, named), "bfloat16")).removeprefix("torch."), ("BF16", 2))
 
 
@@ -67,7 +69,7 @@ def _shapes(config: dict, folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]
             f"{folder}/config.json alone needs transformers, a part of vLLM ({error}); install vLLM, or {_INSTEAD}"
         ) from error
 
-    plain = {name: value for name, value in config.items() if name not in quantisation.QUANTISED}
+    plain = {name: value for name, value in config.items() if name not in quant_config.QUANTISED}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

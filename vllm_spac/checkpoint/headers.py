@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint import quant_config, quantisation
 from vllm_spac.checkpoint.scales import check_scales
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.system.printable import brief
@@ -91,23 +91,25 @@ def find_folder(model: str) -> Path:
     raise UnsupportedError(f"{model} is not a folder; name a folder with config.json and *.safetensors")
 
 
-def read_checkpoint(folder: Path, packed: bool | None = None) -> Checkpoint:
-    """Reads the checkpoint in ``folder``; ``packed``: quantised experts are as in ``quantisation.kept_bytes``.
+def read_checkpoint(folder: Path, kernels: quantisation.Kernels | None = None) -> Checkpoint:
+    """Reads the checkpoint in ``folder``; ``kernels``: of quantised experts, as in ``quantisation.kept_bytes``.
 
     Raises:
         UnsupportedError: there is no such checkpoint, or it has no experts.
     """
-    return count(read_config(folder / "config.json"), folder, _tensors(folder), packed)
+    return count(read_config(folder / "config.json"), folder, _tensors(folder), kernels)
 
 
-def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]], packed: bool | None = None) -> Checkpoint:
+def count(
+    config: dict, folder: Path, tensors: Iterable[tuple[str, dict]], kernels: quantisation.Kernels | None = None
+) -> Checkpoint:
     """Adds up the experts and everything else of a checkpoint.
 
     Args:
         config: content of ``config.json``.
         folder: named in errors.
         tensors: name and safetensors header entry of each.
-        packed: as in ``quantisation.kept_bytes``.
+        kernels: as in ``quantisation.kept_bytes``.
 
     Raises:
         UnsupportedError: there are no experts, or config and tensors contradict each other.
@@ -123,7 +125,7 @@ def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]], packe
     layer_bytes: Counter[int] = Counter()
     dtypes, draft, other, named = set(), 0, 0, set()
     coded: dict[str, dict] = {}
-    quantised = quantisation.of(config)
+    quantised = quant_config.of(config)
     for name, entry in tensors:
         size = entry["data_offsets"][1] - entry["data_offsets"][0]
         match = _EXPERT.match(name)
@@ -132,7 +134,7 @@ def count(config: dict, folder: Path, tensors: Iterable[tuple[str, dict]], packe
         elif match:
             if quantised:
                 coded[name] = entry
-                size = quantisation.kept_bytes(quantised, name, entry["shape"], size, packed)
+                size = quantisation.kept_bytes(quantised, name, entry["shape"], size, kernels)
             layer_bytes[int(match["index"])] += size
             dtypes.add(entry["dtype"])
             named.add(match["expert"])
@@ -162,8 +164,8 @@ def read_config(path: Path) -> dict:
     The quantisation that older ModelOpt describes in a file beside it is added, as vLLM does.
     """
     config, beside = _mapping(path), path.with_name("hf_quant_config.json")
-    if quantisation.of(config) is None and beside.exists():
-        config[quantisation.QUANTISED[0]] = _mapping(beside)
+    if quant_config.of(config) is None and beside.exists():
+        config[quant_config.QUANTISED[0]] = _mapping(beside)
     return config
 
 
@@ -183,7 +185,7 @@ def first_number(config: dict, names: tuple[str, ...], most: int = _MOST) -> int
     Raises:
         UnsupportedError: it is no number from 0 to ``most``.
     """
-    found = (part[name] for part in quantisation.parts(config) for name in names if part.get(name))
+    found = (part[name] for part in quant_config.parts(config) for name in names if part.get(name))
     value = next(found, 0)
     values = value if isinstance(value, list) else [value]
     if not all(type(number) is int and 0 <= number <= most for number in values):

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
+from enum import Enum
 
-# Where multimodal models describe their language model, and what vLLM calls the quantisation in either place.
-INNER_CONFIGS = ("text_config", "language_config", "llm_config", "ffn_config")
-QUANTISED = ("quantization_config", "compression_config", "quant_config")
+from vllm_spac.checkpoint import cpu_layouts
+from vllm_spac.checkpoint.quant_config import (
+    GPTQ_LIKE,
+    MX_GROUP,
+    MXFP4,
+    NV_GROUP,
+    NVFP4,
+    group_is_fp8,
+    group_is_int8,
+    group_is_nvfp4,
+    groups,
+    has_zero_points,
+    mapping,
+    method,
+)
+
+
+class Kernels(Enum):
+    """What runs quantised experts, which decides which it can run, and in which layout.
+
+    Attributes:
+        GPU: vLLM's Triton kernels, from slots.
+        CPU: vLLM's kernels for a CPU, from slots.
+        OURS: our kernels, over pointers.
+    """
+
+    GPU = "gpu"
+    CPU = "cpu"
+    OURS = "ours"
+
 
 _REMEDY = (
     "use one in FP8 (scales by block or channel), in INT4 by group (compressed-tensors, AWQ, GPTQ with sym and without "
@@ -22,121 +48,98 @@ _PER_TENSOR = (
 _METADATA = {"weight_shape", "g_idx"}  # in checkpoints only
 # Of NVFP4: scales of activations, and those of tensors, which slots have as scales of rows.
 _WHOLE = {"input_scale", "input_global_scale", "weight_scale_2", "weight_global_scale"}
-_NVFP4 = ("NVFP4", "W4A16_NVFP4")  # of ModelOpt
-_NV_GROUP, _MX_GROUP = 16, 32
-_MXFP4 = "mxfp4"  # of GPT-OSS
-_WNA16 = ("gptq", "awq")  # read by vLLM's moe_wna16; vLLM's own methods for them use Marlin
 
 
-def parts(config: Mapping) -> Iterator[Mapping]:
-    """Yields the config itself, then its nested model configs."""
-    yield config
-    for name in INNER_CONFIGS:
-        if isinstance(config.get(name), Mapping):
-            yield config[name]
-
-
-def of(config: Mapping) -> Mapping | None:
-    """Returns the quantisation that a checkpoint's ``config.json`` names, or None."""
-    entry = next((part[name] for part in parts(config) for name in QUANTISED if part.get(name)), None)
-    if entry is not None and not isinstance(entry, Mapping):
-        return {"quant_method": entry}
-    inner = _mapping(_mapping(entry).get("quantization"))
-    if "quant_algo" in inner:  # ModelOpt's own file, hf_quant_config.json
-        return {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules") or []}
-    return entry
-
-
-def method(quantisation: Mapping) -> str:
-    """Returns the name of the quantisation method; vLLM renames that of GPT-OSS when it makes its own config."""
-    name = str(quantisation.get("quant_method", "unnamed method"))
-    return _MXFP4 if name == "gpt_oss_mxfp4" else name
-
-
-def refusal(quantisation: Mapping, packed: bool | None = None) -> str | None:
+def refusal(quantisation: Mapping, kernels: Kernels | None = None) -> str | None:
     """Returns why these experts cannot be run and which can; None if these can.
 
     The scheme may differ from layer to layer: if one of its groups can be run, the layers themselves decide.
 
     Args:
         quantisation: of the checkpoint.
-        packed: whether our kernels are to run them, which read repacked experts, or vLLM's; None: either.
+        kernels: that are to run them; None: vLLM's on a GPU, or ours.
     """
     name = method(quantisation)
+    if kernels is Kernels.CPU:
+        reason = cpu_layouts.refusal(quantisation)
+        return None if reason is None else f"{reason} ({name}): vLLM has no kernel for a CPU; {cpu_layouts.REMEDY}"
     in_slots, repacked = (reasons.get(name, _unknown)(quantisation) for reasons in (_REASONS, _PACKED))
-    reason = repacked if packed else in_slots
-    if reason is None or (packed is None and repacked is None):
+    reason = repacked if kernels is Kernels.OURS else in_slots
+    if reason is None or (kernels is None and repacked is None):
         return None
     if repacked is None:
         return f"{reason} ({name}): not supported in slots; use --spac-execution pointers, or an unquantised checkpoint"
     return f"{reason} ({name}): not supported; {_REMEDY}"
 
 
-def spares_experts(quantisation: Mapping, layers: int) -> bool:
-    """Returns whether the experts of no layer are quantised."""
-    return all(excluded(quantisation, f"model.layers.{layer}.mlp.experts.0.gate_proj") for layer in range(layers))
-
-
-def cpu_refusal(quantisation: Mapping, *, amx: bool) -> str:
-    """Returns why a CPU cannot run these experts from slots, and what can; ``amx``: the CPU has it."""
-    where = f"serve it on a GPU with {' '.join(flags(quantisation))}"
-    if not amx:
-        return (
-            f"quantised experts ({method(quantisation)}), for which stock vLLM has no kernel on a CPU without AMX; "
-            f"use an unquantised checkpoint here, or {where}"
-        )
+def refusal_without_amx(quantisation: Mapping) -> str:
+    """Returns why a CPU without AMX cannot run these experts, and what can."""
+    served = refusal(quantisation) is None
+    instead = f", or serve it on a GPU with {' '.join(flags(quantisation))}" if served else ""
     return (
-        f"quantised experts ({method(quantisation)}), whose kernels for a CPU were never tested in slots; use an "
-        f"unquantised checkpoint here, or {where}"
+        f"quantised experts ({method(quantisation)}), for which stock vLLM has no kernel on a CPU without AMX; use an "
+        f"unquantised checkpoint here{instead}"
     )
 
 
-def only_packed(quantisation: Mapping) -> bool:
-    """Returns whether slots cannot hold these experts, so that only our kernels may run them."""
-    return refusal(quantisation, packed=False) is not None
+def only_ours(quantisation: Mapping) -> bool:
+    """Returns whether slots cannot hold these experts on a GPU, so that only our kernels may run them there."""
+    return refusal(quantisation, Kernels.GPU) is not None
 
 
-def flags(quantisation: Mapping, packed: bool | None = None) -> tuple[str, ...]:
-    """Returns the options that run these experts: of vLLM, which select its Triton kernels, or our kernels.
+def flags(quantisation: Mapping, kernels: Kernels | None = None) -> tuple[str, ...]:
+    """Returns the options that make ``kernels`` run these experts.
 
     Marlin leaves activations as they are, as our kernels do, where other kernels of vLLM quantise them to NVFP4.
 
     Args:
         quantisation: of the checkpoint.
-        packed: for our kernels; None: where slots cannot hold these experts.
+        kernels: None: vLLM's on a GPU, or ours where slots cannot hold these experts.
     """
-    if only_packed(quantisation) if packed is None else packed:
+    kernels = kernels or _default(quantisation)
+    if kernels is Kernels.CPU:
+        return ()
+    if kernels is Kernels.OURS:
         marlin = ("--moe-backend marlin",) if is_nvfp4(quantisation) else ()
         return ("--spac-execution pointers", *marlin)
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()
     return (*loaded_by, "--moe-backend triton")
 
 
+def _default(quantisation: Mapping) -> Kernels:
+    return Kernels.OURS if only_ours(quantisation) else Kernels.GPU
+
+
 def is_nvfp4(quantisation: Mapping) -> bool:
     """Returns whether experts may be in NVFP4; another group of the config may say otherwise for some."""
     if method(quantisation).startswith("modelopt"):
         return _modelopt(quantisation) is None
-    return any(map(_is_nvfp4, groups(quantisation)))
+    return any(map(group_is_nvfp4, groups(quantisation)))
 
 
 def loader(quantisation: Mapping) -> str | None:
-    """Returns the ``--quantization`` that keeps experts as slots need them; None if it is the checkpoint's own."""
-    return "moe_wna16" if method(quantisation) in _WNA16 else None
+    """Returns the ``--quantization`` that keeps experts as slots of a GPU need them; None: the checkpoint's own."""
+    return "moe_wna16" if method(quantisation) in GPTQ_LIKE else None
 
 
-def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: int, packed: bool | None = None) -> int:
+def kept_bytes(
+    quantisation: Mapping, name: str, shape: Sequence[int], nbytes: int, kernels: Kernels | None = None
+) -> int:
     """Returns the bytes in a slot of tensor ``name``, which has ``nbytes`` in the checkpoint.
 
     Scales of FP8 and INT8 become float32 and those of GPTQ and AWQ the model's 16 bits; GPTQ has zero points and biases
     that no kernel reads; scales of MXFP4 and NVFP4 are padded to words of 4, and rows of NVFP4 have one more word.
-    Our kernels read scales of INT4 in words of two, or with their zero point, and those of 8 bits in float32.
+    Our kernels read scales of INT4 in words of two, or with their zero point, and those of 8 bits in float32. Of a CPU,
+    see ``cpu_layouts``.
 
     Args:
         quantisation: of the checkpoint.
         name, shape, nbytes: of the tensor.
-        packed: for our kernels; None: where slots cannot hold these experts.
+        kernels: None: vLLM's on a GPU, or ours where slots cannot hold these experts.
     """
-    packed = only_packed(quantisation) if packed is None else packed
+    kernels = kernels or _default(quantisation)
+    if kernels is Kernels.CPU:
+        return cpu_layouts.kept_bytes(quantisation, name, shape, nbytes)
     last = name.rpartition(".")[2]
     if last in _METADATA:
         return 0
@@ -145,63 +148,51 @@ def kept_bytes(quantisation: Mapping, name: str, shape: Sequence[int], nbytes: i
             return 0
         if last == "weight_scale" and nbytes == math.prod(shape):  # e4m3
             return math.prod(shape[:-1]) * 4 * (1 + -(-shape[-1] // 4))
-    if method(quantisation) == _MXFP4 and last.endswith("_scales"):
+    if method(quantisation) == MXFP4 and last.endswith("_scales"):
         return math.prod(shape[:-1]) * 4 * -(-shape[-1] // 4)
-    of_gptq = method(quantisation) in _WNA16
-    if packed and (is_int4 := _integers(quantisation)) is not None:
+    of_gptq = method(quantisation) in GPTQ_LIKE
+    if kernels is Kernels.OURS and (is_int4 := _integers(quantisation)) is not None:
         if last in ("scales", "weight_scale"):  # of GPTQ and AWQ, columns are first
             of_row, rows = (shape[-2], shape[-1]) if of_gptq else (shape[-1], math.prod(shape[:-1]))
-            words = -(-of_row // 2) if is_int4 and not _has_zero_points(quantisation) else of_row
+            words = -(-of_row // 2) if is_int4 and not has_zero_points(quantisation) else of_row
             return 4 * rows * words
         return 0 if last in ("qzeros", "weight_zero_point") or (of_gptq and last == "bias") else nbytes
     if of_gptq:
-        if last == "bias" or (last == "qzeros" and not _has_zero_points(quantisation)):
+        if last == "bias" or (last == "qzeros" and not has_zero_points(quantisation)):
             return 0
         return 2 * math.prod(shape) if last == "scales" else nbytes
-    floats = method(quantisation) == "fp8" or any(_is_fp8(group) or _is_int8(group) for group in groups(quantisation))
+    found = groups(quantisation)
+    floats = method(quantisation) == "fp8" or any(group_is_fp8(group) or group_is_int8(group) for group in found)
     return 4 * math.prod(shape) if floats and last.startswith("weight_scale") else nbytes
 
 
-def stored_bytes(quantisation: Mapping, shape: Sequence[int], packed: bool | None = None) -> int:
+def stored_bytes(quantisation: Mapping, shape: Sequence[int], kernels: Kernels | None = None) -> int:
     """Returns the bytes of a weight [..., rows, columns] in a slot, with its scales and zero points.
 
     From ``quantization_config`` alone, for one of the quantisations that ``refusal`` lets pass. GPT-OSS's weights have
-    columns first. ``packed``: as in ``kept_bytes``.
+    columns first. ``kernels``: as in ``kept_bytes``.
     """
-    packed = only_packed(quantisation) if packed is None else packed
+    kernels = kernels or _default(quantisation)
+    if kernels is Kernels.CPU:
+        return cpu_layouts.stored_bytes(quantisation, shape)
     weights, *matrix = math.prod(shape), shape[-2], shape[-1]
-    if method(quantisation) == _MXFP4:
-        return weights // 2 + weights // matrix[0] * 4 * -(-matrix[0] // (4 * _MX_GROUP))
+    if method(quantisation) == MXFP4:
+        return weights // 2 + weights // matrix[0] * 4 * -(-matrix[0] // (4 * MX_GROUP))
     if is_nvfp4(quantisation):
-        return weights // 2 + weights // matrix[1] * 4 * (1 + -(-matrix[1] // (4 * _NV_GROUP)))
-    group = next((group for group in groups(quantisation) if _group(group) is None or _is_int8(group)), {})
-    given = _mapping(group.get("weights")) or quantisation
-    if method(quantisation) == "fp8" or _is_fp8(group) or _is_int8(group):
+        return weights // 2 + weights // matrix[1] * 4 * (1 + -(-matrix[1] // (4 * NV_GROUP)))
+    group = next((group for group in groups(quantisation) if _group(group) is None or group_is_int8(group)), {})
+    given = mapping(group.get("weights")) or quantisation
+    if method(quantisation) == "fp8" or group_is_fp8(group) or group_is_int8(group):
         block = quantisation.get("weight_block_size") or given.get("block_structure") or (1, matrix[1])
         blocks = math.prod(-(-size // step) for size, step in zip(matrix, block, strict=True))
         return weights + 4 * blocks * (weights // math.prod(matrix))
     bits = int(given.get("bits") or given.get("num_bits") or 4)
     of_row = matrix[1] // int(given.get("group_size") or 128)
-    rows, zero_points = weights // matrix[1], _has_zero_points(quantisation)
-    if packed:
+    rows, zero_points = weights // matrix[1], has_zero_points(quantisation)
+    if kernels is Kernels.OURS:
         return weights * bits // 8 + 4 * rows * (-(-of_row // 2) if bits == 4 and not zero_points else of_row)
     scales = rows * of_row
     return weights * bits // 8 + 2 * scales + (scales * bits // 8 if zero_points else 0)
-
-
-def excluded(quantisation: Mapping, name: str) -> bool:
-    """Returns whether the module ``name`` stays unquantised."""
-    if method(quantisation) == _MXFP4 and ("experts" not in name or name.endswith("bias")):
-        return True
-    names = [*(quantisation.get("modules_to_not_convert") or ()), *(quantisation.get("ignore") or ())]
-    return any(_matches(entry, name) for entry in map(str, ("lm_head", "embed_tokens", *names)))
-
-
-def _matches(entry: str, name: str) -> bool:
-    """Whether a module that is left out names ``name``: compressed-tensors' pattern, ModelOpt's wildcard, or a part."""
-    if entry.startswith("re:"):
-        return bool(re.match(entry[3:], name))
-    return fnmatchcase(name, entry) if "*" in entry else entry in name
 
 
 def _unknown(_: Mapping) -> str:
@@ -232,27 +223,21 @@ def _awq(quantisation: Mapping) -> str | None:
 
 def _modelopt(quantisation: Mapping) -> str | None:
     algorithm = str(quantisation.get("quant_algo", "an unnamed format")).upper()
-    group = quantisation.get("group_size") or _NV_GROUP
-    if algorithm not in _NVFP4:
+    group = quantisation.get("group_size") or NV_GROUP
+    if algorithm not in NVFP4:
         return f"experts in {algorithm}"
-    return None if group == _NV_GROUP else f"NVFP4 experts by {group} columns"
+    return None if group == NV_GROUP else f"NVFP4 experts by {group} columns"
 
 
 def _in_slots(quantisation: Mapping) -> str | None:
     return _modelopt(quantisation) or "NVFP4 experts"
 
 
-def _has_zero_points(quantisation: Mapping) -> bool:
-    if method(quantisation) in _WNA16:
-        return bool(quantisation.get("zero_point")) if method(quantisation) == "awq" else not quantisation.get("sym")
-    return any(_mapping(group.get("weights")).get("symmetric") is False for group in groups(quantisation))
-
-
 def _integers(quantisation: Mapping) -> bool | None:
     """Whether experts are INT4, not integers of 8 bits by group; None: neither."""
-    if method(quantisation) in _WNA16:
+    if method(quantisation) in GPTQ_LIKE:
         return quantisation.get("bits") == 4
-    return True if any(_group(group) is None and not _is_fp8(group) for group in groups(quantisation)) else None
+    return True if any(_group(group) is None and not group_is_fp8(group) for group in groups(quantisation)) else None
 
 
 def _compressed(quantisation: Mapping) -> str | None:
@@ -262,19 +247,14 @@ def _compressed(quantisation: Mapping) -> str | None:
 
 def _compressed_packed(quantisation: Mapping) -> str | None:
     found = groups(quantisation)
-    return None if any(map(_is_int8, found)) or any(map(_is_nvfp4, found)) else _compressed(quantisation)
-
-
-def groups(quantisation: Mapping) -> list[Mapping]:
-    """Returns the groups of layers that compressed-tensors quantises alike."""
-    return list(map(_mapping, _mapping(quantisation.get("config_groups")).values()))
+    return None if any(map(group_is_int8, found)) or any(map(group_is_nvfp4, found)) else _compressed(quantisation)
 
 
 def _group(group: Mapping) -> str | None:
-    weights, activations = _mapping(group.get("weights")), _mapping(group.get("input_activations"))
-    if _is_nvfp4(group):
+    weights, activations = mapping(group.get("weights")), mapping(group.get("input_activations"))
+    if group_is_nvfp4(group):
         return "NVFP4 experts"
-    if _is_fp8(group):
+    if group_is_fp8(group):
         return None if weights.get("strategy") in ("channel", "block") else _PER_TENSOR
     if activations:
         return f"experts with quantised activations ({activations.get('type')}{activations.get('num_bits')})"
@@ -283,32 +263,8 @@ def _group(group: Mapping) -> str | None:
     return "experts with activation ordering (actorder)" if weights.get("actorder") == "group" else None
 
 
-def _mapping(value: object) -> Mapping:
-    """Returns ``value`` if it is a mapping, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def _is_fp8(group: Mapping) -> bool:
-    kinds = [_mapping(group.get(name)) for name in ("weights", "input_activations")]
-    return all((kind.get("type"), kind.get("num_bits")) == ("float", 8) for kind in kinds)
-
-
-def _is_int8(group: Mapping) -> bool:
-    """Whether weights are INT8 by channel, multiplied by INT8 rows."""
-    weights, activations = _mapping(group.get("weights")), _mapping(group.get("input_activations"))
-    kinds = [(kind.get("type"), kind.get("num_bits"), kind.get("strategy")) for kind in (weights, activations)]
-    return kinds == [("int", 8, "channel"), ("int", 8, "token")]
-
-
-def _is_nvfp4(group: Mapping) -> bool:
-    """Whether weights are in NVFP4; activations may be quantised, too."""
-    weights = _mapping(group.get("weights"))
-    given = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"), weights.get("group_size"))
-    return given == ("float", 4, "tensor_group", _NV_GROUP)
-
-
 _MODELOPT = ("modelopt", "modelopt_fp4")
 _REASONS = {"fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
 _REASONS |= dict.fromkeys(_MODELOPT, _in_slots)
-_PACKED = _REASONS | {"compressed-tensors": _compressed_packed, _MXFP4: lambda _: None}
+_PACKED = _REASONS | {"compressed-tensors": _compressed_packed, MXFP4: lambda _: None}
 _PACKED |= dict.fromkeys(_MODELOPT, _modelopt)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint import quant_config
 from vllm_spac.checkpoint.headers import entries, read_config, shards
 from vllm_spac.errors import StoreError, UnsupportedError
 from vllm_spac.system.atomic_write import replacing
@@ -122,7 +122,7 @@ class Copy:
     def __init__(self, source: Path, target: Path, rounding: Rounding) -> None:
         self._source, self._target, self._rounding = source, target, rounding
         self._config = read_config(source / _CONFIG)
-        if quantisation.of(self._config) is not None:
+        if quant_config.of(self._config) is not None:
             raise UnsupportedError(f"{source} is quantised already; name the checkpoint that it was made of")
         self._paths = shards(source)
         self._headers = {path.name: entries(path) for path in self._paths}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint import quant_config, quantisation
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.system.printable import brief
 
@@ -62,14 +62,14 @@ def _expected(
     quantised: Mapping, layout: _Layout | None, name: str, shape: Sequence[int]
 ) -> tuple[str, list[int]] | None:
     """Returns name and shape of the scales of a weight; None for other tensors."""
-    if quantisation.method(quantised) == "mxfp4":
+    if quant_config.method(quantised) == "mxfp4":
         return (f"{name.removesuffix(_BLOCKS)}_scales", list(shape[:-1])) if name.endswith(_BLOCKS) else None
     stem, _, last = name.rpartition(".")
     if layout is None or last != layout.codes or len(shape) < 2:
         return None
     sizes = list(shape)
     if layout.inputs_first:
-        sizes[-1 if quantisation.method(quantised) == "awq" else -2] *= layout.packed
+        sizes[-1 if quant_config.method(quantised) == "awq" else -2] *= layout.packed
         steps = layout.inputs, layout.outputs
     else:
         sizes[-1] *= layout.packed
@@ -82,7 +82,7 @@ def _layout(quantised: Mapping) -> _Layout | None:
     """Returns how experts that can be run are laid out; None if the config does not say, or of GPT-OSS."""
     if quantisation.refusal(quantised) is not None:
         return None
-    name, groups = quantisation.method(quantised), quantisation.groups(quantised)
+    name, groups = quant_config.method(quantised), quant_config.groups(quantised)
     if name == "fp8":
         return _Layout("weight", "weight_scale_inv", *_pair(quantised.get("weight_block_size")))
     if name in ("gptq", "awq"):

@@ -8,8 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint import quant_config, quantisation
 from vllm_spac.checkpoint.headers import Checkpoint, find_folder, read_checkpoint
+from vllm_spac.checkpoint.quantisation import Kernels
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.system.host_memory import gib
@@ -29,37 +30,49 @@ def inspect(
     model: Annotated[str, typer.Argument(help="Folder of the checkpoint, or its name in the Hugging Face cache.")],
 ) -> None:
     """Show how much memory a checkpoint needs and whether it can be served; reads headers only, never weights."""
-    checkpoint = read_checkpoint(find_folder(model))
+    folder = find_folder(model)
+    checkpoint = read_checkpoint(folder)
+    quantised = checkpoint.quantisation
+    not_on_cpu = quantisation.refusal(quantised, Kernels.CPU) if quantised else None
+    on_cpu = read_checkpoint(folder, Kernels.CPU) if quantised and not_on_cpu is None else checkpoint
     console = Console()
-    console.print(_facts(model, checkpoint))
-    if checkpoint.quantisation and (reason := quantisation.refusal(checkpoint.quantisation)):
+    console.print(_facts(model, checkpoint, on_cpu))
+    if quantised and (reason := quantisation.refusal(quantised)):  # a CPU runs none that a GPU does not
         raise UnsupportedError(f"{model} has {reason}")
     console.print(_needs(checkpoint))
     smallest = checkpoint.smallest_percent()
-    flags = quantisation.flags(checkpoint.quantisation) if checkpoint.quantisation else ()
-    options = " ".join(("--plugin spac", f"--spac-slots {max(25, smallest)}%", *flags))
     console.print(
-        f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] per layer"
-        "\n"
-        f"[green]supported[/]: vllm serve {shown(model)} {options}",
+        f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] per layer",
         highlight=False,
         soft_wrap=True,
     )
+    plain = f"vllm serve {shown(model)} --plugin spac --spac-slots {max(25, smallest)}%"
+    if not quantised:
+        lines = [f"[green]supported[/]: {plain}"]
+    else:
+        lines = [f"[green]supported[/] on a GPU: {' '.join((plain, *quantisation.flags(quantised)))}"]
+        lines += [
+            f"not on a CPU: {shown(not_on_cpu)}" if not_on_cpu else f"[green]supported[/] on a CPU with AMX: {plain}"
+        ]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _facts(model: str, checkpoint: Checkpoint) -> Table:
-    sizes, experts = checkpoint.expert_bytes, sum(checkpoint.layer_bytes.values())
+def _facts(model: str, checkpoint: Checkpoint, on_cpu: Checkpoint) -> Table:
+    """The table of sizes; ``on_cpu``: as vLLM's kernels for a CPU read it."""
+    experts = sum(checkpoint.layer_bytes.values())
     table = Table(title=shown(model), show_header=False, title_justify="left")
     rows = {
         "family": shown(checkpoint.name),
         "MoE layers x experts": f"{len(checkpoint.layer_bytes)} x {checkpoint.experts} = {checkpoint.total}",
         "experts per token (top-k)": str(checkpoint.top_k),
-        "one expert": " or ".join(gib(size) for size in sizes) + f" ({shown(', '.join(sorted(checkpoint.dtypes)))})",
+        "one expert": f"{_sizes(checkpoint)} ({shown(', '.join(sorted(checkpoint.dtypes)))})",
         "all experts": gib(experts),
         "everything else": gib(checkpoint.other_bytes),
     }
     if checkpoint.quantisation:
-        rows["quantised by"] = shown(quantisation.method(checkpoint.quantisation)) + ", and so in slots"
+        rows["quantised by"] = shown(quant_config.method(checkpoint.quantisation)) + ", and so in slots"
+        if on_cpu.expert_bytes != checkpoint.expert_bytes:
+            rows["one expert on a CPU, as its kernel reads it"] = _sizes(on_cpu)
     elif "F32" in checkpoint.dtypes:
         rows["served as"] = "16 bits, half of these sizes, unless --dtype float32"
     if checkpoint.draft_bytes:
@@ -67,6 +80,10 @@ def _facts(model: str, checkpoint: Checkpoint) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _sizes(checkpoint: Checkpoint) -> str:
+    return " or ".join(gib(size) for size in checkpoint.expert_bytes)
 
 
 def _needs(checkpoint: Checkpoint) -> Table:

@@ -75,7 +75,7 @@ def plan(
     sizes = {name: size_of(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
     planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
     with Console(stderr=True).status("reading the model") as status:
-        served = ServedModel.read(model, asked)
+        served = ServedModel.read(model, asked, on_cpu=not planned.gpu)
         context = context or min(CONTEXT, served.architecture.longest or CONTEXT)
         found = make_plan(
             served,
@@ -137,7 +137,7 @@ def _show(console: Console, found: Plan) -> None:
 
 
 def _memory(found: Plan) -> Table:
-    from vllm_spac.checkpoint import quantisation
+    from vllm_spac.checkpoint import quant_config
 
     split, model, best = found.split, found.model, found.best.choice
     title = f"{shown(model.name)} ({shown(model.checkpoint.name)}) on {shown(found.machine.name)}: memory, calculated"
@@ -155,7 +155,7 @@ def _memory(found: Plan) -> Table:
     if split.staging:
         table.add_row("buffers for prompts (staging)", gib(split.staging), "fast memory")
     if model.checkpoint.quantisation:
-        method = shown(quantisation.method(model.checkpoint.quantisation))
+        method = shown(quant_config.method(model.checkpoint.quantisation))
         table.add_row(f"one expert in a slot ({method}, {model.execution})", f"{model.expert_bytes:,} B", "")
     table.add_row(f"slots: {count:,} of {model.checkpoint.total:,} experts", gib(held), "fast memory")
     table.add_row("left", gib(split.room - held), f"of {gib(split.fast)} of fast memory")

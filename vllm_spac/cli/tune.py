@@ -89,6 +89,7 @@ def tune(
     from vllm_spac.integration.evaluation.engine import options_of
     from vllm_spac.planning.model import ServedModel
     from vllm_spac.system.machine import DISK_DIR
+    from vllm_spac.system.provenance import gpu_names
     from vllm_spac.tuning.candidates import Allowed
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
@@ -99,7 +100,7 @@ def tune(
         drafts["model"] = str(Path(drafts["model"]).absolute())  # vllm serve may be started elsewhere
     if context is not None:
         options.setdefault("max_model_len", context)
-    served = ServedModel.read(model, "slots")
+    served = ServedModel.read(model, "slots", on_cpu=not gpu_names())
     if served.source != "headers":
         raise ConfigError(f"{model} has no weights to measure, only a config.json; vllm-spac plan needs no more")
     asked: dict[Departure, bool] = {"rounding": allow_rounding, "lossy": lossy}

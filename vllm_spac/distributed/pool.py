@@ -67,7 +67,7 @@ class SomeLayers(ExpertStore):
 class _PoolKernel:
     """The kernel of one layer as a ``LayerKernel``: it reads ``tensors``, the slots or the layer's own experts."""
 
-    takes_slots = True
+    takes_slots, by_expert = True, False
 
     def __init__(self, kernel: Kernel, activation: str, tensors: Mapping[str, Tensor]) -> None:
         self._kernel, self.activation, self._tensors = kernel, activation, tensors

@@ -37,10 +37,14 @@ class LayerKernel(Protocol):
         activation: name of the layer's activation.
         takes_slots: the kernel takes slot numbers in place of expert ids, as on a CPU. On a GPU the kernel sorts rows
             by the experts of a layer, and there may be more slots than these: it takes expert ids and a map to slots.
+        by_expert: what a row gets from an expert may depend on that expert's other rows, and on nothing else; it is
+            rounded, and a row's results are added in float32 in the order of its ids. Then experts may be computed one
+            after another, each with all of its rows. Otherwise rows may be, each with all of its experts.
     """
 
     activation: str
     takes_slots: bool
+    by_expert: bool
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
         """Computes the sum over each row's experts of weight * expert(row).

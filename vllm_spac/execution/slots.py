@@ -252,7 +252,8 @@ class SlotExecution(Execution):
     ) -> Tensor:
         """Computes the experts ``ids`` from their slots, in several waves if there are too few slots.
 
-        Rows are independent in the kernel, so a row's result does not depend on its wave.
+        What is computed together in a wave changes no result: whole rows, or all rows of an expert, see
+        ``LayerKernel.by_expert``.
 
         Args:
             layer: number of the layer in ``shape.layers``.
@@ -271,6 +272,8 @@ class SlotExecution(Execution):
             if loaded is not None:
                 loaded()
             return self._run(kernel, x, weights, ids, _like(slots, ids), there, len(x))
+        if kernel.by_expert and len(np.unique(ids)) > self.residency.slots:
+            return self._by_expert(layer, x, weights, ids, kernel, loaded)
         out = None
         for wave in self.waves(layer, ids):
             rows = slice(wave.start, wave.stop)
@@ -284,6 +287,30 @@ class SlotExecution(Execution):
                 out = torch.empty_like(x) if out is None else out
                 out[rows] = part
         return torch.empty_like(x) if out is None else out
+
+    def _by_expert(
+        self,
+        layer: int,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        kernel: LayerKernel,
+        loaded: Callable[[], None] | None,
+    ) -> Tensor:
+        """As ``in_slots``, in waves of experts: each has all pairs of its experts, in the order of their rows."""
+        assert kernel.takes_slots
+        top_k, flat, shares = ids.shape[1], ids.flatten(), weights.flatten()
+        order = flat.argsort(stable=True)
+        parts = x.new_empty(len(flat), x.shape[1])
+        for wave in self.waves(layer, flat[order][:, None]):  # ends between experts: each pair has one
+            pairs = order[wave.start : wave.stop]
+            if loaded is not None:
+                loaded()
+            parts[pairs] = kernel(x[pairs // top_k], shares[pairs][:, None], wave.slot_ids)
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for choice in parts.view(len(x), top_k, -1).unbind(1):
+            out += choice
+        return out.to(x.dtype)
 
     def _run(
         self,

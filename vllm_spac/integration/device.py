@@ -35,11 +35,11 @@ def is_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-def has_amx() -> bool:
-    """Whether this CPU multiplies tiles, which stock vLLM's kernels for quantised experts need."""
-    import torch
+def runs_quantised_experts() -> bool:
+    """Whether stock vLLM runs quantised experts on this CPU: its kernels for x86 ask for AMX."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
 
-    return bool(torch.cpu._is_amx_tile_supported())
+    return bool(CPUExpertsFp8._supports_current_device())
 
 
 def query() -> DeviceFacts | None:

@@ -16,7 +16,7 @@ from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.limits import validate
 from vllm_spac.budget.per_layer import read_budgets
 from vllm_spac.cache import sizing
-from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint import quant_config, quantisation
 from vllm_spac.checkpoint.headers import LAYERS, first_number
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
@@ -176,24 +176,27 @@ def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[boo
 def _check_quantisation(model: ModelConfig, config: SpacConfig) -> None:
     if model.quantization is None:
         return
-    if (checkpoint := quantisation.of(model.hf_config.to_dict())) is None:
+    if (checkpoint := quant_config.of(model.hf_config.to_dict())) is None:
         raise UnsupportedError(
             f"spac: --quantization {model.quantization} quantises experts while they are loaded: not "
             "supported; drop it, or use a checkpoint that is quantised already"
         )
-    packed = config.execution_class.layout == "plain"
-    if (reason := quantisation.refusal(checkpoint, packed)) is not None:
-        raise UnsupportedError(f"spac: {model.model} has {reason}")
+    ours, on_cpu = config.execution_class.layout == "plain", device.is_cpu()
+    kernels = quantisation.Kernels.OURS if ours else quantisation.Kernels.CPU if on_cpu else quantisation.Kernels.GPU
     layers = first_number(model.hf_config.to_dict(), LAYERS)
-    if device.is_cpu() and not quantisation.spares_experts(checkpoint, layers):
-        amx = device.has_amx()
-        if not (amx and packed):  # the twins of our kernels run wherever vLLM can build the layers
-            raise UnsupportedError(f"spac: {model.model} has {quantisation.cpu_refusal(checkpoint, amx=amx)}")
-    if not packed and quantisation.loader(checkpoint) not in (None, model.quantization):
+    if on_cpu and not quant_config.spares_experts(checkpoint, layers) and not device.runs_quantised_experts():
+        # The twins of our kernels would run anywhere, but vLLM builds no layer that it has no kernel for.
+        raise UnsupportedError(f"spac: {model.model} has {quantisation.refusal_without_amx(checkpoint)}")
+    if (reason := quantisation.refusal(checkpoint, kernels)) is not None:
+        raise UnsupportedError(f"spac: {model.model} has {reason}")
+    loader = quantisation.loader(checkpoint)
+    if kernels is quantisation.Kernels.GPU and loader not in (None, model.quantization):
         raise UnsupportedError(
             f"spac: --quantization {model.quantization} runs the experts of {model.model} in kernels that cannot use "
             f"slots; add {' '.join(quantisation.flags(checkpoint))}"
         )
+    if kernels is quantisation.Kernels.CPU and loader is not None and model.quantization == loader:
+        raise UnsupportedError(f"spac: --quantization {loader} selects kernels of a GPU; drop it on a CPU")
 
 
 def _offloads(vllm_config: VllmConfig) -> bool:

@@ -49,9 +49,8 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     options += ["--kv-cache-memory-bytes", str(kv_bytes(model, load))]
     if choice.drafts:
         options += ["--speculative-config", json.dumps(NGRAM)]
-    packed = model.execution == "pointers"
     if model.checkpoint.quantisation:
-        options += " ".join(quantisation.flags(model.checkpoint.quantisation, packed)).split()
-    elif packed:
+        options += " ".join(quantisation.flags(model.checkpoint.quantisation, model.kernels)).split()
+    elif model.execution == "pointers":
         options += ["--spac-execution", "pointers"]
     return shlex.join(["vllm", "serve", model.name, *options])

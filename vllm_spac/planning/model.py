@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from vllm_spac.checkpoint import quantisation
+from vllm_spac.checkpoint import quant_config
 from vllm_spac.checkpoint.architecture import Architecture
 from vllm_spac.checkpoint.described import described
 from vllm_spac.checkpoint.headers import Checkpoint, find_folder, read_checkpoint, read_config
+from vllm_spac.checkpoint.quantisation import Kernels, only_ours, refusal
 from vllm_spac.errors import UnsupportedError
 
 
@@ -21,7 +22,8 @@ class ServedModel:
         name: what ``vllm serve`` is given.
         checkpoint: sizes of its weights; ``architecture``: everything else.
         source: what the sizes are read from.
-        execution: what runs the experts, which decides how large a quantised one is.
+        execution: what runs the experts.
+        kernels: of quantised experts, which decide how large one is.
         halved: the weights are in float32, and the sizes half of theirs.
     """
 
@@ -31,14 +33,18 @@ class ServedModel:
     source: Literal["headers", "config.json"]
     halved: bool = False
     execution: Literal["slots", "pointers"] = "slots"
+    kernels: Kernels = Kernels.GPU
 
     @classmethod
-    def read(cls, model: str, execution: Literal["slots", "pointers"] | None = None) -> ServedModel:
+    def read(
+        cls, model: str, execution: Literal["slots", "pointers"] | None = None, *, on_cpu: bool = False
+    ) -> ServedModel:
         """Reads ``model``: a folder, a ``config.json``, or a name in the Hugging Face cache.
 
         Args:
             model: as named.
-            execution: as the knob; None: slots, or pointers where slots cannot hold its quantised experts.
+            execution: as the knob; None: slots, or pointers where slots of a GPU cannot hold its quantised experts.
+            on_cpu: it is served without a GPU.
 
         Raises:
             UnsupportedError: there is none, it has no experts, or it cannot be served.
@@ -47,19 +53,25 @@ class ServedModel:
         path, name = (path, str(path.parent)) if path.is_file() else (_folder(model) / "config.json", model)
         config, folder = read_config(path), path.parent
         whole = path.name == "config.json" and any(folder.glob("*.safetensors"))
-        entry = quantisation.of(config)
+        entry = quant_config.of(config)
         if execution is None:
-            execution = "pointers" if entry is not None and quantisation.only_packed(entry) else "slots"
-        packed = execution == "pointers"
-        checkpoint = read_checkpoint(folder, packed) if whole else described(config, folder, packed)
-        if entry is not None and (reason := quantisation.refusal(entry, packed)):
+            execution = "pointers" if entry is not None and not on_cpu and only_ours(entry) else "slots"
+        kernels = Kernels.OURS if execution == "pointers" else Kernels.CPU if on_cpu else Kernels.GPU
+        checkpoint = read_checkpoint(folder, kernels) if whole else described(config, folder, kernels)
+        if entry is not None and (reason := refusal(entry, kernels)):
             raise UnsupportedError(f"{model} has {reason}")
         halved = checkpoint.dtypes == {"F32"}
         if halved:
             layers = {layer: count // 2 for layer, count in checkpoint.layer_bytes.items()}
             checkpoint = replace(checkpoint, layer_bytes=layers, other_bytes=checkpoint.other_bytes // 2)
         return cls(
-            name, checkpoint, Architecture.of(config, path), "headers" if whole else "config.json", halved, execution
+            name,
+            checkpoint,
+            Architecture.of(config, path),
+            "headers" if whole else "config.json",
+            halved,
+            execution,
+            kernels,
         )
 
     @property

@@ -92,7 +92,7 @@ class _NoKernel:
     """A kernel of layers that takes no time."""
 
     activation = "silu"
-    takes_slots = True
+    takes_slots, by_expert = True, False
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
         return torch.empty_like(x)

@@ -21,6 +21,7 @@ def serving_rates(
     fast: Callable[[], object],
     *,
     hidden: int,
+    dtype: torch.dtype,
     device: torch.device,
     io_threads: int,
     seconds: float = 0.1,
@@ -31,14 +32,13 @@ def serving_rates(
         store: holds every expert, in memory.
         group: computes on the CPU; measured while nothing else runs.
         fast: runs one row through ``shape.top_k`` experts in fast memory.
-        hidden: size of a row.
+        hidden: size of a row; ``dtype``: of its values.
         device: of fast memory; ``shape.top_k`` more experts must fit there during the measurement.
         io_threads: as in serving.
         seconds: approximate duration of each of the four measurements.
     """
     shape, turn = store.shape, iter(range(1 << 62))
-    spec = shape.tensors["w13_weight"]
-    x = torch.randn(ROWS[-1], hidden, generator=torch.Generator().manual_seed(0)).to(spec.dtype)
+    x = torch.randn(ROWS[-1], hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def compute(rows: int) -> None:
         layer, expert = shape.split(next(turn) % shape.total)

@@ -52,7 +52,7 @@ def machine() -> dict:
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "ram_bytes": psutil.virtual_memory().total,
-        "gpu": _gpus(),
+        "gpu": gpu_names(),
         "load_average": os.getloadavg()[0],
         "system": platform.platform(),
     }
@@ -72,7 +72,7 @@ def _version(candidates: Sequence[str]) -> str | None:
     return None
 
 
-def _gpus() -> list[str]:
+def gpu_names() -> list[str]:
     """Returns the names of the GPUs; empty without an NVIDIA driver."""
     if shutil.which("nvidia-smi") is None:
         return []

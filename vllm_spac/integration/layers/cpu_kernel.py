@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +13,14 @@ from torch import Tensor
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.executors.base import Kernel
 from vllm_spac.integration import compat
+from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.profiling import measure
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+_OF_SIDE = ("scale", "zp", "bias")  # tensors in vLLM's description of one projection
 
 
 def of(layer: RoutedExperts) -> Kernel | None:
@@ -25,6 +31,8 @@ def of(layer: RoutedExperts) -> Kernel | None:
     """
     if layer.spac.device.type != "cpu":
         return None
+    if quant_schemes.is_by_expert(layer):
+        return _applied(layer)
     if (isa := isa_of(layer)) is None:
         kernel = type(layer.quant_method.moe_kernel.fused_experts).__name__
         raise UnsupportedError(
@@ -49,6 +57,49 @@ def named(isa: str, activation: str) -> Kernel:
         biases = experts.get("w13_bias"), experts.get("w2_bias")
         ops.cpu_fused_moe(
             out, x, experts["w13_weight"], experts["w2_weight"], *biases, weights, ids, activation, isa, False
+        )
+        return out
+
+    return run
+
+
+def _applied(layer: RoutedExperts) -> Kernel:
+    """The kernel of a layer with quantised experts, by vLLM's own code with other scales, zero points and biases."""
+    experts_cls = layer.quant_method.moe_kernel.fused_experts
+    settings, activation = experts_cls.quant_config, layer.activation
+    names = {id(param): name for name, param in layer.spac_kernel_parameters.items()}
+    w1, w2 = (names[id(getattr(layer, f"{name}_weight"))] for name in ("w13", "w2"))
+    sides = {side: getattr(settings, side) for side in ("_w1", "_w2")}
+    read = {
+        side: {f: names[id(t)] for f in _OF_SIDE if (t := getattr(desc, f)) is not None} for side, desc in sides.items()
+    }
+    applied: dict[int, FusedMoEExpertsModular] = {}  # by mapping of experts, which stays the same for a layer
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        out = torch.empty_like(x)
+        if not len(x):  # vLLM's kernel ends the process
+            return out
+        if (kernel := applied.get(id(experts))) is None:
+            found = {s: replace(desc, **{f: experts[n] for f, n in read[s].items()}) for s, desc in sides.items()}
+            kernel = applied[id(experts)] = copy.copy(experts_cls)
+            kernel.quant_config = replace(settings, **found)
+        nothing = x.new_empty(0)
+        kernel.apply(
+            out,
+            x,
+            experts[w1],
+            experts[w2],
+            weights,
+            ids.int(),
+            activation,
+            len(experts[w1]),
+            expert_map=None,
+            a1q_scale=None,
+            a2_scale=None,
+            workspace13=nothing,
+            workspace2=nothing,
+            expert_tokens_meta=None,
+            apply_router_weight_on_input=False,
         )
         return out
 

@@ -12,7 +12,7 @@ from vllm_spac.budget.control import BudgetedLayer
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.cache.working import MoEWidths
 from vllm_spac.execution.base import Execution
-from vllm_spac.integration.layers import triton_tiles
+from vllm_spac.integration.layers import quant_schemes, triton_tiles
 from vllm_spac.integration.layers.custom_ops import run_experts
 from vllm_spac.integration.layers.staged_experts import StagedExperts
 
@@ -30,6 +30,7 @@ class SlotKernel:
         self._layer, self._run = layer, run
         self.activation: str = layer.activation.value
         self.takes_slots = on_cpu
+        self.by_expert = on_cpu and quant_schemes.is_by_expert(layer)
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, slot_of: Tensor | None = None, rows: int = 0) -> Tensor:
         if slot_of is None:

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 from torch.nn import Parameter
 from vllm.platforms import current_platform
 
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.errors import SpacError, UnsupportedError
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+
+# What a kernel may read in addition to the weights that are passed to each call; each is a tensor or None.
+KERNEL_READS = (
+    *("w1_scale", "w2_scale", "w1_zp", "w2_zp", "w1_bias", "w2_bias"),
+    *("a1_scale", "a2_scale", "a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,9 +28,12 @@ class Scheme:
     Attributes:
         tensors: tensors with one entry per expert, in the first dimension; a layer may lack some.
         metadata: tensors that no kernel reads.
-        kernels: names of vLLM's kernels that can run from slots: they find an expert by the map from ids to slots,
-            which other kernels ignore. Not needed for unquantised experts on a CPU, where any kernel can use slot
-            numbers as expert ids. Empty: only our kernels can run these experts, which ``packed_experts`` repacks.
+        kernels: names of vLLM's kernels for a GPU that can run from slots: they find an expert by the map from ids to
+            slots, which other kernels ignore.
+        on_cpu: names of its kernels for a CPU that can run from slots, in a layout of their own; any kernel of a CPU
+            can use slot numbers as expert ids, and runs unquantised experts. Without either, only our kernels can run
+            these experts, which ``packed_experts`` repacks.
+        converted: of ``metadata``, what vLLM reads to make the layout of a kernel for a CPU.
         whole: tensors with a number per expert or shard, which ``packed_experts`` spreads over rows.
         plain: names of the kernels that read experts in the checkpoint's layout.
     """
@@ -31,6 +41,8 @@ class Scheme:
     tensors: tuple[str, ...]
     metadata: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ("TritonExperts",)
+    on_cpu: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
 
@@ -38,18 +50,25 @@ class Scheme:
 _UNQUANTISED = "UnquantizedFusedMoEMethod"
 SCHEMES = {
     _UNQUANTISED: Scheme(("weight", "bias"), plain=("TritonExperts",)),
-    "Fp8MoEMethod": Scheme(("weight", "weight_scale_inv")),
-    "CompressedTensorsW8A8Fp8MoEMethod": Scheme(("weight", "weight_scale")),
+    "Fp8MoEMethod": Scheme(("weight", "weight_scale_inv"), on_cpu=("CPUExpertsFp8",)),
+    "CompressedTensorsW8A8Fp8MoEMethod": Scheme(("weight", "weight_scale"), on_cpu=("CPUExpertsFp8",)),
     "CompressedTensorsWNA16MoEMethod": Scheme(
         ("weight_packed", "weight_scale", "weight_zero_point"),
         metadata=("weight_shape",),
         kernels=("TritonWNA16Experts",),
+        on_cpu=("CPUExpertsInt4",),
     ),
     "MoeWNA16Method": Scheme(("qweight", "scales", "qzeros"), kernels=("TritonWNA16Experts",)),
-    "AutoGPTQMoEMethod": Scheme(("qweight", "scales"), metadata=("qzeros", "bias"), kernels=()),
-    "AutoAWQMoEMethod": Scheme(("qweight", "scales", "qzeros"), kernels=()),
-    "GptOssMxfp4MoEMethod": Scheme(("weight", "weight_scale", "bias"), kernels=()),
-    "CompressedTensorsW8A8Int8MoEMethod": Scheme(("weight", "weight_scale"), kernels=()),
+    "AutoGPTQMoEMethod": Scheme(
+        ("qweight", "scales"),
+        metadata=("qzeros", "bias"),
+        kernels=(),
+        on_cpu=("CPUExpertsInt4",),
+        converted=("qzeros",),
+    ),
+    "AutoAWQMoEMethod": Scheme(("qweight", "scales", "qzeros"), kernels=(), on_cpu=("CPUExpertsInt4",)),
+    "GptOssMxfp4MoEMethod": Scheme(("weight", "weight_scale", "bias"), kernels=(), on_cpu=("CPUExpertsMxfp4",)),
+    "CompressedTensorsW8A8Int8MoEMethod": Scheme(("weight", "weight_scale"), kernels=(), on_cpu=("CPUExpertsInt8",)),
     "ModelOptNvFp4FusedMoE": Scheme(
         ("weight", "weight_scale", "weight_scale_2"),
         metadata=("input_scale",),
@@ -63,6 +82,17 @@ SCHEMES = {
         whole=("weight_global_scale",),
     ),
 }
+
+
+# Kernels that compute what a row gets from an expert from that expert's rows alone, round it, and add a row's results
+# in float32 in the order of its ids. A forward may be divided between experts without any change to the result, but not
+# between rows: CPUExpertsFp8 takes another path where an expert has more than four.
+_BY_EXPERT = frozenset({"CPUExpertsFp8", "CPUExpertsInt8", "CPUExpertsInt4", "CPUExpertsMxfp4"})
+
+
+def is_by_expert(layer: RoutedExperts) -> bool:
+    """Whether the kernel of ``layer`` computes each expert on its own, see ``LayerKernel.by_expert``."""
+    return getattr(layer.quant_method, "experts_cls", type).__name__ in _BY_EXPERT
 
 
 def is_quantised(layer: RoutedExperts) -> bool:
@@ -86,12 +116,13 @@ def expert_tensors(layer: RoutedExperts, packed: bool = False) -> dict[str, Para
     """
     method, name = layer.quant_method, layer.layer_name
     kind, kernel = type(method).__name__, getattr(method, "experts_cls", None)
-    if (scheme := SCHEMES.get(kind)) is None or not (packed or scheme.kernels):
-        supported = sorted(other for other, found in SCHEMES.items() if found.kernels and other != _UNQUANTISED)
+    scheme, on_cpu = SCHEMES.get(kind), is_on_cpu()
+    if scheme is None or (is_quantised(layer) and not (packed or _in_slots(scheme, on_cpu))):
+        known = sorted(n for n, found in SCHEMES.items() if _in_slots(found, on_cpu) and n != _UNQUANTISED)
         others = "" if scheme is None else ", use --spac-execution pointers, which can"
         raise UnsupportedError(
             f"spac: {name} has quantised experts ({kind}) that the plugin does not support in slots; supported are "
-            f"{', '.join(supported)}{others}, or use an unquantised checkpoint"
+            f"{', '.join(known)}{others}, or use an unquantised checkpoint"
         )
     if kernel is not None and method.is_monolithic:
         raise UnsupportedError(
@@ -102,37 +133,79 @@ def expert_tensors(layer: RoutedExperts, packed: bool = False) -> dict[str, Para
         return _sorted_out(layer, scheme)
     if kernel is None or getattr(kernel, "requires_interleaved_w13", False):
         raise UnsupportedError(f"spac: {name}: {kernel} cannot use slots ({kind}); {_instead()}")
-    known = kernel.__name__ in scheme.kernels
-    if not known and not is_quantised(layer) and not current_platform.is_cpu():
+    can = _in_slots(scheme, on_cpu)
+    if kernel.__name__ not in can and not is_quantised(layer) and not on_cpu:
         raise UnsupportedError(
             f"spac: {name}: {kernel.__name__} is not known to find experts by a map to their slots, "
-            f"{' or '.join(scheme.kernels)} does; add --moe-backend triton"
+            f"{' or '.join(can)} does; add --moe-backend triton"
         )
-    if not known and is_quantised(layer):
+    if kernel.__name__ not in can and is_quantised(layer):
         raise UnsupportedError(
             f"spac: {name}: {kernel.__name__} was never tested with quantised experts ({kind}) in slots, "
-            f"{' or '.join(scheme.kernels)} was; {_instead()}"
+            f"{' or '.join(can)} was; {_instead()}"
         )
-    return _sorted_out(layer, scheme)
+    return _sorted_out(layer, scheme, scheme.converted if on_cpu else ())
+
+
+def is_on_cpu() -> bool:
+    """Whether kernels run on a CPU, which finds experts by slot numbers instead of a map."""
+    return current_platform.is_cpu()
+
+
+def _in_slots(scheme: Scheme, on_cpu: bool) -> tuple[str, ...]:
+    """The kernels of this platform that run quantised experts from slots."""
+    return scheme.on_cpu if on_cpu else scheme.kernels
 
 
 def _instead() -> str:
     """What works on this platform where a kernel does not."""
-    if current_platform.is_cpu():
-        return "slots hold quantised experts for kernels of a GPU only: use an unquantised checkpoint on this machine"
+    if is_on_cpu():
+        return "use another quantisation (vllm-spac inspect says which), or an unquantised checkpoint"
     return "add --moe-backend triton, or use an unquantised checkpoint"
 
 
-def _sorted_out(layer: RoutedExperts, scheme: Scheme) -> dict[str, Parameter]:
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter has one entry per expert; others belong to the router, e.g. correction bias."""
+    return name.partition("_")[0] in ("w13", "w2")
+
+
+def kernel_parameters(layer: RoutedExperts, experts: int) -> dict[str, Parameter]:
+    """The parameters of ``layer`` that its kernel reads, with one entry per expert; some have two names.
+
+    Of a layer that vLLM has converted for its kernel, which may drop parameters and add some of its own.
+
+    Raises:
+        SpacError: one does not have ``experts`` entries.
+    """
+    metadata = SCHEMES[type(layer.quant_method).__name__].metadata
+    found: dict[str, Parameter] = {}
+    for name, param in layer._parameters.items():
+        if param is None or not is_of_experts(name) or param.numel() == 0:
+            continue
+        if name.partition("_")[2] in metadata and not _is_read(layer, param):
+            continue
+        if len(param) != experts:
+            raise SpacError(f"spac: {name} of {layer.layer_name} is {list(param.shape)} for {experts} experts")
+        found[name] = param
+    return found
+
+
+def _is_read(layer: RoutedExperts, param: Parameter) -> bool:
+    """Whether the kernel of ``layer`` keeps ``param``, e.g. zero points."""
+    config = layer.quant_method.moe_kernel.fused_experts.quant_config
+    return any(getattr(config, name) is param for name in KERNEL_READS)
+
+
+def _sorted_out(layer: RoutedExperts, scheme: Scheme, converted: tuple[str, ...] = ()) -> dict[str, Parameter]:
     found = {}
     for name, param in layer.named_parameters():
-        prefix, _, rest = name.partition("_")
-        if prefix not in ("w13", "w2") or rest in scheme.metadata:  # others belong to the router, e.g. correction bias
+        rest = name.partition("_")[2]
+        if not is_of_experts(name) or (rest in scheme.metadata and rest not in converted):
             continue
         if param.numel() == 0:  # placeholder of a tensor that no kernel reads: zero points that are all equal
             continue
         spread = is_quantised(layer) and "scale" in rest and rest not in scheme.whole
-        if rest not in scheme.tensors or (spread and param.dim() < 3):
+        if rest not in (*scheme.tensors, *converted) or (spread and param.dim() < 3):
             raise UnsupportedError(
                 f"spac: {layer.layer_name} has {name} {list(param.shape)}, which is not among the weights and "
                 "scales by block, channel or group that exist per expert; use a checkpoint that has only those, or an "

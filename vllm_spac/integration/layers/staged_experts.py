@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,6 @@ if TYPE_CHECKING:  # what it is mixed into
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as _Layer
 else:
     _Layer = object
-
-# What a kernel may read in addition to the weights that are passed to each call; each is a tensor or None.
-_KERNEL_READS = (
-    *("w1_scale", "w2_scale", "w1_zp", "w2_zp", "w1_bias", "w2_bias"),
-    *("a1_scale", "a2_scale", "a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas"),
-)
 
 
 class StagedExperts(_Layer):
@@ -54,7 +49,7 @@ class StagedExperts(_Layer):
         self._check(quantised)
         if quantised is not None:
             for param in self._staged.values():  # vLLM has filled scales and zero points: release that memory
-                param.data = blank(param) if packed else torch.empty_like(param)
+                param.data = blank(param)
         # Which (expert, shard) of each parameter has not come yet: a rank keeps a part of a tensor that depends on its
         # kind, so that elements cannot be counted.
         shapes = {name: (len(param), len(self._shards(name))) for name, param in self._staged.items()}
@@ -85,10 +80,10 @@ class StagedExperts(_Layer):
             )
         )
         config = self.spac.config
-        if quantised is not None and config.uses_cpu_experts:
+        if quantised is not None and config.uses_cpu_experts and not quant_schemes.is_on_cpu():
             raise UnsupportedError(
                 f"spac: cpu_experts={config.cpu_experts} cannot compute the quantised experts ({quantised}) of "
-                f"{self.layer_name}; use --spac-cpu-experts off"
+                f"{self.layer_name} beside a GPU; use --spac-cpu-experts off"
             )
 
     # -- loading -------------------------------------------------------------------------------------------
@@ -98,13 +93,17 @@ class StagedExperts(_Layer):
         param: Any,
         loaded_weight: Tensor,
         weight_name: str,
-        shard_id: str,
-        expert_id: int,
+        shard_id: str | None,
+        expert_id: int | None,
         return_success: bool = False,
     ):
-        """Stages one checkpoint tensor; after the last of the layer, packs the layer and frees the staged weights."""
+        """Stages one checkpoint tensor; after the last of the layer, packs the layer and frees the staged weights.
+
+        GPT-OSS loads the tensors of all of this rank's experts at once, without a shard and an expert.
+        """
         self.spac.arrived(loaded_weight.nbytes)
-        if self._map_global_expert_id_to_local_expert_id(expert_id) == -1:  # another rank's
+        another = expert_id is not None and self._map_global_expert_id_to_local_expert_id(expert_id) == -1
+        if another:  # rank's
             return False if return_success else None
         if not self._awaits(param, weight_name):
             self._check_unread(weight_name, loaded_weight)
@@ -121,8 +120,8 @@ class StagedExperts(_Layer):
         param: Any,
         loaded_weight: Tensor,
         weight_name: str,
-        shard_id: str,
-        expert_id: int,
+        shard_id: str | None,
+        expert_id: int | None,
         return_success: bool = False,
     ):
         """Stages one checkpoint tensor through the quant method's own ``loader``.
@@ -164,23 +163,31 @@ class StagedExperts(_Layer):
             return ("w2",)
         return ("w1", "w3") if self.moe_config.w13_num_shards == 2 else ("w1",)
 
-    def _arrive(self, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int) -> None:
+    def _arrive(
+        self, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str | None, expert_id: int | None
+    ) -> None:
         """A tensor of ``param`` was staged; packs the layer if it was the last that this rank awaits.
 
         Raises:
             SpacError: it was staged before.
         """
-        name, local = self._name_of(param), self._map_global_expert_id_to_local_expert_id(expert_id)
-        assert name is not None and local != -1
+        name = self._name_of(param)
+        assert name is not None
         shards = self._shards(name)
         known = shard_id in shards  # GPT-OSS's own loader takes both shards of one expert, in three dimensions
-        experts = slice(None) if known and loaded_weight.dim() == 3 else slice(local, local + 1)  # as vLLM's loader
+        experts, whose = slice(None), ""
+        if expert_id is not None:
+            whose = f" of expert {expert_id}"
+            if not (known and loaded_weight.dim() == 3):  # as vLLM's loader
+                local = self._map_global_expert_id_to_local_expert_id(expert_id)
+                assert local != -1
+                experts = slice(local, local + 1)
         columns = slice(shards.index(shard_id), shards.index(shard_id) + 1) if known else slice(None)
         awaited = self._awaited[name][experts, columns]
         if not awaited.all():
             raise SpacError(
-                f"spac: {weight_name} of expert {expert_id} of {self.layer_name} came twice; use a checkpoint that has "
-                "each weight once"
+                f"spac: {weight_name}{whose} of {self.layer_name} came twice; use a checkpoint that has each weight "
+                "once"
             )
         awaited[:] = False
         self._missing -= awaited.size
@@ -189,6 +196,11 @@ class StagedExperts(_Layer):
 
     def _name_of(self, param: Any) -> str | None:
         return next((name for name, staged in self._staged.items() if staged is param), None)
+
+    @property
+    def spac_kernel_parameters(self) -> Mapping[str, Any]:
+        """What vLLM's kernel reads, by the names that tensors have in slots and in the store; once it is built."""
+        return self._kernel_params
 
     @property
     def staged_bytes(self) -> int:
@@ -247,6 +259,8 @@ class StagedExperts(_Layer):
         """
         for name, param in self._kernel_params.items():
             param.data = tensors[name]
+        for name in self._staged.keys() - self._named_for_kernel.keys():
+            self._parameters[name] = None  # the kernel does not read it
         self._parameters.update(self._named_for_kernel)
         self._check_bound()
 
@@ -255,33 +269,50 @@ class StagedExperts(_Layer):
 
         For all that ``quant_schemes`` allows, the conversion is independent per expert, so parts equal a whole layer.
         """
-        device = self.spac.device
+        device, experts = self.spac.device, len(next(iter(raw.values())))
+        self._before = {n: param for n, param in self._parameters.items() if quant_schemes.is_of_experts(n)}
         for name, tensor in raw.items():
             param = torch.nn.Parameter(tensor.to(device), requires_grad=False)
             param.__dict__.update(self._staged[name].__dict__)
             self._parameters[name] = param
         self.quant_method.moe_kernel = self.quant_method.moe_quant_config = None  # else vLLM treats it as an update
-        self._to_kernel(self)
-        self._kernel_params = {name: self._parameters[name] for name in raw}
-        ours = {id(param) for param in self._kernel_params.values()}
-        self._named_for_kernel = {name: param for name, param in self._parameters.items() if id(param) in ours}
+        with _of_experts(self.quant_method, experts):
+            self._to_kernel(self)
+        self._named_for_kernel = quant_schemes.kernel_parameters(self, experts)
+        staged_first = [name for name in raw if name in self._named_for_kernel] + list(self._named_for_kernel)
+        once = {id(self._named_for_kernel[name]): name for name in reversed(staged_first)}
+        self._kernel_params = {n: self._named_for_kernel[n] for n in dict.fromkeys(staged_first) if n in once.values()}
         return {name: param.data for name, param in self._kernel_params.items()}
 
     def _restore(self) -> None:
-        """Registers the staged parameters again under their names, by which loaders look them up."""
-        for name in self._named_for_kernel:
-            del self._parameters[name]  # some have a second name
-        self._parameters.update(self._staged)
+        """Registers the parameters of before again under their names, by which loaders look them up."""
+        for name in [name for name in self._parameters if quant_schemes.is_of_experts(name)]:
+            del self._parameters[name]  # some have a second name, and some are the kernel's own
+        self._parameters.update(self._before)
         self._kernel_params = {name: _emptied(param) for name, param in self._kernel_params.items()}
 
     def _check_bound(self) -> None:
         """Raises ``SpacError`` if vLLM's kernel reads scales, zero points or biases other than those of the slots."""
         config = self.quant_method.moe_kernel.fused_experts.quant_config
         slots = {param.data_ptr() for param in self._kernel_params.values()}
-        for name in _KERNEL_READS:
+        for name in quant_schemes.KERNEL_READS:
             tensor = getattr(config, name)
             if tensor is not None and tensor.data_ptr() not in slots:
                 raise SpacError(f"spac: vLLM's kernel of {self.layer_name} keeps {name} for itself, outside the slots")
+
+
+@contextlib.contextmanager
+def _of_experts(method: Any, experts: int) -> Iterator[None]:
+    """Context in which ``method`` converts that many experts; GPT-OSS's asks for as many as the layer has."""
+    before = getattr(method, "num_experts", None)
+    if before is None:
+        yield
+        return
+    method.num_experts = experts
+    try:
+        yield
+    finally:
+        method.num_experts = before
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -261,7 +261,7 @@ def _compared(execution: Execution, layer: ManagedExperts, thread: ExecutorThrea
 def one_row(execution: Execution, layer: ManagedExperts) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], Tensor]]:
     """Returns (x, weights, ids) of a row on the CPU, and a function that runs it through ``layer`` in fast memory."""
     top_k, hidden = execution.shape.top_k, layer.moe_config.hidden_dim
-    x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
+    x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(layer.moe_config.in_dtype)
     weights = torch.full((1, top_k), 1 / top_k, dtype=torch.float32)
     row = x, weights, torch.arange(top_k, dtype=torch.int32)[None]
     there, routed, chosen = (tensor.to(layer.spac.device) for tensor in row)
@@ -313,5 +313,14 @@ def _rates(
             return costs.rates(nbytes), f"from {config.profile}"
         except ConfigError as error:
             missing = f", because {error}"
-    options = {"device": layer.spac.device, "io_threads": config.io_threads, "hidden": layer.moe_config.hidden_dim}
-    return serving_rates(execution.store, thread, in_slots, **options), f"measured now{missing}"
+    moe = layer.moe_config
+    rates = serving_rates(
+        execution.store,
+        thread,
+        in_slots,
+        hidden=moe.hidden_dim,
+        dtype=moe.in_dtype,
+        device=layer.spac.device,
+        io_threads=config.io_threads,
+    )
+    return rates, f"measured now{missing}"

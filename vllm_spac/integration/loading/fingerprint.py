@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from vllm_spac.checkpoint import contents, quantisation
+from vllm_spac.checkpoint import contents, quant_config
 from vllm_spac.checkpoint.contents import Checkpoint
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
@@ -43,7 +43,7 @@ def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, 
         "vllm": vllm.__version__,
         "experts_class": _name(method.experts_cls),
         "quant_method": _name(type(method)),
-        "quantisation": quantisation.of(model.hf_config.to_dict()),  # includes what no shape shows: signs, orders
+        "quantisation": quant_config.of(model.hf_config.to_dict()),  # includes what no shape shows: signs, orders
         "load_format": str(vllm_config.load_config.load_format),
         "layers": shape.layers,
         "experts": shape.experts,

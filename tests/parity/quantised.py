@@ -1,0 +1,294 @@
+"""Random checkpoints whose experts are quantised, and engines that run them in vLLM's kernels for a CPU.
+
+vLLM selects these kernels on a CPU with AMX only. They also run on one with AVX-512 and its bf16 and integer products,
+where ``allow`` makes vLLM select them: for stock vLLM and for the plugin, so that both are compared here, too.
+
+`quantised.py JSON` prints the runs of several engines, one after the other in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+KERNELS = ("CPUExpertsFp8", "CPUExpertsInt8", "CPUExpertsInt4", "CPUExpertsMxfp4")
+NEEDED = {"avx512f", "avx512_bf16", "avx512_vnni"}  # or AMX
+HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 16, 4
+BLOCK, MX = 128, 32
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which column the nibbles of a word hold
+
+Write = Callable[[Tensor], dict[str, Tensor]]
+
+
+def missing() -> str | None:
+    """Why this machine cannot run the kernels; None if it can."""
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    if torch.cpu._is_amx_tile_supported() or set(flags.split()) >= NEEDED:
+        return None
+    return f"vLLM's kernels for quantised experts need AMX, or {', '.join(sorted(NEEDED))}"
+
+
+def allow() -> None:
+    """Makes vLLM select its kernels on this CPU, though it may lack AMX."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    for name in KERNELS:
+        getattr(cpu_moe, name)._supports_current_device = staticmethod(lambda: True)
+
+
+# --- schemes ----------------------------------------------------------------------------------------------------------
+
+
+def words(codes: Tensor, dim: int) -> Tensor:
+    """Packs codes 0 ... 15 along ``dim`` into int32, the lowest nibble first."""
+    nibbles = codes.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, 8))
+    packed = (nibbles << (4 * torch.arange(8))).sum(-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def grouped(weight: Tensor, size: int, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes 0 ... 15 [N, K], scales and zero points [N, K / size] of ``weight``."""
+    parts = weight.float().unflatten(1, (-1, size))
+    if zero_points:
+        low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
+        scale = ((high - low) / 15).clamp(min=1e-6).to(torch.float16).float()
+        zero = (-low / scale).round().clamp(0, 15)
+    else:
+        scale = (parts.abs().amax(-1) / 7).clamp(min=1e-6).to(torch.float16).float()
+        zero = torch.full_like(scale, 8)
+    codes = (parts / scale[..., None] + zero[..., None]).round().clamp(0, 15)
+    return codes.flatten(1), scale, zero
+
+
+def fp8_blocks(weight: Tensor, scale_name: str) -> dict[str, Tensor]:
+    tiles = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N / 128, 128, K / 128, 128]
+    scale = (tiles.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-8)
+    codes = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    return {"weight": codes.to(torch.float8_e4m3fn), scale_name: scale}
+
+
+def int8_channels(weight: Tensor) -> dict[str, Tensor]:
+    scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
+    return {"weight": (weight.float() / scale).round().to(torch.int8), "weight_scale": scale.to(torch.bfloat16)}
+
+
+def int4_groups(weight: Tensor, size: int) -> dict[str, Tensor]:
+    codes, scale, _ = grouped(weight, size, False)
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": words(codes, 1), "weight_scale": scale.to(torch.bfloat16), "weight_shape": shape}
+
+
+def gptq(weight: Tensor, size: int) -> dict[str, Tensor]:
+    codes, scale, zero = grouped(weight, size, False)
+    return {
+        "qweight": words(codes.T, 0),
+        "scales": scale.T.to(torch.float16).contiguous(),
+        "qzeros": words(zero.T - 1, 1),
+        "g_idx": (torch.arange(weight.shape[1]) // size).to(torch.int32),
+    }
+
+
+def awq(weight: Tensor, size: int) -> dict[str, Tensor]:
+    codes, scale, zero = grouped(weight, size, True)
+
+    def pack(values: Tensor) -> Tensor:
+        return words(values.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1), 1)
+
+    return {"qweight": pack(codes.T), "scales": scale.T.to(torch.float16).contiguous(), "qzeros": pack(zero.T)}
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [..., K / 32, 16] and exponents uint8 [..., K / 32] of ``weight`` [..., K]."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = weight.float().unflatten(-1, (-1, MX))
+    exponent = groups.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2
+    scaled = groups / torch.exp2(exponent)[..., None]
+    codes = (scaled.abs()[..., None] - values).abs().argmin(-1) | ((scaled < 0).long() << 3)
+    return (codes[..., ::2] | (codes[..., 1::2] << 4)).to(torch.uint8), (exponent + 127).clamp(0, 254).to(torch.uint8)
+
+
+def compressed(layout: str, weights: dict[str, Any], rows: dict[str, Any] | None) -> dict[str, Any]:
+    """The entry of compressed-tensors in a ``config.json``, for experts alone."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": rows, "output_activations": None}
+    ignored = ["re:.*self_attn.*", "re:.*mlp.gate$", "re:.*shared_expert.*", "lm_head"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+    }
+
+
+UNQUANTISED = ["self_attn", "mlp.gate", "lm_head"]  # as AWQ names parts of modules; FP8 names each
+_MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate")
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_INT = {"type": "int", "symmetric": True, "dynamic": False}
+
+
+def _int4_entry(size: int) -> dict[str, Any]:
+    return compressed("pack-quantized", _INT | {"num_bits": 4, "strategy": "group", "group_size": size}, None)
+
+
+def _gptq_entry(size: int) -> dict[str, Any]:
+    kept = {r"-:.*self_attn.*": {}, r"-:.*mlp\.gate$": {}}
+    return {"quant_method": "gptq", "bits": 4, "group_size": size, "sym": True, "desc_act": False, "dynamic": kept}
+
+
+def _awq_entry(size: int) -> dict[str, Any]:
+    entry = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+    return entry | {"modules_to_not_convert": UNQUANTISED}
+
+
+# name -> the family, its ``quantization_config``, and how a projection of an expert is written
+SCHEMES: dict[str, tuple[str, dict[str, Any], Write | None]] = {
+    "fp8": (
+        "qwen3_moe",
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ["lm_head", *(f"model.layers.{n}.{name}" for n in range(3) for name in _MODULES)],
+        },
+        partial(fp8_blocks, scale_name="weight_scale_inv"),
+    ),
+    "fp8, compressed": (
+        "qwen3_moe",
+        compressed(
+            "float-quantized",
+            _FP8 | {"strategy": "block", "block_structure": [BLOCK, BLOCK], "dynamic": False},
+            _FP8 | {"strategy": "group", "group_size": BLOCK, "dynamic": True},
+        ),
+        partial(fp8_blocks, scale_name="weight_scale"),
+    ),
+    "int8": (
+        "qwen3_moe",
+        compressed(
+            "int-quantized",
+            _INT | {"num_bits": 8, "strategy": "channel"},
+            {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+        ),
+        int8_channels,
+    ),
+    "int4 by 64": ("qwen3_moe", _int4_entry(64), partial(int4_groups, size=64)),
+    "int4 by 128": ("qwen3_moe", _int4_entry(128), partial(int4_groups, size=128)),
+    "gptq by 32": ("qwen3_moe", _gptq_entry(32), partial(gptq, size=32)),
+    "gptq by 128": ("qwen3_moe", _gptq_entry(128), partial(gptq, size=128)),
+    "awq by 32": ("qwen3_moe", _awq_entry(32), partial(awq, size=32)),
+    "awq by 128": ("qwen3_moe", _awq_entry(128), partial(awq, size=128)),
+    "mxfp4": ("gpt_oss", {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}, None),
+}
+
+
+def write(scheme: str, folder: Path) -> Path:
+    """Writes the checkpoint of ``scheme`` into ``folder``, which it returns."""
+    import zoo
+
+    family, entry, projection = SCHEMES[scheme]
+    torch.manual_seed(0)
+    model = _MODELS[family]().to(torch.bfloat16)
+    zoo.spread(model)
+    model.save_pretrained(folder)
+    from safetensors.torch import load_file
+
+    found = load_file(folder / "model.safetensors")
+    made = {name: tensor for name, tensor in found.items() if not _is_expert(name)}
+    for name, tensor in found.items():
+        if not _is_expert(name):
+            continue
+        if projection is None:  # GPT-OSS has inputs first
+            made[f"{name}_blocks"], made[f"{name}_scales"] = mxfp4(tensor.transpose(1, 2))
+        else:
+            stem = name.removesuffix("weight")
+            made |= {f"{stem}{last}": part.contiguous() for last, part in projection(tensor).items()}
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": entry}))
+    return folder
+
+
+def _is_expert(name: str) -> bool:
+    return ".experts." in name and name.endswith((".weight", "gate_up_proj", "down_proj"))
+
+
+def _qwen3_moe() -> torch.nn.Module:
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=HIDDEN,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=256,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=INNER,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def _gpt_oss() -> torch.nn.Module:
+    """Its inner size is no multiple of 128, as published ones' is none."""
+    import transformers
+
+    config = transformers.GptOssConfig(
+        vocab_size=512,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=192,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"],
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
+_MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {"qwen3_moe": _qwen3_moe, "gpt_oss": _gpt_oss}
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def runs(model: Path, configurations: list[dict | None], **options: Any) -> list[Any]:
+    """What engines say in a process of their own, one after the other; None is stock vLLM."""
+    import engines
+    import forked
+
+    asked = json.dumps({"model": str(model), "configurations": configurations, "options": options})
+    return [engines.Run(**each) for each in forked.answer(forked.run([__file__, asked]))]
+
+
+def main(asked: dict[str, Any]) -> list[dict]:
+    import engines
+
+    allow()
+    return [asdict(engines.run(asked["model"], spac, **asked["options"])) for spac in asked["configurations"]]
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))
