@@ -57,8 +57,18 @@ def take_turns(job: dict) -> None:
 def start_engine(job: dict):
     from vllm import LLM
 
+    if job.get("kernels_without_amx"):
+        _select_quantised_kernels()
     extra = {"additional_config": {"spac": job["spac"]}} if job["spac"] is not None else {}
     return LLM(model=job["model"], speculative_config=job["speculative"], **job["options"], **extra)
+
+
+def _select_quantised_kernels() -> None:
+    """Makes vLLM select its kernels for quantised experts on this CPU; it does on one with AMX only."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    for kernel in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsInt8, cpu_moe.CPUExpertsInt4):
+        kernel._supports_current_device = staticmethod(lambda: True)
 
 
 @contextlib.contextmanager

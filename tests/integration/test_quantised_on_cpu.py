@@ -67,7 +67,7 @@ def build(scheme: str, managed: bool = True):
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    entry = quantised.SCHEMES[scheme][1]
+    entry = quantised.SCHEMES[scheme].entry
     size = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INNER}
     size |= {"tp_size": 1, "dp_size": 1, "pcp_size": 1, "params_dtype": torch.bfloat16, "prefix": "layers.0.experts"}
     name = {"gptq": "auto_gptq", "awq": "auto_awq", MXFP4: "gpt_oss_mxfp4"}.get(entry["quant_method"])
@@ -88,7 +88,7 @@ def build(scheme: str, managed: bool = True):
 def checkpoint(scheme: str) -> dict[str, Tensor]:
     """Random experts, by the names under ``experts.``."""
     rng, found = torch.Generator().manual_seed(0), {}
-    write = quantised.SCHEMES[scheme][2]
+    write = quantised.SCHEMES[scheme].projection
     for expert in range(EXPERTS):
         for part, rows, columns in (("gate", INNER, HIDDEN), ("up", INNER, HIDDEN), ("down", HIDDEN, INNER)):
             weight = torch.randn(rows, columns, generator=rng) / 8
@@ -212,7 +212,7 @@ def test_it_is_packed_when_the_last_tensor_has_come(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", quantised.SCHEMES)
 def test_inspect_counts_the_bytes_of_a_slot(scheme: str, tmp_path: Path) -> None:
-    entry = quantised.SCHEMES[scheme][1]
+    entry = quantised.SCHEMES[scheme].entry
     facts = {"num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
     (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": entry}))
     if scheme == MXFP4:

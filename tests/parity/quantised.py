@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 KERNELS = ("CPUExpertsFp8", "CPUExpertsInt8", "CPUExpertsInt4", "CPUExpertsMxfp4")
@@ -39,10 +39,12 @@ def missing() -> str | None:
 
 def allow() -> None:
     """Makes vLLM select its kernels on this CPU, though it may lack AMX."""
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu as linear
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     for name in KERNELS:
         getattr(cpu_moe, name)._supports_current_device = staticmethod(lambda: True)
+    linear.CPUFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
 
 
 # --- schemes ----------------------------------------------------------------------------------------------------------
@@ -70,9 +72,12 @@ def grouped(weight: Tensor, size: int, zero_points: bool) -> tuple[Tensor, Tenso
 
 
 def fp8_blocks(weight: Tensor, scale_name: str) -> dict[str, Tensor]:
-    tiles = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N / 128, 128, K / 128, 128]
+    """Blocks of 128 x 128, the last of which may be smaller."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    tiles = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N / 128, 128, K / 128, 128]
     scale = (tiles.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-8)
-    codes = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    codes = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
     return {"weight": codes.to(torch.float8_e4m3fn), scale_name: scale}
 
 
@@ -149,9 +154,26 @@ def _awq_entry(size: int) -> dict[str, Any]:
     return entry | {"modules_to_not_convert": UNQUANTISED}
 
 
-# name -> the family, its ``quantization_config``, and how a projection of an expert is written
-SCHEMES: dict[str, tuple[str, dict[str, Any], Write | None]] = {
-    "fp8": (
+@dataclass(frozen=True)
+class Scheme:
+    """Quantised checkpoints.
+
+    Attributes:
+        family: of the model.
+        entry: its ``quantization_config``.
+        projection: how a projection of an expert is written; None: as GPT-OSS's.
+        whole: attention and dense layers are quantised, too, but for routers and the head.
+    """
+
+    family: str
+    entry: dict[str, Any]
+    projection: Write | None
+    whole: bool = False
+
+
+_MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}
+SCHEMES = {
+    "fp8": Scheme(
         "qwen3_moe",
         {
             "quant_method": "fp8",
@@ -161,7 +183,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], Write | None]] = {
         },
         partial(fp8_blocks, scale_name="weight_scale_inv"),
     ),
-    "fp8, compressed": (
+    "fp8, compressed": Scheme(
         "qwen3_moe",
         compressed(
             "float-quantized",
@@ -170,7 +192,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], Write | None]] = {
         ),
         partial(fp8_blocks, scale_name="weight_scale"),
     ),
-    "int8": (
+    "int8": Scheme(
         "qwen3_moe",
         compressed(
             "int-quantized",
@@ -179,13 +201,34 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], Write | None]] = {
         ),
         int8_channels,
     ),
-    "int4 by 64": ("qwen3_moe", _int4_entry(64), partial(int4_groups, size=64)),
-    "int4 by 128": ("qwen3_moe", _int4_entry(128), partial(int4_groups, size=128)),
-    "gptq by 32": ("qwen3_moe", _gptq_entry(32), partial(gptq, size=32)),
-    "gptq by 128": ("qwen3_moe", _gptq_entry(128), partial(gptq, size=128)),
-    "awq by 32": ("qwen3_moe", _awq_entry(32), partial(awq, size=32)),
-    "awq by 128": ("qwen3_moe", _awq_entry(128), partial(awq, size=128)),
-    "mxfp4": ("gpt_oss", {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}, None),
+    "int4 by 64": Scheme("qwen3_moe", _int4_entry(64), partial(int4_groups, size=64)),
+    "int4 by 128": Scheme("qwen3_moe", _int4_entry(128), partial(int4_groups, size=128)),
+    "gptq by 32": Scheme("qwen3_moe", _gptq_entry(32), partial(gptq, size=32)),
+    "gptq by 128": Scheme("qwen3_moe", _gptq_entry(128), partial(gptq, size=128)),
+    "awq by 32": Scheme("qwen3_moe", _awq_entry(32), partial(awq, size=32)),
+    "awq by 128": Scheme("qwen3_moe", _awq_entry(128), partial(awq, size=128)),
+    "mxfp4": Scheme(
+        "gpt_oss", {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}, None
+    ),
+}
+
+_WHOLE_FP8 = SCHEMES["fp8"].entry | {
+    "modules_to_not_convert": ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in range(3))]
+}
+# Whole checkpoints, as they are published in FP8 (Qwen3, DeepSeek), GPTQ and AWQ; in the others experts alone are
+# quantised.
+WHOLE = {
+    "fp8, whole": Scheme("qwen3_moe", _WHOLE_FP8, SCHEMES["fp8"].projection, True),
+    "fp8, whole, latent attention": Scheme("deepseek_v2", _WHOLE_FP8, SCHEMES["fp8"].projection, True),
+    "gptq, whole": Scheme(
+        "qwen3_moe", _gptq_entry(128) | {"dynamic": {r"-:.*mlp\.gate$": {}}}, partial(gptq, size=128), True
+    ),
+    "awq, whole": Scheme(
+        "qwen3_moe",
+        _awq_entry(128) | {"modules_to_not_convert": ["mlp.gate", "lm_head"]},
+        partial(awq, size=128),
+        True,
+    ),
 }
 
 
@@ -193,18 +236,17 @@ def write(scheme: str, folder: Path) -> Path:
     """Writes the checkpoint of ``scheme`` into ``folder``, which it returns."""
     import zoo
 
-    family, entry, projection = SCHEMES[scheme]
+    made_of = (SCHEMES | WHOLE)[scheme]
+    projection = made_of.projection
     torch.manual_seed(0)
-    model = _MODELS[family]().to(torch.bfloat16)
+    model = _MODELS[made_of.family]().to(torch.bfloat16)
     zoo.spread(model)
     model.save_pretrained(folder)
-    from safetensors.torch import load_file
-
     found = load_file(folder / "model.safetensors")
-    made = {name: tensor for name, tensor in found.items() if not _is_expert(name)}
-    for name, tensor in found.items():
-        if not _is_expert(name):
-            continue
+    rounded = {name for name in found if _is_expert(name) or (made_of.whole and _is_linear(name))}
+    made = {name: tensor for name, tensor in found.items() if name not in rounded}
+    for name in rounded:
+        tensor = found[name]
         if projection is None:  # GPT-OSS has inputs first
             made[f"{name}_blocks"], made[f"{name}_scales"] = mxfp4(tensor.transpose(1, 2))
         else:
@@ -212,12 +254,16 @@ def write(scheme: str, folder: Path) -> Path:
             made |= {f"{stem}{last}": part.contiguous() for last, part in projection(tensor).items()}
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": entry}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": made_of.entry}))
     return folder
 
 
 def _is_expert(name: str) -> bool:
     return ".experts." in name and name.endswith((".weight", "gate_up_proj", "down_proj"))
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight") or "_proj_with_mqa" in name or "_a_proj" in name
 
 
 def _qwen3_moe() -> torch.nn.Module:
@@ -268,7 +314,43 @@ def _gpt_oss() -> torch.nn.Module:
     return transformers.GptOssForCausalLM(config)
 
 
-_MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {"qwen3_moe": _qwen3_moe, "gpt_oss": _gpt_oss}
+def _deepseek_v2() -> torch.nn.Module:
+    import transformers
+
+    config = transformers.DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=HIDDEN,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=256,
+        moe_intermediate_size=INNER,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        kv_lora_rank=512,  # the only latent size that vLLM's CPU attention takes
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    return transformers.DeepseekV2ForCausalLM(config)
+
+
+_MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {
+    "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
+}
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

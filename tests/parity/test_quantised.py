@@ -10,7 +10,7 @@ from exactness import assert_same_tokens
 
 pytestmark = pytest.mark.skipif(quantised.missing() is not None, reason=str(quantised.missing()))
 SHORT = ("fp8", "gptq by 32", "mxfp4")  # one of each kind of kernel parameters; the others take long with `full`
-LAYERS = {"mxfp4": 2}
+LAYERS = {"mxfp4": 2, "fp8, whole, latent attention": 2}  # with experts; others have 3
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 
 def schemes() -> list:
-    return [s if s in SHORT else pytest.param(s, marks=pytest.mark.full) for s in quantised.SCHEMES]
+    every = quantised.SCHEMES | quantised.WHOLE
+    return [scheme if scheme in SHORT else pytest.param(scheme, marks=pytest.mark.full) for scheme in every]
 
 
 @pytest.mark.parametrize("scheme", schemes())
@@ -42,3 +43,38 @@ def test_same_tokens_as_stock(scheme: str, folder, tmp_path: Path) -> None:
     forwards = LAYERS.get(scheme, 3) * sum(least.stats["steps"].values())
     assert least.stats["waves"] > forwards, "no layer needed more experts than there are slots"
     assert all_of_them.stats["misses"] == 0 < half.stats["misses"] < least.stats["misses"]
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["fp8", "gptq by 128", "mxfp4"])
+def test_same_tokens_with_other_knobs(scheme: str, folder, tmp_path: Path) -> None:
+    """Host memory between slots and disk, reads ahead, a budget that cuts nothing, a trace, two shards of a forward."""
+    few = {"slots": quantised.TOP_K + 1, "disk_dir": str(tmp_path), "store": "disk"}
+    model = folder(scheme)
+    stock, tiers, ahead, budget, trace = quantised.runs(
+        model,
+        [
+            None,
+            few | {"host_memory": "1MiB"},
+            few | {"prefetch": "utility", "policy": "utility"},
+            few | {"budget": str(quantised.EXPERTS)},
+            few | {"trace": str(tmp_path / "run.trace")},
+        ],
+    )
+    for run in (tiers, ahead, budget, trace):
+        assert_same_tokens(run, stock, scheme)
+    assert tiers.stats["bytes"]["host"] > 0 and tiers.stats["bytes"]["disk"] > 0
+    assert (tmp_path / "run.trace").stat().st_size > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_same_tokens_with_drafts_and_compiled(scheme: str, folder, tmp_path: Path) -> None:
+    """Verify steps have several rows per request. vLLM survives one engine with drafts per process."""
+    few = {"slots": quantised.TOP_K + 1, "disk_dir": str(tmp_path), "store": "disk", "guard": "off"}
+    for options in ({"speculative_config": NGRAM}, {"enforce_eager": False}):
+        (stock,), (run,) = (quantised.runs(folder(scheme), [spac], **options) for spac in (None, few))
+        assert_same_tokens(run, stock, f"{scheme}, {options}")

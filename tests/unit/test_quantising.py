@@ -121,3 +121,27 @@ def test_what_cannot_be_quantised(source, tmp_path):
 def _copy_into(full: Path, source: Path):
     save_file({"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(8, 8)}, source / "a.safetensors")
     return quantising.Copy(source, full, quantising.Rounding("int8")).write()
+
+
+def test_fp8_by_blocks(source, tmp_path):
+    """The greatest of a block is the greatest code; the layout is that of Qwen's and DeepSeek's checkpoints."""
+    assert "is no multiple of 128 x 128; use --format int8" in run(
+        source, "--format", "fp8", "--output", tmp_path / "odd", code=1
+    )
+    rng = torch.Generator().manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(256, 384, generator=rng).bfloat16() for name in EXPERTS}
+    weights[f"{EXPERTS[0]}.weight"][:128, 128:256] = 0
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    save_file(weights | {"model.layers.0.mlp.gate.weight": torch.ones(2, 384).bfloat16()}, source / "a.safetensors")
+    run(source, "--format", "fp8", "--output", tmp_path / "copy")
+    after = loaded(tmp_path / "copy")
+    for name in EXPERTS:
+        codes, scale = after[f"{name}.weight"].float(), after[f"{name}.weight_scale_inv"]
+        assert scale.shape == (2, 3) and codes.abs().amax() == 448
+        weight = codes * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        given = weights[f"{name}.weight"].float()
+        assert ((weight - given).abs() <= given.abs() / 16 + scale.amax() / 512).all()
+    found = quant_config.of(json.loads((tmp_path / "copy" / "config.json").read_text()))
+    assert found["modules_to_not_convert"] == ["model.layers.0.mlp.gate"]
+    assert all(quantisation.refusal(found, kernels) is None for kernels in (None, *quantisation.Kernels))

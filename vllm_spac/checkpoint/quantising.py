@@ -1,7 +1,8 @@
-"""Writes a quantised copy of a checkpoint, in the layout of compressed-tensors, one file after the other.
+"""Writes a quantised copy of a checkpoint, one file after the other.
 
-Weights are rounded to the nearest code, without calibration: INT8 with a scale for each row, INT4 with one for each
-group of columns. ``config.json`` is written last: a folder without it is an unfinished copy, which the same call
+Weights are rounded to the nearest code, without calibration: INT8 with a scale for each row and INT4 with one for each
+group of columns, in the layout of compressed-tensors; FP8 with one for each block of 128 x 128, in the layout of
+Qwen's and DeepSeek's own checkpoints. ``config.json`` is written last: a folder without it is an unfinished copy, which the same call
 completes.
 """
 
@@ -31,6 +32,7 @@ _EXPERT = re.compile(r".*\.experts\.\d+\.\w+\.weight")
 _NEVER = re.compile(r"(.*\.)?(lm_head|embed_tokens|gate|router|shared_expert_gate)\.weight")
 _BESIDE = {".json", ".txt", ".model", ".jinja", ".md"}
 _FLOATS = {"BF16", "F16", "F32"}
+BLOCK = 128  # of FP8, in both directions
 _INDEX, _MARK, _CONFIG = "model.safetensors.index.json", "quantise.json", "config.json"
 
 
@@ -39,12 +41,12 @@ class Rounding:
     """What becomes of which weights.
 
     Attributes:
-        codes: int8 by row, or int4 by group.
+        codes: fp8 by block, int8 by row, or int4 by group.
         group: columns that share a scale, of int4.
         linears: ``experts``: the routed experts' only; ``all``: of every linear layer but routers and the output.
     """
 
-    codes: Literal["int8", "int4"]
+    codes: Literal["fp8", "int8", "int4"]
     group: int = 128
     linears: Literal["experts", "all"] = "experts"
 
@@ -55,11 +57,16 @@ class Rounding:
         return bool(_EXPERT.fullmatch(name)) or (self.linears == "all" and not _NEVER.fullmatch(name))
 
     def tensors(self, weight: Tensor) -> dict[str, Tensor]:
-        """Returns what a weight [N, K] becomes, by the names of compressed-tensors."""
+        """Returns what a weight [N, K] becomes, by the last parts of names."""
+        if self.codes == "fp8":
+            return fp8(weight)
         return int8(weight) if self.codes == "int8" else int4(weight, self.group)
 
     def entry(self, kept: list[str]) -> dict:
         """Returns the ``quantization_config``; ``kept``: modules whose weights stay as they are."""
+        if self.codes == "fp8":
+            facts = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+            return facts | {"weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": kept}
         weights = {"type": "int", "symmetric": True, "dynamic": False}
         rows = None
         if self.codes == "int8":
@@ -75,6 +82,15 @@ class Rounding:
             "config_groups": {"group_0": group},
             "ignore": kept,
         }
+
+
+def fp8(weight: Tensor) -> dict[str, Tensor]:
+    """Rounds [N, K] to FP8: ``weight`` e4m3 [N, K], ``weight_scale_inv`` float32 [N / 128, K / 128]."""
+    tiles = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N / 128, 128, K / 128, 128]
+    greatest = tiles.abs().amax((1, 3))
+    scale = torch.where(greatest == 0, 1.0, greatest / torch.finfo(torch.float8_e4m3fn).max)
+    codes = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
 def int8(weight: Tensor) -> dict[str, Tensor]:
@@ -136,6 +152,9 @@ class Copy:
         odd = next((name for name, entry in taken if entry["shape"][1] % step), None)
         if rounding.codes == "int4" and odd is not None:
             raise UnsupportedError(f"{odd} has no multiple of {step} columns; use another --group")
+        partial = next((name for name, entry in taken if any(size % BLOCK for size in entry["shape"])), None)
+        if rounding.codes == "fp8" and partial is not None:
+            raise UnsupportedError(f"{partial} is no multiple of {BLOCK} x {BLOCK}; use --format int8")
         taken_names = {name for name, _ in taken}
         self._kept = sorted(
             name.removesuffix(".weight")

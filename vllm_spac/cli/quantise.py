@@ -24,6 +24,7 @@ vllm-spac quantise Qwen/Qwen3-30B-A3B --format int8 --linears all --output /mnt/
 
 
 class Codes(StrEnum):
+    FP8 = "fp8"
     INT8 = "int8"
     INT4 = "int4"
 
@@ -38,13 +39,15 @@ def quantise(
         str, typer.Argument(help="Folder of an unquantised checkpoint, or its name in the Hugging Face cache.")
     ],
     output: Annotated[Path, typer.Option(help="Folder of the copy; an unfinished copy in it is completed.")],
-    format: Annotated[Codes, typer.Option(help="int8 with a scale for each row, or int4 for each group.")] = Codes.INT4,
+    format: Annotated[
+        Codes, typer.Option(help="fp8 with a scale for each block, int8 for each row, int4 for each group.")
+    ] = (Codes.INT4),
     group: Annotated[int, typer.Option(help="Columns that share a scale, of int4.", min=8)] = 128,
     linears: Annotated[Linears, typer.Option(help="What is rounded: the experts, or all linear layers.")] = (
         Linears.EXPERTS
     ),
 ) -> None:
-    """Write a quantised copy of a checkpoint in the layout of compressed-tensors, one file after the other.
+    """Write a quantised copy of a checkpoint, one file after the other: INT4, INT8 (compressed-tensors) or FP8.
 
     Weights are rounded to the nearest code, without calibration: measure what it costs before you serve it.
     """

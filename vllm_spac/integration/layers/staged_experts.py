@@ -259,8 +259,6 @@ class StagedExperts(_Layer):
         """
         for name, param in self._kernel_params.items():
             param.data = tensors[name]
-        for name in self._staged.keys() - self._named_for_kernel.keys():
-            self._parameters[name] = None  # the kernel does not read it
         self._parameters.update(self._named_for_kernel)
         self._check_bound()
 
