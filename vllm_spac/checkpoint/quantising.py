@@ -2,8 +2,8 @@
 
 Weights are rounded to the nearest code, without calibration: INT8 with a scale for each row and INT4 with one for each
 group of columns, in the layout of compressed-tensors; FP8 with one for each block of 128 x 128, in the layout of
-Qwen's and DeepSeek's own checkpoints. ``config.json`` is written last: a folder without it is an unfinished copy, which the same call
-completes.
+Qwen's and DeepSeek's own checkpoints. ``config.json`` is written last: a folder without it is an unfinished copy, which
+the same call completes.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def quantise(
     output: Annotated[Path, typer.Option(help="Folder of the copy; an unfinished copy in it is completed.")],
     format: Annotated[
         Codes, typer.Option(help="fp8 with a scale for each block, int8 for each row, int4 for each group.")
-    ] = (Codes.INT4),
+    ] = Codes.INT4,
     group: Annotated[int, typer.Option(help="Columns that share a scale, of int4.", min=8)] = 128,
     linears: Annotated[Linears, typer.Option(help="What is rounded: the experts, or all linear layers.")] = (
         Linears.EXPERTS
