@@ -105,12 +105,14 @@ def test_the_rows_that_are_drafted_from_with_the_heaviest_expert_first() -> None
 def test_forwards_outside_of_drafting_are_not_kept() -> None:
     """Such as those that warm up, or of a draft length of 0."""
     routing, drafter = loaded()
-    drafter.forward([[0, 1]], [[0.9, 0.1]])
     with routing.reading(drafter):  # type: ignore[arg-type]
         drafter.set_inputs_first_pass()
         drafter.forward([[0, 1], [1, 2], [2, 3]], [[0.9, 0.1]] * 3)
     with routing.reading(drafter):  # type: ignore[arg-type]
         assert routing.take(1).tolist() == [[[-1, -1], [-1, -1]]], "what was not taken is of an earlier proposal"
+    drafter.forward([[0, 1]], [[0.9, 0.1]])
+    with routing.reading(drafter):  # type: ignore[arg-type]
+        assert routing.take(1).tolist() == [[[-1, -1], [-1, -1]]]
 
 
 def test_a_layer_that_was_not_observed_is_logged_once_and_names_nothing(caplog: pytest.LogCaptureFixture) -> None:
