@@ -60,8 +60,8 @@ class Step:
     Attributes:
         requests: empty for dummy and profile runs, whose rows belong to no request.
         tokens: int64 [rows] on the host, the token of each row; None where nothing looks at them.
-        draft: float [rows, D] on the host, the drafter's state after it read the token of each row, NaN where it has
-            not; None where nothing looks at them.
+        draft: [rows, ...] on the host, what the drafter computed when it read the token of each row: its state, or what
+            its routers chose (``Seen.draft``, ``Seen.draft_ids``); None where nothing looks at it.
     """
 
     requests: tuple[RequestRows, ...] = ()

@@ -18,7 +18,7 @@ from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
 from vllm_spac.execution.pointers.streams import capturing
-from vllm_spac.predictors.base import Signal
+from vllm_spac.predictors.base import DRAFTING, Signal
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.closing import Closer
 from vllm_spac.timeline.recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, now
@@ -260,19 +260,19 @@ class Runtime:
 
     @property
     def looks_at_drafts(self) -> bool:
-        """Whether ``drafting`` is to be called, and ``begin_step`` passed the states of the drafter."""
-        return any(Signal.DRAFT in execution.looks_at for execution in self.executions)
+        """Whether ``drafting`` is to be called, and ``begin_step`` passed what the drafter computed."""
+        return any(DRAFTING & execution.looks_at for execution in self.executions)
 
-    def drafting(self, tokens: Tensor, states: Tensor) -> None:
+    def drafting(self, tokens: Tensor, read: Tensor) -> None:
         """The drafter has read tokens of the next step; called after each of its forwards.
 
         Args:
             tokens: int64 [rows] on the host, those that it has read since the last step.
-            states: float [rows, D] on the host, its states after that.
+            read: what it computed for them, on the host: as ``Seen.draft`` or ``Seen.draft_ids``.
         """
         for execution in self.executions:
-            if Signal.DRAFT in execution.looks_at:
-                execution.draft(tokens, states)
+            if DRAFTING & execution.looks_at:
+                execution.draft(tokens, read)
 
     @property
     def counts_tokens(self) -> bool:

@@ -232,6 +232,17 @@ def outside(tmp_path, monkeypatch) -> Path:
             {"prefetch": "draft_gate", "predictor_file": "other.predictors"},
             r"prefetch=draft_gate \(--spac-prefetch\) cannot work here: there is no drafter; add --speculative-config",
         ),
+        (
+            {"prefetch": "shadow"},
+            "prefetch=shadow.*work here: there is no draft model; add --speculative-config",
+        ),
+        (
+            {"prefetch": "shadow", "predictor_file": "other.predictors"},
+            "no effect with prefetch=shadow",
+        ),
+        ({"prefetch": "shadow@copies=2"}, "prefetch=.*shadow@copies=2"),
+        ({"prefetch": "shadow", "execution": "pointers", "store": "host"}, "execution=pointers.*drop --spac-prefetch"),
+        ({"prefetch": "shadow", "speculate": "restricted"}, "needs a predictor that looks one layer ahead"),
         ({"prefetch": "frequency", "predictor_file": "other.predictors"}, r"made for \\x1b\[2J.*not for this model"),
         ({"budget_file": "deep"}, "--spac-budget-file.*nested too deeply.*vllm-spac budgets"),
         ({"budget_file": "other.json"}, r"--spac-budget-file.*another model or revision: \\x1b\[2J"),
@@ -267,6 +278,20 @@ def test_a_predictor_that_looks_at_layers_needs_the_host(moe, outside, monkeypat
     ):
         engine_config(moe, {"prefetch": "frequency", "predictor_file": "other.predictors"})
     engine_config(moe, {"prefetch": "utility"})
+    with pytest.raises(ValueError, match="prefetch=shadow.*works on a CPU with vLLM's V1 runner only"):
+        engine_config(moe, {"prefetch": "shadow"})
+
+
+def test_a_shadow_is_a_draft_model_with_the_layers_and_experts_of_the_model(moe, tmp_path):
+    other = write_config(tmp_path / "other", QWEN | {"num_experts": 8})
+    copy = {"method": "draft_model", "model": str(moe), "num_speculative_tokens": 2}
+    engine_config(moe, {"prefetch": "shadow"}, speculative_config=copy)
+    for drafts, named in (
+        (copy | {"model": str(other)}, "16 experts per layer, top-4, and the draft model .*8 experts.*use a copy"),
+        (NGRAM, "ngram drafts without experts like this model's"),
+    ):
+        with pytest.raises(ValueError, match=f"prefetch=shadow .*cannot work here: .*{named}"):
+            engine_config(moe, {"prefetch": "shadow"}, speculative_config=drafts)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +414,11 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     ("knobs", "options", "named"),
     [
         ({"budget": 4, "budget_ranking": "resident"}, {}, "ranks have different experts.*use --spac-budget-ranking"),
+        (
+            {"prefetch": "shadow"},
+            {},
+            "prefetch=shadow .* --tensor-parallel-size 2 .*not tried.*; use --spac-prefetch utility",
+        ),
         ({"guard": "on"}, {"speculative_config": NGRAM}, "guard=on .*own clock; use --tensor-parallel-size 1, or"),
         ({"execution": "pointers"}, EXPERTS, "execution=pointers .*; use --spac-execution slots"),
         ({"store": "host", "cpu_experts": "auto"}, EXPERTS, "cpu_experts=auto .*; use --spac-cpu-experts off"),

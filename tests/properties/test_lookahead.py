@@ -226,6 +226,25 @@ def test_prompts_are_not_guessed_about() -> None:
         assert not any(key in made.expected for key in range(SHAPE.total)), "nor is anything kept from before"
 
 
+def test_a_predictor_that_fails_is_logged_once_and_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Layers run on; what it had named before is neither read nor kept."""
+    with pool(16, pins=True) as made, caplog.at_level(logging.ERROR, "vllm.spac"):
+        made.script.says = {START: [(2, (6, 7))], 1: [(LAYERS + 9, (0, 1))]}
+        made.begin()
+        made.layer(0, (5, 6))
+        assert made.there(22, 23)
+        made.layer(1, (5, 6))
+        assert not any(key in made.expected for key in range(SHAPE.total))
+        made.layer(2, (6, 7))
+        made.layer(3, (0, 1))
+        made.end_forward()
+        made.step((0, 1), (0, 1), (0, 1), (0, 1))
+        draft(made, (5, 7))
+        assert made.script.asked == [START, 0, 1] and made.counters.prefetches == made.counters.prefetch_hits == 2
+    [record] = caplog.records
+    assert "prefetch=script failed; nothing is read ahead" in record.getMessage() and record.exc_info is not None
+
+
 # -- while drafts are made -----------------------------------------------------------------------------------------
 
 

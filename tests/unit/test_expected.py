@@ -177,3 +177,12 @@ def test_nothing_is_left_before_a_layer_has_run() -> None:
     made.name(guess(0, row(0, 1)))
     made.leave()
     assert soon(made) == [0, 1]
+
+
+def test_what_a_row_does_not_name_is_not_expected() -> None:
+    """Also if it names fewer experts than it will use, or none."""
+    nothing, some = [-np.inf] * EXPERTS, [-np.inf, -np.inf, 1.0, -np.inf, -np.inf, -np.inf]
+    for rows, keys in (([some], [2]), ([nothing, some], [2]), ([nothing], []), ([nothing, nothing], [])):
+        made = expected()
+        made.name(guess(0, *rows))
+        assert list(made.ranked()) == soon(made) == keys

@@ -284,6 +284,8 @@ def test_predictors_that_a_trace_has_not_the_inputs_of(tmp_path: Path):
     for name, lacks in (("gate", "router_input"), ("token_table", "tokens")):
         with pytest.raises(ConfigError, match=f"prefetch {name} looks at {lacks}, which this trace does not hold"):
             simulate(trace, 12, COSTS, prefetch=name, predictor_file=predictors(tmp_path / "p"))
+    with pytest.raises(ConfigError, match="prefetch shadow looks at draft_routing, which this trace does not hold"):
+        simulate(trace, 12, COSTS, prefetch="shadow")
     with pytest.raises(ConfigError, match="p has no predictor linear; use one of frequency, gate, token_table"):
         simulate(trace, 12, COSTS, prefetch="linear", predictor_file=tmp_path / "p")
     with pytest.raises(ConfigError, match="q is of 2 layers of 16 experts, top-4, and the trace of 3 of 16, top-4"):

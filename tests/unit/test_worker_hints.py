@@ -87,6 +87,20 @@ def test_workers_are_told_before_and_while_others_compute() -> None:
     assert client.told == [(2, number, [0, 3]) for number in range(LAYERS)]
 
 
+def test_a_predictor_that_fails_tells_workers_nothing_and_is_not_asked_again(caplog) -> None:
+    execution, client = serving(Named())
+    wrong = Step((RequestRows(0, 1, RowKind.DECODE),), tokens=torch.tensor([5]))
+    execution.begin_step(wrong)  # without states
+    layer(execution, 0)
+    execution.end_forward()
+    execution.begin_step(step(RowKind.DECODE))
+    layer(execution, 0)
+    execution.draft(torch.tensor([5]), torch.zeros(1, EXPERTS))
+    assert client.told == [(1, 0, "rows"), (2, 0, "rows")]
+    [record] = caplog.records
+    assert "failed; workers get no more hints" in record.getMessage() and record.exc_info is not None
+
+
 def test_nothing_is_said_about_prompts_or_without_a_predictor() -> None:
     for predictor, kind in ((Named(), RowKind.PREFILL), (None, RowKind.DECODE)):
         execution, client = serving(predictor)

@@ -121,14 +121,20 @@ def named(guess: Guess, experts: int, top_k: int) -> Iterator[tuple[int, np.ndar
     """
     scores = guess.scores.numpy().reshape(len(guess.scores), -1, experts)
     best = np.argsort(-scores, axis=2, kind="stable")[:, :, : min(top_k, experts)]
+    names = np.take_along_axis(scores, best, 2) > -np.inf
     for number in range(scores.shape[1]):
-        yield guess.first // experts + number, _ranked(best[:, number])
+        yield guess.first // experts + number, _ranked(best[:, number], names[:, number])
 
 
-def _ranked(best: np.ndarray) -> np.ndarray:
-    """Returns the experts that rows name, int [rows, k] with the best of a row first; the likeliest first."""
+def _ranked(best: np.ndarray, names: np.ndarray) -> np.ndarray:
+    """Returns the experts that rows name, the likeliest first.
+
+    Args:
+        best: int [rows, k], the best of a row first.
+        names: bool [rows, k], whether the row names it.
+    """
     if len(best) == 1:
-        return best[0]
-    votes = np.bincount(best.ravel(), np.tile(np.arange(best.shape[1], 0, -1), len(best)))
+        return best[0][names[0]]
+    votes = np.bincount(best.ravel(), (np.arange(best.shape[1], 0, -1) * names).ravel())
     order = np.argsort(-votes, kind="stable")
     return order[: np.count_nonzero(votes)]

@@ -70,7 +70,7 @@ class ExpertLoader:
         self._prefetcher.begin_step(seen)
 
     def draft(self, seen: Seen) -> None:
-        """The drafter has read tokens of the next step; for a predictor that needs ``Signal.DRAFT``."""
+        """The drafter has read tokens of the next step; for a predictor that needs a signal of ``DRAFTING``."""
         self._prefetcher.draft(seen)
 
     def look(self, seen: Seen) -> None:

@@ -28,7 +28,7 @@ class Lookahead(Prefetcher):
     Nearer layers come first, also across the end of a step, then the experts that more rows name. A read begins when a
     layer has what it needs, and never evicts an expert that the running layer uses or that is expected in the layer it
     is for or in a nearer one. What is no longer expected is cancelled if its read has not begun. While drafts are made,
-    reads are of the layers below the cutoff.
+    reads are of the layers below the cutoff. After an error of the predictor, which is logged, it is not asked again.
 
     Args:
         guesser: the predictor; the arguments before it as in ``Prefetcher``.
@@ -52,6 +52,7 @@ class Lookahead(Prefetcher):
         self.expected = Expected(len(residency.slot_of) // layer_experts, layer_experts, top_k)
         self._phases = DraftPhases(settings.depth)
         self._drafting = False  # the drafter has read tokens of a step that has not begun
+        self._broken = False  # the predictor has failed
         self._payback = Payback() if settings.stops else None
         self._began = 0.0  # when the step began
         self._rows = 0  # of the step; 0: nothing was to be guessed about it, or it has not reached a layer
@@ -61,7 +62,7 @@ class Lookahead(Prefetcher):
     @property
     def _idle(self) -> bool:
         """Whether nothing follows from a guess."""
-        if self._payback is not None and self._payback.stopped:
+        if self._broken or (self._payback is not None and self._payback.stopped):
             return True
         return self._allowance is not None and self._allowance.paused and not self._settings.pins
 
@@ -160,5 +161,10 @@ class Lookahead(Prefetcher):
         return [key for key, _ in loads]
 
     def _ask(self, seen: Seen) -> None:
-        for guess in self._guesser.guesses(seen):
-            self.expected.name(guess)
+        try:
+            for guess in self._guesser.guesses(seen):
+                self.expected.name(guess)
+        except Exception:  # of any predictor, also of another package: it moves experts ahead of need, and no more
+            self._broken = True
+            self.expected.clear()
+            logger.exception("spac: prefetch=%s failed; nothing is read ahead from now on", self._settings.prefetch)

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
 from vllm_spac.policies.base import Policy
-from vllm_spac.predictors.base import Guess, Predictor, Seen, Signal
+from vllm_spac.predictors.base import DRAFTING, Guess, Predictor, Seen, Signal
 from vllm_spac.system.printable import brief
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SETTINGS = ("threshold", "depth", "background")  # that a name with arguments may set, next to the predictor's
 
 # To predictors that look at layers.
-PASSED = frozenset({Signal.TOKENS, Signal.ROUTER_INPUT, Signal.ROUTING, Signal.DRAFT})
+PASSED = frozenset({Signal.TOKENS, Signal.ROUTER_INPUT, Signal.ROUTING}) | DRAFTING
 
 
 @dataclass(frozen=True, kw_only=True)

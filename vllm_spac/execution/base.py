@@ -230,8 +230,8 @@ class Execution(ABC):
         """Whether layers wait for the host, so that they cannot be captured into a CUDA graph."""
         return self.needs_host
 
-    def draft(self, tokens: Tensor, states: Tensor) -> None:
-        """As ``Runtime.drafting``; called if ``looks_at`` has ``Signal.DRAFT``."""
+    def draft(self, tokens: Tensor, read: Tensor) -> None:
+        """As ``Runtime.drafting``; called if ``looks_at`` has a signal of ``DRAFTING``."""
 
     @abstractmethod
     def begin_step(self, step: Step) -> None:

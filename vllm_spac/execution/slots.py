@@ -30,7 +30,7 @@ from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, R
 from vllm_spac.executors._thread import Computation, ExecutorThread
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
-from vllm_spac.predictors.base import START, Seen
+from vllm_spac.predictors.base import Seen
 from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.timeline.recorder import Timeline
 
@@ -138,14 +138,14 @@ class SlotExecution(Execution):
         """The counters inside a step; what runs outside of steps is not counted."""
         return None if self._step is None else self.counters
 
-    def draft(self, tokens: Tensor, states: Tensor) -> None:
-        self._layers.draft(Seen(START, tokens, draft=states))
+    def draft(self, tokens: Tensor, read: Tensor) -> None:
+        self._layers.draft(Seen.at_start(tokens, read, self.looks_at))
 
     def begin_step(self, step: Step) -> None:
         self._step = step
         if not self.holds_all:
             self._routed.clear()  # of a forward that failed
-            seen = Seen(START, step.tokens, draft=step.draft)
+            seen = Seen.at_start(step.tokens, step.draft, self.looks_at)
             self._layers.begin_step(None if step.prompts or not step.requests else seen)
         self.counters.began(step.kind)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self, cast
@@ -19,10 +20,12 @@ from vllm_spac.execution._row_shares import runnable
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
-from vllm_spac.predictors.base import START, Predictor, Seen
+from vllm_spac.predictors.base import Predictor, Seen
 
 if TYPE_CHECKING:
     from vllm_spac.knobs.types import Slots
+
+logger = logging.getLogger("vllm.spac")
 
 
 class WorkerExecution(Execution):
@@ -79,12 +82,12 @@ class WorkerExecution(Execution):
         self._forward = Forward(self._steps, step.prompts)
         self.counters.began(step.kind)
         guessed = self._predictor is not None and step.requests and not step.prompts
-        self._seen = Seen(START, step.tokens, draft=step.draft) if guessed else None
+        self._seen = Seen.at_start(step.tokens, step.draft, self.looks_at) if guessed else None
         if self._seen is not None:
             self._hint(self._seen, self._steps)
 
-    def draft(self, tokens: Tensor, states: Tensor) -> None:
-        self._hint(Seen(START, tokens, draft=states), self._steps + 1)
+    def draft(self, tokens: Tensor, read: Tensor) -> None:
+        self._hint(Seen.at_start(tokens, read, self.looks_at), self._steps + 1)
 
     def end_forward(self) -> None:
         self._forward, self._seen = Forward(), None
@@ -110,8 +113,15 @@ class WorkerExecution(Execution):
 
     def _hint(self, seen: Seen, step: int) -> None:
         """Tells workers what is guessed of their layers in a step; one that has run is guessed for the next step."""
-        assert self._predictor is not None
-        for guess in self._predictor.guesses(seen):
+        if self._predictor is None:
+            return
+        try:
+            guesses = list(self._predictor.guesses(seen))
+        except Exception:  # of any predictor, also of another package: it moves experts ahead of need, and no more
+            logger.exception("spac: the predictor of prefetch (--spac-prefetch) failed; workers get no more hints")
+            self._predictor = None
+            return
+        for guess in guesses:
             for layer, experts in named(guess, self.shape.experts, self.shape.top_k):
                 if layer != seen.layer:
                     self._client.hint(step + (layer < seen.layer), layer, experts)

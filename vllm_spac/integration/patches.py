@@ -54,10 +54,12 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 TILES = f"{_MOE}.experts.triton_moe:try_get_optimal_moe_config"
 _AUTOREGRESSIVE = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 ALIGN = tuple(f"{_MOE}.{module}:moe_align_block_size" for module in ("experts.triton_moe", "fused_moe"))
 _RUNNERS: tuple[tuple[str, Where], ...] = ((RUNNER_V1, "v1"), (RUNNER_V2, "v2"))
+_ROUTING = "a draft model whose routing is returned with its drafts"
 _STEP_HOOK = "a plugin hook with the batch before a forward and its tokens after it"
 
 PATCHES = (
@@ -103,7 +105,7 @@ PATCHES = (
     ),
     Patch(
         f"{_MOE}.router.base_router:BaseRouter._compute_routing",
-        "a budget cuts what the router chose, and traces and evaluations record it",
+        "a budget cuts what the router chose, traces and evaluations record it, and a predictor reads a draft model's",
         "worker",
         ("hidden_states", "router_logits", "indices_type"),
         until="a callback after the router",
@@ -161,18 +163,12 @@ PATCHES = (
         "v1",
         until="an engine core that does not ask for drafts in a call of its own",
     ),
-    Patch(
-        f"{EXECUTOR}.sample_tokens",
-        "takes the drafts out of the tokens of their step",
-        "frontend",
-        ("grammar_output", "non_block"),
-        until="an engine core that does not ask for drafts in a call of its own",
-    ),
-    Patch(
-        f"{EXECUTOR}.take_draft_token_ids",
-        "the worker need not be asked for drafts that came",
-        "frontend",
-        until="an engine core that does not ask for drafts in a call of its own",
+    *(
+        Patch(f"{EXECUTOR}.{name}", why, "frontend", takes, until="an engine core that does not ask for drafts apart")
+        for name, why, takes in (
+            ("sample_tokens", "takes the drafts out of the tokens of their step", ("grammar_output", "non_block")),
+            ("take_draft_token_ids", "the worker need not be asked for drafts that came", ()),
+        )
     ),
     Patch(
         f"{RUNNER_V1}.initialize_kv_cache",
@@ -270,6 +266,10 @@ PATCHES = (
         until="probabilities of greedy drafts, and hidden states, that a drafter returns",
         on="object",
     ),
+    Patch(
+        f"{PROPOSER}.load_model", "a predictor reads a draft model's routers", "v1", ("target_model",), until=_ROUTING
+    ),
+    Patch(f"{PROPOSER}.set_inputs_first_pass", "tells the rows to draft from", "v1", until=_ROUTING, on="object"),
     Patch(
         f"{RUNNER_V2}.prepare_inputs", "a step begins: its rows by kind", "v2", ("scheduler_output",), until=_STEP_HOOK
     ),

@@ -28,7 +28,7 @@ from vllm_spac.integration.stepping.trees import arguments as trees
 from vllm_spac.knobs.types import AUTO
 from vllm_spac.knobs.types import flag as knob_flag
 from vllm_spac.prediction.file import PredictorFile
-from vllm_spac.predictors.base import Signal
+from vllm_spac.predictors.base import DRAFTING, Signal
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.system.printable import printable
 from vllm_spac.timeline.writer import check_target as check_timeline
@@ -266,8 +266,10 @@ def _check_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> None:
             f"spac: prefetch={config.prefetch} (--spac-prefetch) looks at what layers compute, which works on a CPU "
             "with vLLM's V1 runner only; use --spac-prefetch utility or off"
         )
-    if looks and config.prefetch != AUTO and Signal.DRAFT in components.find("predictors", named).needs:
-        reason = "no tree of drafts can be read; drop --spac-tree" if config.tree else drafts.unread(vllm_config)
+    needs = components.find("predictors", named).needs if looks and config.prefetch != AUTO else frozenset()
+    if DRAFTING & needs:
+        unknown = drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.unread
+        reason = "no tree of drafts can be read; drop --spac-tree" if config.tree else unknown(vllm_config)
         if reason is not None:
             raise UnsupportedError(f"spac: prefetch={config.prefetch} (--spac-prefetch) cannot work here: {reason}")
 

@@ -18,6 +18,7 @@ import torch
 from vllm_spac import components
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import SpacError
+from vllm_spac.predictors.base import Signal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -135,6 +136,12 @@ def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool
         f"speculate={config.speculate} (--spac-speculate) with --tensor-parallel-size {ranks} (ranks have different "
         "experts in fast memory and would run different ones)",
         "drop --spac-speculate",
+    )
+    named = config.named_prefetch
+    yield (
+        several and named != "off" and Signal.DRAFT_ROUTING in components.find("predictors", named).needs,
+        f"prefetch={config.prefetch} (--spac-prefetch) with --tensor-parallel-size {ranks} (it was not tried)",
+        "use --spac-prefetch utility or off",
     )
     if experts_divided:
         yield from _expert_refusals(config, vllm_config)

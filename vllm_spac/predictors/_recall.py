@@ -44,7 +44,8 @@ class Hits:
         """Adds a guess made in layer ``asked`` (or ``START``) about ``layer``: scores [rows, N] or [1, N]."""
         samples = self._samples
         true, missed = samples.ids[layer, rows].long(), self._missed[layer, rows]
-        best = scores.sort(dim=1, descending=True, stable=True).indices[:, : 2 * samples.top_k]
+        values, best = (each[:, : 2 * samples.top_k] for each in scores.sort(dim=1, descending=True, stable=True))
+        best = best.where(values > -torch.inf, -1)  # -inf: not named
         right = best.expand(len(true), -1)[:, :, None] == true[:, None]  # [rows, 2k, k]
         in_k, in_2k = right[:, : samples.top_k].any(1), right.any(1)
         found = torch.tensor([in_k.sum(), in_2k.sum(), (in_k & missed).sum(), true.numel(), missed.sum()])

@@ -26,6 +26,7 @@ class Samples:
         logits: float32 [L, rows, N], by which a router chose: the k greatest of a row, unless it groups experts.
         ids, weights: int32 and float32 [L, rows, k], its choice and their routing weights.
         draft: float [rows, D], states of a drafter as in ``Seen``, which read the true tokens; None without one.
+        draft_ids: int [rows, L, k], what the routers of a draft model chose, as in ``Seen``; None without one.
     """
 
     starts: tuple[int, ...]
@@ -35,6 +36,7 @@ class Samples:
     ids: Tensor
     weights: Tensor
     draft: Tensor | None = None
+    draft_ids: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -66,8 +68,8 @@ class Samples:
         """Returns the rows ``[begin, end)``; a text that ``begin`` cuts starts there."""
         starts = {max(start, begin) - begin: None for start, stop in self._spans() if stop > begin and start < end}
         hidden, logits, ids, weights = (v[:, begin:end] for v in (self.hidden, self.logits, self.ids, self.weights))
-        draft = None if self.draft is None else self.draft[begin:end]
-        return Samples(tuple(starts), self.tokens[begin:end], hidden, logits, ids, weights, draft)
+        draft, chosen = (None if each is None else each[begin:end] for each in (self.draft, self.draft_ids))
+        return Samples(tuple(starts), self.tokens[begin:end], hidden, logits, ids, weights, draft, chosen)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         return zip(self.starts, [*self.starts[1:], self.rows], strict=True)
@@ -77,12 +79,13 @@ class Samples:
         tokens = self.tokens[rows] if Signal.TOKENS in needs else None
         future = self.ids[:, rows] if Signal.FUTURE in needs else None
         draft = self.draft[rows] if Signal.DRAFT in needs and self.draft is not None else None
+        chosen = self.draft_ids[rows] if Signal.DRAFT_ROUTING in needs and self.draft_ids is not None else None
         if layer == START:
-            return Seen(layer, tokens, future=future, draft=draft)
+            return Seen(layer, tokens, future=future, draft=draft, draft_ids=chosen)
         hidden = self.hidden[layer, rows] if Signal.ROUTER_INPUT in needs else None
         routing = Signal.ROUTING in needs
         ids, weights = (self.ids[layer, rows], self.weights[layer, rows]) if routing else (None, None)
-        return Seen(layer, tokens, hidden, ids, weights, future, draft)
+        return Seen(layer, tokens, hidden, ids, weights, future, draft, chosen)
 
     def asked(self, predictor: Predictor) -> Iterator[tuple[int, slice, Guess]]:
         """Yields (layer or ``START``, rows, guess) for all that ``predictor`` guesses.

@@ -24,7 +24,11 @@ class Signal(StrEnum):
     ROUTER_INPUT = "router_input"  # what a layer's router reads, before the layer's experts are loaded
     ROUTING = "routing"  # what that router chose
     DRAFT = "draft_states"  # state of the drafter after it read the token of a row; from before the step
+    DRAFT_ROUTING = "draft_routing"  # what the drafter's own routers chose for that token; from before the step
     FUTURE = "future"  # what all routers of the step will choose; offline only
+
+
+DRAFTING = frozenset({Signal.DRAFT, Signal.DRAFT_ROUTING})  # known while drafts are made; a predictor needs at most one
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +44,8 @@ class Seen:
         future: int [layers, rows, k], the experts of all layers.
         draft: float [rows, D], states of the drafter, after its last norm; NaN for a row whose token it has not read,
             such as the last draft.
+        draft_ids: int [rows, layers, k], the experts that the drafter's routers chose for the token of a row, the one
+            with the greatest weight first; -1 for a row whose token it has not read.
     """
 
     layer: int
@@ -49,6 +55,19 @@ class Seen:
     weights: Tensor | None = None
     future: Tensor | None = None
     draft: Tensor | None = None
+    draft_ids: Tensor | None = None
+
+    @classmethod
+    def at_start(cls, tokens: Tensor | None, read: Tensor | None, needs: frozenset[Signal]) -> Seen:
+        """Returns what is known before the first layer.
+
+        Args:
+            tokens: as in the class.
+            read: what the drafter computed when it read them: ``draft`` or ``draft_ids``, whichever ``needs`` has.
+        """
+        if Signal.DRAFT_ROUTING in needs:
+            return cls(START, tokens, draft_ids=read)
+        return cls(START, tokens, draft=read)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +78,8 @@ class Guess:
         first: key of the first expert that is scored; layer number times experts per layer. A layer that has run
             already is scored for the next step.
         scores: [rows, n], or [1, n] if all rows have the same; n is a multiple of the experts per layer. The greater,
-            the likelier; comparable between experts of one row and layer only.
+            the likelier; comparable between experts of one row and layer only. -inf: the row does not name this
+            expert, even if it then names fewer than it will use.
     """
 
     first: int
@@ -70,9 +90,9 @@ class Predictor(ABC):
     """Scores experts by how likely they will be needed. Moves nothing, and is deterministic.
 
     ``guesses`` is called once at the start of a step and, if ``reach`` is not 0, in each layer as soon as its router
-    has chosen; a predictor that needs ``Signal.DRAFT`` also while a drafter drafts, as at the start of a step, about
-    the rows that are known by then. The caller ranks experts over layers, and decides what to read or to keep because
-    of a guess.
+    has chosen; a predictor that needs a signal of ``DRAFTING`` also while a drafter drafts, as at the start of a step,
+    about the rows that are known by then. The caller ranks experts over layers, and decides what to read or to keep
+    because of a guess.
 
     Built with ``num_experts``, the number of keys (the experts of all layers together), or from a file of
     ``vllm-spac train-predictor``.

@@ -66,4 +66,9 @@ def current() -> LayerHost:
 
 def experts_of(model_runner: Any) -> Any:
     """The ``ModelExperts`` of a runner's target model; None if it has none."""
-    return next((m.spac for m in model_runner.get_model().modules() if hasattr(m, "spac_kernel")), None)
+    return experts_in(model_runner.get_model())
+
+
+def experts_in(model: torch.nn.Module) -> Any:
+    """The ``ModelExperts`` of a model; None if it has none."""
+    return next((module.spac for module in model.modules() if hasattr(module, "spac_kernel")), None)

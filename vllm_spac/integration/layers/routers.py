@@ -1,4 +1,4 @@
-"""Hooks of vLLM's routers and MoE layers: budgets cut and listeners observe there, and CUDA graphs are split."""
+"""Hooks of vLLM's routers and MoE layers: budgets cut, listeners and predictors observe; CUDA graphs are split."""
 
 from __future__ import annotations
 
@@ -47,7 +47,23 @@ def install(model: torch.nn.Module, layers: Iterable[ManagedExperts]) -> None:
                 runner._forward_entry = moe_layer(shared=runner.shared_experts is not None)
 
 
-def _budgeted(compute: Callable[..., tuple[Tensor, Tensor]], layer: ManagedExperts):
+def observe(runner: Any, chosen: Callable[[Tensor, Tensor], None]) -> None:
+    """Passes what the router of a layer that is not managed chooses on to ``chosen``: weights and ids [rows, k].
+
+    Args:
+        runner: vLLM's ``MoERunner`` of the layer, before the first forward of its model.
+    """
+    layer = runner.routed_experts
+
+    def route(hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        chosen(weights, ids)
+        return weights, ids
+
+    layer.spac_route = route
+    runner.router._compute_routing = _budgeted(runner.router._compute_routing, layer)
+
+
+def _budgeted(compute: Callable[..., tuple[Tensor, Tensor]], layer: Any):
     @functools.wraps(compute)
     def routing(hidden_states: Tensor, router_logits: Tensor, indices_type: torch.dtype | None, **kwargs: Any):
         weights, ids = compute(hidden_states, router_logits, indices_type, **kwargs)

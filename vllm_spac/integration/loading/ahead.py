@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm_spac import components
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
@@ -19,6 +20,7 @@ from vllm_spac.predictors.base import Predictor, Signal
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.profiling.expert_size import ExpertSize
 from vllm_spac.profiling.serving import fast_seconds, load_seconds
+from vllm_spac.speculation.draft_states import DraftStates
 
 if TYPE_CHECKING:
     from vllm_spac.integration.layers.managed_experts import ManagedExperts
@@ -38,14 +40,34 @@ def predictors(config: SpacConfig, shapes: Sequence[MoEShape], model: Callable[[
     """
     if config.predictor_file is None:
         return None
-    name = config.prefetch.partition("@")[0]
+    shape = _only(config, shapes)
+    return PredictorFile.load(config.predictor_file, Identity(model(), "", shape.layers), shape.experts)
+
+
+def _only(config: SpacConfig, shapes: Sequence[MoEShape]) -> MoEShape:
+    """Returns the shape of all layers; ``ConfigError`` if they have several."""
     if len(shapes) != 1:
         raise ConfigError(
-            f"spac: prefetch={name} (--spac-prefetch) needs MoE layers of one shape, this model has {len(shapes)}; "
-            "use --spac-prefetch utility or off"
+            f"spac: prefetch={config.prefetch.partition('@')[0]} (--spac-prefetch) needs MoE layers of one shape, this "
+            f"model has {len(shapes)}; use --spac-prefetch utility or off"
         )
-    [shape] = shapes
-    return PredictorFile.load(config.predictor_file, Identity(model(), "", shape.layers), shape.experts)
+    return shapes[0]
+
+
+def draft_states(config: SpacConfig, file: PredictorFile | None, shapes: Sequence[MoEShape]) -> DraftStates:
+    """Builds what keeps the drafter's states, or what its routers choose, until the step that verifies its drafts.
+
+    Args:
+        file, shapes: as in ``predictors``.
+
+    Raises:
+        ConfigError: as ``predictors``, if its routers are looked at.
+    """
+    name = config.named_prefetch
+    if name == "off" or Signal.DRAFT_ROUTING not in components.find("predictors", name).needs:
+        return DraftStates(0 if file is None else file.sizes.draft_width)
+    shape = _only(config, shapes)
+    return DraftStates(len(shape.layers), shape.top_k, unread=-1)
 
 
 def predictor(config: SpacConfig, file: PredictorFile | None, drafter: Callable[[], str]) -> Predictor | None:

@@ -30,7 +30,7 @@ from vllm_spac.integration.stepping import draft_handover, draft_planning, draft
 from vllm_spac.integration.stepping.trees import install as trees
 from vllm_spac.knobs.types import AUTO, Slots
 from vllm_spac.prediction.file import PredictorFile
-from vllm_spac.predictors.base import Predictor
+from vllm_spac.predictors.base import Predictor, Signal
 from vllm_spac.runtime import Runtime
 from vllm_spac.speculation.draft_probabilities import DraftProbabilities
 from vllm_spac.speculation.draft_states import DraftStates
@@ -43,6 +43,7 @@ from vllm_spac.timeline.recording import Facts
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_spac.integration.stepping.draft_routing import DraftRouting
     from vllm_spac.integration.stepping.trees.decoding import TreeDecoding
     from vllm_spac.integration.stepping.trees.decoding_v2 import TreeDecodingV2
 
@@ -73,6 +74,7 @@ class ModelExperts:
         self.trees: TreeDecoding | TreeDecodingV2 | None = None  # once the KV cache exists
         self.drafted = DraftProbabilities()
         self.draft_states: DraftStates  # from ``prepare`` on
+        self.draft_routing: DraftRouting | None = None  # once a draft model is loaded, if a predictor looks at it
         self.other_weights: int  # bytes of the model's weights that are not experts; from ``prepare`` on
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
@@ -124,7 +126,7 @@ class ModelExperts:
         routers.install(model, self._layers)
         self._predictors = ahead.predictors(self.config, self._shapes, self.model_name)
         self._predictor = ahead.predictor(self.config, self._predictors, self._drafter)
-        self.draft_states = DraftStates(0 if self._predictors is None else self._predictors.sizes.draft_width)
+        self.draft_states = ahead.draft_states(self.config, self._predictors, self._shapes)
         args = self.config, self.vllm_config, self._layers, self.device, self.model_name, self._predictor
         self._budget = assembly.budget(*args)
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
@@ -233,6 +235,12 @@ class ModelExperts:
         if self.on_cpu:
             footprint.install()
         draft_handover.install_in_worker()
+
+    @property
+    def reads_draft_routing(self) -> bool:
+        """Whether a predictor looks at what the routers of the draft model choose; once the weights are loaded."""
+        assert self.runtime is not None
+        return any(Signal.DRAFT_ROUTING in execution.looks_at for execution in self.runtime.executions)
 
     @property
     def fast_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 
 _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
@@ -43,11 +43,39 @@ def unweighted(vllm_config: VllmConfig) -> str | None:
 
 
 def unread(vllm_config: VllmConfig) -> str | None:
-    """Why a predictor cannot read the drafter's states, and what helps; None if it can."""
+    """Why a trained predictor cannot read the drafter's states, and what helps; None if it can."""
     speculation = vllm_config.speculative_config
     if speculation is None:
         return "there is no drafter; add --speculative-config with the one that the predictor was trained with"
     return _hidden(speculation, "has no states", "hides the drafter's states or tokens")
+
+
+def unshadowed(vllm_config: VllmConfig) -> str | None:
+    """Why the routers of a draft model cannot stand for the model's, and what helps; None if they may.
+
+    What a model builds is compared when it is loaded (``draft_routing``).
+    """
+    speculation, copy = vllm_config.speculative_config, "use a copy of this model, from `vllm-spac quantise`"
+    if speculation is None:
+        return (
+            "there is no draft model; add --speculative-config "
+            """'{"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}', """
+            "where COPY is a copy of this model, from `vllm-spac quantise`"
+        )
+    if speculation.method != "draft_model":
+        return f"{speculation.method} drafts without experts like this model's; {copy}, as draft model"
+    if hidden := _hidden(speculation, "has no routing", "hides the drafter's tokens"):
+        return hidden
+    ours, theirs = map(_described, (vllm_config.model_config, speculation.draft_model_config))
+    if ours != theirs:
+        return f"this model has {ours}, and the draft model {theirs}; {copy}, as draft model"
+    return None
+
+
+def _described(model: ModelConfig) -> str:
+    layers, experts = model.get_total_num_hidden_layers(), model.get_num_experts()
+    routed = f"{experts} experts per layer, top-{model.get_num_experts_per_tok()}" if experts else "no experts"
+    return f"{layers} layers and {routed}"
 
 
 def _hidden(speculation: SpeculativeConfig, lacks: str, hides: str) -> str | None:

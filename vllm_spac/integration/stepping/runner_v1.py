@@ -1,11 +1,12 @@
 """Hooks of vLLM's V1 model runner, which its CPU build uses.
 
 Steps are made from its batches, the guard limits its draft lengths, and while it drafts, the draft's probabilities are
-kept for a budget whose votes are weighted by them, and its states for a predictor that needs them.
+kept for a budget whose votes are weighted by them, and its states, or what its routers choose, for a predictor.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from vllm_spac.core import Step
 from vllm_spac.integration import patches
+from vllm_spac.integration.stepping import draft_routing
 from vllm_spac.integration.stepping.draft_logits import DraftLogits, observed
 from vllm_spac.integration.stepping.runner_hooks import hook_steps, managed_experts, request_rows
 from vllm_spac.integration.stepping.trees.install import trees_of
@@ -36,6 +38,7 @@ def install() -> None:
     )
     patches.wrap(f"{patches.RUNNER_V1}._calc_spec_decode_metadata", unless_plain)
     patches.wrap(f"{patches.RUNNER_V1}.propose_draft_token_ids", lambda propose: _recorded(_proposing(propose)))
+    draft_routing.install()
 
 
 def _proposing(propose: Callable):
@@ -78,10 +81,10 @@ def _recorded(propose: Callable):
 
 
 def _observing(propose: Callable):
-    """Keeps the draft's probabilities, if votes are weighted by them, and its states, if a predictor reads them."""
+    """Keeps the draft's probabilities, if votes are weighted by them, and what a predictor reads of the drafter."""
 
     def proposed(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any):
-        experts, logits = managed_experts(self), None
+        experts, logits, routing = managed_experts(self), None, contextlib.nullcontext()
         observers: list[Callable[[Tensor, Tensor], None]] = []
         if experts is not None and trees_of(self) is None:
             if experts.runtime.budget.weighs:
@@ -89,9 +92,11 @@ def _observing(propose: Callable):
                 observers.append(logits.add)
             if experts.runtime.looks_at_drafts:
                 observers.append(_reading(self, experts, sampled=args[0]))
+                if experts.draft_routing is not None:
+                    routing = experts.draft_routing.reading(self.drafter)
         if not observers:
             return propose(self, scheduler_output, *args, **kwargs)
-        with observed(self.drafter, observers):
+        with routing, observed(self.drafter, observers):
             drafts = propose(self, scheduler_output, *args, **kwargs)
         if logits is not None and (probabilities := logits.of(drafts)) is not None:
             experts.drafted.keep(self.input_batch.req_ids, drafts.tolist(), probabilities.tolist())
@@ -101,12 +106,16 @@ def _observing(propose: Callable):
 
 
 def _reading(runner: GPUModelRunner, experts: Any, sampled: Any) -> Callable[[Tensor, Tensor], None]:
-    """Returns what keeps the states of each forward of the drafter, and passes those so far on to a predictor."""
+    """Returns what keeps the states of each forward of the drafter, and passes those so far on to a predictor.
+
+    With ``ModelExperts.draft_routing``, it keeps what the drafter's routers chose instead.
+    """
     found, inputs = experts.draft_states, runner.drafter.input_ids
     found.begin(runner.input_batch.req_ids)
 
     def read(states: Tensor, logits: Tensor) -> None:
-        found.add(inputs[: len(states)] if found.forwards else last_tokens(sampled), states)
+        tokens = inputs[: len(states)] if found.forwards else last_tokens(sampled)
+        found.add(tokens, states if experts.draft_routing is None else experts.draft_routing.take(len(states)))
         experts.runtime.drafting(*found.known())
 
     return read

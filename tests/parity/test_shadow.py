@@ -1,0 +1,79 @@
+"""A quantised copy as draft model and as predictor: stock vLLM's tokens, and experts that it named are used."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import engines
+import forked
+import pytest
+from compare import TOY, compare
+from exactness import FLOAT32, assert_same_tokens
+
+PROGRAM = Path(__file__).with_name("shadow_runs.py")
+TARGET, LAYERS, TOP_K, DRAFTS = TOY / "target", 6, 8, 4
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """The toy model with its weights rounded to INT8, as bf16: vLLM has no INT8 experts on every CPU."""
+    sys.path.insert(0, str(TOY.parent))
+    folder = tmp_path_factory.mktemp("copy")
+    importlib.import_module("quantize").int8_copy(TARGET, folder / "int8")
+    return folder / "int8"
+
+
+def drafting(model: Path) -> dict:
+    speculation = {"method": "draft_model", "model": str(model), "num_speculative_tokens": DRAFTS}
+    return FLOAT32 | {"speculative_config": speculation, "max_tokens": 32, "gpu_memory_utilization": 0.2}
+
+
+def shadowed(folder: Path, options: dict, **knobs) -> tuple[engines.Run, dict[str, int]]:
+    """What an engine with a shadow says, and how right the shadow was."""
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(folder), "guard": "off", "prefetch": "shadow"} | knobs
+    asked = {"model": str(TARGET), "spac": spac, "options": options}
+    found = forked.answer(forked.run([PROGRAM, json.dumps(asked)]))
+    heard = found.pop("heard")
+    return engines.Run(**found), heard
+
+
+def test_stock_s_tokens_and_most_reads_are_used(copy: Path, tmp_path: Path) -> None:
+    options = drafting(copy)
+    run, heard = shadowed(tmp_path, options)
+    [stock] = compare(TARGET, [None], **options)
+    assert_same_tokens(run, stock)
+    assert heard["read"] * (DRAFTS + 1) == heard["rows"] * DRAFTS > 300, "all but the last draft of each request"
+    assert heard["pairs"] == heard["read"] * LAYERS * TOP_K
+    assert heard["right"] > 0.97 * heard["pairs"], "a shadow that is aligned is nearly always right"
+    stats = run.stats
+    assert stats["prefetches"] > 300 and stats["prefetch_hits"] > 0.85 * stats["prefetches"], stats
+    assert stats["prefetch_failed"] == 0
+    needed = stats["loads"] + stats["prefetch_hits"] - stats["prefetch_harmful"]
+    assert stats["loads"] + stats["prefetches"] <= 1.1 * needed, stats
+
+
+@pytest.mark.full
+def test_the_model_as_its_own_shadow_is_always_right(tmp_path: Path) -> None:
+    """Compiled, a request at a time, and with the guard, which skips drafts by the clock."""
+    options = drafting(TARGET) | {"enforce_eager": False, "max_num_seqs": 1}
+    run, heard = shadowed(tmp_path, options)
+    [stock] = compare(TARGET, [None], **options)
+    assert_same_tokens(run, stock)
+    assert heard["right"] > 0.999 * heard["pairs"] > 1000
+    assert run.stats["prefetch_hits"] > 0.9 * run.stats["prefetches"] > 100
+    guarded, heard = shadowed(tmp_path, options | {"enforce_eager": True}, guard="on")
+    assert_same_tokens(guarded, stock)
+
+
+@pytest.mark.full
+def test_workers_are_told_what_the_shadow_named(copy: Path, tmp_path: Path) -> None:
+    options = drafting(copy) | {"max_num_seqs": 2}
+    knobs = {"executor": "processes", "workers": 2, "store": None}
+    run, heard = shadowed(tmp_path, options, **knobs)
+    [stock] = compare(TARGET, [None], **options)
+    assert_same_tokens(run, stock)
+    assert heard["right"] > 0.97 * heard["pairs"] > 1000
+    assert run.stats["prefetch_hits"] > 100, run.stats

@@ -1,0 +1,136 @@
+"""What the routers of V1's draft model choose while it drafts, which stock vLLM keeps inside its layers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration import patches
+from vllm_spac.integration.layers import host, routers
+
+if TYPE_CHECKING:
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+logger = logging.getLogger("vllm.spac")
+
+
+def install() -> None:
+    """Hooks the routers of a draft model when it is loaded, if a predictor looks at them; once."""
+    patches.wrap(f"{patches.PROPOSER}.load_model", _loading)
+
+
+def _loading(load_model: Callable):
+    def loaded(self: SpecDecodeBaseProposer, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        load_model(self, target_model, *args, **kwargs)
+        experts = host.experts_in(target_model)
+        if experts is not None and experts.reads_draft_routing:
+            [execution] = experts.runtime.executions
+            experts.draft_routing = DraftRouting(self.model, execution.shape)
+
+    return loaded
+
+
+class DraftRouting:
+    """The experts that the routers of a draft model choose for the tokens that it drafts from.
+
+    Args:
+        model: the draft model, before its first forward: its routers are hooked for good.
+        shape: of the target's MoE layers, whose experts stand for those of the same number in the draft model.
+
+    Raises:
+        UnsupportedError: it has other layers or experts, or a kernel that routes them itself.
+    """
+
+    def __init__(self, model: torch.nn.Module, shape: MoEShape) -> None:
+        layers = [module for module in model.modules() if hasattr(module, "routed_experts")]
+        _check(layers, shape)
+        self._layers, self._top_k = len(layers), shape.top_k
+        self._chosen: dict[int, Tensor] = {}  # of a forward: int [rows, k] by layer
+        self._rows: Tensor | None = None  # that the first forward drafts from; None: of each further one, all
+        self._reads = self._warned = False
+        for number, layer in enumerate(layers):
+            routers.observe(layer, partial(self._chose, number))
+
+    @contextlib.contextmanager
+    def reading(self, drafter: SpecDecodeBaseProposer) -> Iterator[None]:
+        """Context in which the forwards of ``drafter`` are observed; ``take`` is called after each."""
+        prepare: Any = drafter.set_inputs_first_pass
+
+        def prepared(*args: Any, **kwargs: Any) -> tuple:
+            found = prepare(*args, **kwargs)
+            self._rows = found[1]  # the last token of each request, among all that the forward reads
+            return found
+
+        drafter.set_inputs_first_pass = prepared
+        self._reads = True
+        try:
+            yield
+        finally:
+            del drafter.set_inputs_first_pass  # from this object; its class has it
+            self._reads, self._rows = False, None
+            self._chosen.clear()
+
+    def take(self, requests: int) -> Tensor:
+        """Returns the experts of the tokens that the last forward drafted from, int64 [requests, layers, k].
+
+        The expert with the greatest weight is first. -1 if a layer was not observed, which is logged once.
+        """
+        rows = slice(requests) if self._rows is None else self._rows.long()
+        chosen, self._rows = [self._chosen[layer] for layer in sorted(self._chosen)], None
+        self._chosen.clear()
+        if len(chosen) == self._layers:
+            return torch.stack([ids[rows] for ids in chosen], 1).long()
+        if not self._warned:
+            self._warned = True
+            logger.error(
+                "spac: %d of the draft model's %d MoE layers were observed; nothing is guessed from what they choose",
+                len(chosen),
+                self._layers,
+            )
+        return torch.full((requests, self._layers, self._top_k), -1)
+
+    def _chose(self, layer: int, weights: Tensor, ids: Tensor) -> None:
+        if self._reads:
+            order = weights.argsort(stable=True, dim=1, descending=True)
+            self._chosen[layer] = ids.gather(1, order)  # a copy: the original may be overwritten
+
+
+def _check(layers: list[Any], shape: MoEShape) -> None:
+    what = "spac: prefetch=shadow (--spac-prefetch) cannot work here:"
+    names = [layer.routed_experts.layer_name for layer in layers]
+    ours, theirs = (list(map(_number, each)) for each in (shape.layers, names))
+    if ours != theirs:
+        raise UnsupportedError(
+            f"{what} the MoE layers of this model are {_listed(ours)}, those of the draft model {_listed(theirs)}; "
+            "use a copy of this model as draft model"
+        )
+    for layer in layers:
+        sizes = layer.routed_experts.moe_config.num_experts, layer.routed_experts.top_k
+        if sizes != (shape.experts, shape.top_k):
+            raise UnsupportedError(
+                f"{what} a layer of this model has {shape.experts} experts, top-{shape.top_k}, and one of the draft "
+                f"model {sizes[0]}, top-{sizes[1]}; use a copy of this model as draft model"
+            )
+        if layer.is_monolithic:
+            raise UnsupportedError(
+                f"{what} the draft model's experts run in a kernel that also routes, so that nothing is known of its "
+                "choice; use a draft model in bf16, or --spac-prefetch off"
+            )
+
+
+def _number(name: str) -> int:
+    """The number of a layer in its model, from its name."""
+    return int(next(iter(re.findall(r"\.(\d+)\.", name)), -1))
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
