@@ -240,7 +240,7 @@ def engine(draft: SimpleNamespace | None = None, **speculation: object) -> Simpl
         (engine(model(top_k=2)), "the draft model 2 layers and 16 experts per layer, top-2; use a copy"),
         (engine(model(experts=0)), "the draft model 2 layers and no experts; use a copy"),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, str | None) else "given",
 )
 def test_which_draft_models_may_be_shadows(given: SimpleNamespace, says: str | None) -> None:
     reason = drafts.unshadowed(given)  # type: ignore[arg-type]

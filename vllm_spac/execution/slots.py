@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -22,6 +22,7 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, Step
+from vllm_spac.execution._expert_waves import Wave, by_expert
 from vllm_spac.execution._row_shares import Share, combine, numbered, runnable
 from vllm_spac.execution._slot_layers import SlotLayers
 from vllm_spac.execution._step_routing import StepRouting
@@ -40,19 +41,6 @@ if TYPE_CHECKING:
 
 _COUNT_BATCH = 1024  # forwards of layers whose routing is kept before it is counted
 _COUNT_PAIRS = 4 << 20  # (row, expert) pairs kept: 16 MiB of ids, possibly in GPU memory
-
-
-@dataclass(frozen=True)
-class Wave:
-    """Rows ``[start, stop)`` of a forward, whose experts are all resident.
-
-    Attributes:
-        slot_ids: slot numbers in place of experts, with the shape and dtype of the rows' routed ids.
-    """
-
-    start: int
-    stop: int
-    slot_ids: Tensor
 
 
 class SlotExecution(Execution):
@@ -273,7 +261,7 @@ class SlotExecution(Execution):
                 loaded()
             return self._run(kernel, x, weights, ids, _like(slots, ids), there, len(x))
         if kernel.by_expert and len(np.unique(ids)) > self.residency.slots:
-            return self._by_expert(layer, x, weights, ids, kernel, loaded)
+            return by_expert(x, weights, ids, kernel, partial(self.waves, layer), loaded)
         out = None
         for wave in self.waves(layer, ids):
             rows = slice(wave.start, wave.stop)
@@ -287,30 +275,6 @@ class SlotExecution(Execution):
                 out = torch.empty_like(x) if out is None else out
                 out[rows] = part
         return torch.empty_like(x) if out is None else out
-
-    def _by_expert(
-        self,
-        layer: int,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        kernel: LayerKernel,
-        loaded: Callable[[], None] | None,
-    ) -> Tensor:
-        """As ``in_slots``, in waves of experts: each has all pairs of its experts, in the order of their rows."""
-        assert kernel.takes_slots
-        top_k, flat, shares = ids.shape[1], ids.flatten(), weights.flatten()
-        order = flat.argsort(stable=True)
-        parts = x.new_empty(len(flat), x.shape[1])
-        for wave in self.waves(layer, flat[order][:, None]):  # ends between experts: each pair has one
-            pairs = order[wave.start : wave.stop]
-            if loaded is not None:
-                loaded()
-            parts[pairs] = kernel(x[pairs // top_k], shares[pairs][:, None], wave.slot_ids)
-        out = torch.zeros(x.shape, dtype=torch.float32)
-        for choice in parts.view(len(x), top_k, -1).unbind(1):
-            out += choice
-        return out.to(x.dtype)
 
     def _run(
         self,
