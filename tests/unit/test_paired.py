@@ -194,7 +194,7 @@ def test_a_live_engine_answers_in_turn_and_goes(engine) -> None:
         assert live.batch([[4], [5]], 6, budget={}) == {
             "saids": [[4], [5]], "tokens": 6, "without": [], "budget": {}
         }  # fmt: skip
-        assert live.score([7, 8, 9], 1) == {"score": [7, 8, 9], "first": 1}
+        assert live.score([7, 8, 9], 1) == {"score": [7, 8, 9], "first": 1, "beside": None}
     with pytest.raises(ProcessLookupError):
         os.kill(live._child.pid, 0)
 
