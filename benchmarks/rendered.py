@@ -72,6 +72,7 @@ def _rendered_documents() -> Iterator[tuple[Path, str, str]]:
 def rendered() -> Values:
     """Returns the text of each name."""
     sections: tuple[Callable[[], Values], ...] = (
+        durations,
         acceptance,
         trees,
         serving,
@@ -102,6 +103,18 @@ def result(name: str) -> dict[str, Any]:
 
 
 # -- sections, in the order of the documents ---------------------------------------------------------------
+
+
+def durations() -> Values:
+    """How long it takes to make all figures again."""
+    from reproduce import FIGURES  # which imports this module
+
+    made = [figure for figure in FIGURES.values() if figure.commands and figure.files]
+    return {
+        "minutes": str(sum(figure.minutes for figure in made if not figure.timed)),
+        "minutes.timed": str(sum(figure.minutes for figure in made if figure.timed)),
+        "minutes.soak": str(FIGURES["soak"].minutes),
+    }
 
 
 def acceptance() -> Values:

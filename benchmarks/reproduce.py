@@ -411,7 +411,7 @@ def _make(figure: Figure) -> None:
 
 @app.command("check")
 def check_results() -> None:
-    """Find results without a figure or provenance, or of other traces or code, and numbers that are not from them."""
+    """Find results without a figure or provenance, of other traces, commands or histories, and numbers of no result."""
     why = unknown_history()
     found = [*unnamed(), *of_something_else(history=not why), *rendered.problems()]
     for problem in found:
@@ -437,7 +437,9 @@ def unnamed() -> Iterator[str]:
 
 
 def of_something_else(*, history: bool) -> Iterator[str]:
-    """Yields results from another command, code or traces than those in the tree, except for figures marked stale.
+    """Yields results from another command, traces or history than those in the tree, except for figures marked stale.
+
+    Whether the code has changed since a result's commit is not compared: nearly every commit changes some of it.
 
     Args:
         history: look commits up.
