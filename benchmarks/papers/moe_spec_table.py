@@ -38,7 +38,7 @@ import plan
 import prompts
 from arms import Arm, budget_arms, rows, score, serve
 from common import RESULTS, exit_on_sigterm, write_result
-from ladder import PACED, WATERFILL
+from ladder import PACED, WATERFILL, disturbed, total
 from paired import Side
 from processes import EngineError
 from proportions import Proportions, names
@@ -115,6 +115,7 @@ def main(
             result["scale"] = scale.plain()
             batches = [[prompt] for prompt in asked.ids]
             turns = serve(sides, arms, runs, batches, on(scale.machine, settings, Path(folder)), advance, kl)
+            result["disturbed"] = disturbed(total([turn.answer["counters"]["own"] for turn in turns]), scale.machine)
             of = {arm.name: ways[arm.engine] for arm in arms}
             result["rows"] = [
                 {"kind": of[row["arm"]].kind, "drafts": of[row["arm"]].drafts, **row}
@@ -127,6 +128,8 @@ def main(
     title = f"{result['label']}, {slots} of the experts in slots, speed over that without drafts"
     arms_report.show(console, result["rows"], title, "temperature")
     draw(result["rows"], title, output.with_suffix(".png"))
+    if result["disturbed"]:
+        console.print(f"[yellow]{escape(result['disturbed'])}[/]", highlight=False)
     console.print(f"wrote {output} and {output.with_suffix('.png').name}", soft_wrap=True)
 
 
