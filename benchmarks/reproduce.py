@@ -286,6 +286,16 @@ FIGURES = {
         ),
         minutes=30,
     ),
+    "votes": Figure(
+        "Results: what the rows of a draft tree should count under a budget",
+        ("toy_votes.json", "toy_votes.png", "toy_local_votes.json", "toy_local_votes.png"),
+        (
+            f"python benchmarks/papers/moe_spec_votes.py {MODELS}/target --eagle3 {MODELS}/eagle3",
+            f"python benchmarks/papers/moe_spec_votes.py {MODELS}/local/target --eagle3 {MODELS}/local/eagle3 "
+            f"{_RESULT}/toy_local_votes.json",
+        ),
+        minutes=30,
+    ),
     "recall": Figure(
         "Results: recall of predictors of the next layers' experts",
         ("toy_predictors.json", "toy_predictors.png", "toy_local_predictors.png"),
