@@ -67,7 +67,7 @@ versions: setup ## check the table of patches against the sources of each suppor
 recipes: setup ## calculate vllm_spac/RECIPES.md again
 	@$(BIN)/python benchmarks/recipes.py
 
-results: setup ## make every figure again that is no time, then the documents' tables and numbers: about two hours
+results: setup ## make every figure again that is no time, then the documents' tables and numbers: hours
 	@$(BIN)/python benchmarks/reproduce.py results
 
 results-timed: setup ## the same for the figures that are times: hours, nothing else may run

@@ -72,6 +72,7 @@ def _rendered_documents() -> Iterator[tuple[Path, str, str]]:
 def rendered() -> Values:
     """Returns the text of each name."""
     sections: tuple[Callable[[], Values], ...] = (
+        durations,
         acceptance,
         trees,
         serving,
@@ -85,6 +86,7 @@ def rendered() -> Values:
         policies,
         budgets,
         budget_cost,
+        votes,
         predictors,
         recall,
         shadow,
@@ -102,6 +104,18 @@ def result(name: str) -> dict[str, Any]:
 
 
 # -- sections, in the order of the documents ---------------------------------------------------------------
+
+
+def durations() -> Values:
+    """How long it takes to make all figures again."""
+    from reproduce import FIGURES  # which imports this module
+
+    made = [figure for figure in FIGURES.values() if figure.commands and figure.files]
+    return {
+        "minutes": str(sum(figure.minutes for figure in made if not figure.timed)),
+        "minutes.timed": str(sum(figure.minutes for figure in made if figure.timed)),
+        "minutes.soak": str(FIGURES["soak"].minutes),
+    }
 
 
 def acceptance() -> Values:
@@ -446,6 +460,37 @@ def budget_cost() -> Values:
     ]
     head = ("experts", "budget", "microseconds per layer", "milliseconds per verify step", "share of the step")
     return {"budget_cost": table(head, lines)}
+
+
+def votes() -> Values:
+    """Powers of a draft's probability: chosen on one half of the prompts, shown on the other."""
+    results = {"flat": result("toy_votes"), "local": result("toy_local_votes")}
+    shown: dict[str, list[str]] = {}
+    heads: list[str] = []
+    chosen: list[str] = []
+    sums: dict[str, float] = defaultdict(float)
+    for model, content in results.items():
+        for nodes in dict.fromkeys(row["nodes"] for row in content["rows"]):
+            halves: dict[str, dict[str, Any]] = {"chosen on": {}, "reported": {}}
+            for row in content["rows"]:
+                if row["nodes"] == nodes and row["arm"] != "exact":
+                    halves[row["half"]][row["arm"]] = row
+            first = {alpha: row["kl"] for alpha, row in halves["chosen on"].items()}
+            chosen.append(min(first, key=first.__getitem__))
+            heads.append(f"{model}, {nodes} nodes")
+            for alpha, row in halves["reported"].items():
+                sums[alpha] += first[alpha]
+                cell = f"{row['kl']:.3f} / {100 * row['top1_agreement']:.1f} %"
+                shown.setdefault(alpha, []).append(f"**{cell}**" if alpha == chosen[-1] else cell)
+    both = list(results.values())
+    return {
+        "votes": table(("alpha", *heads), [[alpha, *cells] for alpha, cells in shown.items()]),
+        "votes.chosen": ", ".join(chosen),
+        "votes.all": min(sums, key=sums.__getitem__),
+        "votes.half": _one({str(content["prompts"]["count"] // 2) for content in both}),
+        "votes.tokens": _one({str(content["output_tokens"]) for content in both}),
+        "votes.budget": _one({str(content["budget"]) for content in both}),
+    }
 
 
 def predictors() -> Values:

@@ -286,6 +286,16 @@ FIGURES = {
         ),
         minutes=30,
     ),
+    "votes": Figure(
+        "Results: what the rows of a draft tree should count under a budget",
+        ("toy_votes.json", "toy_votes.png", "toy_local_votes.json", "toy_local_votes.png"),
+        (
+            f"python benchmarks/papers/moe_spec_votes.py {MODELS}/target --eagle3 {MODELS}/eagle3",
+            f"python benchmarks/papers/moe_spec_votes.py {MODELS}/local/target --eagle3 {MODELS}/local/eagle3 "
+            f"{_RESULT}/toy_local_votes.json",
+        ),
+        minutes=30,
+    ),
     "recall": Figure(
         "Results: recall of predictors of the next layers' experts",
         ("toy_predictors.json", "toy_predictors.png", "toy_local_predictors.png"),
@@ -411,7 +421,7 @@ def _make(figure: Figure) -> None:
 
 @app.command("check")
 def check_results() -> None:
-    """Find results without a figure or provenance, or of other traces or code, and numbers that are not from them."""
+    """Find results without a figure or provenance, of other traces, commands or histories, and numbers of no result."""
     why = unknown_history()
     found = [*unnamed(), *of_something_else(history=not why), *rendered.problems()]
     for problem in found:
@@ -437,7 +447,9 @@ def unnamed() -> Iterator[str]:
 
 
 def of_something_else(*, history: bool) -> Iterator[str]:
-    """Yields results from another command, code or traces than those in the tree, except for figures marked stale.
+    """Yields results from another command, traces or history than those in the tree, except for figures marked stale.
+
+    Whether the code has changed since a result's commit is not compared: nearly every commit changes some of it.
 
     Args:
         history: look commits up.

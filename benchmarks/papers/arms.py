@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 from ladder import total
-from paired import Side, interval, orders
+from paired import PAUSE, Side, interval, orders
 from processes import LiveEngine
 from run import Settings
 
 from vllm_spac.budget.settings import BudgetSettings
 
 Advance = Callable[[str, int], None]
+CANDIDATES = 20  # whose log-probabilities an answer has at each position, for its divergence: vLLM's own limit
 
 
 @dataclass(frozen=True)
 class Arm:
-    """How the engine answers: what is paused (see ``engine.paused``), and under which budget."""
+    """How an engine answers: what is paused (see ``engine.paused``), under which budget, and the engine's number."""
 
     name: str
     without: tuple[str, ...] = ()
     budget: Mapping[str, Any] | None = None
+    engine: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,23 @@ class Turn:
         return self.temperature, self.seed, self.batch
 
 
+@dataclass(frozen=True)
+class Quality:
+    """What stock vLLM thinks of a turn's answer, means over its tokens.
+
+    Attributes:
+        logprob: log-probability of a token.
+        best: share of the tokens that no other is likelier than, given the answer so far: top-1 agreement.
+        kl: nats by which the distributions that the tokens are from differ from stock's; None if it was not asked for.
+    """
+
+    logprob: float
+    best: float
+    kl: float | None = None
+
+
 def budget_arms(
-    budgets: Sequence[str], coverages: Sequence[str], without: tuple[str, ...] = (), **more: str
+    budgets: Sequence[str], coverages: Sequence[str], without: tuple[str, ...] = (), engine: int = 0, **more: str
 ) -> list[Arm]:
     """Returns an arm for each budget with each coverage; ``more``: other settings of the budget.
 
@@ -62,64 +81,102 @@ def budget_arms(
         for budget in budgets:
             settings = BudgetSettings.parse({"budget": budget, "coverage": coverage, **more})
             weighted = "" if settings.votes == "uniform" else ", votes by path"
-            found.append(Arm(f"B = {budget}, {coverage}{weighted}", without, settings.model_dump()))
+            found.append(Arm(f"B = {budget}, {coverage}{weighted}", without, settings.model_dump(), engine))
     return found
 
 
 def serve(
-    side: Side,
+    sides: Sequence[Side],
     arms: Sequence[Arm],
     runs: Sequence[tuple[float, int]],
     batches: Sequence[Sequence[list[int]]],
     settings: Settings,
     advance: Advance,
+    candidates: int = 0,
+    timed: bool = True,
 ) -> list[Turn]:
-    """Returns all answers of an engine of ``side``: each run (temperature, seed) asks every arm for each batch.
+    """Returns all answers of the engines of ``sides``: each run (temperature, seed) asks every arm for each batch.
 
-    The first batch only warms up. Arms take their turns in random order.
+    The first batch only warms up. Arms take their turns in random order, with all engines alive.
+
+    Args:
+        candidates: number of batches whose answers at temperature 0 have the log-probabilities of candidates.
+        timed: they are asked for in a turn of their own, since they take time; and engines rest between turns.
 
     Raises:
-        EngineError: the engine failed.
+        EngineError: an engine failed.
     """
     turns: list[Turn] = []
-    with closing(LiveEngine(side.job(settings), False, settings.timeout)) as engine:
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(closing(LiveEngine(side.job(settings), False, settings.timeout))) for side in sides
+        ]
         for arm in arms:
-            engine.batch(batches[0], settings.output_tokens, arm.without, budget=arm.budget)
+            engines[arm.engine].batch(batches[0], settings.output_tokens, arm.without, budget=arm.budget)
         order = orders(settings.seed, len(arms))
         for temperature, seed in runs:
             for number, batch in enumerate(batches[1:], 1):
+                prefills = [engine.batch(batch, 1)["counters"] for engine in engines]
                 for which in next(order):
                     arm = arms[which]
-                    more = {"budget": arm.budget, "temperature": temperature, "seed": seed}
-                    answer = engine.batch(batch, settings.output_tokens, arm.without, **more)
+                    engine, more = engines[arm.engine], {"budget": arm.budget, "temperature": temperature, "seed": seed}
+                    extra = {"logprobs": CANDIDATES} if number <= candidates and not temperature else {}
+                    ask = partial(engine.batch, batch, settings.output_tokens, arm.without, **more)
+                    time.sleep(PAUSE if timed and len(engines) > 1 else 0)
+                    answer = ask() if timed else ask(**extra)
+                    answer["counters"]["generating"] = generating(answer, prefills[arm.engine])
+                    if extra:
+                        answer["with_candidates"] = ask(**extra) if timed else answer
                     turns.append(Turn(arm.name, temperature, seed, number, answer))
                 advance(f"temperature {temperature:g}, run {seed + 1}", len(arms))
     return turns
 
 
+def generating(answer: dict, prefill: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the steps after the prompts and the distinct experts per layer that they used, summed over steps."""
+
+    def experts(counters: Mapping[str, Any]) -> int:
+        return sum(counters[name] for name in ("hits", "misses", "cpu_experts"))
+
+    layers, counters = answer["choices"]["layers"], answer["counters"]
+    return {
+        "steps": sum(counters["steps"].values()) - sum(prefill["steps"].values()),
+        "experts": (experts(counters) - experts(prefill)) / layers,
+    }
+
+
 def score(
     turns: Sequence[Turn], batches: Sequence[Sequence[list[int]]], settings: Settings, advance: Advance
-) -> list[float]:
-    """Returns the mean log-probability of a token of each turn, by stock vLLM: its exact model, all in memory.
+) -> list[Quality]:
+    """Returns what stock vLLM, the exact model with all experts in memory, thinks of each turn's answer.
 
     Raises:
         EngineError: the engine failed.
     """
     found, known = [], {}
-    with closing(LiveEngine(Side("stock", None).job(settings), True, settings.timeout)) as engine:
+    job = Side("stock", None).job(settings)
+    job["options"]["max_logprobs"] = -1  # of all tokens, for divergences
+    with closing(LiveEngine(job, True, settings.timeout)) as engine:
         for turn in turns:
-            values = []
-            for prompt, tokens in zip(batches[turn.batch], turn.answer["tokens"], strict=True):
-                text = (*prompt, *tokens)
-                if text not in known:
-                    known[text] = engine.score(list(text), len(prompt))
-                values += known[text]
-            found.append(statistics.fmean(values))
+            logprobs, best, kl = [], [], []
+            for number, prompt in enumerate(batches[turn.batch]):
+                text = [*prompt, *turn.answer["tokens"][number]]
+                if tuple(text) not in known:
+                    known[tuple(text)] = engine.score(text, len(prompt))
+                logprobs += known[tuple(text)]["logprobs"]
+                best += known[tuple(text)]["best"]
+                if again := turn.answer.get("with_candidates"):
+                    text = [*prompt, *again["tokens"][number]]
+                    kl += engine.score(text, len(prompt), again["candidates"][number])["kl"]
+            means = statistics.fmean(logprobs), statistics.fmean(best)
+            found.append(Quality(*means, statistics.fmean(kl) if kl else None))
             advance("quality", 1)
     return found
 
 
-def rows(arms: Sequence[Arm], turns: Sequence[Turn], quality: Sequence[float], exact: int = 0) -> list[dict[str, Any]]:
+def rows(
+    arms: Sequence[Arm], turns: Sequence[Turn], quality: Sequence[Quality], exact: int = 0
+) -> list[dict[str, Any]]:
     """Returns a row for each temperature and arm.
 
     ``speed``: tokens per second over those of the first arm in the same turn, median with its 95 % interval; the
@@ -134,7 +191,12 @@ def rows(arms: Sequence[Arm], turns: Sequence[Turn], quality: Sequence[float], e
             mine = [answers[arm.name, *place] for place in places]
             speeds = [rate(answers[arm.name, *place]) / rate(answers[arms[0].name, *place]) for place in places]
             runs = sorted({place[1] for place in places})
-            nll = [-statistics.fmean(scores[arm.name, *place] for place in places if place[1] == run) for run in runs]
+            said = [scores[arm.name, *place] for place in places]
+            nll = [
+                -statistics.fmean(one.logprob for one, place in zip(said, places, strict=True) if place[1] == run)
+                for run in runs
+            ]
+            kl = [one.kl for one in said if one.kl is not None]
             of_runs = [
                 statistics.median(speed for speed, place in zip(speeds, places, strict=True) if place[1] == run)
                 for run in runs
@@ -143,6 +205,7 @@ def rows(arms: Sequence[Arm], turns: Sequence[Turn], quality: Sequence[float], e
             counters = total([answer["counters"] for answer in mine])
             drafted = counters.get("speculation", {"drafts": 0})
             tokens = sum(len(one) for answer in mine for one in answer["tokens"])
+            steps = counters["generating"]
             found.append(
                 {
                     "arm": arm.name,
@@ -155,7 +218,10 @@ def rows(arms: Sequence[Arm], turns: Sequence[Turn], quality: Sequence[float], e
                     "acceptance_length": 1 + drafted["accepted_tokens"] / drafted["drafts"] if drafted["drafts"] else 1,
                     "perplexity": math.exp(statistics.fmean(nll)),
                     "perplexity_deviation": statistics.stdev(map(math.exp, nll)) if len(runs) > 1 else None,
+                    "top1_agreement": statistics.fmean(one.best for one in said),
+                    "kl": statistics.fmean(kl) if kl else None,
                     "same_prefix": None if temperature else statistics.fmean(same),
+                    "experts_per_step": steps["experts"] / steps["steps"],
                     "loads_per_token": counters["loads"] / tokens,
                     "dropped_share": counters["budget"]["dropped_weight"] / max(1, counters["budget"]["rows"]),
                     "turns": len(mine),

@@ -15,7 +15,8 @@ from vllm_spac.system.pictures import save_picture
 def show(console: Console, rows: Sequence[dict[str, Any]], title: str, of_group: str) -> None:
     """Prints all rows; ``of_group`` names the value that they are grouped by, as key of a row."""
     table = Table(title=title, title_justify="left")
-    for name in (of_group, "", "speed [95 %]", "accepted", "perplexity", "same prefix", "loads/token", "dropped"):
+    quality = ("perplexity", "top-1", "KL", "same prefix")
+    for name in (of_group, "", "speed [95 %]", "accepted", *quality, "experts/step", "loads/token", "dropped"):
         table.add_column(name, justify="right" if name else "left")
     for row in rows:
         low, high = row["speed_interval"]
@@ -26,7 +27,10 @@ def show(console: Console, rows: Sequence[dict[str, Any]], title: str, of_group:
             f"{row['speed']:.2f} [{low:.2f} - {high:.2f}]",
             f"{row['acceptance_length']:.2f}",
             f"{row['perplexity']:.3f}{spread}",
+            f"{100 * row['top1_agreement']:.1f} %",
+            "" if row["kl"] is None else f"{row['kl']:.3f}",
             "" if row["same_prefix"] is None else f"{100 * row['same_prefix']:.0f} %",
+            f"{row['experts_per_step']:.1f}",
             f"{row['loads_per_token']:.1f}",
             f"{100 * row['dropped_share']:.1f} %",
         )

@@ -1,21 +1,29 @@
-"""MoE-Spec's table 1 and figures 5b, 9 and 10: speed, acceptance length and quality by budget, on a scaled machine.
+"""MoE-Spec's table 1 and figures 4, 5b, 9 and 10: speed, acceptance length and quality by budget, on a scaled machine.
 
-One engine with EAGLE-3 answers each prompt once per arm, in random order: without drafts, with all drafts in every
-step, and under each budget. Speed is the ratio of tokens per second to those without drafts, of the same prompt;
-acceptance length is 1 + accepted / drafts. Quality is the perplexity of the answers for stock vLLM. At temperature 0
-also the share of an answer's tokens before the first that differs from the exact answer's. At temperature 1 every seed
-is a run of all prompts, and deviations are over seeds.
+An engine without drafts, and for each chain and each tree of an EAGLE-3 head one that verifies all drafts in every
+step, stay alive; each prompt goes to all of them, once per arm, in random order: exact, and under each budget with each
+kind of votes. Speed is the ratio of tokens per second to those without drafts, of the same prompt; acceptance length is
+1 + accepted / drafts; experts are the distinct ones per layer and step. Quality is what stock vLLM, exact, thinks of
+the answers: their perplexity, the share of their tokens that are its own first choice given the text so far (top-1
+agreement), with --kl the divergence of the distributions that they are from, and at temperature 0 the share of an
+answer's tokens before the first that differs from that without drafts. At a temperature above 0 every seed is a run of
+all prompts, and deviations are over seeds.
 
-Drafts are a chain, or with --tree a tree as in the paper (63 tokens; arXiv:2602.16052), and experts are loaded over a
-link, where the paper's are in the GPU's memory. Budgets are lossy. Times are [bold]scaled[/], see benchmarks/README.md.
+On a CPU, stock vLLM 0.32 samples wrong tokens with chains of drafts at temperatures above 0: use --chains "" there.
+
+The paper's experts are in the GPU's memory; here they are loaded over a link. Budgets are lossy. Times are
+[bold]scaled[/], see benchmarks/README.md. A turn takes 3 to 12 s: --prompts, --output-tokens and --kl bound the run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,7 +38,7 @@ import plan
 import prompts
 from arms import Arm, budget_arms, rows, score, serve
 from common import RESULTS, exit_on_sigterm, write_result
-from ladder import PACED, WATERFILL
+from ladder import PACED, WATERFILL, disturbed, total
 from paired import Side
 from processes import EngineError
 from proportions import Proportions, names
@@ -38,14 +46,15 @@ from run import PACKED, PackedFolder, Settings
 from scale import Cores, Scale, head, on
 
 from vllm_spac.errors import SpacError
+from vllm_spac.system.pictures import save_picture
 
 EXAMPLES = """[bold]Examples[/]
 
-moe_spec_table.py .cache/toy/local-mid --slots 25%
+moe_spec_table.py .cache/toy/local-mid --temperatures 0 --kl 3
 
-moe_spec_table.py .cache/toy/local-mid --budgets 16,24,32 --coverage truncation,substitution --seeds 2 --prompts 4
+moe_spec_table.py .cache/toy/local-mid --budgets 24 --trees 8,16,32,63 --votes path --temperatures 0
 
-moe_spec_table.py .cache/toy/local-mid --tree 63 --votes uniform,path --output benchmarks/results/scaled_trees_toy.json
+moe_spec_table.py .cache/toy/local-mid --chains "" --trees 63 --temperatures 1 --seeds 2 --prompts 4
 """
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
@@ -56,14 +65,16 @@ def main(
     machine: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090",
     slots: Annotated[str, typer.Option(help="Value of --spac-slots.")] = "25%",
     cpu: Annotated[bool, typer.Option("--cpu", help="The CPU computes a share of the missed experts.")] = False,
-    budgets: Annotated[str, typer.Option(help="Experts per layer.")] = "12,16,24,32",
+    budgets: Annotated[str, typer.Option(help="Experts per layer.")] = "16,24,32",
     ranking: Annotated[str, typer.Option(help="That needs no calibration.")] = "router",
     coverage: Annotated[str, typer.Option(help="truncation, substitution or both.")] = "substitution",
-    votes: Annotated[str, typer.Option(help="uniform, path or both.")] = "uniform",
-    tree: Annotated[int, typer.Option(min=0, help="Nodes of a draft tree; 0: a chain.")] = 0,
-    seeds: Annotated[int, typer.Option(min=2, help="Runs at temperature 1.")] = 5,
-    count: Annotated[int, typer.Option("--prompts", min=2, help="Prompts of a run.")] = 6,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of a chain.")] = 8,
+    votes: Annotated[str, typer.Option(help="uniform, path or both.")] = "uniform,path",
+    chains: Annotated[str, typer.Option(help="Draft tokens of chains.")] = "5",
+    trees: Annotated[str, typer.Option(help="Nodes of draft trees.")] = "16,63",
+    temperatures: Annotated[str, typer.Option(help="Of the answers.")] = "0,1",
+    seeds: Annotated[int, typer.Option(min=2, help="Runs at each temperature above 0.")] = 5,
+    count: Annotated[int, typer.Option("--prompts", min=2, help="Prompts of a run.")] = 8,
+    kl: Annotated[int, typer.Option(min=0, help="Prompts answered once more at temperature 0, for divergences.")] = 0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 48,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: MODEL-eagle3.")] = None,
@@ -74,26 +85,22 @@ def main(
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(120, Console().width))
-    drafts = plan.Drafts(tree or draft_tokens, eagle3 or model.with_name(f"{model.name}-eagle3"), model)
+    drafts = plan.Drafts(1, eagle3 or model.with_name(f"{model.name}-eagle3"), model)
     try:
-        without, exact = Arm("no drafts", ("speculation",), {}), Arm("EAGLE-3", ("guard",), {})
-        budgeted = [
-            arm
-            for vote in plan.split(votes)
-            for arm in budget_arms(plan.split(budgets), plan.split(coverage), ("guard",), ranking=ranking, votes=vote)
-        ]
-        cores, real, arms = Cores.here(), Proportions.of(machine), [without, exact, *budgeted]
+        ways = ways_of(chains, trees)
+        arms = arms_of(ways, plan.split(budgets), plan.split(coverage), plan.split(votes), ranking)
+        cores, real = Cores.here(), Proportions.of(machine)
         settings = Settings(
             model, (1,), prompt_tokens, output_tokens, 0, True, None, disk_dir, drafts, timeout,
             environment=cores.environment(),
         )  # fmt: skip
-        knobs = {"slots": slots, "policy": "reuse", **PACED, **(WATERFILL if cpu else {}), "guard": "on"}
-        knobs |= {"tree": str(tree)} if tree else {}
-        side = Side("EAGLE-3", knobs, "eagle3")
-        side.job(settings)  # refuses a missing head before anything is measured
+        knobs = {"slots": slots, "policy": "reuse", **PACED, **(WATERFILL if cpu else {})}
+        sides = [way.side(knobs) for way in ways]
+        for side in sides:
+            side.job(settings)  # refuses a missing head before anything is measured
+        runs = runs_of(temperatures, seeds)
         asked = prompts.load(model, 1 + count, prompt_tokens, 0)
-        result = head(machine, asked, settings) | {"slots": slots, "draft_tokens": drafts.tokens, "knobs": knobs}
-        runs = [(0.0, 0), *((1.0, seed) for seed in range(seeds))]
+        result = head(machine, asked, settings) | {"slots": slots, "knobs": knobs}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with (
             Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
@@ -107,16 +114,133 @@ def main(
             scale = Scale.derive(real, settings, asked.ids, 1, cores)
             result["scale"] = scale.plain()
             batches = [[prompt] for prompt in asked.ids]
-            turns = serve(side, arms, runs, batches, on(scale.machine, settings, Path(folder)), advance)
-            result["rows"] = rows(arms, turns, score(turns, batches, settings, advance), exact=1)
+            turns = serve(sides, arms, runs, batches, on(scale.machine, settings, Path(folder)), advance, kl)
+            result["disturbed"] = disturbed(total([turn.answer["counters"]["own"] for turn in turns]), scale.machine)
+            of = {arm.name: ways[arm.engine] for arm in arms}
+            result["rows"] = [
+                {"kind": of[row["arm"]].kind, "drafts": of[row["arm"]].drafts, **row}
+                for row in rows(arms, turns, score(turns, batches, settings, advance))
+            ]
     except (ValueError, SpacError, EngineError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     write_result(output, result)
     title = f"{result['label']}, {slots} of the experts in slots, speed over that without drafts"
     arms_report.show(console, result["rows"], title, "temperature")
-    arms_report.draw(result["rows"], title, "temperature", output.with_suffix(".png"))
+    draw(result["rows"], title, output.with_suffix(".png"))
+    if result["disturbed"]:
+        console.print(f"[yellow]{escape(result['disturbed'])}[/]", highlight=False)
     console.print(f"wrote {output} and {output.with_suffix('.png').name}", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an engine drafts; ``kind``: none, chain or tree."""
+
+    kind: str
+    drafts: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} of {self.drafts}" if self.drafts else "no drafts"
+
+    def side(self, knobs: Mapping[str, str]) -> Side:
+        """Returns the engine, with further ``knobs``; it verifies all drafts in every step."""
+        drafted = {"guard": "off"} if self.drafts else {}
+        drafted |= {"tree": str(self.drafts)} if self.kind == "tree" else {}
+        return Side(self.name, {**knobs, **drafted}, "eagle3" if self.drafts else "none", self.drafts or None)
+
+
+def ways_of(chains: str, trees: str) -> list[Way]:
+    """Returns no drafts, the chains and the trees.
+
+    Raises:
+        PlanError: a number is none, or there are no drafts.
+    """
+    found = [Way("none")]
+    for kind, numbers in (("chain", chains), ("tree", trees)):
+        found += [Way(kind, number) for number in plan.sizes(numbers, f"--{kind}s")] if plan.split(numbers) else []
+    if len(found) == 1:
+        raise plan.PlanError("name drafts: --chains 5 or --trees 16")
+    return found
+
+
+def arms_of(
+    ways: Sequence[Way], budgets: Sequence[str], coverages: Sequence[str], votes: Sequence[str], ranking: str
+) -> list[Arm]:
+    """Returns an exact arm for each way to draft, and for each with drafts one per budget, coverage and votes.
+
+    Raises:
+        ConfigError: a setting is not the plugin's.
+    """
+    found = []
+    for number, way in enumerate(ways):
+        found.append(Arm(f"{way.name}, exact" if way.drafts else way.name, (), {}, number))
+        for vote in votes if way.drafts else ():
+            for arm in budget_arms(budgets, coverages, (), number, ranking=ranking, votes=vote):
+                found.append(dataclasses.replace(arm, name=f"{way.name}, {arm.name}"))
+    return found
+
+
+def runs_of(temperatures: str, seeds: int) -> list[tuple[float, int]]:
+    """Returns (temperature, number of the run) of all runs.
+
+    Raises:
+        PlanError: a temperature is none.
+    """
+    found = []
+    for text in plan.split(temperatures):
+        try:
+            temperature = float(text)
+        except ValueError:
+            temperature = -1.0
+        if temperature < 0:
+            raise plan.PlanError(f"--temperatures {temperatures}: name numbers from 0 on, e.g. 0,1")
+        found += [(temperature, seed) for seed in range(seeds if temperature else 1)]
+    return found
+
+
+def draw(found: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Draws speed by rows of a step (the paper's figure 4b), by experts (4c) and by top-1 agreement.
+
+    A row of panels for each temperature, and a line for each budget, over the ways to draft.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = (
+        ("rows of a step (4b)", lambda row: row["drafts"] + 1),
+        ("distinct experts per layer and step (4c)", lambda row: row["experts_per_step"]),
+        ("top-1 agreement, %", lambda row: 100 * row["top1_agreement"]),
+    )
+    temperatures = sorted({row["temperature"] for row in found})
+    size = (13, 1 + 3.2 * len(temperatures))
+    figure, axes = pyplot.subplots(len(temperatures), 3, figsize=size, layout="constrained", squeeze=False)
+    marks = {"none": "*", "chain": "s", "tree": "o"}
+    for line, temperature in zip(axes, temperatures, strict=True):
+        here = [row for row in found if row["temperature"] == temperature]
+        for axis, (label, place) in zip(line, panels, strict=True):
+            for colour, budget in enumerate(dict.fromkeys(budget_of(row) for row in here)):
+                mine = [row for row in here if budget_of(row) == budget]
+                points = [(place(row), row["speed"]) for row in mine]
+                axis.plot(*zip(*points, strict=True), ":", color=f"C{colour}", label=budget)
+                for row, point in zip(mine, points, strict=True):
+                    low, high = row["speed_interval"]
+                    spread = [[point[1] - low], [high - point[1]]]
+                    axis.errorbar(*point, yerr=spread, fmt=marks[row["kind"]], color=f"C{colour}", capsize=2)
+            axis.axhline(1, color="grey", linewidth=0.8)
+            axis.set(xlabel=label, ylabel=f"speed at temperature {temperature:g}", ylim=(0, None))
+    axes[0][0].legend(fontsize=6)
+    figure.suptitle(f"{title}; star: no drafts, squares: chains, circles: trees", fontsize=9)
+    save_picture(figure, path)
+
+
+def budget_of(row: Mapping[str, Any]) -> str:
+    """Returns the budget of a row without its way to draft."""
+    settings = row["budget"]
+    return f"B = {settings['budget']}, {settings['coverage']}, {settings['votes']}" if settings else "exact"
 
 
 if __name__ == "__main__":

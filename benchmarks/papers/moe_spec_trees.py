@@ -1,10 +1,10 @@
-"""MoE-Spec's figures 2b, 4b and 4c with real trees: acceptance length and distinct experts by the nodes of a tree.
+"""MoE-Spec's figures 2b and 4a with real trees: distinct experts, and accepted tokens, by the nodes of a tree.
 
 Real engines answer held-out text greedily, one request at a time, in float32, with every expert resident: without
 drafts, with chains of an EAGLE-3 head, and with trees of it that vLLM verifies. Counted are emitted tokens per step
-(acceptance length, 4b), distinct experts per layer and step (2b), and both together: experts per layer and emitted
-token, which is what a step pays for where no expert is resident (4c). All answers must be equal. Nothing is timed, so
-other work on the machine does no harm.
+(acceptance length), distinct experts per layer and step (2b and 4a), and both together: experts per layer and emitted
+token, which is what a step pays for where no expert is resident. All answers must be equal. Nothing is timed, so other
+work on the machine does no harm; the paper's speed-ups (4b and 4c) are moe_spec_table.py's.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def draw(rows: list[dict[str, Any]], path: Path, model: str) -> None:
     from matplotlib import pyplot
 
     panels = (
-        ("acceptance_length", "4b: emitted tokens per step"),
-        ("experts_per_step", "2b: distinct experts per layer and step"),
-        ("experts_per_token", "4c: per emitted token"),
+        ("acceptance_length", "emitted tokens per step"),
+        ("experts_per_step", "2b, 4a: distinct experts per layer and step"),
+        ("experts_per_token", "experts per layer and emitted token"),
     )
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     (none,) = (row for row in rows if row["kind"] == "none")

@@ -3,10 +3,12 @@
 MoE-Spec's Eq. 5 lets every row vote alike. ``--spac-budget-votes path`` lets a row count P^alpha, where P is the
 product of the drafter's probabilities along its path; alpha = 0 is Eq. 5. For each size of the tree one engine answers
 each prompt once per arm, greedily in float32: exact, and under the budget with each alpha. Quality is the perplexity of
-the answers for stock vLLM, and the share of an answer's tokens before the first that differs from the exact answer's.
+the answers for stock vLLM, the share of their tokens that are its first choice given the text so far (top-1 agreement),
+the divergence of the distributions that they are from, and the share of an answer's tokens before the first that
+differs from the exact answer's.
 
-A default is to be chosen by the first half of the prompts and reported on the second. Budgets are lossy. Nothing is
-timed, so other work on the machine does no harm.
+The power with the least divergence on the first half of the prompts is reported on the second. Budgets are lossy.
+Nothing is timed, so other work on the machine does no harm.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import plan
 import prompts
-from arms import Arm, Turn, rows, score, serve
+from arms import Arm, Quality, Turn, rows, score, serve
 from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
 from paired import Side
 from processes import EngineError
@@ -34,6 +36,7 @@ from run import Settings
 
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.errors import SpacError
+from vllm_spac.system.pictures import save_picture
 
 EXACT = "exact"
 HALVES = {"chosen on": False, "reported": True}  # whether it is the second
@@ -58,7 +61,7 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     slots: Annotated[str, typer.Option(help="Value of --spac-slots, for the loads per token.")] = "25%",
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
-    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_votes.json",
+    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS / "toy_votes.json",
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(110, Console().width))
@@ -90,7 +93,7 @@ def main(
                     progress.update(task, advance=steps, description=f"{nodes} nodes: {what}")
 
                 side = Side("tree", {"slots": slots, "store": "host", "guard": "off", "tree": str(nodes)}, "eagle3")
-                turns = serve(side, arms, [(0.0, 0)], batches, settings, advance)
+                turns = serve([side], arms, [(0.0, 0)], batches, settings, advance, count, timed=False)
                 quality = score(turns, batches, settings, advance)
                 for half, second in HALVES.items():
                     found = rows(arms, *half_of(turns, quality, count, second))
@@ -100,7 +103,8 @@ def main(
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     show(console, result["rows"])
-    console.print(f"wrote {output}", soft_wrap=True)
+    draw(result, output.with_suffix(".png"))
+    console.print(f"wrote {output} and {output.with_suffix('.png').name}", soft_wrap=True)
 
 
 def arms_of(budget: int, alphas: list[str]) -> list[Arm]:
@@ -117,8 +121,8 @@ def arms_of(budget: int, alphas: list[str]) -> list[Arm]:
 
 
 def half_of(
-    turns: Sequence[Turn], quality: Sequence[float], count: int, second: bool
-) -> tuple[list[Turn], list[float]]:
+    turns: Sequence[Turn], quality: Sequence[Quality], count: int, second: bool
+) -> tuple[list[Turn], list[Quality]]:
     """Returns the turns of the first or the second half of the prompts 1 to ``count``, and their quality."""
     mine = [number for number, turn in enumerate(turns) if (2 * turn.batch > count) is second]
     return [turns[number] for number in mine], [quality[number] for number in mine]
@@ -130,8 +134,9 @@ def without_times(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(console: Console, found: list[dict[str, Any]]) -> None:
-    names = ("nodes", "alpha", "half", "tokens per step", "loads per token", "dropped", "perplexity", "same prefix")
-    table = Table(*names, title="votes P^alpha under a budget", title_justify="left")
+    quality = ("perplexity", "top-1", "KL", "same prefix")
+    names = ("nodes", "alpha", "half", "tokens per step", "loads per token", "dropped")
+    table = Table(*names, *quality, title="votes P^alpha under a budget", title_justify="left")
     for row in found:
         table.add_row(
             str(row["nodes"]),
@@ -141,9 +146,34 @@ def show(console: Console, found: list[dict[str, Any]]) -> None:
             f"{row['loads_per_token']:.2f}",
             f"{100 * row['dropped_share']:.1f} %",
             f"{row['perplexity']:.3f}",
+            f"{100 * row['top1_agreement']:.1f} %",
+            f"{row['kl']:.3f}",
             f"{100 * row['same_prefix']:.0f} %",
         )
     console.print(table)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draws divergence and top-1 agreement by power, a line for each size of the tree and half of the prompts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = (("kl", "KL from the exact model, nats"), ("top1_agreement", "top-1 agreement"))
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axis, (name, title) in zip(axes, panels, strict=True):
+        for colour, nodes in enumerate(dict.fromkeys(row["nodes"] for row in result["rows"])):
+            for half, style in zip(HALVES, ("--", "-"), strict=True):
+                lines = [row for row in result["rows"] if (row["nodes"], row["half"]) == (nodes, half)]
+                points = [(float(row["arm"]), row[name]) for row in lines if row["arm"] != EXACT]
+                label = f"{nodes} nodes, {half}"
+                axis.plot(*zip(*points, strict=True), style, color=f"C{colour}", marker="o", label=label)
+        axis.set(title=title, xlabel="alpha")
+    axes[0].legend(fontsize=7)
+    label = f"{result['label']} {result['model']}" if result["label"] else result["model"]
+    figure.suptitle(f"{label}, votes P^alpha, B = {result['budget']}", fontsize=9)
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def main(
                 def advance(what: str, steps: int, size: int = size) -> None:
                     progress.update(task, advance=steps, description=f"batch {size}: {what}")
 
-                answered = serve(Side("spac", {"slots": "100%"}), arms, [(0.0, 0)], batches, these, advance)
+                answered = serve([Side("spac", {"slots": "100%"})], arms, [(0.0, 0)], batches, these, advance)
                 found = rows(arms, answered, score(answered, batches, these, advance))
                 result["rows"] += [{"batch": size, **row} for row in found]
                 write_result(output, result)

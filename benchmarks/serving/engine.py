@@ -3,9 +3,9 @@
 ``python engine.py JOB RESULT`` runs all prompts at each batch size and writes what it measured. ``python engine.py
 JOB`` stays and answers each line of its input, ``{"prompts": [[ids]], "tokens": n, "without": []}``, with a line about
 it. The prompts of a turn are served together; ``without`` lists what is paused in it: ``speculation``, ``guard`` (all
-drafts in every step) or ``trace``; a turn may also have a ``budget``, a ``temperature`` and a ``seed``. ``{"score":
-[ids], "first": n}`` is answered with the log-probabilities of the ids from the n-th on. Counters cover the measured
-part alone.
+drafts in every step) or ``trace``; a turn may also have a ``budget``, a ``temperature``, a ``seed`` and ``logprobs``:
+the number of candidates whose log-probabilities are returned at each position. ``{"score": [ids], "first": n}`` is
+answered with ``scores``. Counters cover the measured part alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -45,10 +46,10 @@ def take_turns(job: dict) -> None:
     for line in sys.stdin:
         turn = json.loads(line)
         if "score" in turn:
-            print(json.dumps(scores(llm, turn["score"], turn["first"])), file=answers)
+            print(json.dumps(scores(llm, turn["score"], turn["first"], turn.get("beside"))), file=answers)
             continue
         asked = {"prompts": turn["prompts"], "output_tokens": turn["tokens"]}
-        asked |= {name: turn[name] for name in ("temperature", "seed") if name in turn}
+        asked |= {name: turn[name] for name in ("temperature", "seed", "logprobs") if name in turn}
         with paused(llm, turn["without"]), budgeted(llm, turn.get("budget")):
             measured = measure(llm, job | asked, len(turn["prompts"]))
         print(json.dumps(measured | {"choices": choices(llm, job)}), file=answers)
@@ -107,21 +108,44 @@ def budgeted(llm, settings: dict | None):
     llm.collective_rpc("spac_budget", args=({},))
 
 
-def scores(llm, ids: list[int], first: int) -> list[float]:
-    """Returns the log-probability of each token from the one with number ``first`` on, given those before it."""
+def scores(llm, ids: list[int], first: int, beside: list | None = None) -> dict[str, list]:
+    """Returns what this model thinks of each token from the one with number ``first`` on, given those before it.
+
+    ``logprobs``: log-probability of the token; ``best``: whether no token is likelier; ``kl``: nats by which another
+    model's distribution at that place, as ``candidates`` returns it, differs from this one's; empty without ``beside``.
+    """
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    every = {"prompt_logprobs": 0} if beside is None else {"prompt_logprobs": -1, "flat_logprobs": True}
+    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **every)
     (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
-    known = output.prompt_logprobs[first:]
-    return [found[token].logprob for found, token in zip(known, ids[first:], strict=True)]
+    found: dict[str, list] = {"logprobs": [], "best": [], "kl": []}
+    for place, token in enumerate(ids[first:], first):
+        known = output.prompt_logprobs[place]
+        found["logprobs"].append(known[token].logprob)
+        found["best"].append(known[token].rank == 1)
+        if beside is not None:
+            here = {token: one.logprob for token, one in known.items()}
+            found["kl"].append(divergence(here, beside[place - first]))
+    return found
+
+
+def divergence(here: dict[int, float], other: list) -> float:
+    """Returns KL(here || other) in nats, from log-probabilities of all tokens here, and of the likeliest of ``other``.
+
+    The tokens that ``other`` does not name count as one, so this is at most the divergence of the whole distributions.
+    """
+    pairs = [(math.exp(here[token]), math.exp(logprob)) for token, logprob in other]
+    rest = [max(1e-9, 1 - sum(side)) for side in zip(*pairs, strict=True)]
+    return sum(p * math.log(p / max(q, 1e-30)) for p, q in [*pairs, tuple(rest)] if p > 0)
 
 
 def measure(llm, job: dict, batch: int) -> dict:
     """Runs all prompts, ``batch`` at a time: seconds, tokens, latencies per request, and increments of the counters."""
     before = counters(llm, job)
     start = time.perf_counter()
-    outputs = generate(llm, job["prompts"], batch, job["output_tokens"], job["seed"], job.get("temperature", 0.0))
+    more = {name: job[name] for name in ("temperature", "logprobs") if name in job}
+    outputs = generate(llm, job["prompts"], batch, job["output_tokens"], job["seed"], **more)
     seconds = time.perf_counter() - start
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     return {
@@ -130,13 +154,21 @@ def measure(llm, job: dict, batch: int) -> dict:
         "ttft": [output.metrics.first_token_latency for output in outputs],
         "tpot": [per_token(output.metrics, len(said)) for output, said in zip(outputs, tokens, strict=True)],
         "counters": {name: difference(value, before[name]) for name, value in counters(llm, job).items()},
-    }
+    } | ({"candidates": [candidates(output.outputs[0].logprobs) for output in outputs]} if "logprobs" in job else {})
 
 
-def generate(llm, prompts: list[list[int]], batch: int, tokens: int, seed: int, temperature: float = 0.0) -> list:
+def candidates(positions) -> list[list[tuple[int, float]]]:
+    """Returns the likeliest tokens at each position of an answer, each with its log-probability."""
+    return [[(token, one.logprob) for token, one in position.items()] for position in positions]
+
+
+def generate(
+    llm, prompts: list[list[int]], batch: int, tokens: int, seed: int, temperature: float = 0.0, **more
+) -> list:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=seed)
+    more |= {"temperature": temperature, "max_tokens": tokens, "seed": seed}
+    sampling = SamplingParams(ignore_eos=True, detokenize=False, **more)
     outputs = []
     for start in range(0, len(prompts), batch):
         requests = [{"prompt_token_ids": prompt} for prompt in prompts[start : start + batch]]

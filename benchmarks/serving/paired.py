@@ -13,8 +13,9 @@ and the trace, is better measured with --one-engine: the same process runs with 
 mere presence, e.g. the memory of a drafter that is held at no drafts, do not show then: --own-base starts BASE in an
 engine of its own, which takes turns with the others, and compares with that one as well.
 
-Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, and by speculation=ngram, eagle3 or
-draft if it speculates.
+Each side is [bold]stock[/] or [bold]spac[/], followed by knob=value of the plugin, by speculation=ngram, eagle3 or
+draft if it speculates, and by draft_tokens=N where --draft-tokens is not its draft length; tree=N is one. The table and
+the JSON also have the seconds of a step after the first token, and their ratio: a step of drafts emits several tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ from vllm_spac.tuning.comparison import interval, orders
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-_PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
+PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
 _DRAFTED = ("drafts", "draft_tokens", "accepted_tokens")
 _SUMMED = ("hits", "misses", "loads", "cpu_experts", "prefetches", "prefetch_hits")
 _EPILOG = """[bold]Examples[/]
@@ -63,6 +64,9 @@ python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots
 
 python benchmarks/serving/paired.py MODEL spac "spac speculation=eagle3" --slots 10%,50% --one-engine --own-base
 
+python benchmarks/serving/paired.py MODEL "spac guard=off speculation=eagle3 draft_tokens=4" \
+    "spac guard=off speculation=eagle3 tree=16" --slots 100% --dtype float32
+
 python benchmarks/serving/paired.py MODEL spac "spac trace=.cache/serving/paired.trace" --slots 25%,100% --one-engine
 
 python benchmarks/serving/paired.py MODEL "spac policy=lru" "spac policy=utility prefetch=utility" --slots 25%
@@ -72,11 +76,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two engines. ``knobs`` is None for stock vLLM."""
+    """One of the two engines. ``knobs`` is None for stock vLLM; ``draft_tokens`` is None if all sides draft alike."""
 
     text: str
     knobs: dict[str, str] | None
     speculation: str = "none"
+    draft_tokens: int | None = None
 
     @classmethod
     def parse(cls, text: str, slots: str) -> Side:
@@ -93,13 +98,19 @@ class Side:
         speculation = given.pop("speculation", "none")
         if speculation not in plan.SPECULATIONS:
             raise plan.PlanError(f"no speculation is called {speculation}; use {', '.join(plan.SPECULATIONS)}")
+        length = given.pop("draft_tokens", None)
+        if length is not None and (speculation == "none" or not length.isdigit() or not int(length)):
+            raise plan.PlanError(f"{text!r}: draft_tokens={length} is a positive number, of a side with speculation=…")
+        drafted = None if length is None else int(length)
         if kind == "stock":
             if given:
                 raise plan.PlanError(f"{text!r}: stock vLLM has no knob {next(iter(given))}")
-            return cls(text, None, speculation)
+            return cls(text, None, speculation, drafted)
         knobs = {"slots": slots} | given
-        SpacConfig.parse(knobs)
-        return cls(text, knobs, speculation)
+        tree = SpacConfig.parse(knobs).tree
+        if tree and drafted not in (None, tree):
+            raise plan.PlanError(f"{text!r}: tree={tree} and draft_tokens={drafted} are two draft lengths; drop one")
+        return cls(text, knobs, speculation, tree or drafted)
 
     def beyond(self, base: Side) -> list[str]:
         """Returns what an engine of this side must pause to equal one of ``base``.
@@ -111,8 +122,9 @@ class Side:
         if self.knobs is not None and "trace" in self.knobs and "trace" not in (base.knobs or {}):
             parts.append("trace")
         knobs = {name: value for name, value in (self.knobs or {}).items() if name not in parts}
-        speculation = "none" if "speculation" in parts else self.speculation
-        if not parts or None in (base.knobs, self.knobs) or (base.knobs, base.speculation) != (knobs, speculation):
+        drafts = ("none", None) if "speculation" in parts else (self.speculation, self.draft_tokens)
+        of_base = base.knobs, base.speculation, base.draft_tokens
+        if not parts or None in (base.knobs, self.knobs) or of_base != (knobs, *drafts):
             raise plan.PlanError(
                 f"--one-engine: {self.text!r} must be {base.text!r} and speculation=… or trace=…, which can pause"
             )
@@ -122,6 +134,9 @@ class Side:
 
     def job(self, settings: Settings) -> dict:
         """Returns the job for ``engine.py``."""
+        if self.draft_tokens is not None:
+            drafts = dataclasses.replace(settings.drafts, tokens=self.draft_tokens)
+            settings = dataclasses.replace(settings, drafts=drafts)
         job = settings.job(plan.Configuration(None, None, self.speculation), [])
         if self.knobs is not None:
             where = {"disk_dir": str(settings.disk_dir)} if self.knobs.get("store", "disk") == "disk" else {}
@@ -140,7 +155,7 @@ def main(
     warm: Annotated[int, typer.Option(min=0, help="Turns after a start that do not count.")] = 3,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per turn.")] = 128,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per speculative step.")] = 4,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens of sides that do not name their own.")] = 4,
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: eagle3 next to the model.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model. Default: draft next to the model.")] = None,
     disk_dir: PackedFolder = PACKED,
@@ -244,7 +259,7 @@ def take_turns(arms: list[Arm], ids: list[list[int]], settings: Settings) -> Ite
         for prompt, order in zip(ids, orders(settings.seed, len(arms)), strict=False):
             answers: list[dict] = [{} for _ in arms]
             for which in order:
-                time.sleep(_PAUSE)
+                time.sleep(PAUSE)
                 answers[which] = engines[which].turn(prompt, settings.output_tokens, arms[which].pauses)
             yield answers
 
@@ -262,6 +277,7 @@ def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> 
                 "tokens_per_second_of_totals": _total_rate(mine),
                 "tpot": statistics.median(answer["tpot"][0] for answer in mine),
                 "ttft": statistics.median(answer["ttft"][0] for answer in mine),
+                "step_seconds": _of_steps([_step_seconds(answer) for answer in mine]),
                 **{name: sum(answer["counters"].get(name, 0) for answer in mine) for name in _SUMMED},
                 "speculation": _drafted(mine),
                 "guard": [start[-1][which]["choices"].get("guard") for start in answered],
@@ -281,6 +297,18 @@ def _row(slots: str, answered: list[list[list[dict]]], warm: int, seed: int) -> 
     return row
 
 
+def _step_seconds(answer: dict) -> float | None:
+    """Returns the seconds of a step after that of the prompt, which emits the first token; None where none count."""
+    steps = sum(answer["counters"].get("steps", {}).values()) - 1
+    return answer["tpot"][0] * (len(answer["tokens"][0]) - 1) / steps if steps > 0 else None
+
+
+def _of_steps(values: Sequence[float | None]) -> float | None:
+    """Returns the median, None if a side does not count its steps."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
+
+
 def _drafted(answers: list[dict]) -> dict:
     """Returns the sums of what vLLM counts of drafts; empty without speculation."""
     counted = [answer["counters"].get("speculation") for answer in answers]
@@ -292,7 +320,11 @@ def _compared(counted: list[list[list[dict]]], base: int, seed: int) -> dict:
     of_starts = [[_rate(turn[1]) / _rate(turn[base]) for turn in start] for start in counted]
     ratios = [ratio for start in of_starts for ratio in start]
     turns = [turn for start in counted for turn in start]
+    steps = [(_step_seconds(turn[1]), _step_seconds(turn[base])) for turn in turns]
+    of_steps = [other / mine for other, mine in steps if other is not None and mine is not None]
     return {
+        "step_ratio": _of_steps(of_steps) if len(of_steps) == len(turns) else None,
+        "step_interval": list(interval(of_steps, seed)) if len(of_steps) == len(turns) else None,
         "ratio": statistics.median(ratios),
         "interval": list(interval(ratios, seed)),
         "ratio_of_starts": list(map(statistics.median, of_starts)),
@@ -339,7 +371,8 @@ def _comparisons(result: dict) -> Iterator[tuple[str, dict, dict, dict]]:
 
 def _show(console: Console, result: dict) -> None:
     table = Table(title=f"{result['other']} over {result['base']}, tokens per second", title_justify="left")
-    for name in ("slots", "base", "other", "ratio", "95 %", "of totals", "of starts", "hits", "hits", "tokens equal"):
+    rates = ("ratio", "95 %", "of totals", "of starts", "seconds per step")
+    for name in ("slots", "base", "other", *rates, "hits", "hits", "tokens equal"):
         table.add_column(name, justify="right")
     for name, row, base, found in _comparisons(result):
         sides = base, row["other"]
@@ -350,6 +383,9 @@ def _show(console: Console, result: dict) -> None:
             "{:.3f} - {:.3f}".format(*found["interval"]),
             f"{found['ratio_of_totals']:.3f}",
             " ".join(f"{ratio:.2f}" for ratio in found["ratio_of_starts"]),
+            ""
+            if found["step_ratio"] is None
+            else "{:.2f} [{:.2f} - {:.2f}]".format(found["step_ratio"], *found["step_interval"]),
             *(_hit_rate(side) for side in sides),
             "yes" if row["tokens_equal"] else "[red]NO[/]",
         )

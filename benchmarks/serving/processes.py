@@ -52,7 +52,7 @@ class LiveEngine(LiveProcess):
 
         Args:
             without: what is paused meanwhile, see ``engine.paused``.
-            more: ``budget``, ``temperature`` and ``seed`` of this turn.
+            more: ``budget``, ``temperature``, ``seed`` and ``logprobs`` of this turn.
 
         Raises:
             EngineError: the engine ended, or did not answer in time.
@@ -63,9 +63,9 @@ class LiveEngine(LiveProcess):
         """Runs prompts together; everything else is as in ``turn``."""
         return self.ask({"prompts": list(prompts), "tokens": tokens, "without": list(without), **more})
 
-    def score(self, ids: list[int], first: int) -> list[float]:
-        """Returns the log-probabilities of ``ids[first:]``; raises as ``turn`` does."""
-        return self.ask({"score": ids, "first": first})
+    def score(self, ids: list[int], first: int, beside: list | None = None) -> dict[str, list]:
+        """Returns the result of ``engine.scores``; raises as ``turn`` does."""
+        return self.ask({"score": ids, "first": first, "beside": beside})
 
 
 def _engine(job: dict, folder: Path, *arguments: str) -> list[str]:

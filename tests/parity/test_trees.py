@@ -46,8 +46,9 @@ def test_sixteen_nodes(stock) -> None:
     """And without its two essential parts it does not: the test would see a row that attends to the wrong keys."""
     spac = EXACT | {"store": "host", "tree": 16}
     controls = "without compaction", "without positions"
-    found = tree_runs.run(spac, tricks=("poison", *controls), speculative_config=tree_runs.EAGLE3)
+    found = tree_runs.run(spac, tricks=("poison", "refusals", *controls), speculative_config=tree_runs.EAGLE3)
     assert_same(found, stock)
+    assert set(found["refused"]) == {"min_p", "logit_bias"}, "vLLM serves neither with drafts"
     assert trees_of(found)["trees"] > 500 and found["stats"]["misses"] > 0 and found["stats"]["steps"]["mixed"] > 0
     assert sum(int(tokens) * count for tokens, count in found["stats"]["tree_accepted"].items()) > 500
     for control in controls:
@@ -61,11 +62,12 @@ def test_sixteen_nodes(stock) -> None:
     "spac",
     [
         {"store": "disk", "tree": 63, "tree_shape": "static"},
+        {"store": "host", "slots": "13%", "tree": 63},
         {"store": "host", "slots": "13%", "tree": 8, "tree_depth": 3},
         {"slots": "100%", "tree": 63, "guard": "on"},
         {"store": "host", "tree": 6, "tree_shape": "[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]"},
     ],
-    ids=["63 static", "8", "63 with the guard", "paths"],
+    ids=["63 static", "63", "8", "63 with the guard", "paths"],
 )
 def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
     """With prefix caching, and a cache that holds a few requests only.
@@ -87,6 +89,38 @@ def test_trees_that_are_cut_preempted_and_resumed(stock, spac) -> None:
     )
     assert_same(found, stock)
     assert found["preempted"] > 0 and trees_of(found)["trees"] > 100
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nodes", [8, 16])
+def test_small_static_trees(stock, nodes: int) -> None:
+    spac = EXACT | {"store": "host", "tree": nodes, "tree_shape": "static"}
+    kinds = "greedy", "seeds", "penalties"
+    found = tree_runs.run(spac, kinds, ("poison",), speculative_config=tree_runs.EAGLE3)
+    assert_same(found, {kind: stock[kind] for kind in kinds})
+    assert trees_of(found)["nodes"] > 0.8 * nodes * trees_of(found)["trees"], "whole trees"
+
+
+@pytest.mark.full
+def test_structured_output_beside_trees() -> None:
+    """Its requests get chains, by vLLM's masks; the others in the same steps get trees."""
+    options = {"skip_tokenizer_init": False}
+    plain = tree_runs.run(None, tree_runs.WITH_TOKENIZER, **options)
+    spac = EXACT | {"store": "host", "tree": 16}
+    found = tree_runs.run(spac, tree_runs.WITH_TOKENIZER, ("poison",), speculative_config=tree_runs.EAGLE3, **options)
+    assert_same(found, plain["answers"])
+    assert trees_of(found)["chains"] > 0 and trees_of(found)["trees"] > 20
+
+
+@pytest.mark.full
+def test_a_compiled_engine() -> None:
+    """Against a compiled one of stock vLLM, whose sums may have another order than an eager one's."""
+    kinds, options = ("greedy", "seeds"), {"enforce_eager": False}
+    plain = tree_runs.run(None, kinds, **options)
+    spac = EXACT | {"store": "host", "tree": 16}
+    found = tree_runs.run(spac, kinds, ("poison",), speculative_config=tree_runs.EAGLE3, **options)
+    assert_same(found, plain["answers"])
+    assert trees_of(found)["trees"] > 100
 
 
 @pytest.mark.full

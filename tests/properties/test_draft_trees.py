@@ -100,6 +100,29 @@ def test_no_fewer_leaves_are_enough(nodes: int, width: int) -> None:
     assert len(tree.paths) == static.leaves
 
 
+@pytest.mark.parametrize("broken", [1, 2, 3])
+@pytest.mark.parametrize("shape", [DynamicShape(16, 4, 4, 5), StaticShape.of_size(16, 4, 4)])
+def test_a_drafter_without_numbers_still_drafts_trees(shape: TreeShape, broken: int) -> None:
+    """Of one request, from a level on, all log-probabilities are NaN; the other request's tree is what it would be."""
+
+    def logp(level: int, rows: int, mended: bool) -> torch.Tensor:
+        values = torch.randn(2, rows, VOCABULARY, generator=torch.Generator().manual_seed(level)).log_softmax(-1)
+        if level >= broken and not mended:
+            values[0] = torch.nan
+        return values
+
+    found = []
+    for mended in (False, True):
+        growth = Growth(shape, logp(1, 1, mended)[:, 0])
+        while not growth.over:
+            growth.add(logp(growth.level + 1, growth.expanded.shape[1], mended))
+        found.append(growth.trees(16))
+    tree = found[0][0]
+    assert all(parent < row for row, parent in enumerate(tree.parents)) and len(tree.paths) <= shape.leaves
+    assert not any(math.isnan(weight) for weight in tree.reached)
+    assert found[0][1] == found[1][1]
+
+
 @pytest.mark.parametrize("nodes", [2, 16, 63, 255])
 def test_a_static_shape_has_its_size_and_its_prefixes_are_shapes(nodes: int) -> None:
     shape = StaticShape.of_size(nodes, 6, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,21 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers"), str(BENCHMARKS / "serving"), str(BENCHMARKS / "scaled")]
 arms, arms_report, votes = (importlib.import_module(name) for name in ("arms", "arms_report", "moe_spec_votes"))
+engine, table = (importlib.import_module(name) for name in ("engine", "moe_spec_table"))
+plan = importlib.import_module("plan")
 
 from vllm_spac.errors import ConfigError  # noqa: E402
 
 ARMS = [arms.Arm("exact"), arms.Arm("cut")]
 
 
+def quality(logprob: float, best: float = 1.0, kl: float | None = None) -> Any:
+    return arms.Quality(logprob, best, kl)
+
+
 def answer(tokens: list[list[int]], seconds: float, accepted: int = 0, drafts: int = 0, dropped: float = 0.0) -> dict:
-    counters = {"loads": 12, "budget": {"dropped_weight": dropped, "rows": 4 if dropped else 0}}
+    counters: dict[str, Any] = {"loads": 12, "budget": {"dropped_weight": dropped, "rows": 4 if dropped else 0}}
+    counters["generating"] = {"steps": 2, "experts": 20 if dropped else 40}
     counters |= {"speculation": {"drafts": drafts, "accepted_tokens": accepted}} if drafts else {}
     return {"tokens": tokens, "tpot": [seconds] * len(tokens), "counters": counters}
 
@@ -36,13 +44,38 @@ def test_rows_by_hand() -> None:
         turn("cut", 0.0, 0, 2, answer([[1, 2, 3, 4]], 0.2, accepted=0, drafts=1, dropped=1.0)),
         turn("exact", 0.0, 0, 2, answer([[1, 2, 3, 4]], 0.2)),
     ]
-    exact, cut = arms.rows(ARMS, turns, [-1.0, -2.0, -3.0, -1.0])
+    said = [quality(-1.0), quality(-2.0, 0.5, 0.1), quality(-3.0, 1.0, 0.3), quality(-1.0)]
+    exact, cut = arms.rows(ARMS, turns, said)
     assert exact["speed"] == 1 and exact["same_prefix"] == 1 and exact["perplexity"] == pytest.approx(2.718281828)
     assert cut["speed"] == pytest.approx(1.5) and cut["speed_interval"] == pytest.approx([1, 2])
     assert cut["same_prefix"] == 0.75 and cut["perplexity"] == pytest.approx(2.718281828**2.5)
     assert cut["acceptance_length"] == 2 and exact["acceptance_length"] == 1
     assert cut["loads_per_token"] == 3 and cut["dropped_share"] == 0.25 and exact["dropped_share"] == 0
+    assert cut["top1_agreement"] == 0.75 and cut["kl"] == pytest.approx(0.2) and exact["kl"] is None
+    assert cut["experts_per_step"] == 10 and exact["experts_per_step"] == 20
     assert exact["speed_deviation"] is None and exact["perplexity_deviation"] is None
+
+
+def test_what_a_prompt_takes_is_left_out() -> None:
+    """The prompt's step uses 40 experts in 2 layers, the two steps after it 8 and 6 in each."""
+    prefill = {"steps": {"prefill": 1}, "hits": 30, "misses": 10, "cpu_experts": 0}
+    whole = {"steps": {"prefill": 1, "verify": 2}, "hits": 40, "misses": 25, "cpu_experts": 3}
+    found = arms.generating({"counters": whole, "choices": {"layers": 2}}, prefill)
+    assert found == {"steps": 2, "experts": 14}
+
+
+def test_divergence_by_hand() -> None:
+    """Tokens without a name count as one; the whole distributions differ by at least as much."""
+    here = [0.5, 0.3, 0.15, 0.05]
+    other = [0.25, 0.25, 0.4, 0.1]
+    logs = {token: math.log(p) for token, p in enumerate(here)}
+    every = [(token, math.log(q)) for token, q in enumerate(other)]
+    whole = sum(p * math.log(p / q) for p, q in zip(here, other, strict=True))
+    assert engine.divergence(logs, every) == pytest.approx(whole, abs=1e-6)
+    some = 0.5 * math.log(0.5 / 0.25) + 0.15 * math.log(0.15 / 0.4) + 0.35 * math.log(0.35 / 0.35)
+    assert engine.divergence(logs, [every[2], every[0]]) == pytest.approx(some) and 0 < some < whole
+    same = [(token, math.log(p)) for token, p in enumerate(here)]
+    assert engine.divergence(logs, same) == pytest.approx(0, abs=1e-12)
 
 
 def test_runs_at_a_temperature_have_deviations_and_no_exact_answer() -> None:
@@ -51,7 +84,7 @@ def test_runs_at_a_temperature_have_deviations_and_no_exact_answer() -> None:
         for seed, both in enumerate(((0.2, 0.1), (0.4, 0.1)))
         for arm, seconds in zip(("exact", "cut"), both, strict=True)
     ]
-    exact, cut = arms.rows(ARMS, turns, [-1.0, -1.0, -2.0, -2.0])
+    exact, cut = arms.rows(ARMS, turns, [quality(-1.0), quality(-1.0), quality(-2.0), quality(-2.0)])
     assert cut["speed"] == pytest.approx(3) and cut["speed_deviation"] == pytest.approx(2**0.5)
     assert exact["perplexity_deviation"] == cut["perplexity_deviation"] > 0 and cut["same_prefix"] is None
 
@@ -75,10 +108,10 @@ def test_budgets_are_checked_before_anything_runs() -> None:
 
 def test_votes_are_chosen_on_other_prompts_than_are_reported() -> None:
     turns = [turn(arm, 0.0, 0, batch, answer([[batch]], 0.1)) for batch in (1, 2, 3, 4, 5) for arm in ("exact", "1")]
-    quality = [float(one.batch) for one in turns]
-    first, second = (votes.half_of(turns, quality, 5, half) for half in (False, True))
-    assert [one.batch for one in first[0]] == first[1] == [1, 1, 2, 2]
-    assert [one.batch for one in second[0]] == second[1] == [3, 3, 4, 4, 5, 5]
+    said = [quality(float(one.batch)) for one in turns]
+    first, second = (votes.half_of(turns, said, 5, half) for half in (False, True))
+    assert [one.batch for one in first[0]] == [one.logprob for one in first[1]] == [1, 1, 2, 2]
+    assert [one.batch for one in second[0]] == [one.logprob for one in second[1]] == [3, 3, 4, 4, 5, 5]
     found = votes.arms_of(24, ["0", "0.5"])
     assert [arm.name for arm in found] == ["exact", "0", "0.5"] and found[0].budget == {}
     assert [arm.budget["votes_alpha"] for arm in found[1:]] == [0, 0.5]
@@ -88,11 +121,61 @@ def test_votes_are_chosen_on_other_prompts_than_are_reported() -> None:
 
 def test_rows_are_shown_and_drawn(tmp_path: Path) -> None:
     turns = [turn(arm, t, 0, 1, answer([[1, 2]], 0.1)) for arm in ("exact", "cut") for t in (0.0, 1.0)]
-    found = arms.rows(ARMS, turns, [-1.0] * 4)
+    found = arms.rows(ARMS, turns, [quality(-1.0), quality(-1.0, 0.5, 0.25)] * 2)
     from rich.console import Console
 
     console = Console(record=True, width=140)
     arms_report.show(console, found, "a title", "temperature")
-    assert "1.00 [1.00 - 1.00]" in console.export_text()
+    text = console.export_text()
+    assert "1.00 [1.00 - 1.00]" in text and "50.0 %" in text and "0.250" in text
     arms_report.draw(found, "a title", "temperature", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_powers_are_drawn(tmp_path: Path) -> None:
+    kinds = [(half, arm) for half in votes.HALVES for arm in (votes.EXACT, "0", "0.5")]
+    found = [{"nodes": 16, "half": half, "arm": arm, "kl": 0.1, "top1_agreement": 0.9} for half, arm in kinds]
+    votes.draw({"rows": found, "label": None, "model": "m", "budget": 24}, tmp_path / "v.png")
+    assert (tmp_path / "v.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_way_to_draft_is_an_engine_and_has_its_budgets() -> None:
+    ways = table.ways_of("5", "16,63")
+    assert [way.name for way in ways] == ["no drafts", "chain of 5", "tree of 16", "tree of 63"]
+    sides = [way.side({"slots": "25%"}) for way in ways]
+    assert [side.draft_tokens for side in sides] == [None, 5, 16, 63]
+    assert [side.speculation for side in sides] == ["none", "eagle3", "eagle3", "eagle3"]
+    assert sides[0].knobs == {"slots": "25%"} and sides[1].knobs == {"slots": "25%", "guard": "off"}
+    assert sides[3].knobs["tree"] == "63"
+    arms_ = table.arms_of(ways, ["16", "24"], ["substitution"], ["uniform", "path"], "router")
+    assert len(arms_) == 1 + 3 * (1 + 2 * 2) and [arm.engine for arm in arms_] == [0, *[1] * 5, *[2] * 5, *[3] * 5]
+    assert [arm.name for arm in arms_[6:]][:3] == [
+        "tree of 16, exact", "tree of 16, B = 16, substitution", "tree of 16, B = 24, substitution"
+    ]  # fmt: skip
+    assert arms_[6].budget == {} and arms_[9].budget["votes"] == "path" and len({arm.name for arm in arms_}) == 16
+    assert [way.name for way in table.ways_of("", "8")] == ["no drafts", "tree of 8"]
+    for chains, trees in (("", ""), ("0", ""), ("5", "many")):
+        with pytest.raises(plan.PlanError):
+            table.ways_of(chains, trees)
+
+
+def test_runs_by_temperature() -> None:
+    assert table.runs_of("0", 5) == [(0.0, 0)]
+    assert table.runs_of("0,0.7", 2) == [(0.0, 0), (0.7, 0), (0.7, 1)]
+    for text in ("-1", "hot"):
+        with pytest.raises(plan.PlanError, match="--temperatures"):
+            table.runs_of(text, 2)
+
+
+def test_speeds_are_drawn_by_rows_experts_and_agreement(tmp_path: Path) -> None:
+    ways = table.ways_of("5", "16")
+    arms_ = table.arms_of(ways, ["16"], ["substitution"], ["path"], "router")
+    turns = [turn(arm.name, 0.0, 0, 1, answer([[1, 2]], 0.1)) for arm in arms_]
+    of = {arm.name: ways[arm.engine] for arm in arms_}
+    found = [
+        {"kind": of[row["arm"]].kind, "drafts": of[row["arm"]].drafts, **row}
+        for row in arms.rows(arms_, turns, [quality(-1.0)] * len(turns))
+    ]
+    assert [table.budget_of(row) for row in found[1:3]] == ["exact", "B = 16, substitution, path"]
+    table.draw(found, "a title", tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

@@ -19,6 +19,7 @@ paired = importlib.import_module("paired")
 plan = importlib.import_module("plan")
 processes = importlib.import_module("processes")
 run = importlib.import_module("run")
+EAGLE3 = BENCHMARKS / "toy" / "models" / "eagle3"
 
 
 def test_sides() -> None:
@@ -26,6 +27,18 @@ def test_sides() -> None:
     side = paired.Side.parse("spac policy=lru io_threads=2", "25%")
     assert side.knobs == {"slots": "25%", "policy": "lru", "io_threads": "2"} and side.speculation == "none"
     assert paired.Side.parse("spac slots=8", "25%").knobs["slots"] == "8", "what a side says of itself counts"
+
+
+def test_a_side_has_a_draft_length_of_its_own() -> None:
+    """Else that of all sides; a tree's number of nodes is its draft length."""
+    drafts = plan.Drafts(4, EAGLE3, Path("draft"))
+    settings = paired.Settings(Path("m"), (1,), 8, 8, 0, True, None, Path("d"), drafts, 1.0)
+    texts = ("", " draft_tokens=3", " tree=16", " tree=16 draft_tokens=16")
+    jobs = [paired.Side.parse(f"spac speculation=eagle3{text}", "25%").job(settings) for text in texts]
+    assert [job["speculative"]["num_speculative_tokens"] for job in jobs] == [4, 3, 16, 16]
+    assert all("draft_tokens" not in job["spac"] for job in jobs) and jobs[2]["spac"]["tree"] == "16"
+    stock = paired.Side.parse("stock speculation=ngram draft_tokens=2", "25%").job(settings)
+    assert stock["speculative"]["num_speculative_tokens"] == 2
 
 
 def test_both_sides_have_the_dtype_that_was_asked_for() -> None:
@@ -42,6 +55,9 @@ def test_both_sides_have_the_dtype_that_was_asked_for() -> None:
         ("spac lru", plan.PlanError, "use stock or spac, then knob=value"),
         ("stock policy=lru", plan.PlanError, "stock vLLM has no knob policy"),
         ("spac speculation=medusa", plan.PlanError, "no speculation is called medusa"),
+        ("spac draft_tokens=4", plan.PlanError, "of a side with speculation"),
+        ("spac speculation=eagle3 draft_tokens=0", plan.PlanError, "a positive number"),
+        ("spac speculation=eagle3 draft_tokens=4 tree=16", plan.PlanError, "two draft lengths"),
         ("spac polcy=lru", ConfigError, "policy"),
         ("spac policy=best", ConfigError, "best"),
     ],
@@ -73,6 +89,7 @@ def test_what_one_engine_pauses(base: str, other: str, parts: list[str]) -> None
         ("spac policy=lru", "spac speculation=ngram"),
         ("spac speculation=ngram", "spac speculation=eagle3 trace=a"),
         ("spac speculation=ngram", "spac trace=a"),
+        ("spac speculation=ngram draft_tokens=3", "spac speculation=ngram draft_tokens=4 trace=a"),
         ("spac", "spac speculation=ngram guard=off"),
     ],
 )
@@ -124,6 +141,17 @@ def test_a_row_compares_with_both_bases_by_turns_and_by_totals() -> None:
     assert not paired._row("25%", said, 1, 0)["tokens_equal"], "of all arms"
 
 
+def test_the_seconds_of_a_step_leave_the_prompt_out() -> None:
+    """Nine tokens after the first, of 0.1 s each: in nine steps, and in three of a side with drafts."""
+    base, other = answer(10, 2.0), answer(10, 2.0)
+    base["counters"], other["counters"] = ({"steps": {"prefill": 1, "verify": steps}} for steps in (9, 3))
+    row = paired._row("25%", [[[base, other]] * 2], 0, 0)
+    assert (row["base"]["step_seconds"], row["other"]["step_seconds"]) == pytest.approx((0.1, 0.3))
+    assert row["step_ratio"] == pytest.approx(3) and row["step_interval"] == pytest.approx([3, 3])
+    stock = paired._row("25%", [[[answer(10, 2.0), other]]], 0, 0)
+    assert stock["step_ratio"] is stock["step_interval"] is stock["base"]["step_seconds"] is None
+
+
 def test_the_table_and_the_picture_show_both(tmp_path, monkeypatch) -> None:
     said = [[[answer(10, 2.0), answer(10, 1.0), answer(10, 4.0)]] * 2]
     result = {"base": "spac", "other": "spac speculation=eagle3", "label": "toy model", "rows": []}
@@ -166,7 +194,7 @@ def test_a_live_engine_answers_in_turn_and_goes(engine) -> None:
         assert live.batch([[4], [5]], 6, budget={}) == {
             "saids": [[4], [5]], "tokens": 6, "without": [], "budget": {}
         }  # fmt: skip
-        assert live.score([7, 8, 9], 1) == {"score": [7, 8, 9], "first": 1}
+        assert live.score([7, 8, 9], 1) == {"score": [7, 8, 9], "first": 1, "beside": None}
     with pytest.raises(ProcessLookupError):
         os.kill(live._child.pid, 0)
 

@@ -41,7 +41,7 @@ class Growth:
 
     def __init__(self, shape: TreeShape, logp: Tensor) -> None:
         self._shape, self.level = shape, 1
-        values, tokens = logp.topk(min(shape.width, logp.shape[1]), dim=1)
+        values, tokens = _best(logp, shape.width)
         self._tokens, self._logp = [tokens], [values]
         self._parents = [torch.full_like(tokens, -1)]
         self._expand(values, tokens.new_zeros(tokens.shape))
@@ -66,7 +66,7 @@ class Growth:
         """Adds a level; ``logp``: log-probabilities behind each expanded candidate, [requests, F, V]."""
         requests, front, vocabulary = logp.shape
         width = min(self._shape.width, vocabulary)
-        values, tokens = logp.topk(width, dim=2)
+        values, tokens = _best(logp, width)
         joint = values + torch.cat(self._logp, 1).gather(1, self.expanded)[..., None]
         self._tokens.append(tokens.flatten(1))
         self._logp.append(joint.flatten(1))
@@ -96,3 +96,13 @@ class Growth:
             )
             for tokens, parents, logp in zip(*parts, strict=True)
         ]
+
+
+def _best(logp: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens, [..., width], and their log-probabilities.
+
+    Where the drafter's are NaN, as behind a target whose hidden states have overflowed, they are -inf: NaN is larger
+    than any number to a sort, and children would come before their parents.
+    """
+    values, tokens = logp.topk(min(width, logp.shape[-1]), dim=-1)
+    return values.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens
