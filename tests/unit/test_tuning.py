@@ -88,6 +88,7 @@ def test_a_machine_without_a_gpu(toy: ServedModel) -> None:
     assert [name for name, candidate in found.items() if "store" in (candidate.knobs or {})] == ["CPU experts"]
     assert {"prefetch=utility", "policy=lfu", "io_threads=8", "drafts=ngram 4"} <= set(found)
     assert "policy=pinned" not in found, "it needs a calibration"
+    assert "policy=drop" not in found, "it keeps nothing"
     assert "needs a GPU" in (left_out(toy, cpu(GIB), list(found.values())) or "")
 
 

@@ -212,12 +212,12 @@ def trees(machine: PlannedMachine, allowed: Allowed) -> list[int]:
 
 
 def policies() -> list[str]:
-    """Returns the policies that need nothing more, without the default and the baseline."""
-    names = components.serving("policies")
+    """Returns the policies that need nothing more and keep experts, without the default and the baseline."""
+    found = {name: components.find("policies", name) for name in components.serving("policies")}
     return [
         name
-        for name in names
-        if name not in ("reuse", "lru") and not components.find("policies", name).needs_calibration
+        for name, kind in found.items()
+        if name not in ("reuse", "lru") and kind.keeps and not kind.needs_calibration
     ]
 
 
