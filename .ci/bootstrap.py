@@ -236,9 +236,13 @@ def use_packages_of_this_python() -> None:
 
 
 def script(python: Path, entry: str) -> str:
-    """Returns the script that pip writes for an entry point ``module:function`` or ``module:object.function``."""
+    """Returns the script that pip writes for an entry point ``module:function`` or ``module:object.function``.
+
+    Processes that the command spawns import it again, hence the condition.
+    """
     module, _, name = entry.partition(":")
-    return f"#!{python}\nimport sys\nfrom {module} import {name.partition('.')[0]}\nsys.exit({name}())\n"
+    begin = f"#!{python}\nimport sys\nfrom {module} import {name.partition('.')[0]}\n"
+    return f'{begin}if __name__ == "__main__":\n    sys.exit({name}())\n'
 
 
 def install_cpu_vllm() -> None:

@@ -94,6 +94,7 @@ def rendered() -> Values:
         papers,
         reuse_of_experts,
         moe_spac_tables,
+        od_moe,
         soak,
     )
     return {name: text for section in sections for name, text in section().items()}
@@ -628,6 +629,31 @@ def moe_spac_tables() -> Values:
             rows = [[row, *(f"{cell['tpot_ms']:.2f}" for cell in cells)] for row, cells in content[name].items()]
             rendered[f"moe_spac.{name}.{model}"] = table(head, rows)
     return rendered
+
+
+def od_moe() -> Values:
+    """OD-MoE's speed of Mixtral and that of workers on several networks, both calculated."""
+    content = result("toy_local_od_moe")
+    mixtral, given = content["mixtral"]["assumed"], content["assumed"]
+    counts = list(next(iter(content["workers"].values())))
+    lines = [
+        [name, f"{1e6 * content['networks'][name]['latency']:.0f}", *(f"{speed:.1f}" for speed in speeds.values())]
+        for name, speeds in content["workers"].items()
+    ]
+    head = ("network", "µs one way", *(f"{count} worker{'s' * (count != '1')}" for count in counts))
+    return {
+        "od_moe": table(head, lines),
+        "od_moe.paper": f"{content['mixtral']['paper']:.2f}",
+        "od_moe.calculated": f"{content['mixtral']['tokens_per_second']:.2f}",
+        "od_moe.resident": f"{mixtral['resident_tokens_per_second']:.2f}",
+        "od_moe.experts": f"{mixtral['compute_ms']:.1f}",
+        "od_moe.layer": f"{mixtral['main_ms'] + mixtral['compute_ms']:.1f}",
+        "od_moe.load": f"{mixtral['load_ms']:.0f}",
+        "od_moe.recall": f"{100 * mixtral['recall']:.1f} %",
+        "od_moe.share": f"{100 * given['share']:.2f} %",
+        "od_moe.each": f"{given['main_ms']:.2f}",
+        "od_moe.read": f"{given['load_ms']:.0f}",
+    }
 
 
 def soak() -> Values:

@@ -276,6 +276,16 @@ FIGURES = {
         inputs=("benchmarks/traces",),
         minutes=1,
     ),
+    "od_moe": Figure(
+        "Expert workers: OD-MoE's speed, and workers on other networks, calculated",
+        ("toy_local_od_moe.json",),
+        (
+            f"python benchmarks/papers/od_moe.py {_LOCAL_TRACES}/none1.trace --layers 48 --share 0.0625 "
+            "--output benchmarks/results/toy_local_od_moe.json",
+        ),
+        inputs=("benchmarks/traces/local",),
+        minutes=1,
+    ),
     "trees": Figure(
         "Results: draft trees",
         ("toy_trees.json", "toy_trees.png", "toy_local_trees.json", "toy_local_trees.png"),

@@ -6,13 +6,15 @@ layer takes 1 / (32 x 4.89) s in all, of which 1.4 ms are experts; a hop takes 1
 MB/s; an expert of 352 MB is loaded in 22 ms (16 GB/s); recall 97.34 % (an INT8 shadow). The load time is the free
 parameter.
 
-The second table: 1 to 16 workers, each with memory for a share of all experts, over four networks; the routing is a
-trace's, or by default synthetic, with the sizes of Qwen3-30B-A3B.
+The second table: 1 to 16 workers, each with memory for a share of all experts, over four networks, with the sizes of
+Qwen3-30B-A3B. A layer belongs to one worker. The routing is a trace's, or by default synthetic. With --layers, a trace
+of fewer layers is stacked, as in replay/executions.py, and its prompts are left out.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,15 +23,19 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
 from common import provenance, write_result
+from executions import stack
+from policies import facts
 
 from vllm_spac.profiling.costs import Costs, Network
 from vllm_spac.simulation.workers import LayerTimes, cached, cacheless
 from vllm_spac.traces.format import Trace
 from vllm_spac.traces.synthetic import synthetic_trace
 
-PAPER = 3.69
+PAPER, RESIDENT = 3.69, 4.89
 MIXTRAL = {"layers": 32, "top_k": 2, "groups": 4, "fan": 2, "row_bytes": 4096 * 4}
+RECALL = 0.9734
 TIMES = LayerTimes(main=5.0e-3, compute=1.4e-3, load=22e-3)
 NETWORKS = {  # latency one way with its software, bandwidth: assumed
     "1 Gbit/s": Network(latency=150e-6, bandwidth=0.117e9),
@@ -47,6 +53,8 @@ def main(
     trace: Annotated[
         Path | None, typer.Argument(help="Routing of one request without drafts.", show_default="synthetic")
     ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Stack the trace to so many layers.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps of a stacked trace.")] = 250,
     share: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Of all experts, what one worker's memory holds.")
     ] = 0.125,
@@ -59,22 +67,33 @@ def main(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON, too.")] = None,
 ) -> None:
+    origin = provenance()
     measured = None if profile is None else Costs.read(profile).network
     if profile is not None and measured is None:
         raise typer.BadParameter(f"{profile} has no network; run vllm-spac profile --peer", param_hint="--profile")
     networks = NETWORKS | ({} if measured is None else {f"measured: {measured.peer}": measured})
-    loaded = synthetic_trace(**SYNTHETIC) if trace is None else Trace.load(trace)
+    recorded = synthetic_trace(**SYNTHETIC) if trace is None else Trace.load(trace)
+    loaded = recorded if layers is None else stack(recorded, layers, steps)
     times = LayerTimes(main_ms / 1e3, compute_ms / 1e3, load_ms / 1e3)
     result: dict[str, Any] = {
         "calculated": True,
-        "mixtral": {"paper": PAPER, "tokens_per_second": round(mixtral(), 3)},
+        "mixtral": {
+            "paper": PAPER,
+            "tokens_per_second": round(mixtral(), 3),
+            "assumed": MIXTRAL
+            | {f"{name}_ms": 1e3 * seconds for name, seconds in asdict(TIMES).items()}
+            | {"recall": RECALL, "resident_tokens_per_second": RESIDENT},
+        },
         "workers": {
             name: {str(n): round(_speed(loaded, n, share, network, times, hidden), 2) for n in counts(loaded)}
             for name, network in networks.items()
         },
         "assumed": {"share": share, "main_ms": main_ms, "compute_ms": compute_ms, "load_ms": load_ms, "hidden": hidden},
-        "routing": {"synthetic": SYNTHETIC} if trace is None else {"trace": trace.name},
-        "provenance": provenance(),
+        "networks": {name: {"latency": net.latency, "bandwidth": net.bandwidth} for name, net in networks.items()},
+        "routing": {"layers": loaded.facts.layers, "experts": loaded.facts.experts, "steps": loaded.steps}
+        | ({"synthetic": SYNTHETIC} if trace is None else {}),
+        "traces": {} if trace is None else {trace.stem: facts(trace, recorded)},
+        "provenance": origin,
     }
     if output is not None:
         write_result(output, result)
@@ -90,7 +109,7 @@ def mixtral() -> float:
         NETWORKS["1 Gbit/s"],
         TIMES,
         MIXTRAL["row_bytes"],
-        recall=0.9734,
+        recall=RECALL,
         tokens=500,
         fan=MIXTRAL["fan"],
     ).per_second

@@ -382,9 +382,9 @@ def test_a_packed_folder_may_be_read_only(moe, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size above 1 (stock vLLM fails with it on a CPU"),
-        ({"data_parallel_size": 2}, "--data-parallel-size above 1 is not supported; use 1, or one server per replica"),
-        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "rows of other replicas reach a layer after"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size above 1 (stages have other layers each"),
+        ({"data_parallel_size": 2}, "rows of other replicas reach a layer after its experts were loaded) is not"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "use 1, or one server per replica with --tensor-"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel with one rank is not supported; drop it"),
         (
             {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},

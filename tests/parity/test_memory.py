@@ -1,8 +1,13 @@
-"""Loading holds the slots and about one layer, never all experts; a KV cache takes what requests use of it."""
+"""Loading holds the slots and about one layer, never all experts; a KV cache takes what requests use of it.
+
+Several ranks, and expert workers, hold their part of the slots each. The tiny models of other tests do not show that:
+their parts are padded by the kernel.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +46,35 @@ LLM(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_l
     dtype="bfloat16", additional_config=json.loads(sys.argv[2]))
 print(json.dumps(peak[1] - peak[0]))
 """
+
+PEAKS = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import engines
+
+def peak(_=None):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+if __name__ == "__main__":
+    import psutil
+    from vllm_spac.distributed.processes import MODULE
+
+    model, spac, options = json.loads(sys.argv[2])
+    kv = dict(num_gpu_blocks_override=None, kv_cache_memory_bytes=16 << 20, max_model_len=128, max_num_seqs=2)
+    with engines.engine(model, spac, **kv, **options) as llm:
+        engines.say(llm, [[5, 6, 7]], max_tokens=4)
+        ranks = llm.collective_rpc(peak)
+        workers = [
+            next(int(line.split()[1]) << 10 for line in Path(f"/proc/{child.pid}/status").read_text().splitlines()
+                 if line.startswith("VmHWM"))
+            for child in psutil.Process().children(recursive=True)
+            if MODULE in child.cmdline()
+        ]
+        print(json.dumps([ranks, workers]))
+"""
+TWO_RANKS = {"tensor_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +120,24 @@ def growth(model: Path, additional: dict) -> int:
     return int(done.stdout.strip().splitlines()[-1])
 
 
+def peaks(model: Path, spac: dict | None, **options) -> list[list[int]]:
+    """The greatest resident bytes of the processes that run the model, and those of expert workers."""
+    given = json.dumps([str(model), spac, options])
+    changes = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function for collective_rpc
+    if options:
+        changes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return forked.answer(forked.run(["-c", PEAKS, Path(__file__).parent, given], changes))
+
+
+def beyond(big: list[int], tiny: list[int]) -> list[int]:
+    """What the processes of the big model take more than those of a tiny one."""
+    return [peak - least for peak, least in zip(sorted(big), sorted(tiny), strict=True)]
+
+
+def in_mib(counts: dict[str, list[int]]) -> dict[str, list[str]]:
+    return {name: [f"{count / 2**20:.0f} MiB" for count in each] for name, each in counts.items()}
+
+
 def test_the_kv_cache_takes_memory_only_where_requests_use_it(checkpoint, tmp_path):
     """vLLM fills its 1 GiB with zeros, which makes all of it resident; the tiny model itself takes some MiB."""
 
@@ -122,3 +174,31 @@ def test_loading_for_pointers_holds_the_store_the_slots_and_about_one_layer(big,
     tiny, grown = growth(checkpoint("qwen3_moe"), spac), growth(big, spac)
     print("grew by", {name: f"{count / 2**20:.0f} MiB" for name, count in {"tiny": tiny, "big": grown}.items()})
     assert grown - tiny < kept + 1.75 * LAYER_BYTES
+
+
+@pytest.mark.full
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks spin while they wait: needs 2 CPUs")
+def test_each_rank_holds_its_part_of_the_slots(big, checkpoint, tmp_path):
+    """Half of each expert in a slot; stock's ranks hold half of all experts."""
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path)}
+    runs = ((checkpoint("qwen3_moe"), spac), (big, spac), (big, None))
+    tiny, ours, stock = (peaks(model, knobs, **TWO_RANKS)[0] for model, knobs in runs)
+    grown = {"packing": beyond(ours, tiny), "stock": beyond(stock, tiny)}
+    print("ranks grew by", in_mib(grown))
+    half = LAYERS * LAYER_BYTES / 2
+    assert min(grown["stock"]) > half
+    assert 0.9 * 0.25 * half < min(grown["packing"])
+    assert max(grown["packing"]) < 0.25 * half + LAYER_BYTES / 2
+
+
+@pytest.mark.full
+def test_each_expert_worker_holds_its_layers_slots(big, checkpoint, tmp_path):
+    """Two workers with half of the layers each; the engine keeps no expert, and at most one layer while it packs."""
+    spac = {"slots": "25%", "executor": "processes", "workers": 2, "disk_dir": str(tmp_path)}
+    (tiny, tiny_workers), (engine, workers) = (peaks(model, spac) for model in (checkpoint("qwen3_moe"), big))
+    grown = {"engine": beyond(engine, tiny), "workers": beyond(workers, tiny_workers)}
+    print("grew by", in_mib(grown))
+    slots = 0.25 * LAYERS * LAYER_BYTES / 2
+    assert len(workers) == 2 and min(grown["workers"]) > 0.9 * slots
+    assert max(grown["workers"]) < slots + LAYER_BYTES / 2
+    assert max(grown["engine"]) < LAYER_BYTES

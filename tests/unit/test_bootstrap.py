@@ -222,7 +222,8 @@ def test_commands_of_system_packages_are_python(bootstrap, entry):
         "#!/p",
         "import sys",
         "from a.b import c",
-        "sys.exit(c.d())",
+        'if __name__ == "__main__":',
+        "    sys.exit(c.d())",
     ]
 
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers")]
-moe_spac, moe_spac_reuse, moe_spec, spread = (
-    importlib.import_module(name) for name in ("moe_spac", "moe_spac_reuse", "moe_spec", "spread")
+moe_spac, moe_spac_reuse, moe_spec, od_moe, spread = (
+    importlib.import_module(name) for name in ("moe_spac", "moe_spac_reuse", "moe_spec", "od_moe", "spread")
 )
 
 from vllm_spac.traces.synthetic import synthetic_trace  # noqa: E402
@@ -137,3 +137,19 @@ def test_traces_of_two_models_are_refused(tmp_path: Path) -> None:
         spread.load([tmp_path])
     with pytest.raises(Exception, match="name traces"):
         spread.load([tmp_path / "8.trace", tmp_path / "8.trace"])
+
+
+def test_od_moe_of_a_stacked_trace(tmp_path: Path) -> None:
+    """More workers than layers are left out; more memory and a faster network make no step longer."""
+    path, output = tmp_path / "a.trace", tmp_path / "od.json"
+    synthetic_trace(layers=2, experts=16, top_k=2, steps=20).save(path)
+    arguments = [str(path), "--layers", "4", "--share", "0.25", "--output", str(output)]
+    done = CliRunner().invoke(od_moe.app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads(output.read_text())
+    assert found["calculated"] and found["routing"] == {"layers": 4, "experts": 16, "steps": 20}
+    assert found["traces"]["a"]["layers"] == 2
+    for speeds in found["workers"].values():
+        assert list(speeds) == ["1", "2", "4"] and list(speeds.values()) == sorted(speeds.values())
+    by_network = [speeds["4"] for speeds in found["workers"].values()]
+    assert by_network == sorted(by_network) and by_network[0] < by_network[-1]

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from vllm_spac.checkpoint.architecture import Architecture
 from vllm_spac.checkpoint.headers import Checkpoint
+from vllm_spac.cli import plan as cli_plan
 from vllm_spac.cli.main import app
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
@@ -29,7 +30,7 @@ from vllm_spac.planning.machine import HOST_RESERVE, UTILIZATION, PlannedMachine
 from vllm_spac.planning.memory import Load, kv_bytes, largest_percent, slot_bytes, split
 from vllm_spac.planning.model import ServedModel
 from vllm_spac.planning.plan import assumptions, make_plan
-from vllm_spac.planning.predict import PROMPT, first_token, predict
+from vllm_spac.planning.predict import PROMPT, Prediction, first_token, predict
 from vllm_spac.profiling.costs import Capacity, Costs, HostWork
 from vllm_spac.simulation.simulate import simulate
 from vllm_spac.system.machine import Machine
@@ -536,3 +537,9 @@ def test_flags_of_quantised_experts_are_separate_words(model: ServedModel) -> No
     checkpoint: Checkpoint = replace(model.checkpoint, quantisation=settings)
     line = command(Choice(25, "host"), replace(model, checkpoint=checkpoint), machine(GIB, GIB), ONE)
     assert line.endswith(" --quantization moe_wna16 --moe-backend triton")
+
+
+@pytest.mark.parametrize(("speed", "said"), [(3.456, "3.46"), (456.7, "457"), (4567.0, "4,567"), (168_789.0, "169k")])
+def test_speeds_are_as_short_as_their_column(speed: float, said: str) -> None:
+    """Of a toy model on a large machine, too: ranges that are longer are cut off."""
+    assert cli_plan._speed(Prediction("even", speed, 1.0, "compute")) == said

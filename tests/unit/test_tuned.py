@@ -117,6 +117,25 @@ def test_knobs_that_do_not_go_together_are_named(folder: Path, here: Machine, ca
         applied.apply(args, SpacConfig.parse(args.additional_config["spac"]))
 
 
+@pytest.mark.parametrize(("requests", "used"), [(None, False), (16, False), (8, True), (4, True)])
+def test_trees_need_as_few_requests_as_when_they_were_measured(
+    folder: Path, here: Machine, caplog, requests: int | None, used: bool
+) -> None:
+    drafts = {"method": "eagle3", "model": "head", "num_speculative_tokens": 16}
+    write(folder, here, knobs={"tree": 16}, speculative_config=drafts, engine={"max_num_seqs": 8})
+    args = SimpleNamespace(
+        model=str(TOY),
+        additional_config={"spac": {"disk_dir": str(folder)}},
+        speculative_config=None,
+        tensor_parallel_size=1,
+        max_num_seqs=requests,
+        spac_command=True,
+    )
+    config = applied.apply(args, SpacConfig.parse(args.additional_config["spac"]))
+    assert (config.tree, args.speculative_config) == ((16, drafts) if used else (0, None))
+    assert ("add that, or set --spac-tuned off" in caplog.text) is not used
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -85,9 +85,10 @@ def test_a_machine_with_a_gpu(toy: ServedModel) -> None:
 def test_a_machine_without_a_gpu(toy: ServedModel) -> None:
     found = by_name(toy, cpu(GIB), slots="25%", departures=frozenset({"rounding"}))
     assert not any(candidate.is_stock for candidate in found.values())
-    assert not any("store" in (candidate.knobs or {}) for candidate in found.values())
+    assert [name for name, candidate in found.items() if "store" in (candidate.knobs or {})] == ["CPU experts"]
     assert {"prefetch=utility", "policy=lfu", "io_threads=8", "drafts=ngram 4"} <= set(found)
     assert "policy=pinned" not in found, "it needs a calibration"
+    assert "policy=drop" not in found, "it keeps nothing"
     assert "needs a GPU" in (left_out(toy, cpu(GIB), list(found.values())) or "")
 
 
@@ -118,6 +119,49 @@ def test_drafts_have_lengths_and_the_users_come_first(toy: ServedModel) -> None:
     assert asked["num_speculative_tokens"] == 6
 
 
+def test_draft_trees_of_a_drafter_that_can_draft_them(toy: ServedModel) -> None:
+    asked = {"method": "eagle", "model": "/e", "num_speculative_tokens": 6}
+    found = by_name(toy, cpu(GIB), slots="25%", drafts=asked, eagle3="/head", engine={"max_num_seqs": 8})
+    named = [name for name in found if name.startswith("tree=")]
+    assert named == [f"tree={n}, {method}" for method in ("eagle", "eagle3") for n in (4, 8, 16)]
+    tree = found["tree=16, eagle"]
+    assert tree.knobs == {"slots": "25%", "tree": 16} and tree.drafts == {**asked, "num_speculative_tokens": 16}
+    assert not tree.departures and not tree.same_steps
+    assert combine(found[DEFAULT], [tree, found["drafts=eagle3 4"], found["policy=lfu"]]) == Candidate(
+        "tree=16, eagle + policy=lfu", "combined", {"slots": "25%", "tree": 16, "policy": "lfu"}, tree.drafts
+    )
+    without = by_name(toy, cpu(GIB), slots="25%", drafts={"method": "draft_model", "model": "/d"})
+    assert not any(name.startswith("tree=") for name in without)
+
+
+def test_draft_trees_have_rows_for_all_requests(toy: ServedModel) -> None:
+    """vLLM serves 128 requests with 2,048 rows on a CPU; with a GPU trees need other settings, too."""
+    tree_settings = {"enforce_eager": True, "attention_backend": "TRITON_ATTN"}
+    for machine, engine, sizes in (
+        (cpu(GIB), {}, [4, 8]),
+        (cpu(GIB), {"max_num_seqs": 256}, [4]),
+        (cpu(GIB), {"max_num_seqs": 256, "max_num_batched_tokens": 8192}, [4, 8, 16]),
+        (gpu(GIB, GIB), {"max_num_seqs": 8}, []),
+        (gpu(GIB, GIB), {"max_num_seqs": 8, **tree_settings}, [4, 8, 16]),
+        (gpu(GIB, GIB), tree_settings, []),
+    ):
+        found = by_name(toy, machine, slots="25%", eagle3="/head", engine=engine)
+        assert [c.knobs["tree"] for c in found.values() if c.knobs and "tree" in c.knobs] == sizes, engine
+
+
+def test_cpu_experts_without_a_gpu_where_memory_holds_the_slots_and_all_experts(toy: ServedModel) -> None:
+    rounding = frozenset({"rounding"})
+    found = by_name(toy, cpu(GIB), slots="25%", departures=rounding)
+    assert found["CPU experts"].knobs == {"slots": "25%", "store": "host", "cpu_experts": "auto"}
+    assert "execution=pointers" not in found
+    for machine, allowed in (
+        (cpu(GIB), {"slots": "25%"}),
+        (cpu(SCARCE), {"slots": "25%", "departures": rounding}),
+        (cpu(SCARCE), {"limited": True, "departures": rounding}),
+    ):
+        assert "CPU experts" not in by_name(toy, machine, **allowed), allowed
+
+
 def test_limited_memory_is_counted_in_slots_and_a_context_leaves_more(toy: ServedModel) -> None:
     limited = by_name(toy, cpu(SCARCE), limited=True)
     percent = float(str((limited[DEFAULT].knobs or {})["slots"]).rstrip("%"))
@@ -131,7 +175,9 @@ def test_limited_memory_is_counted_in_slots_and_a_context_leaves_more(toy: Serve
 
 def test_predictors_of_a_file(toy: ServedModel) -> None:
     found = by_name(toy, cpu(GIB), slots="25%", predictor_file="/p", predictors=("linear", "gate"))
-    assert found["prefetch=linear"].knobs == {"slots": "25%", "prefetch": "linear", "predictor_file": "/p"}
+    for name in ("auto", "linear", "gate"):
+        assert found[f"prefetch={name}"].knobs == {"slots": "25%", "prefetch": name, "predictor_file": "/p"}
+    assert "prefetch=auto" not in by_name(toy, cpu(GIB), slots="25%")
 
 
 def test_what_departs_from_the_tokens_of_vllm() -> None:

@@ -202,7 +202,9 @@ def _range(low: str, high: str) -> str:
 
 def _speed(prediction: Prediction) -> str:
     speed = prediction.tokens_per_second
-    return f"{speed:.3g}" if speed < 1000 else f"{speed:,.0f}"
+    if speed < 1000:
+        return f"{speed:.3g}"
+    return f"{speed:,.0f}" if speed < 10_000 else f"{speed / 1000:.3g}k"
 
 
 def _content(found: Plan) -> dict:

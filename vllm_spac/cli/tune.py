@@ -114,6 +114,7 @@ def tune(
         predictor_file=None if predictor_file is None else str(predictor_file.absolute()),
         predictors=_predictors(predictor_file),
         budgets=_budgets(quality, served) if lossy else (),
+        engine=options,
         departures=departures,
     )
     folder = (disk_dir or DISK_DIR).expanduser().absolute()

@@ -100,16 +100,17 @@ def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool
     several = ranks > 1
     yield (
         parallel.pipeline_parallel_size > 1,
-        "--pipeline-parallel-size above 1 (stock vLLM fails with it on a CPU, so that it cannot be tested)",
+        "--pipeline-parallel-size above 1 (stages have other layers each, and would need slots, budgets and traces of "
+        "their own)",
         "use 1, or --tensor-parallel-size",
     )
+    divided = " with --tensor-parallel-size and --enable-expert-parallel" if experts_divided else ""
     yield (
-        parallel.data_parallel_size > 1 and experts_divided,
-        "--data-parallel-size above 1 with --enable-expert-parallel (rows of other replicas reach a layer after its "
-        "experts were loaded)",
-        "use one server per replica, each with --tensor-parallel-size and --enable-expert-parallel",
+        parallel.data_parallel_size > 1,
+        "--data-parallel-size above 1 (vLLM divides experts among replicas too, and rows of other replicas reach a "
+        "layer after its experts were loaded)",
+        f"use 1, or one server per replica{divided}",
     )
-    yield parallel.data_parallel_size > 1, "--data-parallel-size above 1", "use 1, or one server per replica"
     for name in ("prefill", "decode"):
         above = getattr(parallel, f"{name}_context_parallel_size") > 1
         yield above, f"--{name}-context-parallel-size above 1", "use 1, or --tensor-parallel-size"

@@ -21,6 +21,7 @@ class Drop(Policy):
     """
 
     needs_layers = True
+    keeps = False
 
     def __init__(self) -> None:
         self._past: OrderedDict[int, None] = OrderedDict()

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from vllm_spac import components
+from vllm_spac.config import SpacConfig
 from vllm_spac.knobs.types import Slots
 from vllm_spac.planning.choice import NGRAM
 from vllm_spac.planning.machine import PlannedMachine
-from vllm_spac.planning.memory import Load, largest_percent, split
+from vllm_spac.planning.memory import Load, largest_percent, rows, slot_bytes, split
 from vllm_spac.planning.model import ServedModel
 from vllm_spac.planning.plan import stores, tier_bytes
 from vllm_spac.tuning.candidate import DEFAULT, LRU, Candidate, Departure, Knob
 
 _NGRAM_LENGTHS = (2, 4)
 _EAGLE_LENGTHS = (2, 4, 8)
+_TREES = (4, 8, 16)
+_TREE_METHODS = ("eagle", "eagle3")
+_TREE_ENGINE = {"enforce_eager": True, "attention_backend": "TRITON_ATTN"}  # with a GPU
+_REQUESTS, _REQUESTS_GPU = 128, 1024  # vLLM's largest default of --max-num-seqs
 _THREADS = (2, 8)  # beside the default, 4
 
 
@@ -42,6 +47,7 @@ class Allowed:
         eagle3: folder of an EAGLE-3 head.
         predictors: of ``predictor_file``.
         budgets: that may be measured, with drafts; those of ``vllm-spac quality``.
+        engine: further arguments of the engine, which are the same for all candidates.
         departures: from vLLM's tokens that the user agrees to.
     """
 
@@ -53,6 +59,7 @@ class Allowed:
     predictor_file: str | None = None
     predictors: tuple[str, ...] = ()
     budgets: tuple[Budget, ...] = ()
+    engine: Mapping[str, Any] = field(default_factory=dict)
     departures: frozenset[Departure] = frozenset()
 
 
@@ -72,7 +79,7 @@ def candidates(model: ServedModel, machine: PlannedMachine, allowed: Allowed) ->
     if percent < 100:
         found.append(Candidate(LRU, "policy", base | {"policy": "lru"}))
         found += _stock(model, machine, percent)
-    changes = [*_drafts(allowed), *(_placed(model, machine, allowed, base, percent) if percent < 100 else ())]
+    changes = [*_drafts(machine, allowed), *(_placed(model, machine, allowed, base, percent) if percent < 100 else ())]
     for name, group, knobs, drafts, note in changes:
         candidate = Candidate(name, group, base | knobs, drafts, note=note)
         if candidate.departures <= allowed.departures:
@@ -104,6 +111,11 @@ def _percent(model: ServedModel, machine: PlannedMachine, allowed: Allowed) -> f
     return largest_percent(model, split(model, machine, _load(model, allowed)))
 
 
+def _room(model: ServedModel, machine: PlannedMachine, allowed: Allowed) -> int:
+    """Returns the bytes of fast memory for experts."""
+    return split(model, machine, _load(model, allowed)).room
+
+
 def _load(model: ServedModel, allowed: Allowed) -> Load:
     return Load(allowed.context or min(4096, model.architecture.longest or 4096), 1)
 
@@ -123,8 +135,8 @@ def _base(model: ServedModel, machine: PlannedMachine, allowed: Allowed, percent
 _Change = tuple[str, str, dict[str, Knob], Mapping[str, Any] | None, str]
 
 
-def _drafts(allowed: Allowed) -> Iterator[_Change]:
-    """Yields drafts by length, with the guard and without; then budgets of the longest."""
+def _drafts(machine: PlannedMachine, allowed: Allowed) -> Iterator[_Change]:
+    """Yields drafts by length, as chains and as trees, with the guard and without; then budgets of the longest."""
     sources: list[tuple[str, Mapping[str, Any], tuple[int, ...]]] = []
     if allowed.drafts is not None:
         length = int(allowed.drafts.get("num_speculative_tokens") or 0)
@@ -139,6 +151,10 @@ def _drafts(allowed: Allowed) -> Iterator[_Change]:
             given = dict(config) | ({"num_speculative_tokens": length} if length else {})
             shown = f"{name} {length}" if length else name
             yield f"drafts={shown}", "drafts", {}, given, ""
+        if config.get("method") in _TREE_METHODS:
+            for nodes in trees(machine, allowed):
+                given = dict(config) | {"num_speculative_tokens": nodes}
+                yield f"tree={nodes}, {name}", "drafts", {"tree": nodes}, given, ""
     name, config, lengths = sources[0]
     longest = max(lengths, default=0)
     given = dict(config) | ({"num_speculative_tokens": longest} if longest else {})
@@ -161,8 +177,13 @@ def _placed(
         elif store == "host" and machine.gpu:
             yield "CPU experts", "cpu", {"store": "host", "cpu_experts": "auto"}, None, ""
             yield "execution=pointers", "execution", {"store": "host", "execution": "pointers"}, None, ""
+    if not machine.gpu and slot_bytes(model, int(percent)) + model.experts_bytes <= _room(model, machine, allowed):
+        yield "CPU experts", "cpu", {"store": "host", "cpu_experts": "auto"}, None, ""
+    if allowed.predictors:
+        knobs: dict[str, Knob] = {"prefetch": "auto", "predictor_file": str(allowed.predictor_file)}
+        yield "prefetch=auto", "prefetch", knobs, None, ""
     for name in allowed.predictors:
-        knobs: dict[str, Knob] = {"prefetch": name, "predictor_file": str(allowed.predictor_file)}
+        knobs = {"prefetch": name, "predictor_file": str(allowed.predictor_file)}
         yield f"prefetch={name}", "prefetch", knobs, None, ""
     yield "prefetch=utility", "prefetch", {"prefetch": "utility"}, None, ""
     for name in policies():
@@ -174,13 +195,29 @@ def _placed(
         yield f"io_threads={count}", "threads", {"io_threads": count}, None, ""
 
 
+def trees(machine: PlannedMachine, allowed: Allowed) -> list[int]:
+    """Returns the sizes of draft trees whose rows, of as many requests as the engine serves, fit a forward."""
+    engine = allowed.engine
+    if machine.gpu and any(engine.get(name) != value for name, value in _TREE_ENGINE.items()):
+        return []
+    requests = engine.get("max_num_seqs") or (_REQUESTS_GPU if machine.gpu else _REQUESTS)
+    most = engine.get("max_num_batched_tokens") or rows(machine)
+    found = []
+    for nodes in _TREES:
+        shape = SpacConfig.parse({"tree": nodes}).draft_tree
+        assert shape is not None
+        if requests * max(nodes + 1, shape.front) <= most:
+            found.append(nodes)
+    return found
+
+
 def policies() -> list[str]:
-    """Returns the policies that need nothing more, without the default and the baseline."""
-    names = components.serving("policies")
+    """Returns the policies that need nothing more and keep experts, without the default and the baseline."""
+    found = {name: components.find("policies", name) for name in components.serving("policies")}
     return [
         name
-        for name in names
-        if name not in ("reuse", "lru") and not components.find("policies", name).needs_calibration
+        for name, kind in found.items()
+        if name not in ("reuse", "lru") and kind.keeps and not kind.needs_calibration
     ]
 
 

@@ -47,8 +47,10 @@ def sentences(outcome: Outcome) -> Iterator[str]:
     """Yields what was decided, and why."""
     name = None if outcome.contender is None else outcome.contender.name
     if name is None:
-        tried = "nothing that was tried" if outcome.untried else "nothing"
-        yield f"{tried} was faster than the default: it is kept"
+        if outcome.untried:
+            yield "nothing that was tried so far was faster than the default"
+        else:
+            yield "nothing was faster than the default: it is kept"
         return
     if (tokens := outcome.tokens.get(name)) is not None and tokens.verdict == "wrong":
         yield f"{name} was the fastest and gave other tokens in turns with the default, which is kept"

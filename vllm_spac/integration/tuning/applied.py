@@ -103,6 +103,9 @@ def _problem(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile)
     ranks = profile.engine.get("tensor_parallel_size", 1)
     if engine_args.tensor_parallel_size != ranks:
         return f"it was measured with --tensor-parallel-size {ranks}; set --spac-tuned off"
+    most = profile.engine.get("max_num_seqs")
+    if profile.knobs.get("tree") and most and (engine_args.max_num_seqs or most + 1) > most:
+        return f"it drafts trees, measured with --max-num-seqs {most}; add that, or set --spac-tuned off"
     try:
         SpacConfig.parse(_merged(engine_args, profile))
     except ConfigError as error:
