@@ -156,14 +156,15 @@ def _row(
     bf16: Arm,
     which: int,
     answers: list[list[dict]],
-    scores: list[list[list[float]]],
+    scores: list[list[dict[str, list]]],
     seed: int,
 ) -> dict[str, Any]:
     rates = [[len(answer["tokens"][0]) / answer["seconds"] for answer in turn] for turn in answers]
     ratios = [turn[which] / turn[0] for turn in rates]
     tokens = sum(len(turn[which]["tokens"][0]) for turn in answers)
     loads = sum(turn[which]["counters"]["loads"] for turn in answers)
-    logprobs = [value for text in scores[which] for value in text]
+    logprobs = [value for text in scores[which] for value in text["logprobs"]]
+    best = [value for text in scores[which] for value in text["best"]]
     return {
         "slots": size,
         "format": arm.name,
@@ -175,6 +176,7 @@ def _row(
         "loads_per_token": loads / tokens,
         "bytes_per_token": loads * arm.expert_bytes / tokens,
         "perplexity": math.exp(-statistics.fmean(logprobs)),
+        "top_1": statistics.fmean(best),
         "scored_tokens": len(logprobs),
     }
 
