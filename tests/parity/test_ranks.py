@@ -75,6 +75,8 @@ def test_same_tokens_as_stock_of_the_same_size(stock, checkpoint, tmp_path):
     ("family", "spac", "method"),
     [
         ("qwen3_moe", {"slots": 4, "store": "host"}, None),
+        ("qwen3_moe", {"slots": "100%", "store": "disk"}, None),
+        ("deepseek_v2", {"slots": 4, "store": "host"}, None),
         ("gpt_oss", {"slots": 2, "store": "disk"}, None),
         ("gpt_oss", {"slots": "60%", "store": "host"}, None),
         ("deepseek_v2", {"slots": "100%"}, None),
