@@ -72,7 +72,7 @@ def _facts(model: str, checkpoint: Checkpoint, on_cpu: Checkpoint) -> Table:
     if checkpoint.quantisation:
         rows["quantised by"] = shown(quant_config.method(checkpoint.quantisation)) + ", and so in slots"
         if on_cpu.expert_bytes != checkpoint.expert_bytes:
-            rows["one expert on a CPU, as its kernel reads it"] = _sizes(on_cpu)
+            rows["one expert in a CPU's layout"] = _sizes(on_cpu)
     elif "F32" in checkpoint.dtypes:
         rows["served as"] = "16 bits, half of these sizes, unless --dtype float32"
     if checkpoint.draft_bytes:
