@@ -84,7 +84,7 @@ def main(
     / "scaled_moe_spec_toy.json",
 ) -> None:
     exit_on_sigterm()
-    console = Console(width=max(120, Console().width))
+    console = Console(width=max(160, Console().width))
     drafts = plan.Drafts(1, eagle3 or model.with_name(f"{model.name}-eagle3"), model)
     try:
         ways = ways_of(chains, trees)

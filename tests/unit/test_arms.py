@@ -72,8 +72,8 @@ def test_divergence_by_hand() -> None:
     every = [(token, math.log(q)) for token, q in enumerate(other)]
     whole = sum(p * math.log(p / q) for p, q in zip(here, other, strict=True))
     assert engine.divergence(logs, every) == pytest.approx(whole, abs=1e-6)
-    some = 0.5 * math.log(0.5 / 0.25) + 0.15 * math.log(0.15 / 0.4) + 0.35 * math.log(0.35 / 0.35)
-    assert engine.divergence(logs, [every[2], every[0]]) == pytest.approx(some) and 0 < some < whole
+    some = 0.3 * math.log(0.3 / 0.25) + 0.15 * math.log(0.15 / 0.4) + 0.55 * math.log(0.55 / 0.35)
+    assert engine.divergence(logs, [every[2], every[1]]) == pytest.approx(some) and 0 < some < whole
     same = [(token, math.log(p)) for token, p in enumerate(here)]
     assert engine.divergence(logs, same) == pytest.approx(0, abs=1e-12)
 
