@@ -24,6 +24,7 @@ KERNELS = ("CPUExpertsFp8", "CPUExpertsInt8", "CPUExpertsInt4", "CPUExpertsMxfp4
 NEEDED = {"avx512f", "avx512_bf16", "avx512_vnni"}  # or AMX
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 16, 4
 BLOCK, MX = 128, 32
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which column the nibbles of a word hold
 
 Write = Callable[[Tensor], dict[str, Tensor]]
@@ -113,7 +114,7 @@ def awq(weight: Tensor, size: int) -> dict[str, Tensor]:
 
 def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes uint8 [..., K / 32, 16] and exponents uint8 [..., K / 32] of ``weight`` [..., K]."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.tensor(E2M1)
     groups = weight.float().unflatten(-1, (-1, MX))
     exponent = groups.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2
     scaled = groups / torch.exp2(exponent)[..., None]
@@ -232,8 +233,32 @@ WHOLE = {
 }
 
 
-def write(scheme: str, folder: Path) -> Path:
-    """Writes the checkpoint of ``scheme`` into ``folder``, which it returns."""
+def read_back(parts: dict[str, Tensor]) -> Tensor:
+    """The weight [N, K] that ``parts`` of FP8, INT8 or compressed-tensors' INT4 mean, rounded to bfloat16 once."""
+    (scale,) = (part.float() for name, part in parts.items() if "scale" in name)
+    if "weight_packed" in parts:
+        shifts = 4 * torch.arange(8)
+        codes = ((parts["weight_packed"].long()[..., None] >> shifts) & 15).flatten(1).float() - 8
+    else:
+        codes = parts["weight"].float()
+    rows, columns = codes.shape
+    for dim, size in ((0, rows), (1, columns)):
+        scale = scale.repeat_interleave(-(-size // scale.shape[dim]), dim).narrow(dim, 0, size)
+    return (codes * scale).to(torch.bfloat16)
+
+
+def read_back_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
+    """What codes [..., K / 32, 16] and exponents [..., K / 32] mean: [..., K] in bfloat16, which has all of them."""
+    table = torch.tensor(E2M1 + [-value for value in E2M1])
+    values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    return (values * torch.exp2(exponents.float() - 127)[..., None]).flatten(-2).to(torch.bfloat16)
+
+
+def write(scheme: str, folder: Path, dequantised: bool = False) -> Path:
+    """Writes the checkpoint of ``scheme`` into ``folder``, which it returns.
+
+    ``dequantised``: with the weights that its codes mean, in bfloat16.
+    """
     import zoo
 
     made_of = (SCHEMES | WHOLE)[scheme]
@@ -247,14 +272,23 @@ def write(scheme: str, folder: Path) -> Path:
     made = {name: tensor for name, tensor in found.items() if name not in rounded}
     for name in rounded:
         tensor = found[name]
+        if dequantised:
+            given = tensor.transpose(1, 2) if projection is None else tensor
+            made[name] = (
+                read_back_mxfp4(*mxfp4(given)).transpose(1, 2).contiguous()
+                if projection is None
+                else read_back(projection(given))
+            )
+            continue
         if projection is None:  # GPT-OSS has inputs first
             made[f"{name}_blocks"], made[f"{name}_scales"] = mxfp4(tensor.transpose(1, 2))
         else:
             stem = name.removesuffix("weight")
             made |= {f"{stem}{last}": part.contiguous() for last, part in projection(tensor).items()}
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": made_of.entry}))
+    if not dequantised:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": made_of.entry}))
     return folder
 
 

@@ -78,3 +78,18 @@ def test_same_tokens_with_drafts_and_compiled(scheme: str, folder, tmp_path: Pat
     for options in ({"speculative_config": NGRAM}, {"enforce_eager": False}):
         (stock,), (run,) = (quantised.runs(folder(scheme), [spac], **options) for spac in (None, few))
         assert_same_tokens(run, stock, f"{scheme}, {options}")
+
+
+@pytest.mark.parametrize("scheme", ["fp8", pytest.param("int8", marks=pytest.mark.full), "int4 by 64", "mxfp4"])
+def test_pointers_compute_what_dequantised_weights_do(scheme: str, folder, tmp_path: Path) -> None:
+    """To the bit: engines whose experts are read as they are packed, and as the weights that they mean.
+
+    Against stock vLLM, the latter are tested in float32 (``test_pointers.py``), which vLLM has no quantised experts in.
+    """
+    spac = {"slots": "50%", "execution": "pointers", "store": "host"}
+    plain = quantised.write(scheme, tmp_path / "plain", dequantised=True)
+    (packed,), (meant,) = (quantised.runs(model, [spac]) for model in (folder(scheme), plain))
+    assert len({tuple(tokens) for tokens in meant.tokens}) > 4, "this model says the same to everything"
+    assert packed.tokens == meant.tokens
+    assert packed.stats["misses"] > 0
+    assert packed.stats["expert_bytes"] < 0.6 * meant.stats["expert_bytes"]
