@@ -58,8 +58,7 @@ def slots() -> Iterator[SlotExecution]:
 
 
 LAYER = SimpleNamespace(
-    moe_config=SimpleNamespace(hidden_dim=8),
-    w13_weight=torch.zeros(1),
+    moe_config=SimpleNamespace(hidden_dim=8, in_dtype=torch.float32),
     spac=SimpleNamespace(device=torch.device("cpu")),
     spac_index=0,
     spac_kernel=Kernel(),
