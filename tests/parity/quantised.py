@@ -399,10 +399,34 @@ def runs(model: Path, configurations: list[dict | None], **options: Any) -> list
     return [engines.Run(**each) for each in forked.answer(forked.run([__file__, asked]))]
 
 
-def main(asked: dict[str, Any]) -> list[dict]:
+def logprobs(model: Path, configurations: list[dict | None]) -> list[list[list]]:
+    """As ``runs``: the log-probabilities of each prompt's tokens and of the five best at each answer's places."""
+    import forked
+
+    asked = json.dumps({"model": str(model), "configurations": configurations, "logprobs": True})
+    return forked.answer(forked.run([__file__, asked]))
+
+
+def _logprobs(model: str, spac: dict | None) -> list[list]:
+    import engines
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=5, prompt_logprobs=0
+    )
+    with engines.engine(model, spac) as llm:
+        requests = [{"prompt_token_ids": prompt} for prompt in engines.PROMPTS]
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
+    places = [[*(output.prompt_logprobs or [])[1:], *output.outputs[0].logprobs] for output in outputs]
+    return [[sorted((token, one.logprob) for token, one in place.items()) for place in each] for each in places]
+
+
+def main(asked: dict[str, Any]) -> list:
     import engines
 
     allow()
+    if asked.get("logprobs"):
+        return [_logprobs(asked["model"], spac) for spac in asked["configurations"]]
     return [asdict(engines.run(asked["model"], spac, **asked["options"])) for spac in asked["configurations"]]
 
 

@@ -45,6 +45,15 @@ def test_same_tokens_as_stock(scheme: str, folder, tmp_path: Path) -> None:
     assert all_of_them.stats["misses"] == 0 < half.stats["misses"] < least.stats["misses"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "int4 by 128", "awq by 32", "mxfp4"])
+def test_log_probabilities_are_stocks_to_the_bit(scheme: str, folder, tmp_path: Path) -> None:
+    """Of prompts and answers, with split waves."""
+    few = {"slots": quantised.TOP_K + 1, "store": "disk", "disk_dir": str(tmp_path)}
+    stock, least = quantised.logprobs(folder(scheme), [None, few])
+    assert sum(map(len, stock)) > 300 and stock == least
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
