@@ -124,7 +124,11 @@ def test_inspect_counts_slots_as_the_plugin_does(tmp_path):
 )
 def test_inspect_says_how_to_serve(tmp_path, quantisation, flags):
     folder = write_model(tmp_path, one_by_one(), **TWO_OF_EIGHT, quantization_config=quantisation)
-    assert run("inspect", folder).endswith(f"vllm serve {folder} --plugin spac --spac-slots 25%{flags}")
+    said, command = run("inspect", folder), f"vllm serve {folder} --plugin spac --spac-slots 25%"
+    if quantisation:
+        assert said.endswith(f"supported on a GPU: {command}{flags} supported on a CPU with AMX: {command}")
+    else:
+        assert said.endswith(f"supported: {command}")
 
 
 def test_inspect_leaves_draft_layers_out(tmp_path):
