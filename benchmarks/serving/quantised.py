@@ -82,7 +82,9 @@ def main(
     warm: Annotated[int, typer.Option(min=0, help="Turns that do not count.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per turn.")] = 64,
-    scored: Annotated[int, typer.Option(min=1, help="Texts of 128 tokens whose perplexity is measured.")] = 12,
+    scored: Annotated[
+        int, typer.Option(min=1, help="Texts whose perplexity is measured, as long as a prompt and its answer.")
+    ] = 12,
     disk_dir: PackedFolder = PACKED,
     seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
     output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "quantised_toy.json",
@@ -96,7 +98,7 @@ def main(
     drafts = plan.Drafts(4, model.parent / "eagle3", model.parent / "draft")
     settings = Settings(model, (1,), prompt_tokens, output_tokens, seed, True, None, disk_dir, drafts, 1800.0)
     ids = prompts.load(model, warm + turns, prompt_tokens, seed).ids
-    texts = prompts.load(model, scored, 128, seed + 1).ids
+    texts = prompts.load(model, scored, prompt_tokens + output_tokens, seed + 1).ids  # as long as engines allow
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "label": "toy model" if is_toy(model) else None,
@@ -117,6 +119,7 @@ def main(
                 )
                 for arm in arms
             ]
+            scores = [[engine.score(text, 1) for text in texts] for engine in engines]
             answers: list[list[dict]] = []
             task = progress.add_task(size, total=len(ids))
             for prompt, order in zip(ids, orders(seed, len(arms)), strict=False):
@@ -126,7 +129,6 @@ def main(
                     turn[which] = engines[which].turn(prompt, output_tokens)
                 answers.append(turn)
                 progress.advance(task)
-            scores = [[engine.score(text, 1) for text in texts] for engine in engines]
         rows += [
             _row(size, percent, arm, arms[0], which, answers[warm:], scores, seed) for which, arm in enumerate(arms)
         ]
