@@ -80,6 +80,7 @@ def rendered() -> Values:
         paired,
         recipe,
         prefetched,
+        quantised,
         one_after_the_other,
         locality,
         scaled,
@@ -270,6 +271,29 @@ def prefetched() -> Values:
         "prefetched": table(head, lines),
         "prefetched.with": f"{1e3 * rows[0]['other']['tpot']:.1f}",
         "prefetched.without": f"{1e3 * rows[0]['base']['tpot']:.1f}",
+    }
+
+
+def quantised() -> Values:
+    """Quantised experts over bf16 with slots of as many bytes."""
+    content, lines = result("quantised_toy"), []
+    for row in content["rows"]:
+        low, high = row["interval"]
+        lines.append(
+            [
+                _spaced(row["slots"]),
+                row["format"],
+                f"{row['percent']} %",
+                "1" if row["format"] == "bf16" else f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})",
+                f"{statistics.median(row['tokens_per_second']):.1f}",
+                f"{row['bytes_per_token'] / 1e6:.1f}",
+                f"{row['perplexity']:.2f}",
+            ]
+        )
+    head = ("slots of bf16", "format", "its slots", "over bf16 (95 %)", "tokens/s", "MB read per token", "perplexity")
+    return {
+        "quantised": table(head, lines),
+        "quantised.tokens": f"{content['rows'][0]['scored_tokens']:,}",
     }
 
 
