@@ -93,6 +93,10 @@ def rendered() -> Values:
         reuse_of_experts,
         moe_spac_tables,
         od_moe,
+        workers,
+        worker_faults,
+        planned,
+        tuned,
         soak,
     )
     return {name: text for section in sections for name, text in section().items()}
@@ -608,6 +612,135 @@ def od_moe() -> Values:
         "od_moe.share": f"{100 * given['share']:.2f} %",
         "od_moe.each": f"{given['main_ms']:.2f}",
         "od_moe.read": f"{given['load_ms']:.0f}",
+    }
+
+
+def workers() -> Values:
+    """Expert workers over loads from disk, and a round trip to one."""
+    names = {
+        "paired_workers_toy": "workers, all experts in memory",
+        "paired_workers_cacheless_toy": "workers, no more slots than the engine",
+    }
+    lines, slow = [], []
+    for name, shown in names.items():
+        for row in result(name)["rows"]:
+            low, high = row["interval"]
+            rates = (statistics.median(row[side]["tokens_per_second"]) for side in ("base", "other"))
+            ratio = f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})"
+            lines.append([shown, *(f"{rate:.1f}" for rate in rates), ratio, f"{row['ratio_of_totals']:.2f}"])
+            slow.append(row["base"]["loads"] / sum(row["base"][kind] for kind in ("hits", "misses")))
+    trip = result("worker_round_trip")
+    by_size = {row["bytes"]: row for row in trip["rows"]}
+    least = by_size[4 << 10]
+    head = ("", "engine, all from disk", "with workers", "ratio (95 %)", "of totals")
+    return {
+        "workers": table(head, lines),
+        "workers.loaded": _range(100 * share for share in slow),
+        "round_trip": table(
+            ("bytes of rows", *(_size(size) for size in by_size)),
+            [["µs, there and back", *(f"{1e6 * row['median']:,.0f}" for row in by_size.values())]],
+        ),
+        "round_trip.least": f"{1e6 * least['median']:.0f}",
+        "round_trip.range": f"{1e6 * least['low']:.0f} to {1e6 * least['high']:.0f}",
+        "round_trip.aim": f"{1e6 * trip['aim']:.0f}",
+        "round_trip.kept": "less" if least["median"] <= trip["aim"] else "more",
+    }
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >> 20 else f"{count >> 10} KiB"
+
+
+def worker_faults() -> Values:
+    """Seconds lost when a worker fails, without and with a replica of its layers."""
+    contents = {"engine": result("worker_faults_toy"), "replica": result("worker_faults_replica_toy")}
+    assert all(row["tokens_equal"] for content in contents.values() for row in content["rows"])
+    stopped = contents["engine"]["stopped_seconds"]
+    what = {
+        "kill": "killed",
+        "stop": f"stopped for {stopped['stop']:.0f} s",
+        "late": f"stopped for {stopped['late']:.0f} s, answers come late",
+    }
+    lines = []
+    for fault, shown in what.items():
+        cells = []
+        for content in contents.values():
+            rows = [row for row in content["rows"] if row["fault"] == fault]
+            back = [row["back_within_seconds"] for row in rows if row["back_within_seconds"] is not None]
+            cells += [
+                _low_high([row["lost_seconds"] for row in rows]),
+                _low_high([row["longest_step_seconds"] for row in rows]),
+                _low_high(back) if back else "not noticed",
+            ]
+        lines.append([shown, *cells])
+    head = [f"{where}: {text}" for where in contents for text in ("s lost", "longest step, s", "back within, s")]
+    steps = [row["undisturbed_step_seconds"] for content in contents.values() for row in content["rows"]]
+    return {
+        "worker_faults": table(("a worker is", *head), lines),
+        "worker_faults.step": f"{1e3 * statistics.median(steps):.0f}",
+        "worker_faults.turns": str(len([row for row in contents["engine"]["rows"] if row["fault"] == "kill"])),
+    }
+
+
+def _low_high(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} – {max(values):.1f})"
+
+
+def planned() -> Values:
+    """What ``vllm-spac plan`` calculates, beside what was measured."""
+    content = result("planned_toy")
+    lines = []
+    for row in content["rows"]:
+        low, high = sorted(row["planned"][name] for name in ("low", "high"))
+        lines.append(
+            [
+                f"{row['expert_bytes'] / 1e6:.1f} MB",
+                _spaced(row["slots"]),
+                f"{row['measured']:.1f}",
+                f"{row['planned']['trace']:.1f}",
+                f"{100 * row['error']:+.0f} %",
+                f"{low:.1f} – {high:.1f}",
+                " / ".join(_percent(row[f"{kind}_hit_rate"]) for kind in ("measured", "planned")),
+                row["limit"],
+            ]
+        )
+    head = (
+        "experts of",
+        "slots",
+        "measured",
+        "from its own routing",
+        "",
+        "range without it",
+        "hits in %",
+        "limited by",
+    )
+    return {
+        "planned": table(head, lines),
+        "planned.within": f"{sum(row['within'] for row in content['rows'])} of {len(content['rows'])}",
+        "planned.in_range": f"{sum(row['in_range'] for row in content['rows'])}",
+        "planned.tolerance": f"{100 * content['within']:.0f} %",
+    }
+
+
+def tuned() -> Values:
+    """What ``vllm-spac tune`` chose, beside the best of the configurations chosen by hand."""
+    content = result("tuned_toy")
+    lines = []
+    for found in content["limits"].values():
+        assert found["tune_over_default"]["tokens_equal"] and found["best_over_default"]["tokens_equal"]
+        cores = f"{found['cores']} core{'s' * (found['cores'] != 1)}"
+        ratios = (found[kind] for kind in ("tune_over_default", "best_over_default", "tune_over_best"))
+        shown = [f"{ratio['median']:.2f} ({ratio['low']:.2f} – {ratio['high']:.2f})" for ratio in ratios]
+        lines.append(
+            [f"{_spaced(found['slots'])}, {cores}", found["tune"]["choice"], shown[0], found["best"], *shown[1:]]
+        )
+    head = ("slots, cores", "`tune` chose", "over the default (95 %)", "best of the others", "over the default")
+    return {
+        "tuned": table((*head, "`tune`'s over it"), lines),
+        "tuned.tried": _one({str(len(found["by_hand"])) for found in content["limits"].values()}),
+        "tuned.minutes": f"{content['minutes']:.0f}",
+        "tuned.turns": str(content["turns"]),
+        "tuned.last": str(content["last_turns"]),
     }
 
 

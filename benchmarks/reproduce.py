@@ -148,6 +148,55 @@ FIGURES = {
         timed=True,
         inflated=True,
     ),
+    "workers": Figure(
+        "Expert workers: all misses at workers over all misses from disk, in turns",
+        ("paired_workers_toy.json", "paired_workers_cacheless_toy.json"),
+        (
+            f"{_PAIRED} 'spac slots=2k policy=drop' 'spac slots=100% executor=processes workers=2' --slots 2k "
+            f"--turns 24 --starts 2 --output-tokens 64 --dtype float32 {_RESULT}/paired_workers_toy.json",
+            f"{_PAIRED} 'spac slots=2k policy=drop' 'spac slots=2k policy=drop executor=processes workers=2' "
+            "--slots 2k --turns 24 --starts 2 --output-tokens 64 --dtype float32 "
+            f"{_RESULT}/paired_workers_cacheless_toy.json",
+        ),
+        minutes=20,
+        timed=True,
+        inflated=True,
+    ),
+    "round_trip": Figure(
+        "Expert workers: a round trip on this machine",
+        ("worker_round_trip.json",),
+        ("python benchmarks/serving/round_trip.py",),
+        inputs=("vllm_spac/distributed",),
+        minutes=2,
+        timed=True,
+    ),
+    "worker_faults": Figure(
+        "Expert workers: seconds lost per fault",
+        ("worker_faults_toy.json", "worker_faults_replica_toy.json"),
+        (
+            f"python benchmarks/serving/worker_faults.py {MID}",
+            f"python benchmarks/serving/worker_faults.py {MID} --replicas 1 "
+            "--output benchmarks/results/worker_faults_replica_toy.json",
+        ),
+        minutes=20,
+        timed=True,
+        inflated=True,
+    ),
+    "planned": Figure(
+        "Planning and tuning: planned and measured tokens/s",
+        ("planned_toy.json",),
+        ("python benchmarks/serving/planned.py",),
+        minutes=20,
+        timed=True,
+    ),
+    "tuned": Figure(
+        "Planning and tuning: vllm-spac tune and configurations chosen by hand",
+        ("tuned_toy.json",),
+        (f"python benchmarks/serving/tuned.py {MID} --eagle3 {MID}-eagle3",),
+        minutes=40,
+        timed=True,
+        inflated=True,
+    ),
     "trace": Figure(
         "Results: --spac-trace over no trace, in turns",
         ("paired_trace_toy.json", "paired_trace_toy.png"),
