@@ -628,14 +628,14 @@ def workers() -> Values:
             rates = (statistics.median(row[side]["tokens_per_second"]) for side in ("base", "other"))
             ratio = f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})"
             lines.append([shown, *(f"{rate:.1f}" for rate in rates), ratio, f"{row['ratio_of_totals']:.2f}"])
-            slow.append(row["base"]["loads"] / sum(row["base"][kind] for kind in ("hits", "misses")))
+            slow.append(100 * row["base"]["loads"] / sum(row["base"][kind] for kind in ("hits", "misses")))
     trip = result("worker_round_trip")
     by_size = {row["bytes"]: row for row in trip["rows"]}
     least = by_size[4 << 10]
     head = ("", "engine, all from disk", "with workers", "ratio (95 %)", "of totals")
     return {
         "workers": table(head, lines),
-        "workers.loaded": _range(100 * share for share in slow),
+        "workers.loaded": f"{statistics.mean(slow):.0f} %",
         "round_trip": table(
             ("bytes of rows", *(_size(size) for size in by_size)),
             [["µs, there and back", *(f"{1e6 * row['median']:,.0f}" for row in by_size.values())]],

@@ -178,7 +178,7 @@ FIGURES = {
             f"python benchmarks/serving/worker_faults.py {MID} --replicas 1 "
             "--output benchmarks/results/worker_faults_replica_toy.json",
         ),
-        minutes=20,
+        minutes=10,
         timed=True,
         inflated=True,
     ),
