@@ -621,21 +621,21 @@ def workers() -> Values:
         "paired_workers_toy": "workers, all experts in memory",
         "paired_workers_cacheless_toy": "workers, no more slots than the engine",
     }
-    lines, slow = [], []
+    lines, missed = [], []
     for name, shown in names.items():
         for row in result(name)["rows"]:
             low, high = row["interval"]
             rates = (statistics.median(row[side]["tokens_per_second"]) for side in ("base", "other"))
             ratio = f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})"
             lines.append([shown, *(f"{rate:.1f}" for rate in rates), ratio, f"{row['ratio_of_totals']:.2f}"])
-            slow.append(100 * row["base"]["loads"] / sum(row["base"][kind] for kind in ("hits", "misses")))
+            missed.append(100 * row["base"]["misses"] / (row["base"]["hits"] + row["base"]["misses"]))
     trip = result("worker_round_trip")
     by_size = {row["bytes"]: row for row in trip["rows"]}
     least = by_size[4 << 10]
     head = ("", "engine, all from disk", "with workers", "ratio (95 %)", "of totals")
     return {
         "workers": table(head, lines),
-        "workers.loaded": f"{statistics.mean(slow):.0f} %",
+        "workers.missed": f"{statistics.mean(missed):.0f} %",
         "round_trip": table(
             ("bytes of rows", *(_size(size) for size in by_size)),
             [["µs, there and back", *(f"{1e6 * row['median']:,.0f}" for row in by_size.values())]],
