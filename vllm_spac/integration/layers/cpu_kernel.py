@@ -65,8 +65,8 @@ def named(isa: str, activation: str) -> Kernel:
 
 def _applied(layer: RoutedExperts) -> Kernel:
     """The kernel of a layer with quantised experts, by vLLM's own code with other scales, zero points and biases."""
-    experts_cls = layer.quant_method.moe_kernel.fused_experts
-    settings, activation = experts_cls.quant_config, layer.activation
+    serves = layer.quant_method.moe_kernel.fused_experts
+    settings, activation = serves.quant_config, layer.activation
     names = {id(param): name for name, param in layer.spac_kernel_parameters.items()}
     w1, w2 = (names[id(getattr(layer, f"{name}_weight"))] for name in ("w13", "w2"))
     sides = {side: getattr(settings, side) for side in ("_w1", "_w2")}
@@ -81,7 +81,7 @@ def _applied(layer: RoutedExperts) -> Kernel:
             return out
         if (kernel := applied.get(id(experts))) is None:
             found = {s: replace(desc, **{f: experts[n] for f, n in read[s].items()}) for s, desc in sides.items()}
-            kernel = applied[id(experts)] = copy.copy(experts_cls)
+            kernel = applied[id(experts)] = copy.copy(serves)
             kernel.quant_config = replace(settings, **found)
         nothing = x.new_empty(0)
         kernel.apply(
