@@ -78,6 +78,7 @@ def rendered() -> Values:
         serving,
         batches,
         paired,
+        tree_step,
         recipe,
         prefetched,
         quantised,
@@ -227,6 +228,26 @@ def paired() -> Values:
         "guard.slots": _spaced(slower[0]["slots"]),
         "guard.starts": f"{starts[0]:.2f} to {starts[-1]:.2f}",
         "guard.trials": f"{sum(least.values()) - least['0']} of {sum(least.values()):,}",
+    }
+
+
+def tree_step() -> Values:
+    """A step of a tree beside one of a chain, all experts resident."""
+    [row] = result("paired_tree_step_toy")["rows"]
+    low, high = row["step_interval"]
+    faster = row["interval"]
+    per_step = {
+        side: 1 + row[side]["speculation"]["accepted_tokens"] / row[side]["speculation"]["drafts"]
+        for side in ("base", "other")
+    }
+    return {
+        "tree_step.ratio": f"{row['step_ratio']:.2f}",
+        "tree_step.interval": f"{low:.2f} – {high:.2f}",
+        "tree_step.chain": f"{1e3 * row['base']['step_seconds']:.1f}",
+        "tree_step.tree": f"{1e3 * row['other']['step_seconds']:.1f}",
+        "tree_step.tokens": f"{per_step['other']:.2f} instead of {per_step['base']:.2f}",
+        "tree_step.speed": f"{row['ratio']:.2f}",
+        "tree_step.speed.interval": f"{faster[0]:.2f} – {faster[1]:.2f}",
     }
 
 

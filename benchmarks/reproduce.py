@@ -317,6 +317,18 @@ FIGURES = {
         ),
         minutes=30,
     ),
+    "tree_step": Figure(
+        "Results: what a step of a draft tree takes, in turns with a chain",
+        ("paired_tree_step_toy.json",),
+        (
+            f"{_PAIRED} 'spac guard=off speculation=eagle3 draft_tokens=4' 'spac guard=off speculation=eagle3 tree=16' "
+            f"{_HEAD} --slots 100% --turns 48 --starts 3 --warm 2 --output-tokens 96 --dtype float32 "
+            f"{_RESULT}/paired_tree_step_toy.json",
+        ),
+        minutes=6,
+        timed=True,
+        inflated=True,
+    ),
     "recall": Figure(
         "Results: recall of predictors of the next layers' experts",
         ("toy_predictors.json", "toy_predictors.png", "toy_local_predictors.png"),
