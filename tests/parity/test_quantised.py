@@ -25,6 +25,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
+def assert_split(run, scheme: str) -> None:
+    """Some forward of a layer needed more experts than there are slots; without that, exactness would say little."""
+    assert run.stats["waves"] > LAYERS.get(scheme, 3) * sum(run.stats["steps"].values())
+
+
 def schemes() -> list:
     every = quantised.SCHEMES | quantised.WHOLE
     return [scheme if scheme in SHORT else pytest.param(scheme, marks=pytest.mark.full) for scheme in every]
@@ -40,8 +45,7 @@ def test_same_tokens_as_stock(scheme: str, folder, tmp_path: Path) -> None:
     assert len({tuple(tokens) for tokens in stock.tokens}) > 4, "this model says the same to everything"
     for run in (least, half, all_of_them):
         assert_same_tokens(run, stock, scheme)
-    forwards = LAYERS.get(scheme, 3) * sum(least.stats["steps"].values())
-    assert least.stats["waves"] > forwards, "no layer needed more experts than there are slots"
+    assert_split(least, scheme)
     assert all_of_them.stats["misses"] == 0 < half.stats["misses"] < least.stats["misses"]
 
 
@@ -75,6 +79,7 @@ def test_same_tokens_with_other_knobs(scheme: str, folder, tmp_path: Path) -> No
     )
     for run in (tiers, ahead, budget, trace):
         assert_same_tokens(run, stock, scheme)
+        assert_split(run, scheme)
     assert tiers.stats["bytes"]["host"] > 0 and tiers.stats["bytes"]["disk"] > 0
     assert (tmp_path / "run.trace").stat().st_size > 0
 
@@ -87,6 +92,7 @@ def test_same_tokens_with_drafts_and_compiled(scheme: str, folder, tmp_path: Pat
     for options in ({"speculative_config": NGRAM}, {"enforce_eager": False}):
         (stock,), (run,) = (quantised.runs(folder(scheme), [spac], **options) for spac in (None, few))
         assert_same_tokens(run, stock, f"{scheme}, {options}")
+        assert_split(run, scheme)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", pytest.param("int8", marks=pytest.mark.full), "int4 by 64", "mxfp4"])
