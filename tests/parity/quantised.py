@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -264,7 +264,7 @@ def write(scheme: str, folder: Path, dequantised: bool = False) -> Path:
     made_of = (SCHEMES | WHOLE)[scheme]
     projection = made_of.projection
     torch.manual_seed(0)
-    model = _MODELS[made_of.family]().to(torch.bfloat16)
+    model = zoo.FAMILIES[made_of.family](hidden_size=HIDDEN, **_SIZES[made_of.family]).to(torch.bfloat16)
     zoo.spread(model)
     model.save_pretrained(folder)
     found = load_file(folder / "model.safetensors")
@@ -300,90 +300,12 @@ def _is_linear(name: str) -> bool:
     return name.endswith("_proj.weight") or "_proj_with_mqa" in name or "_a_proj" in name
 
 
-def _qwen3_moe() -> torch.nn.Module:
-    import transformers
-
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=HIDDEN,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=256,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        moe_intermediate_size=INNER,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
-def _gpt_oss() -> torch.nn.Module:
-    """Its inner size is no multiple of 128, as published ones' is none."""
-    import transformers
-
-    config = transformers.GptOssConfig(
-        vocab_size=512,
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=192,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        sliding_window=128,
-        layer_types=["sliding_attention", "full_attention"],
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.GptOssForCausalLM(config)
-
-
-def _deepseek_v2() -> torch.nn.Module:
-    import transformers
-
-    config = transformers.DeepseekV2Config(
-        vocab_size=512,
-        hidden_size=HIDDEN,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=256,
-        moe_intermediate_size=INNER,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        moe_layer_freq=1,
-        n_group=1,
-        topk_group=1,
-        topk_method="greedy",
-        kv_lora_rank=512,  # the only latent size that vLLM's CPU attention takes
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
-        norm_topk_prob=False,
-        routed_scaling_factor=1.0,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-    )
-    return transformers.DeepseekV2ForCausalLM(config)
-
-
-_MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {
-    "qwen3_moe": _qwen3_moe,
-    "gpt_oss": _gpt_oss,
-    "deepseek_v2": _deepseek_v2,
+# What kernels for quantised experts need, beside what ``zoo`` has: sizes that are multiples of a block.
+_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_hidden_layers": 3, "head_dim": 64, "moe_intermediate_size": INNER},
+    # Its inner size is no multiple of 128, as published ones' is none.
+    "gpt_oss": {"intermediate_size": 192, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K},
+    "deepseek_v2": {"moe_intermediate_size": INNER, "n_shared_experts": 1},
 }
 
 

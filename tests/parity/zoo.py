@@ -22,9 +22,9 @@ _COMMON = dict(
 )
 
 
-def _qwen3_moe():
-    config = transformers.Qwen3MoeConfig(
-        **{**_COMMON, "num_hidden_layers": 4},
+def _qwen3_moe(**sizes):
+    own = dict(
+        num_hidden_layers=4,
         intermediate_size=256,
         head_dim=32,
         num_experts=16,
@@ -34,7 +34,7 @@ def _qwen3_moe():
         decoder_sparse_step=1,
         mlp_only_layers=[],
     )
-    return transformers.Qwen3MoeForCausalLM(config)
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_COMMON | own | sizes))
 
 
 def _olmoe():
@@ -53,9 +53,10 @@ def _mixtral():
     return transformers.MixtralForCausalLM(config)
 
 
-def _deepseek_v2():
-    config = transformers.DeepseekV2Config(
-        **{**_COMMON, "num_key_value_heads": 4, "num_hidden_layers": 3},
+def _deepseek_v2(**sizes):
+    own = dict(
+        num_key_value_heads=4,
+        num_hidden_layers=3,
         intermediate_size=256,
         moe_intermediate_size=64,
         n_routed_experts=16,
@@ -74,12 +75,11 @@ def _deepseek_v2():
         norm_topk_prob=False,
         routed_scaling_factor=1.0,
     )
-    return transformers.DeepseekV2ForCausalLM(config)
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**_COMMON | own | sizes))
 
 
-def _gpt_oss():
-    config = transformers.GptOssConfig(
-        **_COMMON,
+def _gpt_oss(**sizes):
+    own = dict(
         head_dim=64,
         intermediate_size=64,
         num_local_experts=8,
@@ -87,7 +87,7 @@ def _gpt_oss():
         sliding_window=128,
         layer_types=["sliding_attention", "full_attention"],
     )
-    return transformers.GptOssForCausalLM(config)
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**_COMMON | own | sizes))
 
 
 def _phimoe():
