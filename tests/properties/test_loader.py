@@ -123,7 +123,7 @@ class Transfers:
 
 class Watched(Residency):
     def admit(self, key: int, scores: np.ndarray) -> Placement | None:
-        frozen, free = self._pinned | self._loading, (self.state == SlotState.FREE).any()
+        frozen, free = self._frozen(), (self.state == SlotState.FREE).any()
         worse = [k for k in self.owner.tolist() if k != NOWHERE and k not in frozen and scores[k] < scores[key]]
         placement = super().admit(key, scores)
         assert (placement is None) == (not free and not worse)
@@ -144,11 +144,22 @@ class World:
         self.ahead = self.transfers.ahead
         self.loader = ExpertLoader(self.residency, self.transfers, self.counters, EXPERTS, knobs)
         self.held: list[list[int]] = []
+        self.in_use: list[int] = []
+
+    def use(self, layer: int, experts: list[int]) -> None:
+        if self.held or not experts:
+            return
+        keys = [layer * EXPERTS + expert for expert in experts]
+        arrived = {key for key, result in self.ahead.begun.items() if isinstance(result, Moved)}
+        there = all(self.is_ready(key) or key in arrived for key in keys)
+        assert self.loader.use(np.array(keys)) == there
+        self.in_use = keys if there else []
 
     def hold(self, layer: int, experts: list[int], failing: set[int], interrupt: str = "") -> None:
         pinned = {key for keys in self.held for key in keys}
         keys = [layer * EXPERTS + expert for expert in experts if layer * EXPERTS + expert not in pinned]
         needed = {key for key in keys if not self.is_ready(key)}
+        self.in_use = []
         self.transfers.failing, self.ahead.failing = failing, failing
         self.transfers.interrupt, self.ahead.interrupt = interrupt == "load", interrupt == "wait"
         try:
@@ -172,6 +183,7 @@ class World:
             self.loader.release(self.held.pop(number % len(self.held)))
 
     def end_step(self, counts: np.ndarray | None) -> None:
+        self.in_use = []
         if not self.ahead.closed:
             self.loader.end_step(counts)
 
@@ -192,8 +204,12 @@ class World:
 
     def random(self, rng: random.Random) -> None:
         """Any transition but the last."""
-        kind = rng.choices(["hold", "release", "end_step", "begin", "end"], [4, 4, 2, 4, 4])[0]
-        if kind == "hold":
+        kind = rng.choices(["use", "hold", "release", "end_step", "begin", "end"], [6, 4, 4, 2, 4, 4])[0]
+        if kind == "use":
+            layer = rng.randrange(LAYERS)
+            ready = [e for e in range(EXPERTS) if self.is_ready(layer * EXPERTS + e)] if rng.random() < 0.8 else []
+            self.use(layer, rng.sample(ready or range(EXPERTS), rng.randint(0, min(TOP, len(ready) or TOP))))
+        elif kind == "hold":
             experts = rng.sample(range(EXPERTS), rng.randint(0, TOP))
             failing = set(rng.sample(range(KEYS), 3)) if rng.random() < 0.1 else set()
             self.hold(rng.randrange(LAYERS), experts, failing, rng.choices(["", "load", "wait"], [20, 1, 1])[0])
@@ -221,7 +237,7 @@ class World:
         assert residency._loading == set(self.ahead.keys), "a load that nobody reads, or a read that nobody awaits"
         assert all(residency.slot_of[key] == slot for key, slot in self.ahead.slot.items())
         assert residency._pinned == {key for keys in self.held for key in keys}
-        assert all(self.is_ready(key) for key in residency._pinned)
+        assert all(self.is_ready(key) for key in [*residency._pinned, *self.in_use])
         assert len(self.ahead.keys) <= self.knobs.depth
         unused = self.loader._prefetcher.unused
         assert all(self.is_ready(key) for key in unused)
@@ -240,11 +256,14 @@ class Machine(RuleBasedStateMachine):
         slots=st.integers(TOP, KEYS - 1),
         depth=st.integers(1, KEYS),
         threshold=st.integers(1, 2),
+        extra=st.sampled_from([None, 0.1, 0.5]),
         poison=st.booleans(),
     )
-    def start(self, policy: str, slots: int, depth: int, threshold: int, poison: bool) -> None:
+    def start(
+        self, policy: str, slots: int, depth: int, threshold: int, extra: float | None, poison: bool
+    ) -> None:
         knobs = PrefetchSettings(
-            prefetch="utility", depth=depth, threshold=threshold, options={"gamma": 2}, poison=poison
+            prefetch="utility", depth=depth, threshold=threshold, options={"gamma": 2}, extra=extra, poison=poison
         )
         self.start_world = lambda: setattr(self, "world", World(policy, slots, knobs))
         self.start_world()
@@ -258,6 +277,14 @@ class Machine(RuleBasedStateMachine):
     )
     def hold(self, layer: int, experts: list[int], failing: set[int], interrupt: str) -> None:
         self.world.hold(layer, experts, failing, interrupt)
+        self.world.check()
+
+    @rule(
+        layer=st.integers(0, LAYERS - 1),
+        experts=st.lists(st.integers(0, EXPERTS - 1), unique=True, max_size=TOP),
+    )
+    def use(self, layer: int, experts: list[int]) -> None:
+        self.world.use(layer, experts)
         self.world.check()
 
     @rule(number=st.integers(0, 7))

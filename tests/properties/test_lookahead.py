@@ -325,11 +325,12 @@ def test_nothing_is_evicted_for_what_is_needed_later(steps: list, slots: int, po
     """Neither what the running layer uses, nor what is expected in the same layer or in one before it."""
     placed = Residency.admit_unless
 
-    def watched(self, key, kept):
+    def watched(self, keys, kept):
         due = {key: made.expected.distance(key) for key in range(SHAPE.total) if key in made.expected}
-        placement = placed(self, key, kept)
-        for victim in () if placement is None else placement.victims:
-            assert due.get(victim, LAYERS + 1) > due[key] > 0
+        placement = placed(self, keys, kept)
+        assert [key for key, _ in placement.loads] == list(keys[: len(placement.loads)])
+        for victim in placement.victims:
+            assert due.get(victim, LAYERS + 1) > max(due[key] for key in keys) and all(due[key] > 0 for key in keys)
         return placement
 
     with pytest.MonkeyPatch.context() as patch, pool(slots, policy) as made:

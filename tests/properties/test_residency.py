@@ -328,6 +328,20 @@ def test_soft_pins_go_last_and_hinder_nobody(order, held, pinned, soft, needed, 
     made.check_integrity()
 
 
+@pytest.mark.parametrize("policy", [LRU, LFU])
+def test_what_a_layer_uses_without_pins_stays_until_it_has_run(policy) -> None:
+    residency = Residency(KEYS, 3, policy())
+    for key in (0, 1, 2):
+        ready(residency, key)
+    assert residency.use(np.array([1, 2]))
+    assert residency.admit_unless((3, 4), ()).victims == (0,), "3 has the slot of 0, and 4 none"
+    assert residency.use(np.array([1, 2])), "3 is loading, and that concerns nobody else"
+    assert not residency.use(np.array([1, 3]))
+    residency.used()
+    assert residency.admit_unless((4,), ()).victims
+    residency.check_integrity()
+
+
 @pytest.mark.parametrize("call", ["prepare", "admit", "exchange"])
 def test_a_policy_that_gives_a_frozen_expert_away_is_stopped(call: str) -> None:
     class Careless(LRU):

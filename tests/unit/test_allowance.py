@@ -10,16 +10,19 @@ from vllm_spac.cache.allowance import LEAST, PAUSE, PAYS, WINDOW, Allowance
 
 
 def read_all(allowance: Allowance, most: int = 10_000) -> int:
-    """Reads as many as it may."""
+    """Reads as many as it may, one by one, and at most ``most``."""
+    left = allowance.left
     for count in range(most):
-        if not allowance.open:
+        if not allowance.left:
+            assert count == left
             return count
         allowance.read(1)
+    assert left >= most
     return most
 
 
 def test_nothing_before_anything_was_needed() -> None:
-    assert not Allowance(1.0).open
+    assert not Allowance(1.0).left
 
 
 @pytest.mark.parametrize(("extra", "count"), [(0.0, 0), (0.1, 10), (0.25, 25), (1.0, 100)])
@@ -80,7 +83,7 @@ def judged(right: float, steps: int, allowance: Allowance | None = None) -> tupl
     allowance, found = allowance or Allowance(0.5), []
     for step in range(steps):
         allowance.loaded(100)
-        if allowance.open:
+        if allowance.left:
             allowance.read(4)
             allowance.used(round(4 * right * (step + 1)) - round(4 * right * step))
         found.append(allowance.end_step())
@@ -89,18 +92,18 @@ def judged(right: float, steps: int, allowance: Allowance | None = None) -> tupl
 
 def test_reads_that_pay_go_on() -> None:
     allowance, found = judged(PAYS + 0.1, 5 * WINDOW)
-    assert not any(found) and allowance.open and not allowance.paused
+    assert not any(found) and allowance.left and not allowance.paused
 
 
 def test_reads_that_do_not_pay_pause_and_are_tried_again() -> None:
     allowance, found = judged(PAYS - 0.2, WINDOW)
     [(used, read)] = [one for one in found if one]
     assert used < PAYS * read and read >= LEAST - 1
-    assert allowance.paused and not allowance.open
+    assert allowance.paused and not allowance.left
     for _ in range(PAUSE):
         allowance.loaded(100)
         assert allowance.end_step() is None
-    assert not allowance.paused and allowance.open
+    assert not allowance.paused and allowance.left
     _, found = judged(PAYS - 0.2, WINDOW, allowance)
     assert sum(one is not None for one in found) == 1, "and judged again"
 
@@ -109,7 +112,7 @@ def test_few_reads_are_not_judged() -> None:
     allowance = Allowance(0.5)
     for _ in range(10 * WINDOW):
         allowance.loaded(1)
-        if allowance.open:
+        if allowance.left:
             allowance.read(1)
         allowance.end_step()
     assert not allowance.paused

@@ -40,11 +40,11 @@ class Allowance:
         return self._pause > 0
 
     @property
-    def open(self) -> bool:
-        """Whether one more read ahead may begin."""
+    def left(self) -> int:
+        """How many more reads ahead may begin."""
         needed = self._loaded + self._used - self._harm
-        spent = max(0.0, self._read - self._used) + self._harm
-        return not self._pause and spent + 1 <= self._extra * needed
+        more = self._extra * needed - self._harm - 1  # that may be extra, beside one more
+        return 0 if self._pause or more < 0 else max(0, int(more - (self._read - self._used) + 1))
 
     def loaded(self, count: int, harm: int = 0) -> None:
         """Layers loaded ``count`` experts on demand, ``harm`` of them because reads ahead had evicted them."""

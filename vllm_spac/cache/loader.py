@@ -83,6 +83,7 @@ class ExpertLoader:
 
     def leave(self) -> None:
         """As ``Prefetcher.leave``."""
+        self.residency.used()
         self._prefetcher.leave()
 
     def hold(self, keys: list[int], counters: Counters | None) -> list[int]:
@@ -116,15 +117,21 @@ class ExpertLoader:
     def use(self, keys: np.ndarray) -> bool:
         """Returns whether all ``keys``, distinct experts of one layer, are READY: then nothing is to be held.
 
-        The caller has used them before it holds others.
+        They stay where they are until ``use`` or ``hold`` is called for another layer, or the layer has run: see
+        ``leave`` and ``end_step``.
         """
+        self._prefetcher.reap()
         if not self.residency.use(keys):
             return False
         self._prefetcher.used(keys)
         return True
 
     def admit(self, keys: Iterable[int]) -> None:
-        """Starts to load ``keys``, which were just used without a slot, where the policy prefers them to others."""
+        """Starts to load ``keys``, which were just used without a slot, where the policy prefers them to others.
+
+        Their layer has run.
+        """
+        self.residency.used()
         self._prefetcher.admit(keys)
 
     def release(self, keys: list[int]) -> None:
@@ -151,6 +158,7 @@ class ExpertLoader:
         Args:
             counts: as in ``Policy.observe``; None for a forward without decode or verify rows.
         """
+        self.residency.used()
         if counts is not None:
             self.residency.observe(counts)
             self._transfers.observe(counts)

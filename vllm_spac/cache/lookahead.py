@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -145,17 +145,19 @@ class Lookahead(Prefetcher):
 
     def _read(self, keys: Iterable[int]) -> list[int]:
         """Starts reads of those of ``keys`` that find slots, the first ones first; returns them."""
+        if not self._room(0):
+            return []
         loads: list[tuple[int, int]] = []
         slot_of = self._residency.slot_of
-        for key in keys:
-            if slot_of[key] != NOWHERE or key in self._damaged:
+        for _, layer in groupby(keys, self.expected.distance):
+            missing = [key for key in layer if slot_of[key] == NOWHERE and key not in self._damaged]
+            if not missing:
                 continue
-            if not self._may_read(len(loads)):
-                break
-            placement = self._residency.admit_unless(key, self.expected.until(key))
-            if placement is None:  # no slot is worth less, and still less so for what is needed later
-                break
+            wanted = missing[: self._room(len(loads))]
+            placement = self._residency.admit_unless(wanted, self.expected.until(missing[0]))
             loads += self._guess(placement)
+            if len(placement.loads) < len(missing):  # no slot is worth less, and still less so for what is needed later
+                break
         if loads:
             self._ahead.fetch(loads)
         return [key for key, _ in loads]

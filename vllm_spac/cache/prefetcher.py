@@ -112,7 +112,7 @@ class Prefetcher:
         """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""
         self.cancel([key for key in self._ahead.keys if key < passed and key not in self._admitted])
         loads: list[tuple[int, int]] = []
-        while self._may_read(len(loads)) and (key := self.queue.pop()) is not None:
+        while self._room(len(loads)) and (key := self.queue.pop()) is not None:
             if key < passed or self._residency.slot_of[key] != NOWHERE:
                 continue
             placement = self._residency.admit(key, self.scores)
@@ -207,19 +207,19 @@ class Prefetcher:
         if self.queue or self._ahead.keys:
             self.top_up((layer + 1) * self._layer_experts)
 
-    def _may_read(self, more: int) -> bool:
-        """Whether another read may be asked for, after ``more`` that are about to be."""
-        allowed = self._allowance is None or self._allowance.open
-        return allowed and len(self._ahead.keys) + more < self._settings.depth
+    def _room(self, more: int) -> int:
+        """How many further reads may be asked for, after ``more`` that are about to be."""
+        room = max(0, self._settings.depth - len(self._ahead.keys) - more)
+        return room if self._allowance is None else min(room, self._allowance.left)
 
     def _guess(self, placement: Placement) -> tuple[tuple[int, int], ...]:
         """Records a placement because of a prediction; returns its loads."""
         self.placed(placement)
-        ((key, _),) = placement.loads
-        self._guessed.add(key)
-        self._evicted_for.update(dict.fromkeys(placement.victims, key))
+        keys = [key for key, _ in placement.loads]
+        self._guessed.update(keys)
+        self._evicted_for.update(zip(placement.victims, keys[len(keys) - len(placement.victims) :], strict=True))
         if self._allowance is not None:
-            self._allowance.read(1)
+            self._allowance.read(len(keys))
         return placement.loads
 
     def _unread(self, keys: Sequence[int]) -> None:

@@ -2,12 +2,13 @@
 
 A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and returns what must be loaded; ``admit`` finds
 a slot for what may be needed later, ``exchange`` for what was used without one; ``loaded`` or ``failed`` completes
-each load; ``release`` unpins. LOADING and pinned slots are frozen: never a victim. Weights are read-only, so eviction
-only forgets: nothing is ever copied back. Only the forward thread calls, so that no state changes between two lines.
+each load; ``release`` unpins. ``use`` is for a layer that misses nothing. Slots that are LOADING, pinned or in use are
+frozen: never a victim. Weights are read-only, so eviction only forgets: nothing is ever copied back. Only the forward thread calls, so that no state changes between two lines.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -91,6 +92,7 @@ class Residency:
         self._free = list(range(slots - 1, -1, -1))
         self._pinned: set[int] = set()
         self._loading: set[int] = set()
+        self._in_use: Sequence[int] | np.ndarray = ()  # keys that ``use`` named last, until that layer has run
 
     @property
     def slots(self) -> int:
@@ -113,6 +115,7 @@ class Residency:
         pinned nor LOADING.
         """
         assert self._pinned.isdisjoint(keys), "an expert is prepared twice"
+        self._in_use = ()
         slots = self.slot_of[list(keys)].tolist() if keys else []
         missing = [key for key, slot in zip(keys, slots, strict=True) if slot == NOWHERE]
         waits = [(key, int(self.slot_of[key])) for key in keys if key in self._loading] if self._loading else []
@@ -130,33 +133,44 @@ class Residency:
     def use(self, keys: np.ndarray) -> bool:
         """Returns whether all ``keys`` are READY, and then tells the policy that they are used, in this order.
 
-        Nothing is pinned: the caller evicts nothing before it has used them. False while anything is LOADING.
+        They are frozen as if pinned until ``used``, or until ``use`` or ``prepare`` is called for another layer.
         """
-        if self._loading or self.slot_of[keys].min() == NOWHERE:
+        slots = self.slot_of[keys]
+        if slots.min() == NOWHERE or (self._loading and (self.state[slots] != SlotState.READY).any()):
             return False
         self.policy.touch_all(keys)
+        self._in_use = keys
         return True
 
+    def used(self) -> None:
+        """The layer for which ``use`` was called has run."""
+        self._in_use = ()
+
     def admit(self, key: int, scores: np.ndarray) -> Placement | None:
-        """Finds a slot for ``key`` as ``admit_unless``, where no expert is evicted for one with a lower score."""
-        return self.admit_unless(key, _Better(scores, int(scores[key])))
+        """Finds a slot for ``key`` as ``admit_unless``, where no expert is evicted for one with a lower score.
 
-    def admit_unless(self, key: int, kept: Container[int]) -> Placement | None:
-        """Finds a slot for ``key``, which has none, to be loaded before it is needed; does not pin it.
-
-        The slot is a free one, or else that of the policy's first victim that is not in ``kept``. Without either,
-        nothing changes and None is returned.
+        Without a slot None is returned.
         """
-        assert self.slot_of[key] == NOWHERE, f"expert {key} has a slot"
-        victims: list[int] = []
-        if not self._free:
-            try:
-                victims = self.policy.evict(1, _Either(self._pinned | self._loading, kept))
-            except LookupError:
-                return None
-            assert victims[0] not in self._pinned | self._loading, "the policy evicts a frozen expert"
-            self._vacate(victims[0])
-        return Placement(0, ((key, self._occupy(key)),), victims=tuple(victims))
+        placement = self.admit_unless((key,), _Better(scores, int(scores[key])))
+        return placement if placement.loads else None
+
+    def admit_unless(self, keys: Sequence[int], kept: Container[int]) -> Placement:
+        """Finds slots for ``keys``, which have none, to be loaded before they are needed; does not pin them.
+
+        The first ones get the free slots, the others those of the policy's first victims that are not in ``kept``.
+        Where too few are found, the last keys get none.
+
+        Args:
+            keys: distinct experts.
+            kept: experts that may not be evicted for them.
+
+        Returns:
+            ``loads`` of the keys that have slots now, in their order; the last ones in place of ``victims``.
+        """
+        assert (self.slot_of[list(keys)] == NOWHERE).all(), "an expert has a slot"
+        victims = self._victims(len(keys) - len(self._free), kept)
+        loads = tuple((key, self._occupy(key)) for key in keys[: len(self._free)])
+        return Placement(0, loads, victims=tuple(victims))
 
     def exchange(self, key: int) -> Placement | None:
         """Finds a slot for ``key``, which has none and was just used, to be loaded while kernels run; does not pin it.
@@ -168,10 +182,11 @@ class Residency:
         self.policy.insert(key)
         victims: list[int] = []
         if not self._free:
-            victims = self.policy.evict(1, self._pinned | self._loading)
+            frozen = self._frozen()
+            victims = self.policy.evict(1, frozen)
             if victims == [key]:
                 return None
-            assert victims[0] not in self._pinned | self._loading, "the policy evicts a frozen expert"
+            assert victims[0] not in frozen, "the policy evicts a frozen expert"
             self._vacate(victims[0])
         return Placement(0, ((key, self._seat(key)),), victims=tuple(victims))
 
@@ -246,6 +261,27 @@ class Residency:
                 raise
             victims = self.policy.evict(sum(key not in soft for key in left), either)
             return victims + self.policy.evict(count - len(victims), frozen)
+
+    def _victims(self, count: int, kept: Container[int]) -> list[int]:
+        """Frees the slots of the first ``count`` victims that are neither frozen nor in ``kept``; returns those found."""
+        if count <= 0:
+            return []
+        victims: list[int] = []
+        frozen = self._frozen()
+        either = _Either(frozen, kept)
+        try:
+            victims += self.policy.evict(count, either)
+        except LookupError:  # it has evicted none of the fewer that there are
+            with contextlib.suppress(LookupError):
+                while True:
+                    victims += self.policy.evict(1, either)
+        for victim in victims:
+            assert victim not in frozen, "the policy evicts a frozen expert"
+            self._vacate(victim)
+        return victims
+
+    def _frozen(self) -> set[int]:
+        return self._pinned.union(self._loading, self._in_use)
 
     def _occupy(self, key: int) -> int:
         self.policy.insert(key)
