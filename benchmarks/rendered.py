@@ -85,6 +85,7 @@ def rendered() -> Values:
         one_after_the_other,
         locality,
         scaled,
+        scaled_trees,
         policies,
         budgets,
         budget_cost,
@@ -419,6 +420,37 @@ def _late(row: dict[str, Any], ladder: dict[str, Any]) -> str:
     count = own["load_waits"] + own["load_missed"]
     seconds = own["load_overshoot_seconds"] + own["load_missed_seconds"]
     return f"{100 * seconds / count / ladder['scale']['machine']['load_seconds']:.0f} %" if count else ""
+
+
+def scaled_trees() -> Values:
+    """Budgets over chains and trees, on a scaled machine."""
+    content = result("scaled_trees_toy")
+    lines = []
+    for row in content["rows"]:
+        drafts = f"{row['kind']} of {row['drafts']}" if row["drafts"] else "none"
+        settings, (low, high) = row["budget"], row["speed_interval"]
+        budget = f"B = {settings['budget']}, {settings['votes']}" if settings else "exact"
+        kl = "" if row["kl"] is None else f"{row['kl']:.3f}"
+        numbers = (f"{row[name]:.2f}" for name in ("acceptance_length", "experts_per_step", "loads_per_token"))
+        speed = f"{row['speed']:.2f} ({low:.2f} – {high:.2f})"
+        quality = f"{100 * row['top1_agreement']:.1f} %", kl, f"{row['perplexity']:.3f}"
+        lines.append([drafts, budget, speed, *numbers, *quality])
+    budgeted = [row for row in content["rows"] if row["kind"] == "tree" and row["budget"]]
+    kept = [row for row in budgeted if row["top1_agreement"] >= 0.97]
+    [plain] = [row for row in content["rows"] if not row["drafts"]]
+    least = min(row["loads_per_token"] for row in budgeted)
+    head = ("drafts", "budget, votes", "× no drafts (95 %)", "tokens per step", "experts per layer and step")
+    return {
+        "scaled_trees": table((*head, "loads per token", "top-1 agreement", "KL", "perplexity"), lines),
+        "scaled_trees.prompts": str(content["prompts"]["count"] - 1),
+        "scaled_trees.tokens": str(content["output_tokens"]),
+        "scaled_trees.slots": _spaced(content["slots"]),
+        "scaled_trees.best": f"{max(row['speed'] for row in budgeted):.2f}",
+        "scaled_trees.kept": f"{max(row['speed'] for row in kept):.2f}" if kept else "none",
+        "scaled_trees.loads": f"{least / plain['loads_per_token']:.2f}",
+        "scaled_trees.bound": f"{plain['loads_per_token'] / least:.2f}",
+        "scaled_trees.longest": f"{max(row['acceptance_length'] for row in content['rows']):.2f}",
+    }
 
 
 def policies() -> Values:

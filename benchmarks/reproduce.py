@@ -329,6 +329,18 @@ FIGURES = {
         timed=True,
         inflated=True,
     ),
+    "scaled_trees": Figure(
+        "Scaled machine: budgets over chains and trees",
+        ("scaled_trees_toy.json", "scaled_trees_toy.png"),
+        (
+            f"python benchmarks/papers/moe_spec_table.py {LOCAL_MID} --temperatures 0 --kl 3 "
+            f"{_RESULT}/scaled_trees_toy.json",
+        ),
+        inputs=(MODELS, "vllm_spac/profiling/profiles"),
+        minutes=22,
+        timed=True,
+        inflated=True,
+    ),
     "recall": Figure(
         "Results: recall of predictors of the next layers' experts",
         ("toy_predictors.json", "toy_predictors.png", "toy_local_predictors.png"),
