@@ -120,21 +120,22 @@ def named(guess: Guess, experts: int, top_k: int) -> Iterator[tuple[int, np.ndar
         top_k: experts that a row names.
     """
     scores = guess.scores.numpy().reshape(len(guess.scores), -1, experts)
-    best = np.argsort(-scores, axis=2, kind="stable")[:, :, : min(top_k, experts)]
-    names = np.take_along_axis(scores, best, 2) > -np.inf
+    best = (-scores).argsort(axis=2, kind="stable")[:, :, :top_k]
     for number in range(scores.shape[1]):
-        yield guess.first // experts + number, _ranked(best[:, number], names[:, number])
+        yield guess.first // experts + number, _ranked(scores[:, number], best[:, number])
 
 
-def _ranked(best: np.ndarray, names: np.ndarray) -> np.ndarray:
+def _ranked(scores: np.ndarray, best: np.ndarray) -> np.ndarray:
     """Returns the experts that rows name, the likeliest first.
 
     Args:
+        scores: float [rows, experts].
         best: int [rows, k], the best of a row first.
-        names: bool [rows, k], whether the row names it.
     """
-    if len(best) == 1:
-        return best[0][names[0]]
+    if len(best) == 1:  # each call into numpy takes a microsecond or more, in every layer of every token
+        named = best[0]
+        return named[scores[0][named] > -np.inf]
+    names = np.take_along_axis(scores, best, 1) > -np.inf
     votes = np.bincount(best.ravel(), (np.arange(best.shape[1], 0, -1) * names).ravel())
     order = np.argsort(-votes, kind="stable")
     return order[: np.count_nonzero(votes)]

@@ -131,7 +131,7 @@ class SlotLayers:
         if not len(routed):
             return None
         here, residency = self._keys(layer), self.loader.residency
-        keys = np.bincount(routed.ravel()).nonzero()[0] + here.start
+        keys = _distinct(routed) + here.start
         self.loader.enter(range(here.start, here.stop))
         if not self.loader.use(keys):
             return None
@@ -155,7 +155,7 @@ class SlotLayers:
         used: set[int] = set()
         missed: set[int] = set()
         for start, stop in row_waves(routed, residency.slots, self.experts):
-            keys = (np.unique(routed[start:stop]) + here.start).tolist()
+            keys = (_distinct(routed[start:stop]) + here.start).tolist()
             arrived = self.loader.hold(keys, counters)
             missed.update(arrived)
             used.update(keys)
@@ -171,3 +171,8 @@ class SlotLayers:
 
     def _keys(self, layer: int) -> slice:
         return slice(layer * self.experts, (layer + 1) * self.experts)
+
+
+def _distinct(routed: np.ndarray) -> np.ndarray:
+    """Returns the distinct experts of ``routed``, int of any shape, in ascending order."""
+    return np.bincount(routed.ravel()).nonzero()[0]
