@@ -98,6 +98,8 @@ def rendered() -> Values:
         reuse_of_experts,
         moe_spac_tables,
         od_moe,
+        workers,
+        worker_faults,
         soak,
     )
     return {name: text for section in sections for name, text in section().items()}
@@ -274,26 +276,47 @@ def recipe() -> Values:
 
 def prefetched() -> Values:
     """Reading experts ahead by a predictor: time and reads over none."""
-    rows, lines = result("paired_prefetch_local_toy")["rows"], []
-    for row in rows:
-        low, high = row["interval"]
-        base, other = row["base"], row["other"]
-        lines.append(
-            [
-                _spaced(row["slots"]),
-                f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})",
-                f"{row['ratio_of_totals']:.2f}",
-                f"{other['loads'] / base['loads']:.2f}",
-                f"{(other['loads'] + other['prefetches']) / base['loads']:.2f}",
-                f"{100 * other['prefetch_hits'] / other['prefetches']:.0f} %",
-            ]
-        )
-    head = ("slots", "ratio (95 %)", "of totals", "loads on demand", "all reads", "reads ahead used")
+    lines = []
+    for name, size in {"paired_prefetch_local_toy": "1.2 MB", "paired_prefetch_local_large": "9.4 MB"}.items():
+        content = result(name)
+        for row, ceiling in zip(content["rows"], _ceilings(content), strict=True):
+            assert row["tokens_equal"]
+            low, high = row["interval"]
+            base, other = row["base"], row["other"]
+            late = other["misses"] - other["loads"]
+            lines.append(
+                [
+                    size,
+                    _spaced(row["slots"]),
+                    f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})",
+                    f"{row['ratio_of_totals']:.2f}",
+                    f"{ceiling:.2f}",
+                    f"{other['loads'] / base['loads']:.2f}",
+                    f"{(other['loads'] + other['prefetches']) / base['loads']:.2f}",
+                    f"{100 * other['prefetch_hits'] / other['prefetches']:.0f} %",
+                    f"{100 * late / other['prefetch_hits']:.0f} %",
+                ]
+            )
+    head = ("experts of", "slots", "ratio (95 %)", "of totals", "ceiling", "loads on demand", "all reads")
+    first = result("paired_prefetch_local_toy")["rows"][0]
     return {
-        "prefetched": table(head, lines),
-        "prefetched.with": f"{1e3 * rows[0]['other']['tpot']:.1f}",
-        "prefetched.without": f"{1e3 * rows[0]['base']['tpot']:.1f}",
+        "prefetched": table((*head, "reads ahead used", "of them late"), lines),
+        "prefetched.with": f"{1e3 * first['other']['tpot']:.1f}",
+        "prefetched.without": f"{1e3 * first['base']['tpot']:.1f}",
     }
+
+
+def _ceilings(content: dict[str, Any]) -> list[float]:
+    """Returns what a perfect overlap of loads and all else would give over none, for each row of a paired run.
+
+    Of two sizes, the more loads of a request and its more seconds give the seconds of one load; what is then left of a
+    request is all else.
+    """
+    bases = [row["base"] for row in content["rows"]]
+    seconds = [base["ttft"] + (content["output_tokens"] - 1) * base["tpot"] for base in bases]
+    loads = [base["loads"] / len(row["ratios"]) for base, row in zip(bases, content["rows"], strict=True)]
+    per_load = (seconds[0] - seconds[-1]) / (loads[0] - loads[-1])
+    return [all_ / max(count * per_load, all_ - count * per_load) for all_, count in zip(seconds, loads, strict=True)]
 
 
 def quantised() -> Values:
@@ -731,6 +754,78 @@ def od_moe() -> Values:
         "od_moe.each": f"{given['main_ms']:.2f}",
         "od_moe.read": f"{given['load_ms']:.0f}",
     }
+
+
+def workers() -> Values:
+    """Expert workers over loads from disk, and a round trip to one."""
+    names = {
+        "paired_workers_toy": "workers, all experts in memory",
+        "paired_workers_cacheless_toy": "workers, no more slots than the engine",
+    }
+    lines, missed = [], []
+    for name, shown in names.items():
+        for row in result(name)["rows"]:
+            low, high = row["interval"]
+            rates = (statistics.median(row[side]["tokens_per_second"]) for side in ("base", "other"))
+            ratio = f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})"
+            lines.append([shown, *(f"{rate:.1f}" for rate in rates), ratio, f"{row['ratio_of_totals']:.2f}"])
+            missed.append(100 * row["base"]["misses"] / (row["base"]["hits"] + row["base"]["misses"]))
+    trip = result("worker_round_trip")
+    by_size = {row["bytes"]: row for row in trip["rows"]}
+    least = by_size[4 << 10]
+    head = ("", "engine, all from disk", "with workers", "ratio (95 %)", "of totals")
+    return {
+        "workers": table(head, lines),
+        "workers.missed": f"{statistics.mean(missed):.0f} %",
+        "workers.ratio": f"{result('paired_workers_toy')['rows'][0]['ratio']:.1f}",
+        "round_trip": table(
+            ("bytes of rows", *(_size(size) for size in by_size)),
+            [["µs, there and back", *(f"{1e6 * row['median']:,.0f}" for row in by_size.values())]],
+        ),
+        "round_trip.least": f"{1e6 * least['median']:.0f}",
+        "round_trip.range": f"{1e6 * least['low']:.0f} to {1e6 * least['high']:.0f}",
+        "round_trip.aim": f"{1e6 * trip['aim']:.0f}",
+        "round_trip.alone": f"{1e6 * trip['zmq_alone']['median']:.0f}",
+    }
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >> 20 else f"{count >> 10} KiB"
+
+
+def worker_faults() -> Values:
+    """Seconds lost when a worker fails, without and with a replica of its layers."""
+    contents = {"engine": result("worker_faults_toy"), "replica": result("worker_faults_replica_toy")}
+    assert all(row["tokens_equal"] for content in contents.values() for row in content["rows"])
+    stopped = contents["engine"]["stopped_seconds"]
+    what = {
+        "kill": "killed",
+        "stop": f"stopped for {stopped['stop']:.0f} s",
+        "late": f"stopped for {stopped['late']:.0f} s, answers come late",
+    }
+    lines = []
+    for fault, shown in what.items():
+        cells = []
+        for content in contents.values():
+            rows = [row for row in content["rows"] if row["fault"] == fault]
+            back = [row["back_within_seconds"] for row in rows if row["back_within_seconds"] is not None]
+            cells += [
+                _low_high([row["lost_seconds"] for row in rows]),
+                _low_high([row["longest_step_seconds"] for row in rows]),
+                _low_high(back) if back else "not noticed",
+            ]
+        lines.append([shown, *cells])
+    head = [f"{where}: {text}" for where in contents for text in ("s lost", "longest step, s", "back within, s")]
+    steps = [row["undisturbed_step_seconds"] for content in contents.values() for row in content["rows"]]
+    return {
+        "worker_faults": table(("a worker is", *head), lines),
+        "worker_faults.step": f"{1e3 * statistics.median(steps):.0f}",
+        "worker_faults.turns": str(len([row for row in contents["engine"]["rows"] if row["fault"] == "kill"])),
+    }
+
+
+def _low_high(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} – {max(values):.1f})"
 
 
 def soak() -> Values:

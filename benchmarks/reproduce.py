@@ -32,6 +32,8 @@ _HEAD = f"--eagle3 {MID}-eagle3"
 _ONE_ENGINE = "--turns 80 --starts 2 --warm 2 --output-tokens 64"
 QUANTISED = ".cache/toy/quantised"  # sizes that are multiples of 128, as kernels for quantised experts need them
 LOCAL_MID = ".cache/toy/local-mid"  # the same of the local one
+LOCAL_LARGE = ".cache/toy/local-large"  # the same with experts as large as those of Qwen3-30B-A3B
+_INFLATE_LARGE = f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_LARGE} --expert-bytes 9.4MB"
 _INFLATE_LOCAL = (
     f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_MID} --expert-bytes 1.2MB "
     f"--eagle3 {MODELS}/local/eagle3"
@@ -65,7 +67,7 @@ class Figure:
         inputs: files and folders of the checkout that it is made from.
         minutes: approximate duration on two otherwise idle cores.
         timed: whether its numbers are times.
-        inflated: whether it uses the toy model with larger experts, which is written first if missing.
+        inflated: whether it uses a toy model with larger experts, which is written first if missing.
         stale: why its results are not from the code, command or traces in the tree, until it is made again.
         note: further remarks.
     """
@@ -156,6 +158,53 @@ FIGURES = {
             f"--output-tokens 64 {_RESULT}/paired_prefetch_local_toy.json",
         ),
         minutes=8,
+        timed=True,
+        inflated=True,
+    ),
+    "prefetch_large": Figure(
+        "Predictors: the same with experts of 9.4 MB",
+        ("paired_prefetch_local_large.json", "paired_prefetch_local_large.png"),
+        (
+            f"python benchmarks/toy/train_predictor.py {LOCAL_LARGE} {LOCAL_LARGE}.predictors.safetensors",
+            f"python benchmarks/serving/paired.py {LOCAL_LARGE} spac 'spac prefetch=linear "
+            f"predictor_file={LOCAL_LARGE}.predictors.safetensors' --slots 25%,50% --turns 16 --starts 2 --warm 2 "
+            f"--output-tokens 64 {_RESULT}/paired_prefetch_local_large.json",
+        ),
+        minutes=15,
+        timed=True,
+        inflated=True,
+    ),
+    "workers": Figure(
+        "Expert workers: all misses at workers over all misses from disk, in turns",
+        ("paired_workers_toy.json", "paired_workers_cacheless_toy.json"),
+        (
+            f"{_PAIRED} 'spac slots=2k policy=drop' 'spac slots=100% executor=processes workers=2' --slots 2k "
+            f"--turns 24 --starts 2 --output-tokens 64 --dtype float32 {_RESULT}/paired_workers_toy.json",
+            f"{_PAIRED} 'spac slots=2k policy=drop' 'spac slots=2k policy=drop executor=processes workers=2' "
+            "--slots 2k --turns 24 --starts 2 --output-tokens 64 --dtype float32 "
+            f"{_RESULT}/paired_workers_cacheless_toy.json",
+        ),
+        minutes=20,
+        timed=True,
+        inflated=True,
+    ),
+    "round_trip": Figure(
+        "Expert workers: a round trip on this machine",
+        ("worker_round_trip.json",),
+        ("python benchmarks/serving/round_trip.py",),
+        inputs=("vllm_spac/distributed",),
+        minutes=2,
+        timed=True,
+    ),
+    "worker_faults": Figure(
+        "Expert workers: seconds lost per fault",
+        ("worker_faults_toy.json", "worker_faults_replica_toy.json"),
+        (
+            f"python benchmarks/serving/worker_faults.py {MID}",
+            f"python benchmarks/serving/worker_faults.py {MID} --replicas 1 "
+            "--output benchmarks/results/worker_faults_replica_toy.json",
+        ),
+        minutes=10,
         timed=True,
         inflated=True,
     ),
@@ -454,8 +503,9 @@ def _make(figure: Figure) -> None:
     console = Console(stderr=True)
     if figure.timed:
         console.print("its numbers are times: run nothing else on this machine")
-    models = {MID: _INFLATE, LOCAL_MID: _INFLATE_LOCAL, QUANTISED: _INFLATE_QUANTISED}
-    prepare = [command for folder, command in models.items() if figure.inflated and not (ROOT / folder).exists()]
+    models = {MID: _INFLATE, LOCAL_MID: _INFLATE_LOCAL, QUANTISED: _INFLATE_QUANTISED, LOCAL_LARGE: _INFLATE_LARGE}
+    named = " ".join(figure.commands) if figure.inflated else ""
+    prepare = [command for folder, command in models.items() if folder in named and not (ROOT / folder).exists()]
     for command in (*prepare, *figure.commands):
         console.print(escape(command), highlight=False, soft_wrap=True)
         program, *arguments = shlex.split(command)
