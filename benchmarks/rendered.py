@@ -277,7 +277,12 @@ def recipe() -> Values:
 def prefetched() -> Values:
     """Reading experts ahead by a predictor: time and reads over none."""
     lines = []
-    for name, size in {"paired_prefetch_local_toy": "1.2 MB", "paired_prefetch_local_large": "9.4 MB"}.items():
+    runs = {
+        "paired_prefetch_local_toy": ("`linear`", "1.2 MB"),
+        "paired_prefetch_local_large": ("`linear`", "9.4 MB"),
+        "paired_shadow_local_large": ("`shadow`", "9.4 MB"),
+    }
+    for name, labels in runs.items():
         content = result(name)
         for row, ceiling in zip(content["rows"], _ceilings(content), strict=True):
             assert row["tokens_equal"]
@@ -286,7 +291,7 @@ def prefetched() -> Values:
             late = other["misses"] - other["loads"]
             lines.append(
                 [
-                    size,
+                    *labels,
                     _spaced(row["slots"]),
                     f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})",
                     f"{row['ratio_of_totals']:.2f}",
@@ -297,10 +302,12 @@ def prefetched() -> Values:
                     f"{100 * late / other['prefetch_hits']:.0f} %",
                 ]
             )
-    head = ("experts of", "slots", "ratio (95 %)", "of totals", "ceiling", "loads on demand", "all reads")
-    first = result("paired_prefetch_local_toy")["rows"][0]
+    head = ("", "experts of", "slots", "ratio (95 %)", "of totals", "ceiling", "loads on demand", "all reads")
+    first, step = result("paired_prefetch_local_toy")["rows"][0], result("paired_shadow_local_large")["rows"][-1]
+    low, high = step["step_interval"]
     return {
         "prefetched": table((*head, "reads ahead used", "of them late"), lines),
+        "prefetched.shadow_step": f"{step['step_ratio']:.2f} ({low:.2f} – {high:.2f})",
         "prefetched.with": f"{1e3 * first['other']['tpot']:.1f}",
         "prefetched.without": f"{1e3 * first['base']['tpot']:.1f}",
     }

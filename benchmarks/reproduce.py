@@ -33,6 +33,7 @@ _ONE_ENGINE = "--turns 80 --starts 2 --warm 2 --output-tokens 64"
 QUANTISED = ".cache/toy/quantised"  # sizes that are multiples of 128, as kernels for quantised experts need them
 LOCAL_MID = ".cache/toy/local-mid"  # the same of the local one
 LOCAL_LARGE = ".cache/toy/local-large"  # the same with experts as large as those of Qwen3-30B-A3B
+LOCAL_INT8 = ".cache/toy/local-int8"  # the local one, rounded to INT8
 _INFLATE_LARGE = f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_LARGE} --expert-bytes 9.4MB"
 _INFLATE_LOCAL = (
     f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_MID} --expert-bytes 1.2MB "
@@ -171,6 +172,19 @@ FIGURES = {
             f"--output-tokens 64 {_RESULT}/paired_prefetch_local_large.json",
         ),
         minutes=15,
+        timed=True,
+        inflated=True,
+    ),
+    "prefetch_shadow": Figure(
+        "Predictors: reads ahead by a shadow that drafts, over the same drafts without",
+        ("paired_shadow_local_large.json", "paired_shadow_local_large.png"),
+        (
+            f"python benchmarks/toy/quantize.py {MODELS}/local/target {LOCAL_INT8}",
+            f"python benchmarks/serving/paired.py {LOCAL_LARGE} 'spac guard=off speculation=draft' 'spac guard=off "
+            f"speculation=draft prefetch=shadow' --draft {LOCAL_INT8} --slots 25%,50% --turns 12 --starts 2 --warm 2 "
+            f"--output-tokens 64 {_RESULT}/paired_shadow_local_large.json",
+        ),
+        minutes=8,
         timed=True,
         inflated=True,
     ),
