@@ -338,6 +338,20 @@ def test_nothing_is_evicted_for_what_is_needed_later(steps: list, slots: int, po
         run(made, steps)
 
 
+def test_reads_ahead_evict_what_is_expected_later_only_if_all_is_expected() -> None:
+    """16 was used longest ago and is expected after 11, for which it would go without soft pins."""
+    for pins in (False, True):
+        with pool(4, pins=pins) as made:
+            made.begin()
+            made.layer(0, (0, 0))
+            made.layer(1, (0, 0))
+            made.end_forward()
+            made.script.says = {START: [(1, (0, 3)), (2, (0, 1))]}
+            made.begin()
+            assert sorted(made.store.order) == ([11, 17] if pins else [11, 16, 17])
+            made.residency.check_integrity()
+
+
 def test_soft_pins_keep_what_is_expected() -> None:
     """The oldest expert is the one that is expected: without soft pins it is evicted, and loaded again."""
     for pins, loads in ((False, 3), (True, 2)):

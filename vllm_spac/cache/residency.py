@@ -77,7 +77,7 @@ class Residency:
 
     Attributes:
         activity: what experts did lately, while somebody looks.
-        soft: keys that ``prepare`` evicts last (soft pins), if any.
+        soft: keys that ``prepare`` and ``admit_unless`` evict last (soft pins), if any.
     """
 
     activity: ExpertActivity | None = None
@@ -266,19 +266,27 @@ class Residency:
         """Frees the slots of the first ``count`` victims that are neither frozen nor in ``kept``; returns those found."""
         if count <= 0:
             return []
-        victims: list[int] = []
         frozen = self._frozen()
-        either = _Either(frozen, kept)
-        try:
-            victims += self.policy.evict(count, either)
-        except LookupError:  # it has evicted none of the fewer that there are
-            with contextlib.suppress(LookupError):
-                while True:
-                    victims += self.policy.evict(1, either)
+        spared: Container[int] = _Either(frozen, kept)
+        victims: list[int] = []
+        if self.soft is not None:
+            victims += self._evict_up_to(count, _Either(spared, self.soft))
+        victims += self._evict_up_to(count - len(victims), spared)
         for victim in victims:
             assert victim not in frozen, "the policy evicts a frozen expert"
             self._vacate(victim)
         return victims
+
+    def _evict_up_to(self, count: int, spared: Container[int]) -> list[int]:
+        """Returns the policy's first ``count`` victims that are not ``spared``, or as many as there are."""
+        try:
+            return self.policy.evict(count, spared)
+        except LookupError:  # it has evicted none of the fewer that there are
+            victims: list[int] = []
+            with contextlib.suppress(LookupError):
+                while True:
+                    victims += self.policy.evict(1, spared)
+            return victims
 
     def _frozen(self) -> set[int]:
         return self._pinned.union(self._loading, self._in_use)
