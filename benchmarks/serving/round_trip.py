@@ -44,9 +44,10 @@ def zmq_alone(nbytes: int, seconds: float) -> float:
     process = spawned.Process(target=send_back, args=(there,), daemon=True)
     process.start()
     try:
-        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.connect(f"tcp://127.0.0.1:{here.recv()}")
-        message, found, end = os.urandom(nbytes), [], time.perf_counter() + seconds
+        message, end = os.urandom(nbytes), time.perf_counter() + seconds
+        found: list[float] = []
         while (start := time.perf_counter()) < end:
             socket.send(message)
             socket.recv()

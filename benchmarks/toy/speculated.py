@@ -21,7 +21,7 @@ TEXTS, NEW_TOKENS = 8, 64  # generated after, tokens after each
 
 
 def measured(name: str, model: str) -> dict[str, Any]:
-    """Trains on one model, and measures with each share of slots; returns what ``vllm-spac quality`` writes, by share."""
+    """Trains and measures on one model; returns points and generations of ``vllm-spac quality`` by share of slots."""
     work = predictors.WORK / "speculated" / name
     (ROOT / work).mkdir(parents=True, exist_ok=True)
     file = work / "linear.predictors.safetensors"
@@ -36,7 +36,9 @@ def measured(name: str, model: str) -> dict[str, Any]:
             *("--generate", str(TEXTS), "--new-tokens", str(NEW_TOKENS), "--disk-dir", work / "packed"),
             *("--engine", '{"gpu_memory_utilization": 0.2}'),
         )
-        found[slots] = json.loads((ROOT / output / "quality.json").read_text())
+        content = json.loads((ROOT / output / "quality.json").read_text())
+        generations = [{k: v for k, v in one.items() if k != "tokens_per_second"} for one in content["generation"]]
+        found[slots] = {"points": content["points"], "generation": generations}
     return found
 
 

@@ -259,9 +259,7 @@ class Machine(RuleBasedStateMachine):
         extra=st.sampled_from([None, 0.1, 0.5]),
         poison=st.booleans(),
     )
-    def start(
-        self, policy: str, slots: int, depth: int, threshold: int, extra: float | None, poison: bool
-    ) -> None:
+    def start(self, policy: str, slots: int, depth: int, threshold: int, extra: float | None, poison: bool) -> None:
         knobs = PrefetchSettings(
             prefetch="utility", depth=depth, threshold=threshold, options={"gamma": 2}, extra=extra, poison=poison
         )

@@ -3,7 +3,8 @@
 A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and returns what must be loaded; ``admit`` finds
 a slot for what may be needed later, ``exchange`` for what was used without one; ``loaded`` or ``failed`` completes
 each load; ``release`` unpins. ``use`` is for a layer that misses nothing. Slots that are LOADING, pinned or in use are
-frozen: never a victim. Weights are read-only, so eviction only forgets: nothing is ever copied back. Only the forward thread calls, so that no state changes between two lines.
+frozen: never a victim. Weights are read-only, so eviction only forgets: nothing is ever copied back. Only the forward
+thread calls, so that no state changes between two lines.
 """
 
 from __future__ import annotations
@@ -263,7 +264,11 @@ class Residency:
             return victims + self.policy.evict(count - len(victims), frozen)
 
     def _victims(self, count: int, kept: Container[int]) -> list[int]:
-        """Frees the slots of the first ``count`` victims that are neither frozen nor in ``kept``; returns those found."""
+        """Frees the slots of the first ``count`` victims that are neither frozen nor in ``kept``, or of fewer.
+
+        Returns:
+            The victims. With soft pins, those that are expected soon come last.
+        """
         if count <= 0:
             return []
         frozen = self._frozen()
