@@ -92,6 +92,7 @@ def rendered() -> Values:
         votes,
         predictors,
         recall,
+        speculated,
         shadow,
         executions,
         papers,
@@ -645,6 +646,36 @@ def recall() -> Values:
         "recall.files": str(content["texts"]["held-out"]["files"]),
         "recall.training": f"{content['texts']['training']['tokens']:,}",
         "recall.slots": str(content["slots_percent"]),
+    }
+
+
+def speculated() -> Values:
+    """Quality and bytes of speculated execution."""
+    content, lines = result("toy_speculated"), []
+    for model, by_slots in content["models"].items():
+        for slots, found in by_slots.items():
+            runs = {one.get("coverage"): one for one in found["generation"]}
+            exact = runs[None]
+            for point in found["points"]:
+                run = runs[point["coverage"]]
+                lines.append(
+                    [
+                        model,
+                        _spaced(slots),
+                        f"`{point['coverage']}`",
+                        f"{100 * point['perplexity_change']:+.2f} %",
+                        f"{100 * point['agreement']:.1f} %",
+                        f"{point['kl']:.3f}",
+                        f"{run['bytes_per_token'] / exact['bytes_per_token']:.2f}",
+                        f"{100 * exact['hit_rate']:.0f} / {100 * run['hit_rate']:.0f} %",
+                    ]
+                )
+    head = ("routing", "slots", "", "perplexity", "top-1", "KL", "bytes over exact", "hits, exact / not")
+    texts = content["texts"]["held-out"]
+    return {
+        "speculated": table(head, lines),
+        "speculated.tokens": f"{texts['tokens']:,}",
+        "speculated.files": str(texts["files"]),
     }
 
 

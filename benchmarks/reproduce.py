@@ -410,6 +410,12 @@ FIGURES = {
         ("python benchmarks/toy/predictors.py",),
         minutes=10,
     ),
+    "speculated": Figure(
+        "Results: quality and bytes of speculated execution",
+        ("toy_speculated.json",),
+        ("python benchmarks/toy/speculated.py",),
+        minutes=10,
+    ),
     "shadow": Figure(
         "Results: a quantised copy as a shadow",
         ("toy_shadow.json",),
