@@ -133,8 +133,8 @@ def _ranked(scores: np.ndarray, best: np.ndarray) -> np.ndarray:
         best: int [rows, k], the best of a row first.
     """
     if len(best) == 1:  # each call into numpy takes a microsecond or more, in every layer of every token
-        named = best[0]
-        return named[scores[0][named] > -np.inf]
+        likeliest = best[0]
+        return likeliest[scores[0][likeliest] > -np.inf]
     names = np.take_along_axis(scores, best, 1) > -np.inf
     votes = np.bincount(best.ravel(), (np.arange(best.shape[1], 0, -1) * names).ravel())
     order = np.argsort(-votes, kind="stable")
