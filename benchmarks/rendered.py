@@ -629,7 +629,12 @@ def recall() -> Values:
     names = sorted(models["flat"], key=lambda name: models["flat"][name]["recall_at_k"])
     shown = ("recall_at_k", "recall_at_2k", "recall_on_misses")
     lines = [
-        [f"`{name}`", *(_percent(models[model][name][kind]) for model in models for kind in shown)] for name in names
+        [
+            f"`{name}`",
+            *(_percent(models[model][name][kind]) for model in models for kind in shown),
+            f"{models['local'][name]['us_per_layer']:.0f}",
+        ]
+        for name in names
     ]
     horizons = [str(ahead) for ahead in range(1, 1 + max(one["reach"] for one in models["flat"].values()))]
     far = [name for name in names if set(horizons) <= set(models["flat"][name]["by_horizon"])]
@@ -640,7 +645,7 @@ def recall() -> Values:
     heads = [f"{model}: {kind}" for model in models for kind in ("first k", "first 2k", "first k, of misses")]
     heads_ahead = [f"{model}: {h} ahead" for model in models for h in horizons]
     return {
-        "recall": table(("", *heads), lines),
+        "recall": table(("", *heads, "µs per layer"), lines),
         "recall.ahead": table(("first k", *heads_ahead), ahead),
         "recall.tokens": f"{content['texts']['held-out']['tokens']:,}",
         "recall.files": str(content["texts"]["held-out"]["files"]),

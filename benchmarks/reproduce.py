@@ -408,7 +408,8 @@ FIGURES = {
         "Results: recall of predictors of the next layers' experts",
         ("toy_predictors.json", "toy_predictors.png", "toy_local_predictors.png"),
         ("python benchmarks/toy/predictors.py",),
-        minutes=10,
+        minutes=15,
+        timed=True,
     ),
     "speculated": Figure(
         "Results: quality and bytes of speculated execution",

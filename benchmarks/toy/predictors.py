@@ -2,7 +2,8 @@
 
     python benchmarks/toy/predictors.py
 
-All numbers are of the toy models and not representative of a real one. None is a time.
+The drafter whose states ``draft_gate`` maps is each model's EAGLE-3 head. All numbers are of the toy models and not
+representative of a real one; microseconds per layer are of one row, on this machine.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from texts import chosen
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, ROOT, provenance, write_result
 
-MODELS = {"flat": "benchmarks/toy/models/target", "local": "benchmarks/toy/models/local/target"}
+MODELS = {"flat": "benchmarks/toy/models", "local": "benchmarks/toy/models/local"}  # with target and eagle3
 PICTURES = {"flat": "toy_predictors.png", "local": "toy_local_predictors.png"}
 WORK = Path(".cache") / "toy" / "predictors"  # from the checkout's root
 TEXTS = {"training": (True, 120, 512), "held-out": (False, 10, 384)}  # whether training saw them, files, tokens of each
 REACH, SLOTS = 3, 25
-ENGINE = ("--engine", '{"gpu_memory_utilization": 0.2}', "--disk-dir", WORK / "packed", "--limit-tokens", "100000")
+DRAFTS = 5
 
 
 def vllm_spac(*arguments: str | Path) -> None:
@@ -39,23 +40,31 @@ def write_texts(kind: str, folder: Path) -> Path:
     return path
 
 
-def train(model: str | Path, texts: Path, output: Path, reach: int, only: str = "") -> None:
+def engine(head: str = "") -> tuple[str | Path, ...]:
+    """Returns the options of the engines that read texts, with the EAGLE-3 ``head`` as drafter, if any."""
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.2}
+    if head:
+        options["speculative_config"] = {"method": "eagle3", "model": head, "num_speculative_tokens": DRAFTS}
+    return "--engine", json.dumps(options), "--disk-dir", WORK / "packed", "--limit-tokens", "100000"
+
+
+def train(model: str | Path, texts: Path, output: Path, reach: int, only: str = "", head: str = "") -> None:
     """Trains predictors of ``model`` on ``texts``: those called ``only``, separated by commas, or all."""
     some = ("--only", only) if only else ()
-    options = ("--prompts", texts, "--output", output, "--reach", str(reach), *some, *ENGINE)
+    options = ("--prompts", texts, "--output", output, "--reach", str(reach), *some, *engine(head))
     vllm_spac("train-predictor", model, *options)
 
 
 def measured(name: str, model: str) -> dict[str, Any]:
-    """Trains and measures on one model; returns the results by predictor, without times."""
+    """Trains and measures on one model; returns the results by predictor."""
     file, output = WORK / f"{name}.predictors.safetensors", WORK / f"{name}.json"
-    train(model, WORK / "training.jsonl", file, REACH)
+    target, head = f"{model}/target", f"{model}/eagle3"
+    train(target, WORK / "training.jsonl", file, REACH, head=head)
     texts = ("--prompts", WORK / "held-out.jsonl", "--predictor", file, "--slots", f"{SLOTS}%")
     title = ("--title", f"toy model, {name} routing")
-    vllm_spac("predictors", model, *texts, "--json", output, "--pictures", WORK / name, *title, *ENGINE)
+    vllm_spac("predictors", target, *texts, "--json", output, "--pictures", WORK / name, *title, *engine(head))
     shutil.copyfile(ROOT / WORK / name / "layers.png", RESULTS / PICTURES[name])
-    found = json.loads((ROOT / output).read_text())
-    return {predictor: {k: v for k, v in one.items() if k != "us_per_layer"} for predictor, one in found.items()}
+    return json.loads((ROOT / output).read_text())
 
 
 def main() -> None:

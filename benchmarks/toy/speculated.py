@@ -25,13 +25,14 @@ def measured(name: str, model: str) -> dict[str, Any]:
     work = predictors.WORK / "speculated" / name
     (ROOT / work).mkdir(parents=True, exist_ok=True)
     file = work / "linear.predictors.safetensors"
-    predictors.train(model, predictors.WORK / "training.jsonl", file, 1, "linear")
+    target = f"{model}/target"
+    predictors.train(target, predictors.WORK / "training.jsonl", file, 1, "linear")
     found = {}
     for slots in SLOTS:
         output = work / slots.rstrip("%")
         shutil.rmtree(ROOT / output, ignore_errors=True)  # an earlier run would be continued
         predictors.vllm_spac(
-            *("quality", model, "--prompts", predictors.WORK / "held-out.jsonl", "--predictor", file),
+            *("quality", target, "--prompts", predictors.WORK / "held-out.jsonl", "--predictor", file),
             *("--speculate", MODES, "--slots", slots, "--window", "1", "--output", output),
             *("--generate", str(TEXTS), "--new-tokens", str(NEW_TOKENS), "--disk-dir", work / "packed"),
             *("--engine", '{"gpu_memory_utilization": 0.2}'),
