@@ -287,14 +287,13 @@ def prefetched() -> Values:
         content = result(name)
         for row, ceiling in zip(content["rows"], _ceilings(content), strict=True):
             assert row["tokens_equal"]
-            low, high = row["interval"]
             base, other = row["base"], row["other"]
             late = other["misses"] - other["loads"]
             lines.append(
                 [
                     *labels,
                     _spaced(row["slots"]),
-                    f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})",
+                    _with_interval(row["ratio"], row["interval"]),
                     f"{row['ratio_of_totals']:.2f}",
                     f"{ceiling:.2f}",
                     f"{other['loads'] / base['loads']:.2f}",
@@ -305,10 +304,9 @@ def prefetched() -> Values:
             )
     head = ("", "experts of", "slots", "ratio (95 %)", "of totals", "ceiling", "loads on demand", "all reads")
     first, step = result("paired_prefetch_local_toy")["rows"][0], result("paired_shadow_local_large")["rows"][-1]
-    low, high = step["step_interval"]
     return {
         "prefetched": table((*head, "reads ahead used", "of them late"), lines),
-        "prefetched.shadow_step": f"{step['step_ratio']:.2f} ({low:.2f} – {high:.2f})",
+        "prefetched.shadow_step": _with_interval(step["step_ratio"], step["step_interval"]),
         "prefetched.with": f"{1e3 * first['other']['tpot']:.1f}",
         "prefetched.without": f"{1e3 * first['base']['tpot']:.1f}",
     }
@@ -331,13 +329,12 @@ def quantised() -> Values:
     """Quantised experts over bf16 with slots of as many bytes."""
     content, lines = result("quantised_toy"), []
     for row in content["rows"]:
-        low, high = row["interval"]
         lines.append(
             [
                 _spaced(row["slots"]),
                 row["format"],
                 f"{row['percent']} %",
-                "1" if row["format"] == "bf16" else f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})",
+                "1" if row["format"] == "bf16" else _with_interval(row["ratio"], row["interval"]),
                 f"{statistics.median(row['tokens_per_second']):.1f}",
                 f"{row['bytes_per_token'] / 1e6:.1f}",
                 f"{row['perplexity']:.2f}",
@@ -416,10 +413,9 @@ def scaled() -> Values:
         cells = []
         for size in sizes:
             row = rungs[size, name]
-            low, high = row["speedup_interval"]
             cells += [
                 f"{1e3 * row['tpot_median']:.1f}",
-                f"{row['speedup']:.2f} ({low:.2f} – {high:.2f})",
+                _with_interval(row["speedup"], row["speedup_interval"]),
                 _late(row, ladder),
             ]
         rows.append([shown, *cells])
@@ -459,11 +455,11 @@ def scaled_trees() -> Values:
     lines = []
     for row in content["rows"]:
         drafts = f"{row['kind']} of {row['drafts']}" if row["drafts"] else "none"
-        settings, (low, high) = row["budget"], row["speed_interval"]
+        settings = row["budget"]
         budget = f"B = {settings['budget']}, {settings['votes']}" if settings else "exact"
         kl = "" if row["kl"] is None else f"{row['kl']:.3f}"
         numbers = (f"{row[name]:.2f}" for name in ("acceptance_length", "experts_per_step", "loads_per_token"))
-        speed = f"{row['speed']:.2f} ({low:.2f} – {high:.2f})"
+        speed = _with_interval(row["speed"], row["speed_interval"])
         quality = f"{100 * row['top1_agreement']:.1f} %", kl, f"{row['perplexity']:.3f}"
         lines.append([drafts, budget, speed, *numbers, *quality])
     budgeted = [row for row in content["rows"] if row["kind"] == "tree" and row["budget"]]
@@ -808,9 +804,8 @@ def workers() -> Values:
     lines, missed = [], []
     for name, shown in names.items():
         for row in result(name)["rows"]:
-            low, high = row["interval"]
             rates = (statistics.median(row[side]["tokens_per_second"]) for side in ("base", "other"))
-            ratio = f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})"
+            ratio = _with_interval(row["ratio"], row["interval"])
             lines.append([shown, *(f"{rate:.1f}" for rate in rates), ratio, f"{row['ratio_of_totals']:.2f}"])
             missed.append(100 * row["base"]["misses"] / (row["base"]["hits"] + row["base"]["misses"]))
     trip = result("worker_round_trip")
@@ -865,6 +860,11 @@ def worker_faults() -> Values:
         "worker_faults.step": f"{1e3 * statistics.median(steps):.0f}",
         "worker_faults.turns": str(len([row for row in contents["engine"]["rows"] if row["fault"] == "kill"])),
     }
+
+
+def _with_interval(value: float, interval: Iterable[float]) -> str:
+    low, high = interval
+    return f"{value:.2f} ({low:.2f} – {high:.2f})"
 
 
 def _low_high(values: list[float]) -> str:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ from common import RESULTS, ROOT, exit_on_sigterm, provenance, write_result
 
 from vllm_spac.profiling.fit import fit_network
 from vllm_spac.profiling.peer import LOOPBACK, round_trips
+from vllm_spac.profiling.timing import median
 
 AIM = 150e-6  # seconds for a row of 4 KiB
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
@@ -46,14 +46,15 @@ def zmq_alone(nbytes: int, seconds: float) -> float:
     try:
         socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.connect(f"tcp://127.0.0.1:{here.recv()}")
-        message, end = os.urandom(nbytes), time.perf_counter() + seconds
-        found: list[float] = []
-        while (start := time.perf_counter()) < end:
+        message = os.urandom(nbytes)
+
+        def there_and_back() -> None:
             socket.send(message)
             socket.recv()
-            found.append(time.perf_counter() - start)
+
+        found = median(there_and_back, seconds)
         socket.close(linger=0)
-        return statistics.median(found)
+        return found
     finally:
         process.terminate()
         process.join()

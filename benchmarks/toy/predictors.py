@@ -67,13 +67,18 @@ def measured(name: str, model: str) -> dict[str, Any]:
     return json.loads((ROOT / output).read_text())
 
 
+def begun() -> dict[str, Any]:
+    """Writes the texts into ``WORK``; returns a result's beginning, which says what they are."""
+    (ROOT / WORK).mkdir(parents=True, exist_ok=True)
+    for kind in TEXTS:
+        write_texts(kind, ROOT / WORK)
+    texts = {kind: {"files": count, "tokens": count * length} for kind, (_, count, length) in TEXTS.items()}
+    return {"provenance": provenance(), "toy_model": True, "texts": texts}
+
+
 def main() -> None:
     """Write the texts, measure on both models, and write the result."""
-    result: dict[str, Any] = {"provenance": provenance(), "toy_model": True, "slots_percent": SLOTS, "texts": {}}
-    (ROOT / WORK).mkdir(parents=True, exist_ok=True)
-    for kind, (_, count, length) in TEXTS.items():
-        write_texts(kind, ROOT / WORK)
-        result["texts"][kind] = {"files": count, "tokens": count * length}
+    result = begun() | {"slots_percent": SLOTS}
     result["models"] = {name: measured(name, model) for name, model in MODELS.items()}
     write_result(RESULTS / "toy_predictors.json", result)
 

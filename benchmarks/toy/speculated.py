@@ -13,7 +13,7 @@ import shutil
 from typing import Any
 
 import predictors
-from common import RESULTS, ROOT, provenance, write_result
+from common import RESULTS, ROOT, write_result
 
 MODES = "restricted,predicted"
 SLOTS = ("25%", "50%")
@@ -34,8 +34,8 @@ def measured(name: str, model: str) -> dict[str, Any]:
         predictors.vllm_spac(
             *("quality", target, "--prompts", predictors.WORK / "held-out.jsonl", "--predictor", file),
             *("--speculate", MODES, "--slots", slots, "--window", "1", "--output", output),
-            *("--generate", str(TEXTS), "--new-tokens", str(NEW_TOKENS), "--disk-dir", work / "packed"),
-            *("--engine", '{"gpu_memory_utilization": 0.2}'),
+            *("--generate", str(TEXTS), "--new-tokens", str(NEW_TOKENS)),
+            *predictors.engine(),
         )
         content = json.loads((ROOT / output / "quality.json").read_text())
         generations = [{k: v for k, v in one.items() if k != "tokens_per_second"} for one in content["generation"]]
@@ -45,11 +45,7 @@ def measured(name: str, model: str) -> dict[str, Any]:
 
 def main() -> None:
     """Write the texts, measure on both models, and write the result."""
-    result: dict[str, Any] = {"provenance": provenance(), "toy_model": True, "new_tokens": NEW_TOKENS, "texts": {}}
-    (ROOT / predictors.WORK).mkdir(parents=True, exist_ok=True)
-    for kind, (_, count, length) in predictors.TEXTS.items():
-        predictors.write_texts(kind, ROOT / predictors.WORK)
-        result["texts"][kind] = {"files": count, "tokens": count * length}
+    result = predictors.begun() | {"new_tokens": NEW_TOKENS}
     result["models"] = {name: measured(name, model) for name, model in predictors.MODELS.items()}
     write_result(RESULTS / "toy_speculated.json", result)
 

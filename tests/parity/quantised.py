@@ -272,19 +272,19 @@ def write(scheme: str, folder: Path, dequantised: bool = False) -> Path:
     made = {name: tensor for name, tensor in found.items() if name not in rounded}
     for name in rounded:
         tensor = found[name]
-        if dequantised:
-            given = tensor.transpose(1, 2) if projection is None else tensor
-            made[name] = (
-                read_back_mxfp4(*mxfp4(given)).transpose(1, 2).contiguous()
-                if projection is None
-                else read_back(projection(given))
-            )
-            continue
         if projection is None:  # GPT-OSS has inputs first
-            made[f"{name}_blocks"], made[f"{name}_scales"] = mxfp4(tensor.transpose(1, 2))
+            codes = mxfp4(tensor.transpose(1, 2))
+            if dequantised:
+                made[name] = read_back_mxfp4(*codes).transpose(1, 2).contiguous()
+            else:
+                made[f"{name}_blocks"], made[f"{name}_scales"] = codes
+            continue
+        parts = projection(tensor)
+        if dequantised:
+            made[name] = read_back(parts)
         else:
             stem = name.removesuffix("weight")
-            made |= {f"{stem}{last}": part.contiguous() for last, part in projection(tensor).items()}
+            made |= {f"{stem}{last}": part.contiguous() for last, part in parts.items()}
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
     if not dequantised:
         path = folder / "config.json"
