@@ -134,7 +134,7 @@ class SpacConfig(BaseModel):
     executor: Literal["local", "processes", "ray"] = Field(
         "local",
         description="Which processes keep and compute the experts: local, the engine's own; processes, expert workers, "
-        "each of which has whole layers (on a CPU); ray, expert workers that Ray places.",
+        "which have whole layers (on a CPU); ray, expert workers that Ray places.",
     )
     workers: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
         None,
@@ -147,6 +147,12 @@ class SpacConfig(BaseModel):
         None,
         description="With executor=processes, the file of vllm-spac cluster start, for workers that run already, also "
         "on other machines; with executor=ray, the address of a Ray cluster (default: one is started here).",
+    )
+    workers_per_layer: Annotated[int, BeforeValidator(types.no_bool)] = Field(
+        1,
+        ge=1,
+        le=16,
+        description="With expert workers, how many divide the experts of each layer; above 1, exact up to rounding.",
     )
     replicas: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         0,

@@ -81,6 +81,21 @@ def test_same_tokens_from_cacheless_workers(checkpoint, stock, monkeypatch, tmp_
         assert worker["hints"] > 0 and worker["prefetch_hits"] > 0 and worker["slots"] == 2 * TOP_K, worker
 
 
+def test_experts_divided_among_two_workers_of_which_one_is_killed(checkpoint, at_call, tmp_path) -> None:
+    """Exact up to rounding, and the log and the statistics say so; in float32 no token of these differs."""
+    stock = engines.generate(checkpoint("qwen3_moe"), **FLOAT32)
+    at_call(31, lambda: os.kill(workers()[0].pid, signal.SIGKILL))
+    spac = {"slots": "50%", "executor": "processes", "workers": 2, "workers_per_layer": 2, "disk_dir": str(tmp_path)}
+    found = run(checkpoint("qwen3_moe"), spac, **FLOAT32)
+    assert_same_tokens(found, stock)
+    stats = found.stats
+    assert (stats["mode"], stats["execution"]) == ("exact up to rounding", "workers")
+    assert stats["worker_rows_elsewhere"] == 0, "the other one of the group computes meanwhile"
+    first, second = stats["expert_workers"].values()
+    assert min(first["rows"], second["rows"]) > 0 and first["losses"] + first["readmissions"] > 0
+    assert stats["hits"] > 0 and stats["misses"] > 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_workers_that_ran_before_the_engine(dtype, checkpoint, tmp_path) -> None:

@@ -1,40 +1,51 @@
 """Rows at workers, over the wire without sockets: whatever is lost, late, repeated or damaged, no row is wrong.
 
 The machine plays workers and the network: requests and answers wait in lists, from which any may be taken, in any
-order and more than once; workers end and return under another epoch; time passes only when a rule lets it.
+order and more than once; workers end and return under another epoch; time passes only when a rule lets it. Layers
+belong to one worker, or their experts are divided among the workers of a group.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from vllm_spac.distributed import schedule
+from vllm_spac.distributed.expert_divider import ExpertDivider, Rates
 from vllm_spac.distributed.layer_call import Forward, LayerCall
 from vllm_spac.distributed.patience import Patience
 from vllm_spac.distributed.roster import Roster
 from vllm_spac.distributed.sockets import as_text
-from vllm_spac.distributed.wire import Header, Kind, Limits, decode, encode, raw
+from vllm_spac.distributed.wire import Header, Kind, Limits, decode, encode, raw, resident_payload
 
-WORKERS, LAYERS, HIDDEN, TOP_K, PART = 3, 4, 3, 2, 2
+WORKERS, LAYERS, EXPERTS, HIDDEN, TOP_K, PART = 4, 4, 8, 3, 3, 2
 FINGERPRINT = bytes(range(16))
-LIMITS = Limits(rows=16, hidden=HIDDEN, top_k=TOP_K)
+LIMITS = Limits(rows=16, hidden=HIDDEN, top_k=TOP_K, served=LAYERS * EXPERTS)
 number = st.integers(0, 10_000)
 rarely = st.sampled_from([False] * 5 + [True])
 
 
 def truth(layer: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """What an honest worker computes: another number for every layer, row, weight and expert."""
-    return x * (layer + 1) + (weights * (ids + 1)).sum(dim=1, keepdim=True)
+    """What an honest worker computes: another number for every layer, row, weight and expert, whatever is added first.
+
+    Rows and weights are small integers, so that float32 adds them without rounding.
+    """
+    assert bool((weights[ids < 0] == 0).all())
+    return (x + layer + 1) * (weights * 2.0**ids).sum(dim=1, keepdim=True)
 
 
 class Network(RuleBasedStateMachine):
-    @initialize(replicas=st.integers(0, WORKERS - 1))
-    def start(self, replicas: int) -> None:
-        self.roster = Roster(WORKERS, replicas, FINGERPRINT, lambda: Patience(1.0, 10.0))
+    @initialize(size=st.sampled_from([1, 1, 2, 4]), replicas=st.integers(0, WORKERS - 1))
+    def start(self, size: int, replicas: int) -> None:
+        replicas = min(replicas, WORKERS - size)
+        self.roster = Roster(WORKERS, replicas, FINGERPRINT, lambda: Patience(1.0, 10.0), size)
+        mine = [schedule.layers_of(worker, LAYERS, WORKERS, replicas, size) for worker in range(WORKERS)]
+        self.divider = None if size == 1 else ExpertDivider(LAYERS, EXPERTS, mine)
         self.now, self.epochs, self.step = 0.0, 0, 0
         self.requests: list[tuple[int, tuple[bytes, bytes]]] = []  # to (worker, epoch)
         self.answers: list[tuple[int, tuple[bytes, bytes]]] = []
@@ -46,6 +57,8 @@ class Network(RuleBasedStateMachine):
     def admit(self, worker: int) -> None:
         self.epochs += 1
         self.roster.admit(worker, self.epochs)
+        if self.divider is not None:
+            self.divider.admit(worker, Rates(1.0, 0.1, 3.0, 0.1))
 
     def pump(self) -> None:
         """Does what the client does between two waits."""
@@ -56,30 +69,29 @@ class Network(RuleBasedStateMachine):
             header = decode(message, LIMITS).header
             assert header.epoch == self.roster.epoch(worker) and worker in self.roster.having(call.layer)
             self.requests.append((worker, message))
-        for rows in call.stranded():
-            call.computed(rows, truth(call.layer, *call.rows(rows)))
+        for part in call.stranded():
+            call.computed(part, truth(call.layer, *call.rows(part)))
         if call.done:
             assert torch.equal(call.out, self.expected)
             self.rows += len(call.out)
             self.call = None
             shares = self.roster.shares
-            assert sum(share.rows for share in shares.workers) + shares.elsewhere == self.rows, (
-                "each row was computed once"
-            )
+            computed = sum(share.rows for share in shares.workers) + shares.elsewhere
+            assert self.rows <= computed <= self.rows * self.roster.size, "each row was computed once, or by a group"
 
     @precondition(lambda self: self.call is None)
     @rule(layer=st.integers(0, LAYERS - 1), rows=st.integers(1, 9), seed=number)
     def begin(self, layer: int, rows: int, seed: int) -> None:
         self.step += 1
         rng = torch.Generator().manual_seed(seed)
-        x, weights = torch.randn(rows, HIDDEN, generator=rng), torch.rand(rows, TOP_K, generator=rng)
-        ids = torch.randint(0, 8, (rows, TOP_K), generator=rng).int()
+        x, weights = (torch.randint(1, 50, (rows, n), generator=rng).float() for n in (HIDDEN, TOP_K))
+        ids = torch.stack([torch.randperm(EXPERTS, generator=rng)[:TOP_K] for _ in range(rows)]).int()
         self.expected = truth(layer, x, weights, ids)
-        self.call = LayerCall(self.roster, Forward(self.step), layer, x, weights, ids, LIMITS, PART)
+        self.call = LayerCall(self.roster, Forward(self.step), layer, x, weights, ids, LIMITS, PART, self.divider)
         self.pump()
 
     @precondition(lambda self: self.requests)
-    @rule(which=number, again=rarely, how=st.sampled_from(["right"] * 5 + ["fails", "nan", "short"]))
+    @rule(which=number, again=rarely, how=st.sampled_from(["right"] * 6 + ["fails", "nan", "short", "few"]))
     def compute(self, which: int, again: bool, how: str) -> None:
         """A worker takes a request, perhaps twice, and answers."""
         worker, message = self.requests[which % len(self.requests)]
@@ -92,7 +104,10 @@ class Network(RuleBasedStateMachine):
             out[0, 0] = torch.nan
         if how == "short":
             header, out = replace(header, hidden=HIDDEN - 1), out[:, 1:]
-        answer = encode(header, raw(out))
+        resident = np.zeros(0, dtype=bool)
+        if self.divider is not None:
+            resident = np.random.default_rng(which).random(self.divider.served(worker) - 8 * (how == "few")) < 0.5
+        answer = encode(replace(header, top_k=len(resident)), raw(out) + resident_payload(resident))
         if how == "fails":
             repeated = (header.epoch, header.step, header.sequence, header.layer)
             answer = encode(Header(Kind.FAILED, *repeated, fingerprint=FINGERPRINT), as_text({"why": "full disk"}))

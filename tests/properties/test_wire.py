@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,6 +24,7 @@ from vllm_spac.distributed.wire import (
     expert_payload,
     hint_payload,
     raw,
+    resident_payload,
     run_payload,
 )
 
@@ -32,7 +34,7 @@ SHAPE = MoEShape(
     2,
     {"w13_weight": TensorSpec((4, 3), torch.bfloat16), "scale": TensorSpec((), torch.float32)},
 )
-LIMITS = Limits(rows=8, hidden=16, top_k=4, expert_bytes=SHAPE.expert_bytes, experts=6)
+LIMITS = Limits(rows=8, hidden=16, top_k=4, expert_bytes=SHAPE.expert_bytes, experts=6, served=12)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,6 +56,11 @@ def rows_frame():
     return encode(Header(Kind.ROWS, 1, 2, 3, 4, 2, 5, dtype=torch.float32), raw(x))
 
 
+def resident_frame():
+    x, resident = tensors(2, 5, 2, torch.float32)[0], np.arange(12) % 3 == 0
+    return encode(Header(Kind.ROWS, 1, 2, 3, 4, 2, 5, 12, torch.float32), raw(x) + resident_payload(resident))
+
+
 def expert() -> dict[str, torch.Tensor]:
     return {"w13_weight": torch.randn(4, 3).bfloat16(), "scale": torch.tensor(1.5)}
 
@@ -61,6 +68,7 @@ def expert() -> dict[str, torch.Tensor]:
 FRAMES = {
     "rows to run": run_frame,
     "rows": rows_frame,
+    "rows, and what has a slot": resident_frame,
     "expert": lambda: encode(Header(Kind.PUT, 1, layer=3), expert_payload(SHAPE, expert())),
     "hint": lambda: encode(Header(Kind.HINT, 1, 2, 3, 4, top_k=3), hint_payload([5, 0, 3])),
     "text": lambda: encode(Header(Kind.FAILED, 1), b'{"why": "no"}'),
@@ -135,6 +143,7 @@ def test_parts_of_other_lengths_are_refused(name: str) -> None:
         Header(Kind.RUN, rows=0, hidden=16, top_k=4, dtype=torch.float32),
         Header(Kind.RUN, rows=1, hidden=16, top_k=4, payload=64 + 32),
         Header(Kind.ROWS, rows=1, hidden=16, top_k=4, dtype=torch.float32, payload=64),
+        Header(Kind.ROWS, rows=1, hidden=16, top_k=13, dtype=torch.float32, payload=64 + 2),
         Header(Kind.ROWS, rows=1, hidden=16, dtype=torch.float32, payload=2**60),
         Header(Kind.ECHO, rows=9, hidden=16, dtype=torch.float32, payload=9 * 64),
         Header(Kind.ECHO, rows=1, hidden=16, top_k=1, dtype=torch.float32, payload=64 + 8),
@@ -161,6 +170,14 @@ def test_sizes_are_refused_before_the_payload_is_looked_at(header: Header) -> No
     with pytest.raises(FrameError) as refused:
         decode([bytes(stated), b""], LIMITS)
     assert not str(refused.value).endswith("and has 0"), "it was refused for its payload"
+
+
+def test_what_has_a_slot_arrives_after_the_rows() -> None:
+    frame = decode(FRAMES["rows, and what has a slot"](), LIMITS)
+    assert frame.resident().tolist() == [number % 3 == 0 for number in range(12)]
+    assert raw(frame.rows()) == raw(tensors(2, 5, 2, torch.float32)[0])
+    with pytest.raises(FrameError, match="states 12 experts"):
+        decode(FRAMES["rows, and what has a slot"](), Limits())
 
 
 def test_a_hint_arrives_in_its_order() -> None:

@@ -216,6 +216,12 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
     [
         ({"workers": 2}, "no effect with executor=local .*; add --spac-executor processes"),
         ({"replicas": 1}, "no effect with executor=local"),
+        ({"workers_per_layer": 2}, "no effect with executor=local"),
+        ({"executor": "processes", "workers": 3, "workers_per_layer": 2}, "do not form groups .*; use 4 workers"),
+        (
+            {"executor": "processes", "workers": 4, "workers_per_layer": 2, "replicas": 3},
+            "other workers than a layer's own, .* use at most --spac-replicas 2",
+        ),
         ({"cluster": "/x"}, "no effect with executor=local"),
         ({"executor": "processes"}, r"needs workers \(--spac-workers 2\), or cluster"),
         ({"executor": "ray", "cluster": "auto"}, r"needs workers \(--spac-workers 2\)"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -16,14 +16,26 @@ from torch import Tensor
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.distributed import schedule, visits
 from vllm_spac.distributed.client import WorkerClient
-from vllm_spac.distributed.layer_call import Forward
+from vllm_spac.distributed.expert_divider import ExpertDivider, Rates
+from vllm_spac.distributed.layer_call import Forward, LayerCall
 from vllm_spac.distributed.link import Link, Lost
 from vllm_spac.distributed.patience import Patience
 from vllm_spac.distributed.places import ClusterFile, Places
 from vllm_spac.distributed.pool import ExpertPool
 from vllm_spac.distributed.roster import Roster
 from vllm_spac.distributed.service import VISITOR, Service, facts
-from vllm_spac.distributed.wire import HEADER_BYTES, Header, Kind, Limits, decode, encode, hint_payload, run_payload
+from vllm_spac.distributed.wire import (
+    HEADER_BYTES,
+    Header,
+    Kind,
+    Limits,
+    decode,
+    encode,
+    hint_payload,
+    raw,
+    resident_payload,
+    run_payload,
+)
 from vllm_spac.distributed.worker import Worker
 from vllm_spac.distributed.worker_counts import WorkerCounts
 from vllm_spac.errors import ConfigError, SpacError, StoreError
@@ -119,19 +131,25 @@ class Threads(Places):
             running.end()
 
 
-def services(count: int, replicas: int = 0, **knobs) -> list[Service]:
-    layers = [schedule.layers_of(worker, LAYERS, count, replicas) for worker in range(count)]
+def services(count: int, replicas: int = 0, size: int = 1, **knobs) -> list[Service]:
+    layers = [schedule.layers_of(worker, LAYERS, count, replicas, size) for worker in range(count)]
+    knobs["divides"] = size > 1
     knobs = {"slots": "50%", "policy": "lru", "hidden": HIDDEN} | knobs
     return [Service.of(SHAPE, FINGERPRINT, mine, **knobs) for mine in layers]
 
 
 def connected(
-    places: Threads, replicas: int = 0, copy: MemoryStore | None = None, kernel: Callable = row_by_row, **knobs
+    places: Threads,
+    replicas: int = 0,
+    copy: MemoryStore | None = None,
+    kernel: Callable = row_by_row,
+    size: int = 1,
+    **knobs,
 ) -> WorkerClient:
     """A client whose experts are packed and whose workers are admitted."""
-    given = services(len(places.running), replicas, **knobs)
-    client = WorkerClient(places, given, replicas, kernel, torch.float32, lambda: copy)
-    client.roster = Roster(len(given), replicas, given[0].digest, lambda: Patience(0.5, 2.0))
+    given = services(len(places.running), replicas, size, **knobs)
+    client = WorkerClient(places, given, replicas, kernel, torch.float32, lambda: copy, size)
+    client.roster = Roster(len(given), replicas, given[0].digest, lambda: Patience(0.5, 2.0), size)
     try:
         client.open()
         for key in range(SHAPE.total):
@@ -165,8 +183,13 @@ def full_copy() -> MemoryStore:
 
 
 def assert_right(found: WorkerClient, layer: int, rows: int = 3, seed: int = 0, step: int = 1) -> None:
+    """The bits of one process; where experts are divided, a row's two results are added in another order."""
     given = layer_input(rows, seed)
-    assert torch.equal(found.compute(Forward(step), layer, *given), here(layer, *given))
+    computed, right = found.compute(Forward(step), layer, *given), here(layer, *given)
+    if found.divides:
+        torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(computed, right)
 
 
 @pytest.mark.parametrize("slots", ["3", "50%", "100%"])
@@ -209,6 +232,133 @@ def test_a_prompt_is_divided_among_the_workers_that_have_its_layer(client) -> No
     assert_right(found, 0, rows=300, seed=1, step=2)
     first, second = (share.rows for share in found.shares.workers)
     assert first + second == 428 and second >= 75, "each of the four parts has 75 rows"
+
+
+@pytest.mark.parametrize("slots", ["3", "50%", "100%"])
+def test_experts_are_divided_among_the_workers_of_a_group(client, slots: str) -> None:
+    """Two groups of two: each row's two experts may be at two workers, and each is loaded by one of them only."""
+    places = Threads(4)
+    found = client(places, size=2, slots=slots)
+    for layer in range(LAYERS):
+        assert_right(found, layer, rows=7, seed=layer)
+    needed = sum(len(layer_input(7, layer)[2].unique()) for layer in range(LAYERS))
+    counts = found.counts()
+    assert counts["hits"] + counts["misses"] >= needed, "several waves, where there are too few slots"
+    assert counts["hits"] + counts["misses"] == needed or slots == "3", "each expert was used by one worker"
+    assert found.divides and "each layer's experts divided among 2; if one is lost: the others of its group" in (
+        found.describe()
+    )
+    for step, rows in enumerate((1, 300), 2):
+        for layer in range(LAYERS):
+            assert_right(found, layer, rows, seed=layer, step=step)
+    shares = found.shares
+    assert (shares.elsewhere, shares.dropped) == (0, 0)
+    for first, layers in ((0, 3), (2, 2)):  # layers 0, 2 and 4 belong to the first group
+        rows = [shares.workers[worker].rows for worker in (first, first + 1)]
+        assert layers * 308 <= sum(rows) < 2 * layers * 308 and min(rows) > 0
+        assert [running.worker._session.service.mine for running in places.running[first : first + 2]] == (
+            [tuple(range(first // 2, LAYERS, 2))] * 2
+        )
+    assert (found.counts()["misses"] > 0) == (slots != "100%")
+
+
+def test_a_lost_worker_s_experts_go_to_the_others_of_its_group(client) -> None:
+    """They compute whole rows then, with the bits of one process; later they divide again."""
+    places = Threads(2)
+    found = client(places, size=2, slots="100%")
+    for seed in range(3):
+        assert_right(found, 1, seed=seed)
+    places.running[1].end()
+    assert_right(found, 1, seed=5)
+    given = layer_input(3, seed=6)
+    assert torch.equal(found.compute(Forward(2), 1, *given), here(1, *given)), "whole rows at one worker"
+    lost = found.shares.workers[1]
+    until(lambda: assert_right(found, 1, seed=7) or lost.readmissions == 1)
+    before = lost.rows
+    assert_right(found, 1, rows=8, seed=8)
+    assert lost.rows > before, "it is asked again"
+    assert found.shares.elsewhere == 0
+
+
+def test_a_group_that_is_lost_leaves_its_experts_to_this_process(client) -> None:
+    places = Threads(2)
+    found = client(places, size=2, copy=full_copy())
+    places.may_return = False
+    for running in places.running:
+        running.end()
+    assert_right(found, 3, rows=5)
+    assert found.shares.elsewhere >= 5
+
+
+def test_a_group_is_told_what_to_load_each_its_part(client) -> None:
+    """Right hints: no miss, and both load one of a row's two experts."""
+    places = Threads(2)
+    found = client(places, size=2, **CACHELESS)
+    for step in range(1, 4):
+        for layer in range(LAYERS):
+            given = layer_input(1, seed=100 * step + layer)
+            found.hint(step, layer, given[2][0].numpy())
+            read(places)
+            torch.testing.assert_close(found.compute(Forward(step), layer, *given), here(layer, *given))
+    counts = found.counts()
+    assert counts["misses"] == 0 and counts["hits"] == 3 * LAYERS * TOP_K
+    assert all(each["prefetches"] > LAYERS for each in counts["expert_workers"].values())
+
+
+def test_a_worker_that_does_not_say_how_fast_it_is(client, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rates in ({}, None, {"expert": 1.0, "row": 1.0, "load": "fast"}, {"expert": 1.0, "row": 1.0, "load": -1.0}):
+        monkeypatch.setattr(ExpertPool, "rates", lambda self, dtype, rates=rates: rates)
+        with pytest.raises(SpacError, match="worker-0 does not say how fast it is"):
+            client(Threads(2), size=2)
+
+
+def test_a_worker_s_part_follows_from_its_own_speed(client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have all experts; one takes a second for an expert, and gets none of three."""
+    places = Threads(2)
+
+    def rates(self: ExpertPool, dtype: torch.dtype) -> dict[str, float]:
+        session = places.running[0].worker._session
+        return {"expert": 1e-4 if session is not None and session.pool is self else 1.0, "row": 0.0, "load": 0.0}
+
+    monkeypatch.setattr(ExpertPool, "rates", rates)
+    found = client(places, size=2, slots="100%")
+    for seed in range(4):
+        assert_right(found, 0, seed=seed)
+    assert [share.rows for share in found.shares.workers] == [12, 0]
+
+
+def test_results_of_a_row_are_added_in_float32() -> None:
+    """In bfloat16 256 + 1 + 1 + 1 is 256, and from 259 only the last rounding follows."""
+    roster, limits = Roster(4, 0, bytes(16), size=4), Limits(served=4)
+    divider = ExpertDivider(1, 4, [(0,)] * 4)
+    for worker in range(4):
+        roster.admit(worker, 1)
+        divider.admit(worker, Rates(1.0, 1.0, 1.0, 0.0))
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    call = LayerCall(
+        roster, Forward(1), 0, x, torch.ones(1, 4), torch.arange(4, dtype=torch.int32)[None], limits, 128, divider
+    )
+    for worker, message in call.outgoing(0.0):
+        header = replace(decode(message, limits).header, kind=Kind.ROWS, top_k=4)
+        out = torch.full_like(x, 256.0 if worker == 0 else 1.0)
+        assert call.incoming(worker, encode(header, raw(out) + resident_payload(np.ones(4, dtype=bool))), 0.0)
+    assert call.done and torch.equal(call.out, torch.full_like(x, 260.0)), "the bfloat16 next to 259"
+
+
+def test_rows_with_some_experts_are_refused_where_rows_are_whole(client) -> None:
+    undivided, group = Threads(2), Threads(2)
+    client(undivided), client(group, size=2)
+    whole, divided = pools(undivided)[0], pools(group)[0]
+    x, weights, ids = layer_input(2)
+    some = ids.clone()
+    some[0, 1] = -1
+    for given in ((x, weights, some), (x, weights[:, :1], ids[:, :1])):
+        with pytest.raises(SpacError, match="experts that layer 0 does not have"):
+            whole.run(Forward(1), 0, *given)
+        divided.run(Forward(1), 0, *given)
+    some[1, 0] = EXPERTS
+    with pytest.raises(SpacError, match="experts that layer 0 does not have"):
+        divided.run(Forward(1), 0, x, weights, some)
 
 
 def test_a_second_start_packs_nothing(client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ SHAPE = MoEShape(tuple("abc"), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.floa
 class Client:
     """Takes what it is told, in order; the worker computes while ``meanwhile`` runs."""
 
+    divides = False
+
     def __init__(self) -> None:
         self.told: list[tuple] = []
 

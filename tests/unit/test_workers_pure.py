@@ -22,11 +22,15 @@ SECRET = bytes(32)
 
 @given(workers=st.integers(1, 8), layers=st.integers(1, 20), data=st.data())
 def test_each_layer_has_its_group_and_its_replicas(workers: int, layers: int, data: st.DataObject) -> None:
-    replicas = data.draw(st.integers(0, workers - 1))
+    size = data.draw(st.sampled_from([size for size in range(1, workers + 1) if workers % size == 0]))
+    replicas = data.draw(st.integers(0, workers - size))
     for layer in range(layers):
-        found = owners(layer, workers, replicas)
-        assert found[0] == layer % workers and len(set(found)) == 1 + replicas
-        assert sorted(found) == [w for w in range(workers) if layer in layers_of(w, layers, workers, replicas)]
+        found = owners(layer, workers, replicas, size)
+        group = layer % (workers // size)
+        assert list(found[:size]) == list(range(size * group, size * (group + 1)))
+        assert len(set(found)) == size + replicas
+        having = [w for w in range(workers) if layer in layers_of(w, layers, workers, replicas, size)]
+        assert sorted(found) == having
 
 
 @given(
@@ -133,6 +137,7 @@ def test_a_service_is_read_as_it_was_written() -> None:
         {"tensors": {"w": {"shape": [2], "dtype": "object"}}},
         {"tensors": {"w": {"shape": [1 << 24, 1 << 24], "dtype": "float32"}}},
         {"tensors": {}},
+        {"divides": True, "experts": 1 << 15},
         {"surprise": 1},
     ],
     ids=str,

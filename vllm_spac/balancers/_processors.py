@@ -6,6 +6,7 @@ has, and then those that it loaded; two processors share nothing, but for ``wire
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -151,39 +152,60 @@ def greedy(work: Work) -> Division:
     processors and, one after another, without those without which it is not slower. Compared with each single
     processor, which has all experts that it may have.
     """
-    may = np.isfinite(work.compute)
-    able = [int(p) for p in np.flatnonzero(may.any(axis=1))]
-    found = [Division.of(work, _listed(work, able, [p])) for p in able]
-    used, best = able, Division.of(work, _listed(work, able, []))
+    deal = _Deal(work)
+    able = [p for p, row in enumerate(deal.compute) if min(row, default=math.inf) < math.inf]
+    found = [deal.out(able, p) for p in able]
+    used, best = able, deal.out(able)
     while True:
         fewer = [[p for p in used if p != out] for out in used]
-        tried = [
-            (Division.of(work, _listed(work, some, [])), some) for some in fewer if some and may[some].any(axis=0).all()
-        ]
-        if not tried or min(tried, key=lambda each: each[0].seconds)[0].seconds > best.seconds:
+        tried = [(deal.out(some), some) for some in fewer if deal.can(some)]
+        if not tried or min(tried, key=lambda each: each[0][0])[0][0] > best[0]:
             break
-        best, used = min(tried, key=lambda each: each[0].seconds)
-    return min([best, *found], key=lambda each: each.seconds)
+        best, used = min(tried, key=lambda each: each[0][0])
+    seconds, where = min([best, *found], key=lambda each: each[0])
+    return Division(tuple(where), seconds, exact=False)
 
 
-def _listed(work: Work, used: list[int], first: list[int]) -> list[int]:
-    """Returns where each expert runs: on one of ``first`` if it may, else on that of ``used`` which ends first."""
-    may = np.isfinite(work.compute)
-    least = np.where(may[used], work.compute[used] + work.load[used], np.inf).min(axis=0, initial=np.inf)
-    some = may[used].sum(axis=0) > 1
-    start, compute, load = work.start(used).tolist(), work.compute.tolist(), work.load.tolist()
-    state = [(0.0, 0.0, 0.0)] * len(compute)  # of loads, of what a processor has, of what it has loaded
-    where = [-1] * may.shape[1]
-    for expert in np.lexsort((-least, some)).tolist():  # those without a choice before all others
-        allowed = [p for p in first if may[p, expert]] or [p for p in used if may[p, expert]]
-        ends = []
-        for p in allowed:
-            loads, held, after = state[p]
-            if load[p][expert] > 0:
-                loads, after = loads + load[p][expert], after + compute[p][expert]
-            else:
-                held += compute[p][expert]
-            ends.append((start[p] + max(loads, held) + after, p, (loads, held, after)))
-        _, chosen, state[chosen] = min(ends)
-        where[expert] = chosen
-    return where
+class _Deal:
+    """Deals out the experts of a layer, in plain Python: for a few experts numpy would take most of the time."""
+
+    def __init__(self, work: Work) -> None:
+        self.compute, self._load = work.compute.tolist(), work.load.tolist()
+        self._fixed, self._wire = work.fixed.tolist(), work.wire.tolist()
+        self._experts = range(work.compute.shape[1])
+
+    def can(self, used: Sequence[int]) -> bool:
+        """Whether each expert can run on one of ``used``."""
+        return all(any(self.compute[p][e] < math.inf for p in used) for e in self._experts)
+
+    def out(self, used: Sequence[int], first: int | None = None) -> tuple[float, list[int]]:
+        """Returns (seconds, processor of each expert): ``first`` where it may be, else which of ``used`` ends first.
+
+        Args:
+            used: processors on which each expert can run.
+            first: one of them.
+        """
+        compute, load = self.compute, self._load
+        allowed = [[p for p in used if compute[p][e] < math.inf] for e in self._experts]
+        least = [min(compute[p][e] + load[p][e] for p in allowed[e]) for e in self._experts]
+        start = self._start(used)
+        state = {p: (0.0, 0.0, 0.0) for p in used}  # of loads, of what a processor has, of what it has loaded
+        where = [-1] * len(self._experts)
+        for e in sorted(self._experts, key=lambda e: (len(allowed[e]) > 1, -least[e])):  # those without a choice first
+            soonest = math.inf
+            for p in (first,) if first in allowed[e] else allowed[e]:
+                loads, held, after = state[p]
+                if load[p][e] > 0:
+                    loads, after = loads + load[p][e], after + compute[p][e]
+                else:
+                    held += compute[p][e]
+                if (end := start[p] + max(loads, held) + after) < soonest:
+                    soonest, where[e], then = end, p, (loads, held, after)
+            state[where[e]] = then
+        start = self._start(sorted(set(where)))
+        return max((begin + max(state[p][:2]) + state[p][2] for p, begin in start.items()), default=0.0), where
+
+    def _start(self, used: Sequence[int]) -> dict[int, float]:
+        """As ``Work.start``, of each of ``used``."""
+        shared = sum(self._wire[p] for p in used)
+        return {p: self._fixed[p] + (shared if self._wire[p] > 0 else 0.0) for p in used}

@@ -28,6 +28,8 @@ vllm-spac cluster simulate run.trace --profile here.json --workers 1,2,4 --slots
 
 vllm-spac cluster simulate run.trace --profile here.json --latency 150e-6 --bandwidth 117e6   [dim]# another network[/]
 
+vllm-spac cluster simulate run.trace --profile here.json --workers 2,4 --divide workers --workers-per-layer 2
+
 vllm-spac cluster simulate run.trace --profile here.json --divide engine,cpu,workers --engine-slots 25%
 """
 _WHOLE = ("hit rate", "waits for loads")
@@ -50,15 +52,17 @@ def simulate(
     divide: Annotated[
         str | None,
         typer.Option(
-            help="Divide each layer's experts among these: engine (with slots), cpu, workers. No engine does it.",
-            show_default="whole layers at workers, as served",
+            help="Divide each layer's experts among these: engine (with slots), cpu, workers. An engine divides them "
+            "among workers only.",
+            show_default="whole layers at workers",
         ),
     ] = None,
     engine_slots: Annotated[
         str | None, typer.Option(help="With --divide, slots of the engine, as --spac-slots.", show_default="25%")
     ] = None,
-    replicas: Annotated[
-        int | None, typer.Option(min=0, help="With --divide, further workers that have a layer.", show_default="0")
+    per_layer: Annotated[
+        int | None,
+        typer.Option("--workers-per-layer", min=1, help="With --divide, workers that have a layer.", show_default="1"),
     ] = None,
 ) -> None:
     """Show what expert workers would achieve on a recorded run: hits, waits, time per step. Calculated."""
@@ -69,7 +73,7 @@ def simulate(
 
     costs, recorded = Costs.read(profile), Trace.load(trace)
     facts = recorded.facts
-    among = _among(divide, engine_slots, replicas)
+    among, size = _among(divide, engine_slots, per_layer), per_layer or 1
     nbytes = expert_bytes or facts.expert_bytes
     if not nbytes:
         raise ConfigError(f"{trace} does not say how large an expert is; add --expert-bytes N")
@@ -88,18 +92,22 @@ def simulate(
         title += f"; experts divided among {', '.join(among)}"
         caption += (
             "\nof all experts: hits and loads of the engine, the CPU's, those sent to workers, and which of these they "
-            "load; no engine divides layers with workers, and results would be exact up to rounding only"
+            "load; results are exact up to rounding only"
         )
+        if set(among) != {"workers"}:
+            caption += "; no engine divides layers with workers and has slots or a CPU for them, too"
     layers = exact = 0
     heads = ("workers", "slots", *(_DIVIDED if among else _WHOLE), "ms per step", "steps per second")
     rows: list[Sequence[str]] = []
     for count in _counts(workers, facts.layers):
-        if (replicas or 0) >= count:
-            raise ConfigError(f"--replicas {replicas}: {count} workers have at most {count - 1}; add --workers N")
+        if count % size:
+            raise ConfigError(
+                f"--workers-per-layer {size}: {count} workers do not form such groups; use --workers {size}"
+            )
         for number in slot_counts(slots, facts):
             share = min(1.0, number / facts.total)
             if among:
-                setup = Setup(among, count, replicas or 0, share, own, network, 2 * hidden, nbytes)
+                setup = Setup(among, count, size, share, own, network, 2 * hidden, nbytes)
                 run = divided(recorded, costs, setup)
                 counts = run.hits, run.loads, run.cpu, run.sent, run.waited
                 cells, seconds = [f"{100 * n / run.experts:.0f}%" for n in counts], run.seconds
@@ -124,7 +132,7 @@ def _whole(
     return [f"{100 * run.hits / (run.hits + run.misses):.1f}%", f"{run.stalls:.2f} s"], run.seconds
 
 
-def _among(divide: str | None, engine_slots: str | None, replicas: int | None) -> list[str]:
+def _among(divide: str | None, engine_slots: str | None, per_layer: int | None) -> list[str]:
     """Returns what experts are divided among; empty if they are not.
 
     Raises:
@@ -138,8 +146,8 @@ def _among(divide: str | None, engine_slots: str | None, replicas: int | None) -
             f"--divide {divide}: use workers and any of engine, cpu, as in engine,cpu,workers; for an engine without "
             "workers use vllm-spac simulate"
         )
-    if replicas is not None and not found:
-        raise ConfigError("--replicas has no effect without --divide; add --divide engine,cpu,workers")
+    if per_layer is not None and not found:
+        raise ConfigError("--workers-per-layer has no effect without --divide; add --divide workers")
     if engine_slots is not None and "engine" not in found:
         raise ConfigError(
             "--engine-slots has no effect unless the engine computes experts; add --divide engine,workers"

@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import torch
 import zmq
 from torch import Tensor
 
+from vllm_spac.distributed import trial
+from vllm_spac.distributed.expert_divider import ExpertDivider, Part, Rates
 from vllm_spac.distributed.layer_call import Forward, LayerCall
 from vllm_spac.distributed.link import Busy, Link
 from vllm_spac.distributed.places import Places
@@ -23,26 +25,16 @@ from vllm_spac.distributed.pool import ExpertPool
 from vllm_spac.distributed.recovery import Recovery
 from vllm_spac.distributed.roster import Roster, Shares, name
 from vllm_spac.distributed.service import Service, facts
-from vllm_spac.distributed.wire import Header, Kind, Limits, encode, expert_payload, hint_payload, run_payload
+from vllm_spac.distributed.wire import Frame, Header, Kind, Limits, encode, expert_payload, hint_payload
 from vllm_spac.distributed.worker_counts import WorkerCounts
-from vllm_spac.errors import ConfigError, SpacError, StoreError
+from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.executors.base import Kernel
-from vllm_spac.tiers.base import ExpertStore, allocate
+from vllm_spac.tiers.base import ExpertStore
 
 logger = logging.getLogger("vllm.spac")
 
 _LOCAL_TOKENS = 4  # whose experts of a layer have slots, where rows of lost workers are computed
 _JOIN, _AGAIN, _STORE, _FILL, _STATS = 30.0, 1.0, 60.0, 3600.0, 5.0  # seconds
-
-
-class _Sample(NamedTuple):
-    """A row of a layer and its output, by which a worker is tested before it is asked."""
-
-    layer: int
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
-    out: Tensor
 
 
 class WorkerClient:
@@ -51,7 +43,7 @@ class WorkerClient:
     Args:
         places: where the workers are; owned.
         services: what each worker serves.
-        replicas: as in ``schedule.owners``.
+        replicas, size: as in ``schedule.owners``.
         kernel: the kernel of the layers, in this process.
         dtype: of the rows.
         copy: opens a store on this machine that has all experts, for rows that no worker can compute; None if there is
@@ -66,9 +58,14 @@ class WorkerClient:
         kernel: Kernel,
         dtype: torch.dtype,
         copy: Callable[[], ExpertStore | None],
+        size: int = 1,
     ) -> None:
         self.places, self.services, self.shape = places, list(services), services[0].shape
-        self.roster = Roster(len(services), replicas, services[0].digest)
+        self.roster = Roster(len(services), replicas, services[0].digest, size=size)
+        mine = [service.mine for service in services]
+        self._divider = None if size == 1 else ExpertDivider(len(self.shape.layers), self.shape.experts, mine)
+        self._message = 0.0 if self._divider is None else trial.message_seconds(services[0], dtype)
+        self._rates: dict[int, Rates] = {}  # of each worker that has filled its slots; none where nothing is divided
         self.slots = 0
         self._kernel, self._dtype, self._open_copy = kernel, dtype, copy
         self._copy: ExpertStore | None = None
@@ -78,7 +75,7 @@ class WorkerClient:
         self._engine, self._facts = secrets.token_hex(16), facts()
         self._links: dict[int, Link] = {}
         self._held: dict[int, set[int]] = {}
-        self._samples: dict[int, _Sample] = {}
+        self._samples: dict[int, trial.Sample] = {}
         self._counts = WorkerCounts()
         self._ended = threading.Event()
         self._recovery = Recovery(self._bring, self._ended)
@@ -146,30 +143,34 @@ class WorkerClient:
         for worker, job in zip(self._links, jobs, strict=True):
             if (error := job.exception()) is not None:
                 raise StoreError(f"spac: {name(worker)} cannot fill its slots: {error}") from error
-            self.slots += int(job.result().text()["slots"])
+            self.slots += self._filled(worker, job.result())
         for worker, link in self._links.items():
-            self._samples[worker] = self._sampled(worker)
-            self._test(worker, link)
+            self._samples[worker] = trial.sample(link, self.services[worker], worker, self._kernel, self._dtype)
+            trial.check(link, worker, self._samples[worker], self.roster.fingerprint)
             self._admit(worker, link)
         self._copy = self._open_copy()
 
     # -- serving -------------------------------------------------------------------------------------------
 
     def hint(self, step: int, layer: int, experts: np.ndarray) -> None:
-        """Tells the worker that will be asked for a layer which experts it will probably need; there is no answer.
+        """Tells the workers that will be asked for a layer which experts they will probably need; there is no answer.
 
         Args:
             step: number of the forward in which the layer runs next.
             layer: number of the layer.
             experts: int [n], the likeliest first.
         """
-        owners = self.roster.owners(layer)
-        if owners and (epoch := self.roster.epoch(owners[0])) is not None:
+        if not (group := self.roster.group(layer)):
+            return
+        whole = [Part(group[0], experts)]
+        for worker, mine in whole if self._divider is None else self._divider.expect(layer, experts, group):
+            epoch = self.roster.epoch(worker)
+            assert epoch is not None, "it is in"
             header = Header(
-                Kind.HINT, epoch, step, self.roster.sequence(), layer, top_k=len(experts),
+                Kind.HINT, epoch, step, self.roster.sequence(), layer, top_k=len(mine),
                 fingerprint=self.roster.fingerprint,
             )  # fmt: skip
-            self._links[owners[0]].offer(encode(header, hint_payload(experts)))
+            self._links[worker].offer(encode(header, hint_payload(mine)))
 
     def compute(
         self,
@@ -180,7 +181,7 @@ class WorkerClient:
         ids: Tensor,
         meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
-        """Computes rows of a layer at its worker; returns [rows, hidden] like ``x``.
+        """Computes rows of a layer at its workers; returns [rows, hidden] like ``x``.
 
         Args:
             forward: the step.
@@ -188,7 +189,7 @@ class WorkerClient:
             x: [rows, hidden] on the CPU.
             weights: [rows, top_k].
             ids: int [rows, top_k], experts of the layer.
-            meanwhile: called once, while the worker computes.
+            meanwhile: called once, while workers compute.
 
         Raises:
             SpacError: neither a worker nor this process could compute them; names the workers.
@@ -196,15 +197,15 @@ class WorkerClient:
         for worker, link in self._recovery.back():
             self._admit(worker, link)
             logger.warning("spac: %s is back", name(worker))
-        call = LayerCall(self.roster, forward, layer, x, weights, ids, self._limits)
+        call = LayerCall(self.roster, forward, layer, x, weights, ids, self._limits, divider=self._divider)
         while not call.done:
             for worker, message in call.outgoing(time.monotonic()):
                 self._links[worker].send(message)
             if meanwhile is not None:
                 meanwhile()
                 meanwhile = None
-            for rows in call.stranded():
-                call.computed(rows, self._elsewhere(call, rows))
+            for part in call.stranded():
+                call.computed(part, self._elsewhere(call, part))
             if not call.done:
                 self._wait(call)
                 call.expire(time.monotonic())
@@ -232,6 +233,11 @@ class WorkerClient:
         return {"present": present, **self._counts.of(worker), **asdict(self.shares.workers[worker])}
 
     @property
+    def divides(self) -> bool:
+        """Whether a layer's experts are divided among several workers, and results are exact up to rounding."""
+        return self._divider is not None
+
+    @property
     def shares(self) -> Shares:
         """What became of the rows."""
         return self.roster.shares
@@ -241,9 +247,14 @@ class WorkerClient:
         first: dict[int, list[int]] = {}
         for layer in range(len(self.shape.layers)):
             first.setdefault(self.roster.having(layer)[0], []).append(layer)
-        where = "; ".join(f"{name(worker)}: layers {_numbers(layers)}" for worker, layers in sorted(first.items()))
-        lost = [f"{self.roster.replicas} replica(s)"] if self.roster.replicas else []
+        ends = {worker: worker + self.roster.size - 1 for worker in first}
+        named = {worker: name(worker) if end == worker else f"{name(worker)} to {end}" for worker, end in ends.items()}
+        where = "; ".join(f"{named[worker]}: layers {_numbers(layers)}" for worker, layers in sorted(first.items()))
+        lost = ["the others of its group"] if self.roster.size > 1 else []
+        lost += [f"{self.roster.replicas} replica(s)"] if self.roster.replicas else []
         lost += [] if self._copy is None else ["this process, from its disk"]
+        if self.roster.size > 1:
+            where += f"; each layer's experts divided among {self.roster.size}"
         return f"{self.places.describe()} ({where}; if one is lost: {', then '.join(lost) or 'the engine ends'})"
 
     def close(self) -> None:
@@ -294,44 +305,25 @@ class WorkerClient:
                     f"spac: {name(worker)} has {len(held)} of its {len(service.keys)} experts; restart the engine to "
                     "pack the others"
                 )
-            link.ask(Kind.FILL, _FILL)
-            self._test(worker, link)
+            self._filled(worker, link.ask(Kind.FILL, _FILL))
+            trial.check(link, worker, self._samples[worker], self.roster.fingerprint)
         except BaseException:
             link.drop()
             raise
         return link
 
-    def _sampled(self, worker: int) -> _Sample:
-        """Computes a row here, with experts that the worker gives: they and its kernel are tested by it."""
-        service = self.services[worker]
-        top_k, layer = service.top_k, service.mine[0]
-        experts = allocate(self.shape.tensors, top_k, "cpu")
-        for expert in range(top_k):
-            frame = self._links[worker].ask(Kind.FETCH, _STORE, layer=self.shape.key(layer, expert))
-            for tensor_name, tensor in frame.expert(self.shape).items():
-                experts[tensor_name][expert].copy_(tensor)
-        # vLLM loads models with their dtype as torch's default, and its kernel takes routing weights in float32 only.
-        random = torch.Generator().manual_seed(worker)
-        x = torch.randn(1, service.hidden, generator=random, dtype=torch.float32).to(self._dtype)
-        ids = torch.arange(top_k, dtype=torch.int32)[None]
-        weights = torch.full((1, top_k), 1 / top_k, dtype=torch.float32)
-        return _Sample(layer, x, weights, ids, self._kernel(x, weights, ids, experts).to(x.dtype))
-
-    def _test(self, worker: int, link: Link) -> None:
-        """Raises ``ConfigError`` if the worker's output for its sample has other bits than this process's."""
-        layer, x, weights, ids, expected = self._samples[worker]
-        sizes = {"rows": 1, "hidden": x.shape[1], "top_k": ids.shape[1], "dtype": x.dtype}
-        payload = run_payload(x, weights, ids)
-        frame = link.ask(Kind.RUN, _STORE, payload, layer=layer, fingerprint=self.roster.fingerprint, **sizes)
-        if frame.header.kind != Kind.ROWS or not torch.equal(frame.rows(), expected):
-            raise ConfigError(
-                f"spac: {name(worker)} at {link.address} computes other bits than this process for the same experts; "
-                "use machines with the same processors, and the same vLLM"
-            )
+    def _filled(self, worker: int, ready: Frame) -> int:
+        """Takes what a worker says when its slots are filled; returns their number."""
+        found = ready.text()
+        if self._divider is not None:
+            self._rates[worker] = trial.rates(worker, found, self._message)
+        return int(found["slots"])
 
     def _admit(self, worker: int, link: Link) -> None:
         self._links[worker] = link
-        self._limits = link.limits
+        if self._divider is not None:
+            self._divider.admit(worker, self._rates[worker])
+        self._limits = replace(link.limits, served=max(self._limits.served, link.limits.served))
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         self.roster.admit(worker, link.epoch)
@@ -359,7 +351,7 @@ class WorkerClient:
             if link.monitor in ready and link.broken:
                 call.gone(worker, "its connection ended")
 
-    def _elsewhere(self, call: LayerCall, rows: slice) -> Tensor:
+    def _elsewhere(self, call: LayerCall, part: int) -> Tensor:
         if self._copy is None:
             raise SpacError(
                 f"spac: no worker computes {self.shape.layers[call.layer]} ({call.blame()}), and this machine has no "
@@ -371,7 +363,7 @@ class WorkerClient:
             service = self.services[0].model_copy(update=every)
             few = _LOCAL_TOKENS * self.shape.top_k * self.shape.expert_bytes
             self._pool = ExpertPool(service, self._copy, self._kernel, few)
-        return self._pool.run(call.step, call.layer, *call.rows(rows))
+        return self._pool.run(call.step, call.layer, *call.rows(part))
 
 
 def _numbers(layers: Sequence[int]) -> str:

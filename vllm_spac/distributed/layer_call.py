@@ -1,9 +1,10 @@
 """One layer computed by workers, as a protocol without sockets: what to send, and which answers count.
 
-Rows are sent whole, with all their experts, in parts of consecutive rows. Each part is computed once: by the layer's
-worker, else by a replica, else by this process. The parts of a prompt go to all of the layer's workers (``division``).
-An answer counts if it belongs to an open request: the same worker, epoch, step, layer and sequence, and tensors of the
-part's sizes. Whatever else arrives is dropped.
+Rows are sent whole, with all their experts, in parts of consecutive rows; the parts of a prompt go to all of the
+layer's workers (``division``). Where several workers divide experts (``ExpertDivider``), a part is the rows' pairs with
+the experts of one worker, and the results for a row are added. Each part is computed once: by its worker, else by
+another one that has the layer, else by this process. An answer counts if it belongs to an open request: the same
+worker, epoch, step, layer and sequence, and tensors of the part's sizes. Whatever else arrives is dropped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.distributed import division
+from vllm_spac.distributed.expert_divider import ExpertDivider
 from vllm_spac.distributed.roster import Roster, name
 from vllm_spac.distributed.wire import (
     HEADER_BYTES,
@@ -32,21 +34,35 @@ from vllm_spac.distributed.wire import (
 
 @dataclass(eq=False)
 class _Part:
-    """Consecutive rows.
+    """Rows of the layer and their experts, all or those of one worker.
 
     Attributes:
+        rows: those of the layer: consecutive, or int64 [n], ascending.
+        x: [n, hidden].
+        weights: [n, experts per row].
+        ids: int like ``weights``; -1, with weight 0, where a row has fewer than others.
+        first: the worker to ask first; None: the first of those that have the layer.
         tried: workers that were asked and lost it.
         request: the sequence of its open request, if any.
+        out: [n, hidden] like ``x``; None until it was computed.
     """
 
-    rows: slice
+    rows: slice | Tensor
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    first: int | None = None
     tried: set[int] = field(default_factory=set)
     request: int | None = None
-    done: bool = False
+    out: Tensor | None = None
 
     @property
     def count(self) -> int:
-        return self.rows.stop - self.rows.start
+        return len(self.x)
+
+    @property
+    def done(self) -> bool:
+        return self.out is not None
 
 
 @dataclass(frozen=True)
@@ -76,9 +92,9 @@ class LayerCall:
         ids: int [rows, top_k], experts of the layer.
         limits: the sizes that answers may have.
         part_rows: most rows per part; more rows are divided among the layer's workers.
+        divider: divides the experts among the workers of the layer's group; None: rows are computed whole.
 
     Attributes:
-        out: [rows, hidden] like ``x``: the output, complete once ``done``.
         reasons: why each worker that was asked did not answer.
     """
 
@@ -92,14 +108,28 @@ class LayerCall:
         ids: Tensor,
         limits: Limits,
         part_rows: int = division.PART_ROWS,
+        divider: ExpertDivider | None = None,
     ) -> None:
         self.roster, self.step, self.layer = roster, step, layer
-        self._x, self._weights, self._ids, self._limits = x, weights, ids, limits
-        self.out = torch.empty_like(x)
+        self._like, self._limits, self._divider = x, limits, divider
         self.reasons: dict[int, str] = {}
-        workers = max(1, len(roster.owners(layer)))
-        self._parts = [_Part(rows) for rows in division.parts(len(x), workers, part_rows)]
-        self._divided = len(x) > part_rows
+        self._divided = divider is None and len(x) > part_rows
+        workers = 1 if divider is not None else max(1, len(roster.owners(layer)))
+        chunks = division.parts(len(x), workers, part_rows)
+        self._parts = [_Part(rows, x[rows], weights[rows], ids[rows]) for rows in chunks]
+        if divider is not None and len(group := roster.group(layer)) > 1:
+            shares = divider.divide(layer, ids.numpy(), group)
+            if len(shares) > 1:
+                own = [torch.isin(ids, torch.from_numpy(share.experts)) for share in shares]
+                self._parts = [
+                    _pairs(part, share.worker, mask[part.rows])
+                    for part in self._parts
+                    for share, mask in zip(shares, own, strict=True)
+                    if mask[part.rows].any()
+                ]
+            else:
+                for part in self._parts:
+                    part.first = shares[0].worker
         self._open: dict[int, _Request] = {}  # by sequence
         self._heard: dict[int, float] = {}  # when a worker with open requests was sent the first or answered last
 
@@ -107,6 +137,24 @@ class LayerCall:
     def done(self) -> bool:
         """Whether every row was computed."""
         return all(part.done for part in self._parts)
+
+    @property
+    def out(self) -> Tensor:
+        """The layer's output, [rows, hidden] like ``x``, once ``done``.
+
+        Where experts are divided, results of a row are added in float32 in the order of the workers and rounded once.
+        """
+        if len(self._parts) == 1 and isinstance(self._parts[0].rows, slice):
+            assert self._parts[0].out is not None
+            return self._parts[0].out
+        summed = torch.zeros(self._like.shape, dtype=torch.float32)
+        for part in self._parts:
+            assert part.out is not None
+            if isinstance(part.rows, slice):
+                summed[part.rows] = part.out.to(torch.float32)
+            else:
+                summed.index_add_(0, part.rows, part.out.to(torch.float32))
+        return summed.to(self._like.dtype)
 
     def outgoing(self, now: float) -> list[tuple[int, tuple[bytes, bytes]]]:
         """Returns (worker, message) to send now; the requests are open from here on."""
@@ -163,20 +211,21 @@ class LayerCall:
         """When ``expire`` has something to do next; None while nothing is open."""
         return min((self._deadline(worker) for worker in {r.worker for r in self._open.values()}), default=None)
 
-    def stranded(self) -> list[slice]:
-        """The rows that no worker is left to compute, for ``computed``."""
-        left = [part for part in self._parts if not part.done and part.request is None]
-        return [part.rows for part in left if not self._may(part)]
+    def stranded(self) -> list[int]:
+        """The parts that no worker is left to compute, for ``computed``."""
+        left = [(n, part) for n, part in enumerate(self._parts) if not part.done and part.request is None]
+        return [number for number, part in left if not self._may(part)]
 
-    def rows(self, which: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns x, weights and ids of a part."""
-        return self._x[which], self._weights[which], self._ids[which]
+    def rows(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns x, weights and ids of a part; ids are -1, with weight 0, where a row has no further expert."""
+        part = self._parts[number]
+        return part.x, part.weights, part.ids
 
-    def computed(self, rows: slice, out: Tensor) -> None:
+    def computed(self, number: int, out: Tensor) -> None:
         """This process computed a stranded part: ``out`` [rows, hidden]."""
-        [part] = [part for part in self._parts if part.rows == rows]
+        part = self._parts[number]
         assert not part.done and part.request is None
-        self.out[rows], part.done = out, True
+        part.out = out
         self.roster.shares.elsewhere += part.count
 
     def blame(self) -> str:
@@ -187,19 +236,20 @@ class LayerCall:
 
     def _may(self, part: _Part) -> list[int]:
         """The workers that may compute ``part``, the one to ask first in front."""
-        return [worker for worker in self.roster.owners(self.layer) if worker not in part.tried]
+        found = [worker for worker in self.roster.owners(self.layer) if worker not in part.tried]
+        return [part.first, *(w for w in found if w != part.first)] if part.first in found else found
 
     def _load(self, worker: int) -> division.Load:
         rows = [request.part.count for request in self._open.values() if request.worker == worker]
         return division.Load(len(rows), sum(rows), self.roster.pace(worker))
 
     def _message(self, part: _Part, epoch: int, sequence: int) -> tuple[bytes, bytes]:
-        x, weights, ids = self.rows(part.rows)
+        x, top_k = part.x, part.ids.shape[1]
         header = Header(
-            Kind.RUN, epoch, self.step.number, sequence, self.layer, part.count, x.shape[1], ids.shape[1], x.dtype,
+            Kind.RUN, epoch, self.step.number, sequence, self.layer, part.count, x.shape[1], top_k, x.dtype,
             fingerprint=self.roster.fingerprint, prompts=self.step.prompts,
         )  # fmt: skip
-        return encode(header, run_payload(x, weights, ids))
+        return encode(header, run_payload(x, part.weights, part.ids))
 
     def _answers(self, header: Header, worker: int, request: _Request) -> bool:
         """Whether a frame belongs to ``request``, and has its part's sizes."""
@@ -207,19 +257,21 @@ class LayerCall:
         if same != (request.worker, request.epoch, self.step.number, self.layer, self.roster.fingerprint):
             return False
         sizes = (header.kind, header.rows, header.hidden, header.dtype)
-        wanted = (Kind.ROWS, request.part.count, self._x.shape[1], self._x.dtype)
-        return header.kind == Kind.FAILED or sizes == wanted
+        wanted = (Kind.ROWS, request.part.count, self._like.shape[1], self._like.dtype)
+        served = 0 if self._divider is None else self._divider.served(worker)
+        return header.kind == Kind.FAILED or (sizes, header.top_k) == (wanted, served)
 
     def _take(self, frame: Frame, request: _Request, now: float) -> bool:
         part, worker = request.part, request.worker
         rows = frame.rows()
-        if not bool(rows.isfinite().all()) and bool(self._x[part.rows].isfinite().all()):
+        if not bool(rows.isfinite().all()) and bool(part.x.isfinite().all()):
             self._lose(request, frame.header.sequence, "its answer had NaN or infinities, and the rows had none")
             self.roster.failed(worker, self.reasons[worker])
             return False
         del self._open[frame.header.sequence]
-        part.request, part.done = None, True
-        self.out[part.rows] = rows
+        part.request, part.out = None, rows
+        if self._divider is not None:
+            self._divider.sees(worker, frame.resident())
         if self._divided:
             self.roster.paced(worker, part.count, now - self._heard[worker])
         self._heard[worker] = now
@@ -246,3 +298,15 @@ class LayerCall:
         if self.roster.epoch(worker) is None:  # removed by another part's failure
             return self._heard[worker]
         return self._heard[worker] + self.roster.patience(worker, rows)
+
+
+def _pairs(part: _Part, worker: int, own: Tensor) -> _Part:
+    """Returns the pairs ``own``, bool like ``part.ids``, of the rows that have one, for ``worker``."""
+    assert isinstance(part.rows, slice)
+    rows = own.any(dim=1).nonzero().flatten()
+    own = own[rows]
+    order = own.int().argsort(dim=1, descending=True, stable=True)[:, : int(own.sum(dim=1).max())]
+    there = own.gather(1, order)
+    ids = part.ids[rows].gather(1, order).masked_fill(~there, -1)
+    weights = part.weights[rows].gather(1, order).masked_fill(~there, 0)
+    return _Part(part.rows.start + rows, part.x[rows], weights, ids, worker)

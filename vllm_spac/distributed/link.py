@@ -80,7 +80,8 @@ class Link:
 
     def serve(self, service: Service, seconds: float) -> list[int]:
         """Tells the worker what to serve; returns the keys of the experts that it has."""
-        self.limits = Limits(hidden=service.hidden, top_k=service.top_k, expert_bytes=service.shape.expert_bytes)
+        sizes = {"hidden": service.hidden, "top_k": service.top_k, "expert_bytes": service.shape.expert_bytes}
+        self.limits = Limits(**sizes, served=len(service.keys) if service.divides else 0)
         held = self.ask(Kind.SERVE, seconds, payload=as_text(service.model_dump(mode="json"))).text().get("held")
         if not isinstance(held, list) or not all(type(key) is int for key in held):
             raise SpacError(f"spac: the worker at {self.address} does not say which experts it has")

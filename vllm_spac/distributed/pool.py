@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.cache.sizing import resolve
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step
 from vllm_spac.distributed.layer_call import Forward
@@ -24,7 +26,11 @@ from vllm_spac.executors.base import Kernel
 from vllm_spac.knobs.types import Slots
 from vllm_spac.policies.base import PolicyContext
 from vllm_spac.predictors.base import Guess, Predictor, Seen
+from vllm_spac.profiling.timing import median
 from vllm_spac.tiers.base import ExpertStore, allocate
+
+_MANY_ROWS = 64  # at which an expert's arithmetic takes its time
+_MEASURED = 0.01  # seconds per measurement
 
 
 class SomeLayers(ExpertStore):
@@ -123,27 +129,60 @@ class ExpertPool:
         tensors = allocate(shape.tensors, slots, "cpu")
         loads = {name: getattr(service, name) for name in ("pins", "extra", "depth", "background")}
         ahead = PrefetchSettings(prefetch="hints", built=_Hinted(), **loads) if service.hints else None
+        everything = torch.arange(shape.experts) if service.divides else None  # rows come with some of their experts
         self._execution = _SomeSlots(
-            shape, slots, policy, view, tensors, io_threads=service.io_threads, path="disk", ahead=ahead
+            shape,
+            slots,
+            policy,
+            view,
+            tensors,
+            io_threads=service.io_threads,
+            path="disk",
+            ahead=ahead,
+            local_of=everything,
         )
+        self._divides = service.divides
         own = (slice(i * shape.experts, (i + 1) * shape.experts) for i in range(len(shape.layers)))
         parts = own if self._execution.holds_all else [slice(None)] * len(shape.layers)
         self._kernels = [
             _PoolKernel(kernel, service.activation, {name: tensor[part] for name, tensor in tensors.items()})
             for part in parts
         ]
+        self._hidden = service.hidden
         self._step = 0
         self._ran = 0, -1  # step and layer of the last rows
         self._told: dict[int, int] = {}  # layer -> sequence of the last hint about it
         self._hints = 0
         self._name, self._calls, self._rows, self._seconds = secrets.token_hex(8), 0, 0, 0.0
+        start = time.perf_counter()
         try:
             for _ in self._execution.fill():
                 pass
         except BaseException:
             self._execution.close()
             raise
+        self._load = (time.perf_counter() - start) / slots
         self._execution.counters.reset()
+
+    def rates(self, dtype: torch.dtype) -> dict[str, float]:
+        """Measures seconds: ``expert`` and ``row`` as in ``expert_divider.Rates``, ``load`` as it was at the start.
+
+        Args:
+            dtype: of rows.
+        """
+        hidden, top_k = self._hidden, self.shape.top_k
+        ids, kernel = torch.arange(top_k, dtype=torch.int32), self._kernels[0]
+
+        def seconds(rows: int) -> float:
+            x, weights = torch.zeros(rows, hidden, dtype=dtype), torch.ones(rows, top_k, dtype=torch.float32)
+            chosen = ids.expand(rows, -1).contiguous()
+            return median(lambda: kernel(x, weights, chosen), _MEASURED) / top_k
+
+        return {"expert": seconds(1), "row": seconds(_MANY_ROWS) / _MANY_ROWS, "load": self._load}
+
+    def resident(self) -> np.ndarray:
+        """Returns whether each expert of ``service.mine`` has a slot, bool, by layer."""
+        return self._execution.residency.slot_of != NOWHERE
 
     @property
     def slots(self) -> int:
@@ -158,7 +197,8 @@ class ExpertPool:
             layer: number of the layer in the model, one of ``service.mine``.
             x: [rows, hidden].
             weights: [rows, top_k] float32.
-            ids: int32 [rows, top_k], experts of the layer.
+            ids: int32 [rows, top_k], experts of the layer. Where a group divides experts: up to ``top_k`` of them, and
+                -1 where a row has fewer than others.
 
         Raises:
             SpacError: the rows are none of a layer of this pool, or an expert could not be loaded.
@@ -166,7 +206,9 @@ class ExpertPool:
         number = self._number.get(layer)
         if number is None:
             raise SpacError(f"spac: layer {layer} is not served here")
-        if ids.shape[1] != self.shape.top_k or int(ids.min()) < 0 or int(ids.max()) >= self.shape.experts:
+        several = range(1, self.shape.top_k + 1) if self._divides else (self.shape.top_k,)
+        least = NOWHERE if self._divides else 0
+        if ids.shape[1] not in several or int(ids.min()) < least or int(ids.max()) >= self.shape.experts:
             raise SpacError(f"spac: rows with experts that layer {layer} does not have")
         start = time.perf_counter()
         self._begin(forward, len(x))

@@ -15,7 +15,7 @@ _MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
 
 @dataclass
 class Share:
-    """What became of the calls of one worker; rows are counted once per layer.
+    """What became of the calls of one worker; rows are counted once per layer, and per worker of a group.
 
     Attributes:
         calls: requests whose answer counted.
@@ -57,7 +57,7 @@ class Roster:
 
     Args:
         workers: number of workers.
-        replicas: as in ``schedule.owners``.
+        replicas, size: as in ``schedule.owners``.
         fingerprint: 16 bytes, of the experts.
         patience: makes the deadlines of a worker.
 
@@ -67,9 +67,14 @@ class Roster:
     """
 
     def __init__(
-        self, workers: int, replicas: int, fingerprint: bytes, patience: Callable[[], Patience] = Patience
+        self,
+        workers: int,
+        replicas: int,
+        fingerprint: bytes,
+        patience: Callable[[], Patience] = Patience,
+        size: int = 1,
     ) -> None:
-        self.workers, self.replicas, self.fingerprint = workers, replicas, fingerprint
+        self.workers, self.replicas, self.size, self.fingerprint = workers, replicas, size, fingerprint
         self.shares = Shares(tuple(Share() for _ in range(workers)))
         self.why_out: dict[int, str] = dict.fromkeys(range(workers), "it has not joined yet")
         self._patience = patience
@@ -142,12 +147,16 @@ class Roster:
         return self._patiences[worker].of(rows)
 
     def having(self, layer: int) -> tuple[int, ...]:
-        """The workers that have ``layer``, in or out, the one to ask first before its replicas."""
-        return schedule.owners(layer, self.workers, self.replicas)
+        """The workers that have ``layer``, in or out, its group before the replicas."""
+        return schedule.owners(layer, self.workers, self.replicas, self.size)
 
     def owners(self, layer: int) -> list[int]:
         """Those of ``having`` that are in."""
         return [worker for worker in self.having(layer) if worker in self._epochs]
+
+    def group(self, layer: int) -> list[int]:
+        """Those of ``owners`` that compute the layer together: as many as a group has, while enough are in."""
+        return self.owners(layer)[: self.size]
 
     def sequence(self) -> int:
         """Returns the number of a new request; none is used twice."""

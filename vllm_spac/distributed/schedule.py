@@ -2,8 +2,9 @@
 
 OD-MoE: On-Demand Expert Loading for Cacheless Edge-Distributed MoE Inference (Wang et al., 2025), section 3.
 
-Workers form groups, and layer l belongs to group l mod n. Here a group is one worker: it has all experts of its layers
-and computes whole rows, so that results keep the bits of vLLM's kernel.
+Workers form n groups of equal size, and layer l belongs to group l mod n. Each worker of a group has all experts of its
+layers. A group of one worker computes whole rows, so that results keep the bits of vLLM's kernel; the workers of a
+larger one divide the experts that a layer needs (``expert_divider``), so that each loads a part of them.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-def owners(layer: int, workers: int, replicas: int) -> tuple[int, ...]:
-    """Returns the workers that serve ``layer``, the first of them by default, the next ones if it is lost.
+def owners(layer: int, workers: int, replicas: int, size: int = 1) -> tuple[int, ...]:
+    """Returns the workers that have ``layer``: its group, then the replicas that compute for those that are lost.
 
     Args:
         layer: number of the layer.
-        workers: number of workers, n: one per group.
-        replicas: further workers that have the layer, at most ``workers - 1``.
+        workers: number of workers, a multiple of ``size``.
+        replicas: further workers that have the layer, at most ``workers - size``.
+        size: workers of a group.
     """
-    assert 0 <= replicas < workers
-    return tuple((layer + ahead) % workers for ahead in range(1 + replicas))
+    assert size > 0 and workers % size == 0 and 0 <= replicas <= workers - size
+    return tuple((size * layer + ahead) % workers for ahead in range(size + replicas))
 
 
-def layers_of(worker: int, layers: int, workers: int, replicas: int) -> tuple[int, ...]:
-    """Returns the layers, of 0 to ``layers - 1``, that ``worker`` has: those it serves first, and replicas."""
-    return tuple(layer for layer in range(layers) if worker in owners(layer, workers, replicas))
+def layers_of(worker: int, layers: int, workers: int, replicas: int, size: int = 1) -> tuple[int, ...]:
+    """Returns the layers, of 0 to ``layers - 1``, that ``worker`` has: those of its group, and replicas."""
+    return tuple(layer for layer in range(layers) if worker in owners(layer, workers, replicas, size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.distributed.wire import MOST_BYTES
+from vllm_spac.distributed.wire import MOST_BYTES, MOST_SERVED
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.printable import brief
@@ -45,6 +45,8 @@ class Service(BaseModel):
         hidden: width of a row.
         slots, policy, io_threads: the knobs, of the experts of ``mine``.
         activation, isa: of the kernel.
+        divides: the layers' experts are divided among several workers: rows come with some of theirs, and each answer
+            says which experts have a slot.
         hints: the engine says which experts layers will probably need, and they are loaded ahead.
         pins, extra, depth, background: of these loads, as in ``PrefetchSettings``.
     """
@@ -63,6 +65,7 @@ class Service(BaseModel):
     io_threads: Annotated[int, Field(ge=1, le=64)] = 4
     activation: str = "silu"
     isa: str = ""
+    divides: bool = False
     hints: bool = False
     pins: bool = True
     extra: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -80,6 +83,11 @@ class Service(BaseModel):
             raise ConfigError(f"spac: a service of the layers {brief(service.mine)} of {len(service.layers)}")
         if unknown := [spec.dtype for spec in service.tensors.values() if spec.dtype not in _DTYPES]:
             raise ConfigError(f"spac: expert workers compute {', '.join(_DTYPES)}, not {brief(unknown[0])}")
+        if service.divides and len(service.keys) > MOST_SERVED:
+            raise ConfigError(
+                f"spac: {len(service.keys)} experts at a worker, and one whose group divides experts serves at most "
+                f"{MOST_SERVED}; use more workers"
+            )
         if (nbytes := service.shape.expert_bytes) > MOST_BYTES:
             raise ConfigError(
                 f"spac: experts of {gib(nbytes)} do not fit a frame of expert workers ({gib(MOST_BYTES)})"
@@ -106,6 +114,11 @@ class Service(BaseModel):
     def keys(self) -> list[int]:
         """The experts of ``mine``, as keys of ``shape``."""
         return [layer * self.experts + expert for layer in self.mine for expert in range(self.experts)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of an expert's tensors, and of rows."""
+        return next(iter(self.shape.tensors.values())).dtype
 
     @property
     def digest(self) -> bytes:

@@ -22,9 +22,10 @@ from vllm_spac.core import MoEShape
 from vllm_spac.errors import SpacError
 from vllm_spac.system.untrusted import parse_json
 
-MAGIC, VERSION = b"SPAC", 2
+MAGIC, VERSION = b"SPAC", 3
 MOST_TEXT = 4 << 20  # bytes of JSON
 MOST_BYTES = 1 << 29  # of any part of a message; the sockets close a connection that announces more
+MOST_SERVED = (1 << 16) - 1  # experts of which an answer may say whether they have a slot
 NO_FINGERPRINT = bytes(16)
 # magic, version, kind, dtype, prompts, epoch, step, sequence, layer, rows, hidden, top_k, payload,
 # fingerprint, checksum
@@ -87,7 +88,8 @@ class Header:
         step: number of the forward, from 1; 0 outside of steps. Of ``HINT``, that of the layer's next run.
         sequence: number of the request; an answer repeats it.
         layer: number of the layer; of ``PUT``, ``FETCH``, ``EXPERT`` and ``DROP``, the key of the expert.
-        rows, hidden, top_k: sizes of the tensors; 0 where there are none. ``HINT`` has ``top_k`` experts.
+        rows, hidden, top_k: sizes of the tensors; 0 where there are none. ``HINT`` has ``top_k`` experts. ``ROWS`` of
+            a worker whose group divides experts says of ``top_k`` experts, all that it serves, which have a slot.
         dtype: of the rows; None where there are none.
         payload: bytes of the second part.
         fingerprint: 16 bytes, of the experts.
@@ -116,6 +118,7 @@ class Limits:
         rows, hidden, top_k: of ``RUN``, ``ROWS`` and ``ECHO``.
         expert_bytes: exact size of an expert; 0 while it is not known, and no expert is accepted.
         experts: of a layer, of which a hint has at most all; 0 while it is not known, and no hint is accepted.
+        served: most experts of which ``ROWS`` may say whether they have a slot.
     """
 
     rows: int = 1 << 12
@@ -123,6 +126,7 @@ class Limits:
     top_k: int = 1 << 10
     expert_bytes: int = 0
     experts: int = 0
+    served: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,13 @@ class Frame:
         weights = self._tensor(start, shape, torch.float32)
         return weights, self._tensor(start + weights.nbytes, shape, torch.int32)
 
+    def resident(self) -> np.ndarray:
+        """Returns whether each expert that the sender of ``ROWS`` serves has a slot there, bool [top_k]."""
+        head = self.header
+        assert head.dtype is not None
+        bits = np.frombuffer(self.payload, np.uint8, offset=head.rows * head.hidden * head.dtype.itemsize)
+        return np.unpackbits(bits, count=head.top_k).astype(bool)
+
     def experts(self) -> np.ndarray:
         """Returns a copy of the experts of ``HINT``, int64 [top_k]."""
         return np.frombuffer(self.payload, np.dtype("<i4"), self.header.top_k).astype(np.int64)
@@ -196,6 +207,11 @@ def encode(header: Header, payload: bytes = b"") -> tuple[bytes, bytes]:
 def run_payload(x: Tensor, weights: Tensor, ids: Tensor) -> bytes:
     """Returns the payload of ``RUN``: x [rows, hidden], weights and ids [rows, top_k], all on the CPU."""
     return b"".join(map(raw, (x, weights.to(torch.float32), ids.to(torch.int32))))
+
+
+def resident_payload(resident: np.ndarray) -> bytes:
+    """Returns what follows the rows of ``ROWS``: whether each expert has a slot, bool [experts]."""
+    return np.packbits(resident).tobytes()
 
 
 def expert_payload(shape: MoEShape, tensors: Mapping[str, Tensor]) -> bytes:
@@ -278,9 +294,11 @@ def _check_sizes(header: Header, limits: Limits) -> None:
         return
     if header.dtype is None or not 0 < header.rows <= limits.rows or not 0 < header.hidden <= limits.hidden:
         raise FrameError(f"spac: a {name} frame states {header.rows} rows x {header.hidden} of {header.dtype}")
-    if header.top_k > limits.top_k or (header.top_k == 0) == (header.kind == Kind.RUN):
-        raise FrameError(f"spac: a {name} frame states {header.top_k} experts per row")
+    least, most = {Kind.RUN: (1, limits.top_k), Kind.ROWS: (0, limits.served)}.get(header.kind, (0, 0))
+    if not least <= header.top_k <= most:
+        raise FrameError(f"spac: a {name} frame states {header.top_k} experts")
     needed = header.rows * (header.hidden * header.dtype.itemsize + pairs * _PAIR)
+    needed += -(-header.top_k // 8) if header.kind == Kind.ROWS else 0
     if header.payload != needed:
         raise FrameError(f"spac: a {name} frame states {header.payload} bytes, and its tensors have {needed}")
 

@@ -27,6 +27,7 @@ from vllm_spac.distributed.wire import (
     encode,
     expert_payload,
     raw,
+    resident_payload,
 )
 from vllm_spac.errors import SpacError
 from vllm_spac.executors.base import Kernel
@@ -234,7 +235,10 @@ class Worker:
         service, store = _given(session)
         if session.pool is None:
             session.pool = ExpertPool(service, store, self._kernel(service), self._memory)
-        return Kind.READY, {}, as_text({"slots": session.pool.slots, "store": store.describe()})
+        found: dict[str, Any] = {"slots": session.pool.slots, "store": store.describe()}
+        if service.divides:
+            found["rates"] = session.pool.rates(service.dtype)
+        return Kind.READY, {}, as_text(found)
 
     def _fetch(self, session: _Session, frame: Frame) -> tuple[Kind, dict, bytes]:
         _, store = _given(session)
@@ -250,7 +254,10 @@ class Worker:
         x, pairs = frame.rows(), frame.pairs()
         out = session.pool.run(Forward(header.step, header.prompts), header.layer, x, *pairs)
         sizes = {"rows": len(out), "hidden": out.shape[1], "dtype": out.dtype}
-        return Kind.ROWS, sizes, raw(out)
+        if not service.divides:
+            return Kind.ROWS, sizes, raw(out)
+        resident = session.pool.resident()
+        return Kind.ROWS, sizes | {"top_k": len(resident)}, raw(out) + resident_payload(resident)
 
     def _take_hint(self, session: _Session, frame: Frame) -> None:
         """Reads ahead what the engine expects to need. It does not wait: a hint that cannot be used is dropped."""

@@ -225,6 +225,8 @@ class SlotExecution(Execution):
             if self.holds_all:
                 out[share.rows] = kernel(*picked, share.ids)
             else:
+                if self._step is not None and self._layers.looks:
+                    self._layers.look(layer, picked[0], share.ids, picked[1])
                 out[share.rows] = self.in_slots(layer, *picked, share.ids, kernel)
         return out
 

@@ -29,7 +29,9 @@ logger = logging.getLogger("vllm.spac")
 
 
 class WorkerExecution(Execution):
-    """Sends whole rows of each layer to the worker that serves it, so that results keep the bits of vLLM's kernel.
+    """Sends the rows of each layer to the worker that serves it, or divides their experts among several.
+
+    Whole rows keep the bits of vLLM's kernel; those whose experts are divided are exact up to rounding.
 
     Args:
         shape: the layers and experts.
@@ -46,6 +48,7 @@ class WorkerExecution(Execution):
         self.tensors = {name: torch.empty((0, *spec.shape), dtype=spec.dtype) for name, spec in shape.tensors.items()}
         self.counters = Counters()
         self.holds_all = False
+        self.keeps_bits = not self._client.divides
         self._residency = Residency(shape.total, 0, policy)
         self._steps = 0
         self._forward = Forward()

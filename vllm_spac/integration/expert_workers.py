@@ -16,6 +16,7 @@ from vllm_spac.distributed.service import Service
 from vllm_spac.distributed.store import WorkerStore
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration.layers import cpu_kernel
+from vllm_spac.knobs.rules import groups_problem
 from vllm_spac.system import cpu_affinity
 from vllm_spac.system.untrusted import path_of
 from vllm_spac.tiers.base import ExpertStore
@@ -87,16 +88,19 @@ def store(
             options = components.parse(config.prefetch)[1]
             knobs |= {name: options[name] for name in ("depth", "background") if name in options}
         kind = {"activation": layer.activation.value, "isa": isa, "hidden": layer.moe_config.hidden_dim}
-        layers = [schedule.layers_of(worker, len(shape.layers), count, config.replicas) for worker in range(count)]
+        kind["divides"] = config.workers_per_layer > 1
+        size, replicas = config.workers_per_layer, config.replicas
+        layers = [schedule.layers_of(worker, len(shape.layers), count, replicas, size) for worker in range(count)]
         services = [Service.of(shape, fingerprint, mine, **knobs, **kind) for mine in layers]
         kernel = cpu_kernel.named(isa, layer.activation.value)
         client = WorkerClient(
             places,
             services,
-            config.replicas,
+            replicas,
             kernel,
             vllm_config.model_config.dtype,
             lambda: _copy(config, shape, fingerprint),
+            size,
         )
         return WorkerStore(shape, fingerprint, client)
     except BaseException:
@@ -120,16 +124,13 @@ def _places(config: SpacConfig, free: int) -> Places:
 
 
 def _check_count(config: SpacConfig, count: int, layers: int) -> None:
-    if count > layers:
+    if count > (most := layers * config.workers_per_layer):
         raise ConfigError(
             f"spac: {count} workers (--spac-workers) for {layers} MoE layers: a worker has at least one; use "
-            f"--spac-workers {layers}"
+            f"--spac-workers {most}"
         )
-    if config.replicas >= count:
-        raise ConfigError(
-            f"spac: replicas={config.replicas} (--spac-replicas) are other workers, and there are {count}; use at most "
-            f"--spac-replicas {count - 1}"
-        )
+    if (problem := groups_problem(config, count)) is not None:
+        raise ConfigError(f"spac: {problem}")
 
 
 def _copy(config: SpacConfig, shape: MoEShape, fingerprint: str) -> ExpertStore | None:

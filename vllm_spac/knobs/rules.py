@@ -91,10 +91,28 @@ def _check_execution(config: Any) -> None:
         )
 
 
+def groups_problem(config: Any, workers: int) -> str | None:
+    """Returns why so many workers do not form the groups and replicas of ``config``; None if they do."""
+    size, replicas = config.workers_per_layer, config.replicas
+    if workers % size:
+        fits = size * -(-workers // size)
+        return (
+            f"{workers} workers (--spac-workers) do not form groups of workers_per_layer={size} "
+            f"(--spac-workers-per-layer); use {fits} workers"
+        )
+    if replicas > workers - size:
+        whom = "workers" if size == 1 else "workers than a layer's own"
+        return (
+            f"replicas={replicas} (--spac-replicas) are other {whom}, and there are {workers} (--spac-workers); use at "
+            f"most --spac-replicas {workers - size}"
+        )
+    return None
+
+
 def _check_workers(config: Any) -> None:
     named = f"executor={config.executor} (--spac-executor)"
     if config.executor == "local":
-        for name, idle in (("workers", None), ("cluster", None), ("replicas", 0)):
+        for name, idle in (("workers", None), ("cluster", None), ("replicas", 0), ("workers_per_layer", 1)):
             if getattr(config, name) != idle:
                 raise ValueError(f"{name} ({flag(name)}) has no effect with {named}; add --spac-executor processes")
         return
@@ -104,11 +122,8 @@ def _check_workers(config: Any) -> None:
         raise ValueError(f"{named} needs workers (--spac-workers 2), or cluster (--spac-cluster FILE)")
     if config.executor == "processes" and config.cluster is not None:
         path_of(config.cluster)
-    if config.workers is not None and config.replicas >= config.workers:
-        raise ValueError(
-            f"replicas={config.replicas} (--spac-replicas) are other workers, and there are {config.workers} "
-            f"(--spac-workers); use at most --spac-replicas {config.workers - 1}"
-        )
+    if config.workers is not None and (problem := groups_problem(config, config.workers)) is not None:
+        raise ValueError(problem)
     idle_values = {"execution": "slots", "cpu_experts": "off", "host_memory": None}
     for name, without in idle_values.items():
         if (value := getattr(config, name)) != without:

@@ -1,4 +1,6 @@
-"""A layer's experts divided between engine, CPU and expert workers, on a virtual clock. Calculated; no engine does it.
+"""A layer's experts divided between engine, CPU and expert workers, on a virtual clock. Calculated.
+
+An engine divides them among workers only (``distributed.expert_divider``); its own slots and CPU are simulated here.
 
 The engine has slots of its own. An expert that has one is computed there; each other one is loaded into a slot,
 computed on the CPU, or computed at one of the workers that have the layer, whichever lets the layer finish first
@@ -66,8 +68,8 @@ class Setup:
 
     Attributes:
         among: some of ``PROCESSORS``, ``workers`` one of them.
-        workers: their number; layer l belongs to worker l mod n.
-        replicas: further workers that have a layer, less than ``workers``.
+        workers: their number.
+        size: workers that have a layer and divide its experts, as in ``schedule.owners``; divides ``workers``.
         share: of a worker's experts that have a slot, above 0.
         engine_share: of all experts, those that have a slot in the engine.
         network: between the engine and each worker.
@@ -77,7 +79,7 @@ class Setup:
 
     among: Collection[str]
     workers: int
-    replicas: int
+    size: int
     share: float
     engine_share: float
     network: Network
@@ -90,7 +92,7 @@ def divided(trace: Trace, costs: Costs, setup: Setup) -> DividedRun:
     facts, experts = trace.facts, trace.facts.experts
     engine = filled(trace, range(facts.layers), setup.engine_share) if "engine" in setup.among else None
     memories = [
-        filled(trace, schedule.layers_of(worker, facts.layers, setup.workers, setup.replicas), setup.share)
+        filled(trace, schedule.layers_of(worker, facts.layers, setup.workers, 0, setup.size), setup.share)
         for worker in range(setup.workers)
     ]
     seconds = trace.steps * costs.other
@@ -98,7 +100,7 @@ def divided(trace: Trace, costs: Costs, setup: Setup) -> DividedRun:
     for layer, ids in zip(trace.record_layer.tolist(), rows_of_records(trace), strict=True):
         active, rows = np.unique(ids, return_counts=True)
         keys = active.astype(np.int64) + layer * experts
-        owners = schedule.owners(layer, setup.workers, setup.replicas)
+        owners = schedule.owners(layer, setup.workers, 0, setup.size)
         caches = [engine, None, *(memories[worker] for worker in owners)]
         work = costs_of_layer(costs, setup, keys, rows, len(ids), caches)
         division = solve(work)
