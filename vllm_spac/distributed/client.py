@@ -17,7 +17,7 @@ import zmq
 from torch import Tensor
 
 from vllm_spac.distributed import trial
-from vllm_spac.distributed.expert_divider import ExpertDivider, Part, Rates
+from vllm_spac.distributed.expert_divider import Assigned, ExpertDivider, Rates
 from vllm_spac.distributed.layer_call import Forward, LayerCall
 from vllm_spac.distributed.link import Busy, Link
 from vllm_spac.distributed.places import Places
@@ -162,7 +162,7 @@ class WorkerClient:
         """
         if not (group := self.roster.group(layer)):
             return
-        whole = [Part(group[0], experts)]
+        whole = [Assigned(group[0], experts)]
         for worker, mine in whole if self._divider is None else self._divider.expect(layer, experts, group):
             epoch = self.roster.epoch(worker)
             assert epoch is not None, "it is in"

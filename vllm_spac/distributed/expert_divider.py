@@ -38,7 +38,7 @@ class Rates:
     message: float
 
 
-class Part(NamedTuple):
+class Assigned(NamedTuple):
     """What one worker is to compute: ``experts`` is int64 [n], ascending, or likeliest first of a hint."""
 
     worker: int
@@ -73,7 +73,7 @@ class ExpertDivider:
         """An answer of ``worker`` says which experts have a slot there: bool [``served``]."""
         self._there[worker, self._mine[worker]] = resident.reshape(-1, self._experts)
 
-    def divide(self, layer: int, ids: np.ndarray, workers: Sequence[int]) -> list[Part]:
+    def divide(self, layer: int, ids: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
         """Returns what each worker computes of a layer: every expert of ``ids`` once, and no worker without one.
 
         Args:
@@ -84,15 +84,15 @@ class ExpertDivider:
         active, rows = np.unique(ids, return_counts=True)
         where = self._where(layer, active, rows, workers)
         self._told[:, layer] = False
-        return _parts(active.astype(np.int64), where, workers)
+        return _assigned(active.astype(np.int64), where, workers)
 
-    def expect(self, layer: int, experts: np.ndarray, workers: Sequence[int]) -> list[Part]:
+    def expect(self, layer: int, experts: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
         """Returns what each worker is to load ahead; ``experts``: int [n], distinct, likeliest first, as the result."""
         experts = np.asarray(experts, dtype=np.int64)
-        parts = _parts(experts, self._where(layer, experts, np.ones(len(experts)), workers), workers)
-        for worker, told in parts:
+        found = _assigned(experts, self._where(layer, experts, np.ones(len(experts)), workers), workers)
+        for worker, told in found:
             self._told[worker, layer, told] = True
-        return parts
+        return found
 
     def _where(self, layer: int, experts: np.ndarray, rows: np.ndarray, workers: Sequence[int]) -> np.ndarray:
         """Returns the place in ``workers`` of each expert, int64."""
@@ -111,6 +111,6 @@ class ExpertDivider:
         return np.asarray(found.where, dtype=np.int64)
 
 
-def _parts(experts: np.ndarray, where: np.ndarray, workers: Sequence[int]) -> list[Part]:
-    parts = (Part(worker, experts[where == place]) for place, worker in enumerate(workers))
-    return [part for part in parts if len(part.experts)]
+def _assigned(experts: np.ndarray, where: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
+    found = (Assigned(worker, experts[where == place]) for place, worker in enumerate(workers))
+    return [each for each in found if len(each.experts)]

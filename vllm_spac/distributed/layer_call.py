@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.distributed import division
-from vllm_spac.distributed.expert_divider import ExpertDivider
+from vllm_spac.distributed.expert_divider import Assigned, ExpertDivider
 from vllm_spac.distributed.roster import Roster, name
 from vllm_spac.distributed.wire import (
     HEADER_BYTES,
@@ -117,19 +117,8 @@ class LayerCall:
         workers = 1 if divider is not None else max(1, len(roster.owners(layer)))
         chunks = division.parts(len(x), workers, part_rows)
         self._parts = [_Part(rows, x[rows], weights[rows], ids[rows]) for rows in chunks]
-        if divider is not None and len(group := roster.group(layer)) > 1:
-            shares = divider.divide(layer, ids.numpy(), group)
-            if len(shares) > 1:
-                own = [torch.isin(ids, torch.from_numpy(share.experts)) for share in shares]
-                self._parts = [
-                    _pairs(part, share.worker, mask[part.rows])
-                    for part in self._parts
-                    for share, mask in zip(shares, own, strict=True)
-                    if mask[part.rows].any()
-                ]
-            else:
-                for part in self._parts:
-                    part.first = shares[0].worker
+        if divider is not None and (group := roster.group(layer)):
+            self._parts = _shared(self._parts, divider.divide(layer, ids.numpy(), group), ids)
         self._open: dict[int, _Request] = {}  # by sequence
         self._heard: dict[int, float] = {}  # when a worker with open requests was sent the first or answered last
 
@@ -298,6 +287,21 @@ class LayerCall:
         if self.roster.epoch(worker) is None:  # removed by another part's failure
             return self._heard[worker]
         return self._heard[worker] + self.roster.patience(worker, rows)
+
+
+def _shared(parts: list[_Part], shares: list[Assigned], ids: Tensor) -> list[_Part]:
+    """Returns ``parts`` of whole rows divided by experts; ``ids`` as of ``LayerCall``."""
+    if len(shares) == 1:
+        for part in parts:
+            part.first = shares[0].worker
+        return parts
+    own = [torch.isin(ids, torch.from_numpy(share.experts)) for share in shares]
+    return [
+        _pairs(part, share.worker, mask[part.rows])
+        for part in parts
+        for share, mask in zip(shares, own, strict=True)
+        if mask[part.rows].any()
+    ]
 
 
 def _pairs(part: _Part, worker: int, own: Tensor) -> _Part:
