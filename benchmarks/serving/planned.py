@@ -29,6 +29,7 @@ from inflate import inflate, parse_bytes
 from run import Settings
 from simulated import between, engines
 
+from vllm_spac.integration import vllm_step
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.planning import routing
 from vllm_spac.planning.choice import Choice
@@ -184,8 +185,11 @@ def _one(
     settings = Settings(folder, (1,), prompt_tokens, output_tokens, 0, True, "disk", disk_dir, drafts, 1800.0)
     ids = prompts.load(folder, count, prompt_tokens, 0).ids
 
+    own = {layers: vllm_step.seconds_per_token(layers) for layers in vllm_step.LAYERS}
+
     def profile() -> Costs:
-        return measure(model.expert_bytes, disk_dir, store="disk", seconds=0.4, kernel=cpu_kernel.to_profile())
+        found = measure(model.expert_bytes, disk_dir, store="disk", seconds=0.4, kernel=cpu_kernel.to_profile())
+        return vllm_step.added(found, own)
 
     measured: dict[int, dict] = {}
     before = profile()

@@ -31,7 +31,7 @@ from vllm_spac.planning.memory import Load, kv_bytes, largest_percent, slot_byte
 from vllm_spac.planning.model import ServedModel
 from vllm_spac.planning.plan import assumptions, make_plan
 from vllm_spac.planning.predict import PROMPT, Prediction, first_token, predict
-from vllm_spac.profiling.costs import Capacity, Costs, HostWork
+from vllm_spac.profiling.costs import Capacity, Costs, HostWork, VllmStep
 from vllm_spac.simulation.simulate import simulate
 from vllm_spac.system.machine import Machine
 from vllm_spac.traces.format import TraceFacts
@@ -174,9 +174,21 @@ def test_the_host_s_own_work_slows_layers_over_slots(model: ServedModel) -> None
     for choice, more in ((Choice(25, "host"), model.layers * work.layer), (Choice(100, "none"), 0.0)):
         before, after = (1 / predict(choice, model, m, ONE, routing.EVEN).tokens_per_second for m in (plain, works))
         assert after - before == pytest.approx(more)
-    for found, said in ((plain, "kernel launches, host work and"), (works, "kernel launches and")):
+    for found, said in ((plain, "the plugin's own work, "), (works, "")):
         (text,) = (t for t in assumptions(make_plan(model, found, ONE, [routing.LOW])) if "launches" in t)
-        assert text == f"{said} sampling take no time: real speeds are lower"
+        assert text == (
+            f"taken to take no time: kernel launches, {said}vLLM's own work in a step; real speeds are lower"
+        )
+
+
+def test_vllm_s_own_work_slows_every_step(model: ServedModel) -> None:
+    plain = machine(64 * GIB, 0, gpu=False)
+    own = {"vllm": VllmStep(step=2e-3, layer=1e-4), "host_work": HostWork(layer=1e-9)}
+    works = replace(plain, costs=plain.costs.model_copy(update=own))
+    for choice in (Choice(100, "none"), Choice(25, "disk")):
+        before, after = (1 / predict(choice, model, m, ONE, routing.EVEN).tokens_per_second for m in (plain, works))
+        assert after - before == pytest.approx(2e-3 + model.layers * 1e-4, rel=1e-3)
+    assert not any("no time" in text for text in assumptions(make_plan(model, works, ONE, [routing.LOW])))
 
 
 def test_host_memory_and_processors_help(model: ServedModel) -> None:

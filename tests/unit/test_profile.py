@@ -15,11 +15,12 @@ from vllm_spac.core import MoEShape
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.executors._thread import ExecutorThread
 from vllm_spac.executors.torch import Torch
+from vllm_spac.integration import vllm_step
 from vllm_spac.profiling import measure as profile
 from vllm_spac.profiling import peer
-from vllm_spac.profiling.costs import Costs, HostWork
+from vllm_spac.profiling.costs import Costs, HostWork, VllmStep
 from vllm_spac.profiling.expert_size import ExpertSize
-from vllm_spac.profiling.fit import fit_compute, fit_host_work, fit_load, fit_network
+from vllm_spac.profiling.fit import fit_compute, fit_host_work, fit_load, fit_network, fit_vllm_step
 from vllm_spac.profiling.host_work import (
     EXPERTS,
     HOST_WORK,
@@ -41,6 +42,7 @@ NBYTES = 6 * 64 * 32
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "_POOL_BYTES", 1 << 18)
+    monkeypatch.setattr(vllm_step, "seconds_per_token", lambda layers: 2e-3 + layers * 1e-4)
 
 
 def run(*arguments, code: int = 0) -> str:
@@ -199,10 +201,25 @@ def test_command_writes_what_costs_reads(tmp_path: Path) -> None:
     assert "disk reads at once" in text and "CPU expert by rows" in text and str(path) in text
     costs = Costs.read(path, here=True, disk_dir=tmp_path / "d")
     assert costs.draft == 0.125
+    assert (costs.vllm.step, costs.vllm.layer) == (pytest.approx(2e-3), pytest.approx(1e-4))
+    assert costs.provenance.points["vLLM's step by layers"].keys() == set(vllm_step.LAYERS)
+    assert "vLLM's step by layers" in text
     assert costs.provenance.source == (
         f"vllm-spac profile --expert-bytes={NBYTES} --io-threads=1 --seconds=0.01 --draft=0.125"
     )
     assert sorted(item.name for item in path.parent.iterdir()) == ["here.json"]
+    text = run("profile", "--expert-bytes", NBYTES, *options, "--output", path, "--no-vllm")
+    costs = Costs.read(path)
+    assert costs.vllm == VllmStep() and "vLLM's step" not in text
+    assert costs.provenance.source.startswith(f"vllm-spac profile --expert-bytes={NBYTES} --no-vllm --io-threads=1")
+
+
+def test_vllm_s_own_work_is_fitted() -> None:
+    found = fit_vllm_step({2: 3e-3, 14: 9e-3})
+    assert (found.step, found.layer) == (pytest.approx(2e-3), pytest.approx(5e-4))
+    for points in ({2: 3e-3, 14: 2e-3}, {2: 1e-3, 14: 9e-3}):  # noise: nothing is negative
+        found = fit_vllm_step(points)
+        assert found.step >= 0 and found.layer >= 0
 
 
 def test_foreign_profiles_are_refused(tmp_path: Path) -> None:

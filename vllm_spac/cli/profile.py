@@ -27,7 +27,7 @@ vllm-spac profile --model ./Qwen3-30B-A3B
 
 vllm-spac profile --expert-bytes 9437184 --disk-dir /mnt/nvme/experts --output here.json
 
-vllm-spac profile --expert-bytes 1000000 --draft 0.004   [dim]# a draft token takes 4 ms[/]
+vllm-spac profile --expert-bytes 1000000 --draft 0.004 --no-vllm   [dim]# a draft token takes 4 ms; quicker[/]
 
 vllm-spac profile --peer tcp://10.0.0.7:5555   [dim]# adds the network to an expert worker to the profile[/]
 """
@@ -50,6 +50,10 @@ def profile(
     seconds: Annotated[float, typer.Option(help="Approximate duration of each measurement.", min=0.01)] = 0.5,
     draft: Annotated[float, typer.Option(help="Seconds per draft token, if known.", min=0)] = 0.0,
     other: Annotated[float, typer.Option(help="Seconds per step outside its experts, if known.", min=0)] = 0.0,
+    vllm: Annotated[
+        bool,
+        typer.Option(help="Measure vLLM's own part of a step with two tiny models, where there is no GPU: a minute."),
+    ] = True,
     peer: Annotated[
         str | None,
         typer.Option(
@@ -59,9 +63,9 @@ def profile(
     ] = None,
     cluster: Annotated[Path, typer.Option("--cluster", help="With --peer ADDRESS, its cluster's file.")] = CLUSTER_FILE,
 ) -> None:
-    """Measure this machine: reading, copying and computing an expert, and the work of the host around them.
+    """Measure this machine: reading, copying and computing an expert, and the work of plugin and vLLM around them.
 
-    Takes under half a minute.
+    Takes one to two minutes.
     """
     if peer is not None and model is None and expert_bytes is None:
         folder = _expanded(disk_dir, "--disk-dir")
@@ -75,16 +79,31 @@ def profile(
     path = _expanded(output or folder / "profile.json", "--output")
     _write(path, None)  # before any work is done
 
+    import torch
+
+    from vllm_spac.integration import vllm_step
     from vllm_spac.integration.layers import cpu_kernel
     from vllm_spac.profiling.measure import measure, measurements
 
-    options = {"store": store, "io_threads": io_threads, "seconds": seconds, "draft": draft, "other": other}
+    depths = vllm_step.LAYERS if vllm and not torch.cuda.is_available() else ()
+    options = {
+        "no-vllm": not vllm,
+        "store": store,
+        "io_threads": io_threads,
+        "seconds": seconds,
+        "draft": draft,
+        "other": other,
+    }
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=measurements(io_threads, kind))
+        task = progress.add_task("", total=len(depths) + measurements(io_threads, kind))
 
         def tell(text: str) -> None:
             progress.update(task, advance=1, description=text)
 
+        steps = {}
+        for layers in depths:
+            tell(f"vLLM itself, {layers} layers of no size")
+            steps[layers] = vllm_step.seconds_per_token(layers)
         try:
             costs = measure(
                 nbytes, folder, store=kind, io_threads=io_threads, seconds=seconds, draft=draft, other=other,
@@ -92,6 +111,8 @@ def profile(
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}; name a writable folder with --disk-dir DIR") from error
+    if steps:
+        costs = vllm_step.added(costs, steps)
     if peer is not None:
         costs = _with_network(costs, *_round_trips(peer, cluster, folder, seconds))
     _write(path, costs)
@@ -158,7 +179,8 @@ def _size(model: str | None, expert_bytes: int | None) -> int:
 
 
 def _command(nbytes: int, options: dict) -> str:
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value]
+    named = {name.replace("_", "-"): value for name, value in options.items() if value}
+    given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in named.items()]
     return shlex.join(["vllm-spac", "profile", f"--expert-bytes={nbytes}", *given])
 
 
@@ -176,6 +198,7 @@ def _write(path: Path, costs: Costs | None) -> None:
 
 
 def _table(costs: Costs, nbytes: int) -> Table:
+    from vllm_spac.integration.vllm_step import VLLM_STEP
     from vllm_spac.profiling.host_work import HOST_WORK
 
     origin = costs.provenance
@@ -188,7 +211,7 @@ def _table(costs: Costs, nbytes: int) -> Table:
         table.add_section()
         for at, seconds in points.items():
             moved = nbytes * (at if "at once" in name else 1)
-            rate = "" if name.startswith(HOST_WORK) else f"{moved / seconds / 1e9:.2f} GB"
+            rate = "" if name.startswith((HOST_WORK, VLLM_STEP)) else f"{moved / seconds / 1e9:.2f} GB"
             table.add_row(name, f"{at:,}", f"{1e3 * seconds:.3f} ms", rate)
     return table
 

@@ -99,7 +99,8 @@ class PlannedMachine:
         """Returns the costs with loads from ``store`` and with what this model reads outside of experts."""
         costs, load = self.costs, self.link if store in ("none", "host") else self.disk
         fixed = costs.other if costs.provenance.how == "measured" else 0.0
-        other = fixed or model.read_bytes / costs.fast.bytes_per_second
+        own = costs.vllm.step + model.layers * costs.vllm.layer
+        other = fixed or model.read_bytes / costs.fast.bytes_per_second + own
         origin = costs.provenance.model_copy(update={"store": "disk" if store in ("disk", "tiers") else "host"})
         host = self.link if store == "tiers" else None
         changes = {"load": load or costs.load, "host": host, "other": other, "draft": 0.0, "provenance": origin}
@@ -115,8 +116,8 @@ def _profile_here(folder: Path) -> Costs:
     if not path.exists():
         raise ConfigError(
             f"this machine was not measured: there is no {path}; run vllm-spac profile --model MODEL or --expert-bytes "
-            f"N, which takes half a minute, or plan for another: --machine {', '.join(names())} or a file of vllm-spac "
-            "profile"
+            f"N, which takes a minute or two, or plan for another: --machine {', '.join(names())} or a file of "
+            "vllm-spac profile"
         )
     return Costs.read(path, here=True, disk_dir=folder)
 

@@ -12,7 +12,7 @@ from vllm_spac.planning.memory import Load, Split, largest_percent, slot_bytes, 
 from vllm_spac.planning.model import ServedModel
 from vllm_spac.planning.predict import Prediction, first_token, predict
 from vllm_spac.planning.routing import Routing
-from vllm_spac.profiling.costs import HostWork
+from vllm_spac.profiling.costs import HostWork, VllmStep
 from vllm_spac.system.host_memory import gib
 
 _FEWER = (50, 25, 10)  # further shares of slots
@@ -165,8 +165,11 @@ def assumptions(plan: Plan) -> Iterator[str]:
     if model.execution == "pointers":
         kept = "as in vLLM's Marlin kernels, activations are not quantised" if model.checkpoint.quantisation else ""
         yield "; ".join(filter(None, ("execution=pointers was never timed on a GPU", kept)))
-    host_work = ", host work" if costs.host_work == HostWork() else ""
-    yield f"kernel launches{host_work} and sampling take no time: real speeds are lower"
+    unknown = ["kernel launches"] if machine.gpu else []
+    unknown += ["the plugin's own work"] if costs.host_work == HostWork() else []
+    unknown += ["vLLM's own work in a step"] if costs.vllm == VllmStep() else []
+    if unknown:
+        yield f"taken to take no time: {', '.join(unknown)}; real speeds are lower"
 
 
 def _row(

@@ -1,9 +1,9 @@
 """What a choice would achieve: tokens per second by the simulator, time to the first token by a formula.
 
 Assumptions where nothing was measured: a machine's costs are those of its profile, without the host's work in a layer
-if that is 0 there; kernel launches and sampling take no time; a layer waits for its loads. A prompt is read alone, in
-chunks of vLLM's default size, in which nearly every expert is needed: between all of them and those without a slot are
-loaded per chunk.
+or vLLM's own in a step if they are 0 there; kernel launches take no time; a layer waits for its loads. A prompt is read
+alone, in chunks of vLLM's default size, in which nearly every expert is needed: between all of them and those without a
+slot are loaded per chunk.
 """
 
 from __future__ import annotations

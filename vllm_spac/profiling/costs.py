@@ -105,6 +105,18 @@ class HostWork(_Frozen):
     divide: float = Field(0.0, ge=0)
 
 
+class VllmStep(_Frozen):
+    """Seconds that vLLM itself takes, without reading weights.
+
+    Attributes:
+        step: of any step: to schedule, to prepare, to sample.
+        layer: of each layer: attention, norms and what surrounds them.
+    """
+
+    step: float = Field(0.0, ge=0)
+    layer: float = Field(0.0, ge=0)
+
+
 class Costs(_Frozen):
     """A machine's profile of costs.
 
@@ -122,6 +134,7 @@ class Costs(_Frozen):
         draft: seconds per draft token.
         network: from this machine to an expert worker; None where it was not measured.
         host_work: the plugin's own in layers over slots; 0 where it was not measured, as in files of older versions.
+        vllm: vLLM's own; 0 where it was not measured.
     """
 
     format: Literal["spac-profile-1"]
@@ -138,6 +151,7 @@ class Costs(_Frozen):
     draft: float = Field(0.0, ge=0)
     network: Network | None = None
     host_work: HostWork = HostWork()
+    vllm: VllmStep = VllmStep()
 
     @classmethod
     def read(cls, profile: str | Path, *, here: bool = False, disk_dir: Path | None = None) -> Costs:

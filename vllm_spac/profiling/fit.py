@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from vllm_spac.profiling.costs import HostWork, Network, Rate
+from vllm_spac.profiling.costs import HostWork, Network, Rate, VllmStep
 
 
 def fit_load(points: Mapping[int, float], nbytes: int) -> Rate:
@@ -54,6 +54,13 @@ def fit_network(points: Mapping[int, float], peer: str) -> Network:
     if slope <= 0 or latency < 0:
         return Network(latency=0.0, bandwidth=2 * most / points[most], peer=peer)
     return Network(latency=latency, bandwidth=1 / slope, peer=peer)
+
+
+def fit_vllm_step(points: Mapping[int, float]) -> VllmStep:
+    """Returns vLLM's own seconds from those per token by the number of layers, of which there are two."""
+    (few, less), (many, more) = sorted(points.items())
+    layer = max(0.0, (more - less) / (many - few))
+    return VllmStep(step=max(0.0, less - few * layer), layer=layer)
 
 
 def fit_host_work(
