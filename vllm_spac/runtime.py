@@ -240,6 +240,11 @@ class Runtime:
             timeline.add(Kind.UPDATE, start)
 
     @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended: its layers run, or drafts are made of its tokens."""
+        return self._timed is not None
+
+    @property
     def in_prompt(self) -> bool:
         """Whether the last step contained prefill rows."""
         return self._timed is not None and self._timed[0].prompts

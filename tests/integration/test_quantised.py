@@ -6,6 +6,7 @@ import importlib
 import json
 import random
 import resource
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -138,7 +139,7 @@ def build(
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
         where = SimpleNamespace(is_cpu=lambda: quantisation is None if on_cpu is None else on_cpu)
         platform = patch.object(quant_schemes, "current_platform", where)
-        with platform, managed_load.managed_load(SpacConfig(**knobs), config):
+        with platform, managed_load.managed_load(partial(ModelExperts, SpacConfig(**knobs), config)):
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
 
 
@@ -692,7 +693,10 @@ def build_packed(name: str):
     config = VllmConfig()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RoutedExperts, "_get_quant_method", lambda self, prefix, quant, moe: made[name](moe))
-        with set_current_vllm_config(config), managed_load.managed_load(SpacConfig(**POINTERS), config):
+        with (
+            set_current_vllm_config(config),
+            managed_load.managed_load(partial(ModelExperts, SpacConfig(**POINTERS), config)),
+        ):
             return FusedMoEFactory(quant_config=None, **size).routed_experts
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +28,7 @@ from vllm_spac.errors import SpacError
 from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.integration.layers import cpu_kernel, quant_schemes
 from vllm_spac.integration.loading import managed_load
+from vllm_spac.integration.loading.model_experts import ModelExperts
 from vllm_spac.runtime import Runtime
 from vllm_spac.tiers.base import allocate
 from vllm_spac.tiers.memory import MemoryStore
@@ -80,7 +81,7 @@ def build(scheme: str, managed: bool = True):
     with set_current_vllm_config(config):
         if not managed:
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
-        with managed_load.managed_load(SpacConfig(), config):
+        with managed_load.managed_load(partial(ModelExperts, SpacConfig(), config)):
             return FusedMoEFactory(quant_config=quant, **size).routed_experts
 
 

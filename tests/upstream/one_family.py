@@ -59,6 +59,10 @@ def attempt(architecture: str, folder: Path) -> tuple[str, str]:
     if loads < slots:
         return "checkpoint", f"its routers choose few experts: {loads} loads into {slots} slots show little"
     drafts = f", {run['stats']['steps']['verify']} steps with drafts" if "speculative_config" in options else ""
+    head = run["stats"].get("mtp_head", {}).get("experts", 0)
+    if head:
+        of_head = run["stats"]["mtp_head"]
+        drafts += f", of the head {of_head['slots']} of {head}, {of_head['loads']} loads"
     return "served", f"{slots} of {experts} experts in slots, {loads} loads{drafts}"
 
 

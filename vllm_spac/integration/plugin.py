@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac.config import SpacConfig, config_of
@@ -14,6 +15,8 @@ from vllm_spac.system import cpu_affinity
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_spac.integration.loading.model_experts import ModelExperts
 
 
 def install() -> None:
@@ -60,33 +63,50 @@ def _checked(create_engine_config: Callable):
 
 
 def _managed(load_model: Callable):
-    """Builds the target model with managed experts if spac is configured; draft models stay stock."""
+    """Builds the target model, and an MTP head of it, with managed experts if spac is configured; drafts stay stock."""
 
     def load(self, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any):
         config = config_of(vllm_config.additional_config)
-        if config is None or model_config.runner_type == "draft":
+        if config is None:
             return load_model(self, vllm_config, model_config, *args, **kwargs)
-        from vllm.model_executor.model_loader.utils import get_model_architecture
-
         from vllm_spac.integration import compat
         from vllm_spac.integration.loading import updates
-        from vllm_spac.integration.loading.managed_load import managed_load
+        from vllm_spac.integration.loading.head_experts import HeadExperts, target_of
+        from vllm_spac.integration.loading.model_experts import ModelExperts
         from vllm_spac.integration.stepping import drafts
 
-        compat.request_amx()
-        get_model_architecture(model_config)  # imports the module of the model, as vLLM does next, with its layers
-        patches.require_names("worker", "v2" if drafts.plans_drafts(vllm_config) else "v1")
-        load_weights = self.load_weights
-
-        def prepared(model: nn.Module, *rest: Any):
-            experts.prepare(model)
-            return load_weights(model, *rest)
-
-        with managed_load(config, vllm_config) as experts:
-            self.load_weights = prepared  # on this loader object only, which loads this one model
-            model = load_model(self, vllm_config, model_config, *args, **kwargs)
-            experts.finish()
-        updates.install(vllm_config, model)
+        build: Callable[[], ModelExperts] = partial(ModelExperts, config, vllm_config)
+        draft = model_config.runner_type == "draft"
+        if draft:
+            if (target := target_of(model_config)) is None:
+                return load_model(self, vllm_config, model_config, *args, **kwargs)
+            build = partial(HeadExperts, target)
+        else:
+            compat.request_amx()
+            patches.require_names("worker", "v2" if drafts.plans_drafts(vllm_config) else "v1")
+        model = _load(self, partial(load_model, self, vllm_config, model_config, *args, **kwargs), model_config, build)
+        if not draft:
+            updates.install(vllm_config, model)
         return model
 
     return load
+
+
+def _load(loader: Any, load: Callable[[], nn.Module], config: ModelConfig, build: Callable[[], ModelExperts]):
+    """Returns the model that ``load`` builds and loads with ``loader``; what ``build`` returns has its MoE layers."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    from vllm_spac.integration.loading.managed_load import managed_load
+
+    get_model_architecture(config)  # imports the module of the model, as vLLM does next, with its layers
+    load_weights = loader.load_weights
+
+    def prepared(model: nn.Module, *rest: Any):
+        experts.prepare(model)
+        return load_weights(model, *rest)
+
+    with managed_load(build) as experts:
+        loader.load_weights = prepared  # on this loader object only, which loads this one model
+        model = load()
+        experts.finish()
+    return model

@@ -64,6 +64,25 @@ def current() -> LayerHost:
     return _building
 
 
+_target: Any = None
+
+
+@contextlib.contextmanager
+def drafting_for(target: Any) -> Iterator[None]:
+    """Context in which a draft model is loaded for a model; ``target``: its ``ModelExperts``, or None."""
+    global _target
+    _target = target
+    try:
+        yield
+    finally:
+        _target = None
+
+
+def drafted_for() -> Any:
+    """The ``ModelExperts`` of the model whose draft model is being loaded; None if it has none."""
+    return _target
+
+
 def experts_of(model_runner: Any) -> Any:
     """The ``ModelExperts`` of a runner's target model; None if it has none."""
     return experts_in(model_runner.get_model())

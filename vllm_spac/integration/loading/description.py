@@ -57,11 +57,18 @@ def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None)
         "execution": config.execution_name,
         "policy": config.policy,
     }
-    for execution in runtime.executions:
-        total = _add(total, _facts(execution))
+    total = _add(total, counts(runtime.executions))
     if guard is not None:
         total["guard"] = guard.facts()
     return total | {"budget": {"setting": settings.describe(), **runtime.budget.counters.snapshot()}}
+
+
+def counts(executions: Sequence[Execution]) -> dict[str, Any]:
+    """Sizes and counters, summed over executions, as plain data."""
+    total: dict[str, Any] = {}
+    for execution in executions:
+        total = _add(total, _facts(execution))
+    return total
 
 
 def _facts(execution: Execution) -> dict:

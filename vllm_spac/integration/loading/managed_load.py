@@ -1,28 +1,25 @@
-"""Builds the target model's MoE layers as managed ones while it is loaded."""
+"""Builds a model's MoE layers as managed ones while it is loaded."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from vllm_spac.config import SpacConfig
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.layers import host
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading.model_experts import ModelExperts
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
+_Experts = TypeVar("_Experts", bound=ModelExperts)
 # Imported only with a model that it serves, because that takes seconds.
 _TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers.moe"
 
 
 @contextlib.contextmanager
-def managed_load(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ModelExperts]:
-    """Context in which MoE layers are built as ``ManagedExperts``; used for the target model only, not for drafts.
+def managed_load(build: Callable[[], _Experts]) -> Iterator[_Experts]:
+    """Context in which MoE layers are built as ``ManagedExperts`` of what ``build`` returns.
 
     The module of the model has been imported.
     """
@@ -33,7 +30,7 @@ def managed_load(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ModelE
         raise UnsupportedError(
             f"spac: another plugin replaces vLLM's {', '.join(sorted(taken))}; load only one of them"
         )
-    experts = ModelExperts(config, vllm_config)
+    experts = build()
     op_registry_oot.update(classes)
     try:
         with host.building(experts):

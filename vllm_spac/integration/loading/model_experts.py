@@ -75,6 +75,7 @@ class ModelExperts:
         self.drafted = DraftProbabilities()
         self.draft_states: DraftStates  # from ``prepare`` on
         self.draft_routing: DraftRouting | None = None  # once a draft model is loaded, if a predictor looks at it
+        self.head: ModelExperts | None = None  # once an MTP head is loaded whose experts have slots
         self.other_weights: int  # bytes of the model's weights that are not experts; from ``prepare`` on
         self._layers: list = []
         self._stores: dict[str, ExpertStore] = {}  # by layer name; layers of one shape share a store
@@ -116,13 +117,7 @@ class ModelExperts:
         """
         if not self._layers:
             raise UnsupportedError("spac: this model builds no MoE layer that the plugin can manage")
-        groups: dict[tuple, list] = {}
-        for layer in self._layers:
-            specs = sorted((n, s.shape, str(s.dtype)) for n, s in layer.probe().items())
-            groups.setdefault((layer.spac_packed, *specs), []).append(layer)
-        for layers in groups.values():
-            self._shapes.append(self._shape_of(layers))
-            self.execution.check_shape(self._shapes[-1])
+        self._group()
         routers.install(model, self._layers)
         self._predictors = ahead.predictors(self.config, self._shapes, self.model_name)
         self._predictor = ahead.predictor(self.config, self._predictors, self._drafter)
@@ -152,8 +147,7 @@ class ModelExperts:
             self._open_store(shape, room, free)
         if not self._store_kind.persistent:
             self.ranks.wait()  # until all have seen that there is room; no lock is held that another engine waits for
-        missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
-        self._bar = self._progress(missing, "Packing experts", hidden=missing == 0)
+        self._begin_packing()
 
     def arrived(self, count: int) -> None:
         """Counts ``count`` bytes copied from the checkpoint, whose mapped pages now count as this process's memory."""
@@ -186,18 +180,7 @@ class ModelExperts:
 
     def finish(self) -> None:
         """Fills the slots and attaches the layers to them; called once the weights are loaded."""
-        self._bar.close()
-        if "checkpoint" in vars(self):
-            self._check_unchanged()
-        for lock in self._locks:
-            lock.share()
-        executions = []
-        for shape, room in zip(self._shapes, self._plan, strict=True):
-            execution = self._filled.pop(shape, None) or self._fill(shape, room)
-            executions.append(execution)
-            for layer in self._layers:
-                if self._store(layer) is execution.store:
-                    layer.attach(execution)
+        executions = self._attach()
         trace = assembly.trace(self.config, self.vllm_config, executions) if self.ranks.rank == 0 else None
         self.timeline_facts = assembly.timeline_facts(self.vllm_config, executions, self.store_name)
         saved = assembly.timeline(self.config, self.timeline_facts) if self.ranks.rank == 0 else None
@@ -247,16 +230,20 @@ class ModelExperts:
         """Bytes of experts in RAM: slots, and what is between them and the disk; once the weights are loaded."""
         assert self.runtime is not None
         slots = sum(e.residency.slots * e.shape.expert_bytes for e in self.runtime.executions)
-        return slots + sum(e.host.block.nbytes for e in self.runtime.executions if e.host is not None)
+        head = 0 if self.head is None else self.head.fast_bytes
+        return head + slots + sum(e.host.block.nbytes for e in self.runtime.executions if e.host is not None)
 
     def stats(self) -> dict:
         """Settings and counters of this worker, summed over executions, as plain data; once the weights are loaded."""
         assert self.runtime is not None
         counts = {} if self.trees is None else self.trees.counters.snapshot()
+        counts |= {} if self.head is None else {"mtp_head": self.head.stats()}
         return self.ranks.facts() | description.stats(self.runtime, self.config, self.store_name, self.guard) | counts
 
     def close(self) -> None:
         """Stops threads and closes stores."""
+        if self.head is not None:
+            self.head.close()
         for lock in self._locks:
             lock.close()
         if self.runtime is not None:
@@ -270,6 +257,36 @@ class ModelExperts:
                 store.close()
 
     # -- parts ---------------------------------------------------------------------------------------------
+
+    def _group(self) -> None:
+        """Groups the layers by the layout of their experts: into shapes."""
+        groups: dict[tuple, list] = {}
+        for layer in self._layers:
+            specs = sorted((n, s.shape, str(s.dtype)) for n, s in layer.probe().items())
+            groups.setdefault((layer.spac_packed, *specs), []).append(layer)
+        for layers in groups.values():
+            self._shapes.append(self._shape_of(layers))
+            self.execution.check_shape(self._shapes[-1])
+
+    def _begin_packing(self) -> None:
+        missing = sum(1 for layer in self._layers for key in self._keys(layer) if not self._store(layer).holds(key))
+        self._bar = self._progress(missing, "Packing experts", hidden=missing == 0)
+
+    def _attach(self) -> list[Execution]:
+        """Fills the slots and attaches the layers to them; returns the execution of each shape."""
+        self._bar.close()
+        if "checkpoint" in vars(self):
+            self._check_unchanged()
+        for lock in self._locks:
+            lock.share()
+        executions = []
+        for shape, room in zip(self._shapes, self._plan, strict=True):
+            execution = self._filled.pop(shape, None) or self._fill(shape, room)
+            executions.append(execution)
+            for layer in self._layers:
+                if self._store(layer) is execution.store:
+                    layer.attach(execution)
+        return executions
 
     def _shape_of(self, layers: list) -> MoEShape:
         for index, layer in enumerate(layers):
@@ -353,9 +370,8 @@ class ModelExperts:
                 predictor=self._predictor,
             )
         )
-        hidden = execution.holds_all or filled == 0
         try:
-            with self._progress(filled, "Filling slots", hidden) as bar:
+            with self._progress(filled, "Filling slots", hidden=execution.holds_all or filled == 0) as bar:
                 for loaded in execution.fill():
                     bar.update(loaded)
         except BaseException:

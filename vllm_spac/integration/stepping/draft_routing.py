@@ -24,14 +24,15 @@ logger = logging.getLogger("vllm.spac")
 
 
 def install() -> None:
-    """Hooks the routers of a draft model when it is loaded, if a predictor looks at them; once."""
+    """Hooks the loading of a draft model: of its routers, if a predictor looks at them, and of an MTP head; once."""
     patches.wrap(f"{patches.PROPOSER}.load_model", _loading)
 
 
 def _loading(load_model: Callable):
     def loaded(self: SpecDecodeBaseProposer, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        load_model(self, target_model, *args, **kwargs)
         experts = host.experts_in(target_model)
+        with host.drafting_for(experts):
+            load_model(self, target_model, *args, **kwargs)
         if experts is not None and experts.reads_draft_routing:
             [execution] = experts.runtime.executions
             experts.draft_routing = DraftRouting(self.model, execution.shape)

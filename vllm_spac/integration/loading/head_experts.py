@@ -1,0 +1,122 @@
+"""The experts of an MTP head: slots of their own, as ``--spac-slots`` says, instead of memory for all of them.
+
+A head is a further layer of the checkpoint that vLLM loads as a draft model. Its layers run while drafts are made,
+between the model's steps, so that they have executions and counters of their own. What decides about the model's
+experts (budgets, guesses, CPU experts) does not know them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.execution.base import Execution, LayerKernel, Rows
+from vllm_spac.integration.layers import host
+from vllm_spac.integration.loading import description
+from vllm_spac.integration.loading.model_experts import ModelExperts
+from vllm_spac.knobs.types import Slots
+from vllm_spac.runtime import Runtime
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+logger = logging.getLogger("vllm.spac")
+
+
+def target_of(draft: ModelConfig) -> ModelExperts | None:
+    """Returns the experts of the model whose MTP head ``draft`` is, if its experts are to have slots; else None."""
+    target = host.drafted_for()
+    if target is None or target.vllm_config.speculative_config.method != "mtp":
+        return None
+    if all(execution.holds_all for execution in target.runtime.executions):
+        return None  # as the model's
+    if (why := _whole(target, draft)) is not None:
+        logger.info("spac: the experts of the MTP head, if it has any, stay in memory as a whole: %s", why)
+        return None
+    return target
+
+
+def _whole(target: ModelExperts, draft: ModelConfig) -> str | None:
+    """Returns why a head's experts have no slots of their own; None if they have."""
+    config = target.config
+    reasons = {
+        "it is in another checkpoint than the model": draft.model != target.vllm_config.model_config.model,
+        "slots=auto (--spac-slots) counts them so; set it to share them": config.parsed_slots == Slots(),
+        "it was not tried on a GPU": not target.on_cpu,
+        "there are several ranks": target.ranks.size > 1,
+        f"execution={config.execution_name}": config.execution_name != "slots",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class HeadExperts(ModelExperts):
+    """All managed layers of an MTP head.
+
+    Args:
+        target: the model's.
+    """
+
+    def __init__(self, target: ModelExperts) -> None:
+        config = target.config
+        off = {"prefetch": "off", "predictor_file": None, "cpu_experts": "off"}
+        if components.find("policies", config.policy).needs_calibration:
+            off["policy"] = "lru"  # the calibration counts the model's experts
+        config = config.model_copy(update=off | {"host_memory": None, "speculate": "off"})
+        super().__init__(config, target.vllm_config)
+        self.target = target
+        if "checkpoint" in vars(target):
+            self.checkpoint = target.checkpoint
+        self._predictor = None
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        self._group()
+        for shape in self._shapes:
+            whole = shape.total * shape.expert_bytes  # which memory was reserved for
+            self._plan.append(self.execution.divide(self.config.parsed_slots, "off", shape, whole))
+            self._open_store(shape, self._plan[-1], 0)
+        self._begin_packing()
+
+    def finish(self) -> None:
+        executions = self._attach()
+        assert self.target.runtime is not None
+        self.runtime = _HeadRuntime(executions, self.target.runtime)
+        for execution in executions:
+            logger.info("spac: MTP head: %s, policy=%s", description.describe(execution), self.config.policy)
+        self.target.head = self
+
+    def stats(self) -> dict[str, Any]:
+        """Returns slots and counters, as ``ModelExperts.stats`` has them of the model."""
+        assert self.runtime is not None
+        return description.counts(self.runtime.executions)
+
+
+class _HeadRuntime(Runtime):
+    """What a head's layers call: each forward of the head is a step of its executions.
+
+    Args:
+        executions: of the head.
+        target: of the model; a forward of the head between the beginning and the end of its step is a real one.
+    """
+
+    def __init__(self, executions: Sequence[Execution], target: Runtime) -> None:
+        super().__init__(executions, target.budget)
+        self._target = target
+
+    def forward(
+        self, execution: Execution, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel
+    ) -> Tensor:
+        real = self._target.in_step
+        rows = Rows(len(x), as_routed=real)
+        if not real:
+            return execution.forward(layer, x, weights, ids, kernel, rows)
+        execution.begin_step(Step((RequestRows(0, len(x), RowKind.DECODE),)))
+        try:
+            return execution.forward(layer, x, weights, ids, kernel, rows)
+        finally:
+            execution.end_forward()
