@@ -101,6 +101,8 @@ def rendered() -> Values:
         od_moe,
         workers,
         worker_faults,
+        planned,
+        tuned,
         soak,
     )
     return {name: text for section in sections for name, text in section().items()}
@@ -808,6 +810,7 @@ def workers() -> Values:
             ratio = _with_interval(row["ratio"], row["interval"])
             lines.append([shown, *(f"{rate:.1f}" for rate in rates), ratio, f"{row['ratio_of_totals']:.2f}"])
             missed.append(100 * row["base"]["misses"] / (row["base"]["hits"] + row["base"]["misses"]))
+    [group] = result("paired_workers_divided_toy")["rows"]
     trip = result("worker_round_trip")
     by_size = {row["bytes"]: row for row in trip["rows"]}
     least = by_size[4 << 10]
@@ -815,6 +818,7 @@ def workers() -> Values:
     return {
         "workers": table(head, lines),
         "workers.missed": f"{statistics.mean(missed):.0f} %",
+        "workers.group": _with_interval(group["ratio"], group["interval"]),
         "workers.ratio": f"{result('paired_workers_toy')['rows'][0]['ratio']:.1f}",
         "round_trip": table(
             ("bytes of rows", *(_size(size) for size in by_size)),
@@ -869,6 +873,65 @@ def _with_interval(value: float, interval: Iterable[float]) -> str:
 
 def _low_high(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} – {max(values):.1f})"
+
+
+def planned() -> Values:
+    """What ``vllm-spac plan`` calculates, beside what was measured."""
+    content = result("planned_toy")
+    lines = []
+    for row in content["rows"]:
+        low, high = sorted(row["planned"][name] for name in ("low", "high"))
+        lines.append(
+            [
+                f"{row['expert_bytes'] / 1e6:.1f} MB",
+                _spaced(row["slots"]),
+                f"{row['measured']:.1f}",
+                f"{row['planned']['trace']:.1f}",
+                f"{100 * row['error']:+.0f} %",
+                f"{low:.1f} – {high:.1f}",
+                " / ".join(_percent(row[f"{kind}_hit_rate"]) for kind in ("measured", "planned")),
+                row["limit"],
+            ]
+        )
+    head = (
+        "experts of",
+        "slots",
+        "measured",
+        "from its own routing",
+        "",
+        "range without it",
+        "hits in %",
+        "limited by",
+    )
+    return {
+        "planned": table(head, lines),
+        "planned.within": f"{sum(row['within'] for row in content['rows'])} of {len(content['rows'])}",
+        "planned.in_range": str(sum(row["in_range"] for row in content["rows"])),
+        "planned.tolerance": f"{100 * content['within']:.0f} %",
+    }
+
+
+def tuned() -> Values:
+    """What ``vllm-spac tune`` chose, beside the best of the configurations chosen by hand."""
+    content = result("tuned_toy")
+    lines = []
+    for found in content["limits"].values():
+        assert found["tune_over_default"]["tokens_equal"] and found["best_over_default"]["tokens_equal"]
+        assert found["tune"]["choice"] == "default", "the text says so"
+        cores = f"{found['cores']} core{'s' * (found['cores'] != 1)}"
+        ratios = (found[kind] for kind in ("tune_over_default", "best_over_default", "tune_over_best"))
+        shown = [_with_interval(ratio["median"], (ratio["low"], ratio["high"])) for ratio in ratios]
+        lines.append(
+            [f"{_spaced(found['slots'])}, {cores}", found["tune"]["choice"], shown[0], found["best"], *shown[1:]]
+        )
+    head = ("slots, cores", "`tune` chose", "over the default (95 %)", "best of the others", "over the default")
+    return {
+        "tuned": table((*head, "`tune`'s over it"), lines),
+        "tuned.tried": _one({str(len(found["by_hand"])) for found in content["limits"].values()}),
+        "tuned.minutes": f"{content['minutes']:.0f}",
+        "tuned.turns": str(content["turns"]),
+        "tuned.last": str(content["last_turns"]),
+    }
 
 
 def soak() -> Values:

@@ -190,15 +190,18 @@ FIGURES = {
     ),
     "workers": Figure(
         "Expert workers: all misses at workers over all misses from disk, in turns",
-        ("paired_workers_toy.json", "paired_workers_cacheless_toy.json"),
+        ("paired_workers_toy.json", "paired_workers_cacheless_toy.json", "paired_workers_divided_toy.json"),
         (
             f"{_PAIRED} 'spac slots=2k policy=drop' 'spac slots=100% executor=processes workers=2' --slots 2k "
             f"--turns 24 --starts 2 --output-tokens 64 --dtype float32 {_RESULT}/paired_workers_toy.json",
             f"{_PAIRED} 'spac slots=2k policy=drop' 'spac slots=2k policy=drop executor=processes workers=2' "
             "--slots 2k --turns 24 --starts 2 --output-tokens 64 --dtype float32 "
             f"{_RESULT}/paired_workers_cacheless_toy.json",
+            f"{_PAIRED} 'spac slots=2k policy=drop executor=processes workers=2' 'spac slots=2k policy=drop "
+            "executor=processes workers=2 workers_per_layer=2' --slots 2k --turns 24 --starts 2 --output-tokens 64 "
+            f"--dtype float32 {_RESULT}/paired_workers_divided_toy.json",
         ),
-        minutes=20,
+        minutes=30,
         timed=True,
         inflated=True,
     ),
@@ -219,6 +222,21 @@ FIGURES = {
             "--output benchmarks/results/worker_faults_replica_toy.json",
         ),
         minutes=10,
+        timed=True,
+        inflated=True,
+    ),
+    "planned": Figure(
+        "Planning and tuning: planned and measured tokens/s",
+        ("planned_toy.json",),
+        ("python benchmarks/serving/planned.py",),
+        minutes=20,
+        timed=True,
+    ),
+    "tuned": Figure(
+        "Planning and tuning: vllm-spac tune and configurations chosen by hand",
+        ("tuned_toy.json",),
+        (f"python benchmarks/serving/tuned.py {MID} --eagle3 {MID}-eagle3",),
+        minutes=40,
         timed=True,
         inflated=True,
     ),
