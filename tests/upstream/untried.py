@@ -11,8 +11,11 @@ _EAGLE = "a separate draft model for {}: stays in fast memory, as every draft mo
 _DOTS = (
     "stock vLLM cannot import it on a CPU: ImportError: cannot import name 'compile_flash_attn_varlen_func_from_specs'"
 )
+_VISION = "its module imports torchvision, which vLLM's CPU build does not bring"
 
 REASONS = {
+    "MiniMaxM3MTP": _VISION,
+    "Glm5NextMTPModel": _VISION,
     "Dots3NoteForCausalLM": _DOTS,
     "Dots3NoteMTPModel": _DOTS,
     "Cosmos3EdgeForConditionalGeneration": _DENSE,
