@@ -540,7 +540,8 @@ def test_a_gpu_is_given_many_experts_at_once(on_cpu, chunks):
 def test_a_load_that_failed_gives_back_its_stores_once_each():
     """What is pinned stays pinned otherwise, in a process that goes on."""
     experts, closed = object.__new__(ModelExperts), []
-    experts.runtime, experts._locks = None, [SimpleNamespace(close=lambda: closed.append("lock"))]
+    experts.runtime, experts.head = None, None
+    experts._locks = [SimpleNamespace(close=lambda: closed.append("lock"))]
     shared, other = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("shared", "other"))
     experts._stores, experts._filled = {"first": shared, "second": shared, "third": other}, {}
     experts.close()
