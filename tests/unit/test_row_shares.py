@@ -50,6 +50,6 @@ def test_combining_adds_in_float32_and_rounds_once(dtype: torch.dtype) -> None:
     shares = [Share.of(IDS, cold), Share.of(IDS, ~cold)]
     odd = torch.full((1, 2), 0.1).to(dtype)
     parts = [torch.cat([torch.full((1, 2), 2 * 2.0**-8), odd.float()]), torch.cat([torch.ones(1, 2).to(dtype), odd])]
-    out = combine(torch.empty(3, 2, dtype=dtype), zip(shares, parts, strict=True))
+    out = combine(torch.empty(3, 2, dtype=dtype), zip((share.rows for share in shares), parts, strict=True))
     assert out.dtype == dtype
     assert torch.equal(out, torch.cat([torch.full((1, 2), 1 + 2.0**-7).to(dtype), odd, odd]))

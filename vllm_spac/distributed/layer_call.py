@@ -30,6 +30,7 @@ from vllm_spac.distributed.wire import (
     encode,
     run_payload,
 )
+from vllm_spac.execution._row_shares import combine
 
 
 @dataclass(eq=False)
@@ -133,17 +134,14 @@ class LayerCall:
 
         Where experts are divided, results of a row are added in float32 in the order of the workers and rounded once.
         """
-        if len(self._parts) == 1 and isinstance(self._parts[0].rows, slice):
-            assert self._parts[0].out is not None
-            return self._parts[0].out
-        summed = torch.zeros(self._like.shape, dtype=torch.float32)
+        whole, shared = [], []
         for part in self._parts:
             assert part.out is not None
             if isinstance(part.rows, slice):
-                summed[part.rows] = part.out.to(torch.float32)
+                whole.append(part.out)  # of consecutive rows
             else:
-                summed.index_add_(0, part.rows, part.out.to(torch.float32))
-        return summed.to(self._like.dtype)
+                shared.append((part.rows, part.out))
+        return combine(self._like, shared) if shared else torch.cat(whole)
 
     def outgoing(self, now: float) -> list[tuple[int, tuple[bytes, bytes]]]:
         """Returns (worker, message) to send now; the requests are open from here on."""

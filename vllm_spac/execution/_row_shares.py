@@ -44,14 +44,18 @@ class Share:
         return x[rows], weights[rows].masked_fill(~self.own.to(x.device), 0)
 
 
-def combine(like: Tensor, parts: Iterable[tuple[Share, Tensor]]) -> Tensor:
-    """Returns the layer's output, with the shape, dtype and device of ``like``: the sum of the shares' [m, hidden].
+def combine(like: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Returns the layer's output, with the shape, dtype and device of ``like``: the sum of the shares' results.
 
     Added in float32 and rounded once, so the result of a row that is in one share only is unchanged bitwise.
+
+    Args:
+        like: [rows, hidden].
+        parts: of each share its rows, int64 [m], and their results, [m, hidden].
     """
     total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-    for share, part in parts:
-        total.index_add_(0, share.rows.to(like.device), part.to(like.device, torch.float32))
+    for rows, part in parts:
+        total.index_add_(0, rows.to(like.device), part.to(like.device, torch.float32))
     return total.to(like.dtype)
 
 

@@ -205,7 +205,7 @@ class SlotExecution(Execution):
         beside, hot = Share.of(routed, cold), Share.of(routed, ~cold)
         with self.computing(layer, beside, x, weights) as computation:
             part = self.in_slots(layer, *hot.pick(x, weights), hot.ids, kernel, computation.give_way)
-            combined = combine(x, [(hot, part), (beside, computation.result())])
+            combined = combine(x, [(hot.rows, part), (beside.rows, computation.result())])
         self._layers.admit()
         return combined
 
