@@ -76,6 +76,7 @@ class WorkerClient:
         self._links: dict[int, Link] = {}
         self._held: dict[int, set[int]] = {}
         self._samples: dict[int, trial.Sample] = {}
+        self._resident: dict[int, np.ndarray] = {}  # of each worker at its last test
         self._counts = WorkerCounts()
         self._ended = threading.Event()
         self._recovery = Recovery(self._bring, self._ended)
@@ -146,7 +147,7 @@ class WorkerClient:
             self.slots += self._filled(worker, job.result())
         for worker, link in self._links.items():
             self._samples[worker] = trial.sample(link, self.services[worker], worker, self._kernel, self._dtype)
-            trial.check(link, worker, self._samples[worker], self.roster.fingerprint)
+            self._check(worker, link)
             self._admit(worker, link)
         self._copy = self._open_copy()
 
@@ -306,11 +307,14 @@ class WorkerClient:
                     "pack the others"
                 )
             self._filled(worker, link.ask(Kind.FILL, _FILL))
-            trial.check(link, worker, self._samples[worker], self.roster.fingerprint)
+            self._check(worker, link)
         except BaseException:
             link.drop()
             raise
         return link
+
+    def _check(self, worker: int, link: Link) -> None:
+        self._resident[worker] = trial.check(link, worker, self._samples[worker], self.roster.fingerprint)
 
     def _filled(self, worker: int, ready: Frame) -> int:
         """Takes what a worker says when its slots are filled; returns their number."""
@@ -323,6 +327,7 @@ class WorkerClient:
         self._links[worker] = link
         if self._divider is not None:
             self._divider.admit(worker, self._rates[worker])
+            self._divider.sees(worker, self._resident[worker])
         self._limits = replace(link.limits, served=max(self._limits.served, link.limits.served))
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)

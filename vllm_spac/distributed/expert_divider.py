@@ -65,7 +65,7 @@ class ExpertDivider:
         return len(self._mine[worker]) * self._experts
 
     def admit(self, worker: int, rates: Rates) -> None:
-        """``worker`` is asked from now on; nothing is known of its slots."""
+        """``worker`` is asked from now on; what ``sees`` says next is all that is known of its slots."""
         self._rates[worker] = rates
         self._there[worker] = self._told[worker] = False
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,8 +66,12 @@ def sample(link: Link, service: Service, worker: int, kernel: Kernel, dtype: tor
     return Sample(layer, x, weights, ids, kernel(x, weights, ids, experts).to(x.dtype))
 
 
-def check(link: Link, worker: int, given: Sample, fingerprint: bytes) -> None:
-    """Raises ``ConfigError`` if the worker's output for its sample has other bits than this process's."""
+def check(link: Link, worker: int, given: Sample, fingerprint: bytes) -> np.ndarray:
+    """Returns which experts have a slot at the worker afterwards, as ``Frame.resident``.
+
+    Raises:
+        ConfigError: the worker's output for its sample has other bits than this process's.
+    """
     sizes = {"rows": 1, "hidden": given.x.shape[1], "top_k": given.ids.shape[1], "dtype": given.x.dtype}
     payload = run_payload(given.x, given.weights, given.ids)
     frame = link.ask(Kind.RUN, _ANSWER, payload, layer=given.layer, fingerprint=fingerprint, **sizes)
@@ -75,6 +80,7 @@ def check(link: Link, worker: int, given: Sample, fingerprint: bytes) -> None:
             f"spac: {name(worker)} at {link.address} computes other bits than this process for the same experts; "
             "use machines with the same processors, and the same vLLM"
         )
+    return frame.resident()
 
 
 def rates(worker: int, ready: Mapping[str, Any], message: float) -> Rates:
