@@ -283,8 +283,9 @@ FIGURES = {
         "Scaled machine: the ladder",
         ("scaled_rtx4090_toy_local.json", "scaled_rtx4090_toy_local.png"),
         (
-            f"{_SCALED} --machine rtx4090 --slots 25%,50% --rungs layer_lru,reuse,cpu,drafts --turns 8 "
-            f"{_RESULT}/scaled_rtx4090_toy_local.json",
+            f"python benchmarks/toy/train_predictor.py {LOCAL_MID} {LOCAL_MID}.predictors.safetensors",
+            f"{_SCALED} --machine rtx4090 --slots 25%,50% --turns 12 --predictor linear --predictor-file "
+            f"{LOCAL_MID}.predictors.safetensors {_RESULT}/scaled_rtx4090_toy_local.json",
         ),
         inputs=(MODELS, "vllm_spac/profiling/profiles"),
         minutes=20,

@@ -25,19 +25,26 @@ DISTURBED = 0.05  # of a deadline: a mean delay beyond it is reported
 PACED = {"store": "tiers:PacedStore", "io_threads": "2"}
 WATERFILL = {"cpu_experts": "auto", "balancer": "waterfill", "cpu_kernel": "executors:PacedExperts"}
 
+NODES = 16
+# No predictor reads a tree, and drafts are verified in every step.
+TREE = {"guard": "off", "tree": str(NODES), "budget": "16", "prefetch": None, "predictor_file": None}
+
 
 @dataclass(frozen=True)
 class Rung:
-    """Knobs that are added to those of the rungs before it.
+    """Knobs that are added to those of the rungs before it; None: it is dropped.
 
     Attributes:
         rounds: its tokens equal those of the rungs before it only up to rounding.
+        lossy: its tokens are others, and how good they are is measured.
     """
 
     name: str
-    adds: dict[str, str] = field(default_factory=dict)
+    adds: Mapping[str, str | None] = field(default_factory=dict)
     speculation: str = "none"
+    draft_tokens: int | None = None
     rounds: bool = False
+    lossy: bool = False
 
 
 def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> list[Rung]:
@@ -56,6 +63,7 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
         Rung("prefetch", prefetch),
         Rung("cpu", WATERFILL, rounds=True),
         Rung("drafts", {"guard": "on"}, speculation="eagle3", rounds=True),
+        Rung("tree", TREE, speculation="eagle3", draft_tokens=NODES, rounds=True, lossy=True),
     ]
     known = [rung.name for rung in every]
     if unknown := [name for name in names if name not in known]:
@@ -74,11 +82,13 @@ def pacing_cost() -> list[Rung]:
 
 def sides(ladder: Sequence[Rung], slots: str) -> list[Side]:
     """Returns the engines of the rungs, each with the knobs of all rungs up to it."""
-    knobs, speculation, found = {"slots": slots, **PACED}, "none", []
+    knobs: dict[str, str | None] = {"slots": slots, **PACED}
+    speculation, found = "none", []
     for rung in ladder:
-        knobs = knobs | rung.adds
+        knobs = {**knobs, **rung.adds}
         speculation = rung.speculation if rung.speculation != "none" else speculation
-        found.append(Side(rung.name, dict(knobs), speculation))
+        set_ones = {name: value for name, value in knobs.items() if value is not None}
+        found.append(Side(rung.name, set_ones, speculation, rung.draft_tokens))
     return found
 
 
@@ -103,6 +113,8 @@ def serve(
     advance: Callable[[str], object] = lambda what: None,
 ) -> list[dict]:
     """Serves every prompt on the resident engine and on each rung, in turns; returns a row for each of them.
+
+    ``answers`` of a row are its tokens of each turn that counts.
 
     Args:
         ids: prompts; the first ``warm`` do not count.
@@ -151,6 +163,7 @@ def row(side: Side, turns: list[list[dict]], which: int, seed: int) -> dict[str,
         "equal_to_first": sum(turn[which]["tokens"] == turn[1]["tokens"] for turn in turns),
         "counters": total([answer["counters"] for answer in mine]),
         "guard": mine[-1]["choices"].get("guard"),
+        "answers": [answer["tokens"] for answer in mine],
     }
 
 

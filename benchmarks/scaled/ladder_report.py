@@ -13,11 +13,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 _TIMES = ("slots", "rung", "TPOT ms [95 %]", "x first [95 %]", "of resident")
-_COUNTS = ("hits", "loads", "on CPU", "ahead", "late ms", "late CPU", "= resident", "= first")
+_COUNTS = ("hits", "loads", "on CPU", "ahead", "waits ms", "late ms", "late CPU", "= resident", "= first")
 
 
 def table(rows: Sequence[dict], title: str) -> Table:
-    """Returns the table of all rows; loads and experts on the CPU or ahead of need are per step."""
+    """Returns the table of all rows; loads, experts on the CPU or ahead of need and waits are per step."""
     view = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in (*_TIMES, *_COUNTS):
         view.add_column(name, justify="left" if name == "rung" else "right", no_wrap=True)
@@ -33,6 +33,7 @@ def table(rows: Sequence[dict], title: str) -> Table:
             f"{100 * row['share_of_resident']:.0f}%",
             f"{100 * counters['hits'] / used:.1f}%" if used else "",
             *(f"{counters[name] / steps:.1f}" for name in ("loads", "cpu_experts", "prefetches")),
+            f"{1e3 * (counters['stall_seconds'] + counters['cpu_wait_seconds']) / steps:.1f}",
             *(_late(own, kind) for kind in ("load", "cpu")),
             *(_equal(row, name) for name in ("resident", "first")),
         )

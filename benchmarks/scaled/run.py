@@ -5,12 +5,17 @@ loads and CPU experts are made as slow, relative to it, as they are relative to 
 its packaged profile for Qwen3-30B-A3B). All rungs and the resident engine take turns with each prompt, as far as memory
 permits. Times are [bold]scaled[/]: only ratios mean anything.
 
+Answers of a lossy rung are judged by stock vLLM, as those of the first rung are: their perplexity, and the share of
+their tokens that are its own first choice.
+
 With --pacing-cost, an engine without pacing is compared with one whose deadlines have always passed: its speedup should
 be 1.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,10 +30,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "papers"))
 import ladder as ladders
 import ladder_report
 import plan
 import prompts
+from arms import Turn, score
 from common import RESULTS, exit_on_sigterm, write_result
 from machine import ScaledMachine
 from processes import EngineError
@@ -41,7 +48,7 @@ from vllm_spac.errors import SpacError
 from vllm_spac.knobs.types import Slots
 
 _DRAFT_OFF = 1.5  # a draft token that takes this many times as long as on the real machine, or 1 / as long, is reported
-_RUNGS = "layer_lru,reuse,prefetch,cpu,drafts"
+_RUNGS = "layer_lru,reuse,prefetch,cpu,drafts,tree"
 _EPILOG = """[bold]Examples[/]
 
 python benchmarks/scaled/run.py .cache/toy/mid --machine rtx4090 --slots 25%,50%
@@ -115,7 +122,12 @@ def main(
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     title = f"{result['label']}: {model.name}"
     console.print(ladder_report.table(result["rows"], title))
-    remarks = [*_on_times(result), *(_on_pace(result, real) if ladder else []), *_on_tokens(result)]
+    remarks = [
+        *_on_times(result),
+        *(_on_pace(result, real) if ladder else []),
+        *_on_tokens(result),
+        *_on_quality(result),
+    ]
     for line in (*remarks, f"wrote {output} and {output.with_suffix('.png').name}"):
         console.print(escape(line), highlight=False, soft_wrap=True)
     ladder_report.picture(result["rows"], title, output.with_suffix(".png"))
@@ -143,8 +155,30 @@ def _serve(run: _Run, result: dict, output: Path) -> None:
             progress.update(task, advance=1, description=what)
 
         for size in run.sizes:
-            result["rows"] += ladders.serve(run.rungs, size, settings, ids, warm, at_once, advance)
+            rows = ladders.serve(run.rungs, size, settings, ids, warm, at_once, advance)
+            _judge(rows, run, warm)
+            result["rows"] += rows
             write_result(output, result)
+
+
+def _judge(rows: list[dict], run: _Run, warm: int) -> None:
+    """Replaces the answers of each row by their quality, where a rung is lossy."""
+    lossy = {rung.name for rung in run.rungs if rung.lossy}
+    judged = {*lossy, run.rungs[0].name} if lossy else set()
+    turns = [
+        Turn(row["rung"], 0.0, 0, warm + number, {"tokens": tokens})
+        for row in rows
+        for number, tokens in enumerate(row.pop("answers"))
+        if row["rung"] in judged
+    ]
+    if turns:
+        said = score(turns, [[prompt] for prompt in run.ids], run.settings, lambda *_: None)
+        for row in rows:
+            mine = [one for one, turn in zip(said, turns, strict=True) if turn.arm == row["rung"]]
+            if mine:
+                perplexity = math.exp(-statistics.fmean(one.logprob for one in mine))
+                top1 = statistics.fmean(one.best for one in mine)
+                row["quality"] = {"perplexity": perplexity, "top1_agreement": top1}
 
 
 def _on_times(result: dict) -> Iterator[str]:
@@ -175,6 +209,16 @@ def _on_tokens(result: dict) -> Iterator[str]:
     """Yields what to do about tokens that differ."""
     if any(row["equal_to_resident"] < row["turns"] for row in result["rows"]):
         yield "tokens differ where rounding decides near-ties; with --dtype float32 they must be equal"
+
+
+def _on_quality(result: dict) -> Iterator[str]:
+    """Yields what stock vLLM thinks of the answers of lossy rungs, and of the first rung's."""
+    for row in result["rows"]:
+        if quality := row.get("quality"):
+            yield (
+                f"{row['slots']}, {row['rung']}: the answers have a perplexity of {quality['perplexity']:.3f}, and "
+                f"{100 * quality['top1_agreement']:.1f} % of their tokens are stock vLLM's first choice"
+            )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -32,6 +33,11 @@ tiers = importlib.import_module("tiers")
 executors = importlib.import_module("executors")
 host_probe = importlib.import_module("host_probe")
 validate = importlib.import_module("validate")
+_spec = importlib.util.spec_from_file_location(
+    "scaled_run", BENCHMARKS / "scaled" / "run.py"
+)  # serving/ has a run, too
+scaled_run = sys.modules["scaled_run"] = importlib.util.module_from_spec(_spec)  # dataclasses look it up
+_spec.loader.exec_module(scaled_run)
 
 SHAPE = MoEShape(("a", "b"), 2, 1, {"w13_weight": TensorSpec((8, 4), torch.float32)})
 MACHINE = machine.ScaledMachine(
@@ -233,9 +239,14 @@ def test_cores_and_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_rung_adds_to_those_before_it_and_is_understood() -> None:
-    names = ["cpu", "layer_lru", "reuse", "prefetch", "drafts"]
-    sides = ladder.sides(ladder.rungs(names, "utility"), "25%")
+    names = ["cpu", "tree", "layer_lru", "reuse", "prefetch", "drafts"]
+    steps = ladder.rungs(names, "utility")
+    *sides, tree = ladder.sides(steps, "25%")
     assert [side.text for side in sides] == ["layer_lru", "reuse", "prefetch", "cpu", "drafts"]
+    assert [rung.name for rung in steps if rung.lossy] == ["tree"]
+    config = SpacConfig.parse(tree.knobs)
+    assert (config.tree, config.budget, config.prefetch, config.guard) == (16, 16, "off", "off")
+    assert (tree.draft_tokens, tree.speculation, config.cpu_experts) == (16, "eagle3", "auto")
     for side in sides:
         config = SpacConfig.parse(side.knobs)
         assert config.slots == "25%" and config.store_class_on("cpu") is tiers.PacedStore
@@ -266,6 +277,7 @@ def test_engines_take_turns_in_groups_with_the_first_two() -> None:
 
 def answer(tpot: float, tokens: list[int]) -> dict:
     known = {"hits": 1, "misses": 1, "loads": 1, "cpu_experts": 0, "prefetches": 0, "steps": {"decode": 4}}
+    known |= {"stall_seconds": 0.1, "cpu_wait_seconds": 0.0}
     own = pacing.counted() | {"load_waits": 3, "load_missed": 1, "load_overshoot_seconds": 3e-4}
     counted = {**known, "own": own}
     return {"tpot": [tpot], "ttft": [1.0], "tokens": [tokens], "counters": counted, "choices": {}}
@@ -287,6 +299,37 @@ def test_a_row_compares_turn_by_turn() -> None:
     assert 2 <= low <= row["speedup"] <= high <= 3
     assert (row["equal_to_resident"], row["equal_to_first"], row["turns"]) == (2, 2, 3)
     assert row["counters"]["steps"] == {"decode": 12} and row["counters"]["own"]["load_waits"] == 9
+
+
+def test_stock_judges_lossy_rungs_and_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each turn's own prompt: warm ones are not among the answers."""
+    asked = []
+
+    def score(turns, batches, settings, advance) -> list:
+        asked.extend((turn.arm, batches[turn.batch], turn.answer["tokens"]) for turn in turns)
+        return [types.SimpleNamespace(logprob=-1.0 if turn.arm == "tree" else 0.0, best=0.5) for turn in turns]
+
+    monkeypatch.setattr(scaled_run, "score", score)
+    run = types.SimpleNamespace(
+        rungs=ladder.rungs(["reuse", "drafts", "tree"], "off"), ids=[[7], [8], [9]], settings=None
+    )
+    rows = [{"rung": name, "answers": [[[1]], [[2]]]} for name in ("resident", "reuse", "drafts", "tree")]
+    scaled_run._judge(rows, run, warm=1)
+    assert asked == [(name, [prompt], [[n]]) for name in ("reuse", "tree") for n, prompt in ((1, [8]), (2, [9]))]
+    assert [row.get("quality") for row in rows] == [
+        None,
+        {"perplexity": 1.0, "top1_agreement": 0.5},
+        None,
+        {"perplexity": pytest.approx(2.71828, abs=1e-4), "top1_agreement": 0.5},
+    ]
+    assert (
+        "tree: the answers have a perplexity of 2.718"
+        in list(scaled_run._on_quality({"rows": [row | {"slots": "25%"} for row in rows]}))[1]
+    )
+    run.rungs = run.rungs[:2]
+    rows = [{"rung": "reuse", "answers": []}]
+    scaled_run._judge(rows, run, warm=1)
+    assert rows == [{"rung": "reuse"}]
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
