@@ -86,6 +86,7 @@ def rendered() -> Values:
         locality,
         scaled,
         scaled_trees,
+        resident_budgets,
         policies,
         budgets,
         budget_cost,
@@ -400,19 +401,21 @@ def scaled() -> Values:
     what = {"rtx4090": " (PCIe 4, two channels of DDR5)", "h200": " (PCIe 5, eight channels of DDR5)"}
     known = [proportions.Proportions.of(name) for base in what for name in (base, f"{base}-int4")]
     lines = [[f"`{one.name}`{what.get(one.name, '')}", f"{one.load:.2f} : 1 : {one.cpu:.2f}"] for one in known]
-    ladder, compared = result("scaled_rtx4090_toy_local"), result("scaled_rtx4090_simulated")
+    ladder = result("scaled_rtx4090_toy_local")
     names = {
         "resident": "all experts resident",
         "layer_lru": "`layer_lru`, on demand",
         "reuse": "`reuse`",
+        "prefetch": "+ reads ahead by `linear`",
         "cpu": "+ CPU experts",
         "drafts": "+ EAGLE-3, 4 drafts, `guard=on`",
+        "tree": "a tree of 16 and B = 16 instead (*lossy*), no reads ahead",
     }
     rungs = {(row["slots"], row["rung"]): row for row in ladder["rows"]}
     sizes = list(dict.fromkeys(row["slots"] for row in ladder["rows"]))
-    rows = []
+    rows, times = [], []
     for name, shown in names.items():
-        cells = []
+        cells, parts = [], []
         for size in sizes:
             row = rungs[size, name]
             cells += [
@@ -420,26 +423,54 @@ def scaled() -> Values:
                 _with_interval(row["speedup"], row["speedup_interval"]),
                 _late(row, ladder),
             ]
+            parts += _parts_of_a_token(row, ladder)
         rows.append([shown, *cells])
-    head = (
-        "",
-        *(text for size in sizes for text in (f"{size.replace('%', ' %')}: ms per token", "× `layer_lru`", "late")),
-    )
+        times.append([shown, *parts])
+    head = [text for size in sizes for text in (f"{_spaced(size)}: ms per token", "× `layer_lru`", "late")]
+    parts_head = [
+        text
+        for size in sizes
+        for text in (f"{_spaced(size)}: waits for loads", "for the CPU", "the rest", "loads", "on the CPU")
+    ]
+    lossy = [rungs[size, "tree"] for size in sizes]
+    return {
+        "scaled.proportions": table(("`--machine`", "load : layer : CPU expert"), lines),
+        "scaled.ladder": table(["", *head], rows),
+        "scaled.parts": table(["", *parts_head], times),
+        "scaled.turns": str(ladder["rows"][0]["turns"]),
+        "scaled.tree.top1": " and ".join(f"{100 * row['quality']['top1_agreement']:.0f} %" for row in lossy),
+        "scaled.tree.perplexity": " and ".join(f"{row['quality']['perplexity']:.2f}" for row in lossy),
+        "scaled.exact.perplexity": f"{rungs[sizes[0], 'layer_lru']['quality']['perplexity']:.2f}",
+        **{f"scaled.{name}": f"{rungs['25%', name]['speedup']:.2f}" for name in ("reuse", "cpu", "drafts")},
+        "scaled.cpu.interval": " – ".join(f"{value:.2f}" for value in rungs["25%", "cpu"]["speedup_interval"]),
+        **_validated("rtx4090"),
+        **_validated("h200"),
+    }
+
+
+def _parts_of_a_token(row: dict[str, Any], ladder: dict[str, Any]) -> list[str]:
+    """Returns milliseconds per token of a rung, prompts included, and loads and CPU experts per token."""
+    counters, tokens = row["counters"], row["turns"] * ladder["output_tokens"]
+    all_of_it = row["ttft"] + (ladder["output_tokens"] - 1) * row["tpot_median"]
+    whole = 1e3 * all_of_it / ladder["output_tokens"]
+    loads, cpu = (1e3 * counters[name] / tokens for name in ("stall_seconds", "cpu_wait_seconds"))
+    times = [f"{value:.1f}" for value in (loads, cpu, whole - loads - cpu)]
+    return times + [f"{counters[name] / tokens:.1f}" for name in ("loads", "cpu_experts")]
+
+
+def _validated(machine: str) -> Values:
+    """Simulated and measured time per token on a scaled machine."""
+    compared = result(f"scaled_{machine}_simulated")
     errors = [
         [_spaced(row["slots"]), "none" if row["balancer"] == "none" else "waterfill"]
         + [f"{1e3 * row[kind]['tpot']:.1f}" for kind in ("measured", "simulated")]
         + [f"{100 * row['errors']['tpot']:+.0f} %", f"{row['measured']['loads']:.1f}", f"{row['measured']['cpu']:.1f}"]
         for row in compared["rows"]
     ]
-    compared_head = ("slots", "balancer", "measured ms", "simulated ms", "", "loads per step", "CPU experts per step")
+    head = ("slots", "balancer", "measured ms", "simulated ms", "", "loads per step", "CPU experts per step")
     return {
-        "scaled.proportions": table(("`--machine`", "load : layer : CPU expert"), lines),
-        "scaled.ladder": table(head, rows),
-        "scaled.simulated": table(compared_head, errors),
-        "scaled.within": _WORDS[sum(row["agrees"] for row in compared["rows"])],
-        "scaled.turns": str(ladder["rows"][0]["turns"]),
-        **{f"scaled.{name}": f"{rungs['25%', name]['speedup']:.2f}" for name in ("reuse", "cpu", "drafts")},
-        "scaled.cpu.interval": " – ".join(f"{value:.2f}" for value in rungs["25%", "cpu"]["speedup_interval"]),
+        f"scaled.{machine}.simulated": table(head, errors),
+        f"scaled.{machine}.within": _WORDS[sum(row["agrees"] for row in compared["rows"])],
     }
 
 
@@ -449,6 +480,24 @@ def _late(row: dict[str, Any], ladder: dict[str, Any]) -> str:
     count = own["load_waits"] + own["load_missed"]
     seconds = own["load_overshoot_seconds"] + own["load_missed_seconds"]
     return f"{100 * seconds / count / ladder['scale']['machine']['load_seconds']:.0f} %" if count else ""
+
+
+def resident_budgets() -> Values:
+    """Budgets with all experts in memory, by batch size."""
+    lines, best = [], {}
+    for name, routing in (("resident_budgets_toy", "flat"), ("resident_budgets_toy_local", "local")):
+        for row in result(name)["rows"]:
+            budget = "exact" if not row["budget"] else f"B = {row['budget']['budget']}"
+            speed = _with_interval(row["speed"], row["speed_interval"])
+            quality = f"{row['perplexity']:.3f}", f"{100 * row['top1_agreement']:.1f} %"
+            counted = f"{row['experts_per_step']:.1f}", f"{100 * row['dropped_share']:.1f} %"
+            lines.append([routing, str(row["batch"]), budget, speed, *counted, *quality])
+            best[routing] = max(best.get(routing, 0.0), row["speed"])
+    head = ("routing", "batch", "", "× exact (95 %)", "experts per layer and step", "weight dropped", "perplexity")
+    return {
+        "resident_budgets": table((*head, "top-1 agreement"), lines),
+        "resident_budgets.best": " and ".join(f"{best[routing]:.2f}" for routing in ("flat", "local")),
+    }
 
 
 def scaled_trees() -> Values:

@@ -248,6 +248,32 @@ FIGURES = {
         timed=True,
         inflated=True,
     ),
+    "under_load": Figure(
+        "Serving: many streams at once, and a long prompt among them",
+        ("under_load_toy.json",),
+        (f"python benchmarks/serving/under_load.py {LOCAL_MID}",),
+        minutes=10,
+        timed=True,
+        inflated=True,
+    ),
+    "prefetch_auto": Figure(
+        "Predictors: prefetch=auto over none, in turns",
+        ("paired_prefetch_auto_toy.json", "paired_prefetch_auto_toy.png", "paired_prefetch_auto_large.json")
+        + ("paired_prefetch_auto_large.png",),
+        tuple(
+            command
+            for model, name in ((LOCAL_MID, "toy"), (LOCAL_LARGE, "large"))
+            for command in (
+                f"python benchmarks/toy/train_predictor.py {model} {model}.predictors.safetensors",
+                f"python benchmarks/serving/paired.py {model} spac 'spac prefetch=auto "
+                f"predictor_file={model}.predictors.safetensors' --slots 25%,50% --turns 16 --starts 2 --warm 2 "
+                f"--output-tokens 64 {_RESULT}/paired_prefetch_auto_{name}.json",
+            )
+        ),
+        minutes=20,
+        timed=True,
+        inflated=True,
+    ),
     "budget": Figure(
         "Results: a budget in real time",
         ("serving_toy_budget.json", "serving_toy_budget.png"),
@@ -298,6 +324,27 @@ FIGURES = {
         (f"python benchmarks/scaled/validate.py {LOCAL_MID} --machine rtx4090 --slots 25%,50% --turns 10",),
         inputs=(MODELS, "vllm_spac/profiling/profiles"),
         minutes=6,
+        timed=True,
+        inflated=True,
+    ),
+    "scaled_simulated_h200": Figure(
+        "Scaled machine: the same with the proportions of an H200 server",
+        ("scaled_h200_simulated.json",),
+        (f"python benchmarks/scaled/validate.py {LOCAL_MID} --machine h200 --slots 25%,50% --turns 10",),
+        inputs=(MODELS, "vllm_spac/profiling/profiles"),
+        minutes=10,
+        timed=True,
+        inflated=True,
+    ),
+    "resident_budgets": Figure(
+        "Budgets with all experts in memory, by batch size, in turns",
+        ("resident_budgets_toy.json", "resident_budgets_toy.png", "resident_budgets_toy_local.json")
+        + ("resident_budgets_toy_local.png",),
+        (
+            f"python benchmarks/papers/resident_budgets.py {MID}",
+            f"python benchmarks/papers/resident_budgets.py {LOCAL_MID} {_RESULT}/resident_budgets_toy_local.json",
+        ),
+        minutes=20,
         timed=True,
         inflated=True,
     ),
