@@ -81,6 +81,7 @@ def rendered() -> Values:
         tree_step,
         recipe,
         prefetched,
+        under_load,
         quantised,
         one_after_the_other,
         locality,
@@ -284,6 +285,8 @@ def prefetched() -> Values:
     runs = {
         "paired_prefetch_local_toy": ("`linear`", "1.2 MB"),
         "paired_prefetch_local_large": ("`linear`", "9.4 MB"),
+        "paired_prefetch_auto_toy": ("`auto`", "1.2 MB"),
+        "paired_prefetch_auto_large": ("`auto`", "9.4 MB"),
         "paired_shadow_local_large": ("`shadow`", "9.4 MB"),
     }
     for name, labels in runs.items():
@@ -291,7 +294,7 @@ def prefetched() -> Values:
         for row, ceiling in zip(content["rows"], _ceilings(content), strict=True):
             assert row["tokens_equal"]
             base, other = row["base"], row["other"]
-            late = other["misses"] - other["loads"]
+            late, ahead = other["misses"] - other["loads"], other["prefetches"]
             lines.append(
                 [
                     *labels,
@@ -300,9 +303,9 @@ def prefetched() -> Values:
                     f"{row['ratio_of_totals']:.2f}",
                     f"{ceiling:.2f}",
                     f"{other['loads'] / base['loads']:.2f}",
-                    f"{(other['loads'] + other['prefetches']) / base['loads']:.2f}",
-                    f"{100 * other['prefetch_hits'] / other['prefetches']:.0f} %",
-                    f"{100 * late / other['prefetch_hits']:.0f} %",
+                    f"{(other['loads'] + ahead) / base['loads']:.2f}",
+                    f"{100 * other['prefetch_hits'] / ahead:.0f} %" if ahead else "none",
+                    f"{100 * late / other['prefetch_hits']:.0f} %" if ahead else "",
                 ]
             )
     head = ("", "experts of", "slots", "ratio (95 %)", "of totals", "ceiling", "loads on demand", "all reads")
@@ -326,6 +329,25 @@ def _ceilings(content: dict[str, Any]) -> list[float]:
     loads = [base["loads"] / len(row["ratios"]) for base, row in zip(bases, content["rows"], strict=True)]
     per_load = (seconds[0] - seconds[-1]) / (loads[0] - loads[-1])
     return [all_ / max(count * per_load, all_ - count * per_load) for all_, count in zip(seconds, loads, strict=True)]
+
+
+def under_load() -> Values:
+    """Streams at once, and a long prompt among them."""
+    content = result("under_load_toy")
+    lines = []
+    for row in content["rows"]:
+        name = "stock" if row["server"] == "stock" else f"spac, {_spaced(row['server'])}"
+        times = [f"{1e3 * row[value]:.0f}" for value in ("ttft", "ttft_worst", "longest_gap")]
+        late = [f"{1e3 * row['long_ttft']:.0f}", f"{100 * row['kept']:.0f} %"]
+        late.append(f"{1e3 * row['longest_gap_disturbed']:.0f}")
+        hits = "" if row["hit_rate"] is None else f"{100 * row['hit_rate']:.0f} %"
+        lines.append([name, str(row["streams"]), f"{row['tokens_per_second']:.0f}", *times, hits, *late])
+    head = ("", "streams", "tokens/s", "first token, ms", "the last one's", "longest gap, ms", "hits")
+    return {
+        "under_load": table((*head, "long prompt: first token, ms", "speed kept", "longest gap, ms"), lines),
+        "under_load.long": f"{content['long_tokens']:,}",
+        "under_load.chunk": str(content["chunk"]),
+    }
 
 
 def quantised() -> Values:
@@ -406,10 +428,10 @@ def scaled() -> Values:
         "resident": "all experts resident",
         "layer_lru": "`layer_lru`, on demand",
         "reuse": "`reuse`",
-        "prefetch": "+ reads ahead by `linear`",
+        "prefetch": "beside it: + reads ahead by `linear`",
         "cpu": "+ CPU experts",
         "drafts": "+ EAGLE-3, 4 drafts, `guard=on`",
-        "tree": "a tree of 16 and B = 16 instead (*lossy*), no reads ahead",
+        "tree": "a tree of 16 and B = 16 instead (*lossy*)",
     }
     rungs = {(row["slots"], row["rung"]): row for row in ladder["rows"]}
     sizes = list(dict.fromkeys(row["slots"] for row in ladder["rows"]))

@@ -26,25 +26,26 @@ PACED = {"store": "tiers:PacedStore", "io_threads": "2"}
 WATERFILL = {"cpu_experts": "auto", "balancer": "waterfill", "cpu_kernel": "executors:PacedExperts"}
 
 NODES = 16
-# No predictor reads a tree, and drafts are verified in every step.
-TREE = {"guard": "off", "tree": str(NODES), "budget": "16", "prefetch": None, "predictor_file": None}
+TREE = {"guard": "off", "tree": str(NODES), "budget": "16"}  # its drafts are verified in every step
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Knobs that are added to those of the rungs before it; None: it is dropped.
+    """Knobs that are added to those of the rungs before it.
 
     Attributes:
         rounds: its tokens equal those of the rungs before it only up to rounding.
         lossy: its tokens are others, and how good they are is measured.
+        beside: later rungs are without its knobs, so that they do not carry what does not pay here.
     """
 
     name: str
-    adds: Mapping[str, str | None] = field(default_factory=dict)
+    adds: Mapping[str, str] = field(default_factory=dict)
     speculation: str = "none"
     draft_tokens: int | None = None
     rounds: bool = False
     lossy: bool = False
+    beside: bool = False
 
 
 def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> list[Rung]:
@@ -60,7 +61,7 @@ def rungs(names: Sequence[str], predictor: str, file: Path | None = None) -> lis
     every = [
         Rung("layer_lru", {"policy": "layer_lru"}),
         Rung("reuse", {"policy": "reuse"}),
-        Rung("prefetch", prefetch),
+        Rung("prefetch", prefetch, beside=True),
         Rung("cpu", WATERFILL, rounds=True),
         Rung("drafts", {"guard": "on"}, speculation="eagle3", rounds=True),
         Rung("tree", TREE, speculation="eagle3", draft_tokens=NODES, rounds=True, lossy=True),
@@ -81,14 +82,13 @@ def pacing_cost() -> list[Rung]:
 
 
 def sides(ladder: Sequence[Rung], slots: str) -> list[Side]:
-    """Returns the engines of the rungs, each with the knobs of all rungs up to it."""
-    knobs: dict[str, str | None] = {"slots": slots, **PACED}
-    speculation, found = "none", []
+    """Returns the engines of the rungs, each with the knobs of the rungs up to it, without those ``beside`` the ladder."""
+    knobs, speculation, found = {"slots": slots, **PACED}, "none", []
     for rung in ladder:
-        knobs = {**knobs, **rung.adds}
+        mine = {**knobs, **rung.adds}
         speculation = rung.speculation if rung.speculation != "none" else speculation
-        set_ones = {name: value for name, value in knobs.items() if value is not None}
-        found.append(Side(rung.name, set_ones, speculation, rung.draft_tokens))
+        found.append(Side(rung.name, mine, speculation, rung.draft_tokens))
+        knobs = knobs if rung.beside else mine
     return found
 
 

@@ -82,7 +82,7 @@ def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
     machine: Annotated[str, typer.Option(help=f"Of {', '.join(names())}.")] = "rtx4090",
     slots: Annotated[str, typer.Option(help="Values of --spac-slots, one ladder each.")] = "25%,50%",
-    rungs: Annotated[str, typer.Option(help="Rungs, each added to those before it.")] = _RUNGS,
+    rungs: Annotated[str, typer.Option(help="Rungs, each added to those before it; prefetch stays beside.")] = _RUNGS,
     ladder: Annotated[bool, typer.Option("--ladder/--pacing-cost", help="What is served.")] = True,
     predictor: Annotated[str, typer.Option(help="--spac-prefetch of the rung prefetch.")] = "utility",
     predictor_file: Annotated[Path | None, typer.Option(help="--spac-predictor-file, if it is trained.")] = None,
