@@ -506,7 +506,8 @@ def _late(row: dict[str, Any], ladder: dict[str, Any]) -> str:
 
 def resident_budgets() -> Values:
     """Budgets with all experts in memory, by batch size."""
-    lines, best = [], {}
+    lines: list[list[str]] = []
+    best: dict[str, float] = {}
     for name, routing in (("resident_budgets_toy", "flat"), ("resident_budgets_toy_local", "local")):
         for row in result(name)["rows"]:
             budget = "exact" if not row["budget"] else f"B = {row['budget']['budget']}"

@@ -366,6 +366,13 @@ FIGURES = {
         inputs=("benchmarks/traces/local",),
         minutes=15,
     ),
+    "ceilings": Figure(
+        "Predictors: what a better overlap of loads could gain, calculated",
+        ("toy_ceilings.json",),
+        ("python benchmarks/replay/ceilings.py",),
+        inputs=("benchmarks/traces", "vllm_spac/profiling/profiles"),
+        minutes=4,
+    ),
     "locality": Figure(
         "Results: locality of the toy models' routing",
         ("toy_locality.json", "toy_local_locality.json"),

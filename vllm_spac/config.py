@@ -66,9 +66,9 @@ class SpacConfig(BaseModel):
     ] = Field(
         "off",
         description="Prefetch experts in the background: utility, those with the highest utility over past steps; a "
-        "predictor of predictor_file, those that it expects in the next layers, on a CPU; shadow, those that a draft "
-        "model which is a copy of the model has chosen, on a CPU; auto, the predictor of the file that was right most "
-        "often, or none where that cannot pay; off, none. Further arguments: threshold, depth and background.",
+        "predictor of predictor_file, those that it expects in the next layers, on a CPU or with execution=pointers; "
+        "shadow, those that a draft model which is a copy of the model has chosen, on a CPU; auto, the predictor that "
+        "was right most often, or none where that cannot pay; off, none. Also threshold, depth and background.",
     )
     predictor_file: types.SomePath = Field(
         None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."

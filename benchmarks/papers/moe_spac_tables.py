@@ -149,7 +149,6 @@ def measured(traces: Sequence[Trace], system: System, costs: Costs, share: float
             policy=system.policy,
             balancer=system.balancer,
             prefetch=system.prefetch,
-            overlap=True,
             expert_bytes=EXPERT_BYTES,
         )
         for trace in traces

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -64,7 +64,9 @@ def main(
     recorded = {path.stem: Trace.load(path) for path in traces}
     stacked = {name: stack(trace, layers, steps) for name, trace in recorded.items()}
     costs = {name: Costs.read(name) for name in profile.split(",")}
-    ways = [{"execution": "slots", "policy": name, "overlap": True} for name in slots_policy.split(",")]
+    ways: list[dict[str, Any]] = [
+        {"execution": "slots", "policy": name, "overlap": "hits"} for name in slots_policy.split(",")
+    ]
     ways += [{"execution": "flashlib"}]
     ways += [{"execution": "pointers", "policy": name, "admission": "layer"} for name in policy.split(",")]
     ways += [

@@ -82,7 +82,7 @@ def pacing_cost() -> list[Rung]:
 
 
 def sides(ladder: Sequence[Rung], slots: str) -> list[Side]:
-    """Returns the engines of the rungs, each with the knobs of the rungs up to it, without those ``beside`` the ladder."""
+    """Returns the engines of the rungs, each with the knobs of the rungs up to it that are not ``beside`` it."""
     knobs, speculation, found = {"slots": slots, **PACED}, "none", []
     for rung in ladder:
         mine = {**knobs, **rung.adds}

@@ -200,7 +200,11 @@ def main(
         raise typer.Exit(1 if isinstance(error, server.ServerError) else 2) from error
     rows = [{"server": name, **row} for name in names for row in found[name]["rows"]]
     equal = {name: found[name]["alone"] == found["stock"]["alone"] for name in names}
-    result = {"label": "toy model" if is_toy(model) else None, "model": model.name, "prompts": asked.describe()}
+    result: dict[str, Any] = {
+        "label": "toy model" if is_toy(model) else None,
+        "model": model.name,
+        "prompts": asked.describe(),
+    }
     result |= {"output_tokens": output_tokens, "long_tokens": long_tokens, "chunk": chunk, "alone_as_stock": equal}
     write_result(output, result | {"rows": rows, "provenance": origin})
     console.print(table(rows, f"{result['label'] or ''} {model.name}: a prompt of {long_tokens} tokens arrives"))

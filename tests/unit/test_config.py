@@ -355,6 +355,9 @@ def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
         SpacConfig.parse({"store": "host@threads=4"})
 
 
+ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "execution": "pointers"}
+
+
 @pytest.mark.parametrize(
     ("raw", "match"),
     [
@@ -375,7 +378,11 @@ def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
         ({"prefetch_extra": True, "prefetch": "utility"}, "use a number"),
         ({"prefetch": "linear@reach=2", "predictor_file": "/x"}, "linear has no argument 'reach'"),
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
-        ({"prefetch": "linear", "predictor_file": "/x", "execution": "pointers"}, "drop --spac-prefetch"),
+        (ON_DEVICE | {"prefetch": "neural"}, "decided on the host.*use one of gate, linear, quasi_hidden with --spac"),
+        (ON_DEVICE | {"prefetch": "auto"}, "prefetch=auto .*decided on the host"),
+        (ON_DEVICE | {"prefetch": "linear@depth=4"}, "linear@depth=4 .*give the name alone"),
+        (ON_DEVICE | {"admission": "step"}, "before their layer, and admission=step .*use --spac-admission layer"),
+        (ON_DEVICE | {"soft_pins": "off"}, "soft_pins .* has no effect with execution=pointers"),
     ],
     ids=str,
 )
@@ -418,6 +425,8 @@ def test_speculated_execution_is_a_setting_of_the_budget() -> None:
 
 
 def test_knobs_of_the_prefetcher() -> None:
+    for admission in (None, "layer"):
+        assert SpacConfig.parse(ON_DEVICE | {"admission": admission, "prefetch_extra": 0.3}).prefetch_share == 0.3
     raw = {"prefetch": "linear@depth=4", "predictor_file": "/x", "soft_pins": "off", "prefetch_extra": "0.25"}
     config = SpacConfig.parse(raw)
     assert (config.prefetch_share, config.soft_pins, str(config.predictor_file)) == (0.25, "off", "/x")

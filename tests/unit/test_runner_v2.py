@@ -41,6 +41,17 @@ def test_a_batch_of_every_kind() -> None:
     assert step.kind == "mixed"
 
 
+def test_tokens_stay_where_they_are() -> None:
+    """Without padding, and a copy: vLLM writes its buffer again."""
+    given = batch([2, 1], [False, False], None, padding=3)
+    given.input_ids = torch.arange(6, dtype=torch.int32)
+    assert step_of(given).tokens is None
+    found = step_of(given, tokens=True).tokens
+    assert found.tolist() == [0, 1, 2] and found.dtype == torch.int64
+    given.input_ids.zero_()
+    assert found.tolist() == [0, 1, 2]
+
+
 def test_without_drafts_vllm_gives_none() -> None:
     assert step_of(batch([1, 1], [False, False], None, padding=2)).kind == "decode"
     assert step_of(batch([9, 3], [True, True], None)).kind == "prefill"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
 
+from vllm_spac.cache.allowance import Allowance
 from vllm_spac.execution.pointers.slot_offers import Offering
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.lfu import LFU
@@ -26,7 +27,7 @@ def filled(policy, keys: int = 5, slots: int = 3) -> Offering:
 
 def learn(offering: Offering, sources: list[int], owner: list[int], prompts: bool = False) -> tuple[int, int]:
     counts = np.array(sources) != UNUSED
-    return offering.learn(counts.astype(np.int32), np.array(sources), np.array(owner), prompts=prompts)
+    return offering.learn(counts.astype(np.int32), np.array(sources), np.array(owner), prompts=prompts)[:2]
 
 
 def test_the_one_used_longest_ago_is_offered_first() -> None:
@@ -46,6 +47,31 @@ def test_what_nobody_would_take_is_not_offered() -> None:
     for _ in range(2):
         learn(offering, [HIT, UNUSED, UNUSED, UNUSED, UNUSED], [0, 1, 2])
     assert offering.offer().owners.tolist() == [1, 2]
+
+
+def test_what_became_of_reads_ahead() -> None:
+    """3 is read in place of 1, which is then missed; 3 is used a step later, 4 is read and evicted unused."""
+    offering, none = filled(LRU()), [UNUSED] * 5
+    offering.allowance = Allowance(1.0)
+
+    def step(sources: list[int], owner: list[int], guessed: list[int]) -> list[int]:
+        counts = (np.array(sources) != UNUSED).astype(np.int32)
+        found = offering.learn(counts, np.array(sources), np.array(owner), np.array(guessed), prompts=False)
+        assert found.ahead == guessed.count(ADMITTED)
+        counters = offering._counters
+        return [
+            counters.prefetches,
+            counters.prefetch_hits,
+            counters.prefetch_wasted,
+            counters.prefetch_harmful,
+            counters.misses,
+        ]
+
+    assert step([HIT, UNUSED, UNUSED, UNUSED, UNUSED], [0, 3, 2], none[:3] + [ADMITTED, UNUSED]) == [1, 0, 0, 0, 0]
+    assert step([HIT, STREAMED, UNUSED, HIT, UNUSED], [0, 3, 2], none) == [1, 1, 0, 1, 1]
+    assert step([HIT, STREAMED, UNUSED, UNUSED, UNUSED], [0, 3, 4], none[:4] + [ADMITTED]) == [2, 1, 0, 1, 2], "once"
+    assert step([HIT, UNUSED, ADMITTED, UNUSED, UNUSED], [0, 3, 2], none) == [2, 1, 1, 2, 3]
+    offering.residency.check_integrity()
 
 
 def test_hears_who_came_and_who_went() -> None:

@@ -38,6 +38,8 @@ vllm-spac simulate run.trace --profile here.json --policy lru,utility --sweep ga
 
 vllm-spac simulate run.trace --profile rtx4090 --policy reuse --prefetch utility@depth=8   [dim]# reads ahead[/]
 
+vllm-spac simulate run.trace --profile rtx4090 --prefetch oracle@reach=1@recall=0.8   [dim]# worth a predictor?[/]
+
 vllm-spac simulate run.trace --profile disk.json --host-memory 8GiB   [dim]# slots, host memory, disk[/]
 
 vllm-spac simulate run.trace --profile h200 --execution slots,pointers --admission layer,step --policy reuse
@@ -79,9 +81,12 @@ def simulate(
         float | None, typer.Option(help="As --spac-prefetch-extra.", show_default="no limit", min=0, max=1)
     ] = None,
     overlap: Annotated[
-        bool,
-        typer.Option("--overlap", help="With slots: loads overlap with the computation of hits, as with pointers."),
-    ] = False,
+        str,
+        typer.Option(
+            help="With slots: what a layer computes while it loads: nothing, as serving does; rows, those whose "
+            "experts are all resident; hits, as with pointers, though the bits may then change."
+        ),
+    ] = "none",
     admission: Annotated[
         str, typer.Option(help="With pointers: when missed experts get slots: layer, step, or both.")
     ] = admissions.DEFAULT,

@@ -261,10 +261,11 @@ def _check_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> None:
     on_host = _device_type() == "cpu" and not drafts.plans_drafts(vllm_config)
     named = config.named_prefetch
     looks = config.prefetch == AUTO or (named != "off" and components.find("predictors", named).looks_at_layers())
-    if looks and not on_host:
+    if looks and not on_host and config.execution_class.needs_host:
         raise UnsupportedError(
             f"spac: prefetch={config.prefetch} (--spac-prefetch) looks at what layers compute, which works on a CPU "
-            "with vLLM's V1 runner only; use --spac-prefetch utility or off"
+            "with vLLM's V1 runner only; use --spac-prefetch utility or off, or --spac-execution pointers, whose "
+            "layers are looked at on the GPU"
         )
     needs = components.find("predictors", named).needs if looks and config.prefetch != AUTO else frozenset()
     if DRAFTING & needs:

@@ -84,11 +84,33 @@ def _check_execution(config: Any) -> None:
     for name, (idle, problem) in _OF_EXECUTION.items():
         if name not in kind.knobs and getattr(config, name) not in idle:
             raise ValueError(problem.format(execution=config.execution))
+    if not kind.needs_host and config.prefetch != "off":
+        _check_device_prefetch(config, named)
     if not kind.needs_host and components.find("policies", config.policy).needs_layers:
         raise ValueError(
             f"policy={config.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
             f"for experts with {named}; use --spac-policy lru, or --spac-execution slots"
         )
+
+
+def _check_device_prefetch(config: Any, execution: str) -> None:
+    """Refuses reads ahead that cannot be decided on the device."""
+    named = f"prefetch={config.prefetch} (--spac-prefetch)"
+    if config.prefetch == AUTO or not components.find("predictors", config.prefetch).on_device:
+        names = [name for name in components.names("predictors") if components.find("predictors", name).on_device]
+        raise ValueError(
+            f"{named} is decided on the host, which no layer waits for with {execution}; use one of {', '.join(names)} "
+            "with --spac-predictor-file FILE, or drop --spac-prefetch"
+        )
+    if components.parse(config.prefetch)[1]:
+        raise ValueError(f"{named} has no settings with {execution}, which has no queue of reads; give the name alone")
+    if (given := config.admission) and not components.find("execution.pointers.admissions", given).looks_ahead:
+        raise ValueError(
+            f"{named} gives slots to experts before their layer, and admission={given} (--spac-admission) between "
+            "steps; use --spac-admission layer"
+        )
+    if config.soft_pins is not None:
+        raise ValueError(f"soft_pins (--spac-soft-pins) has no effect with {execution}; drop it")
 
 
 def groups_problem(config: Any, workers: int) -> str | None:

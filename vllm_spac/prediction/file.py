@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
+import torch
 from torch import Tensor
 
 from vllm_spac import components
@@ -155,7 +156,14 @@ class PredictorFile:
             if other not in built:
                 built[other] = self._build(other, 1, built)
         sizes = self.sizes if reach is None else replace(self.sizes, reach=min(reach, self.sizes.reach))
-        return kinds()[name](sizes, self.tensors[name], {other: built[other] for other in uses})
+        tensors = self.tensors[name]
+        with next(iter(tensors.values())).device:  # what it makes of them
+            return kinds()[name](sizes, tensors, {other: built[other] for other in uses})
+
+    def on(self, device: torch.device) -> Self:
+        """Returns the same predictors with tensors on ``device``."""
+        moved = {name: {part: t.to(device) for part, t in found.items()} for name, found in self.tensors.items()}
+        return replace(self, tensors=moved)
 
     def nbytes(self, name: str) -> int:
         """Returns the bytes that the tensors of a predictor, and of those that it uses, have in the file."""

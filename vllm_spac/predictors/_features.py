@@ -28,6 +28,10 @@ class LayerFeatures:
         It is valid until the next call.
         """
         assert seen.hidden is not None and seen.ids is not None and seen.weights is not None
+        if seen.hidden.is_cuda:  # a graph refers to memory, which must not be that of another size's buffer
+            chosen = seen.hidden.new_zeros(len(seen.hidden), self._sizes[1], dtype=torch.float32)
+            chosen.scatter_(1, seen.ids.long(), seen.weights.float())
+            return torch.cat([seen.hidden.float(), chosen], 1)
         if len(seen.hidden) != len(self._whole):
             with torch.inference_mode(False):  # buffers for calls inside and outside of it
                 self._whole = torch.empty(len(seen.hidden), sum(self._sizes))

@@ -21,6 +21,7 @@ class Maps(Trained):
     """
 
     needs = frozenset({Signal.ROUTER_INPUT})
+    on_device: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...] | None] = ()
 
     def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
@@ -56,6 +57,21 @@ class Maps(Trained):
     def scores_of(self, seen: Seen) -> Tensor:
         """Returns float32 [rows, N * layers ahead], the scores of all layers that a layer sees."""
         return torch.addmm(self._bias[seen.layer], self.features(seen), self._maps[seen.layer])
+
+    def matrix(self, layer: int) -> Tensor:
+        """Returns float32 [features, N * layers ahead], what the features of a layer are multiplied with."""
+        return self._maps[layer]
+
+    def of_step(self, tokens: Tensor | None) -> Tensor:
+        """Returns what is added to the products of all layers, known before the first one runs.
+
+        Args:
+            tokens: int64 [rows], if it ``needs`` them.
+
+        Returns:
+            float32 [rows, N * maps], those of a layer side by side; [1, N * maps] if it does not depend on tokens.
+        """
+        return torch.cat([self._bias[layer] for layer in range(self.sizes.layers - 1)])[None]
 
     @classmethod
     @abstractmethod

@@ -68,12 +68,12 @@ class Linear(Maps):
     def scores_of(self, seen: Seen) -> Tensor:
         assert seen.tokens is not None
         if seen.tokens is not self._tokens and (self._tokens is None or not torch.equal(seen.tokens, self._tokens)):
-            self._tokens, self._by_token = seen.tokens, self._scores_by_token(seen.tokens)
+            self._tokens, self._by_token = seen.tokens, self.of_step(seen.tokens).split(self._widths, 1)
         return torch.addmm(self._by_token[seen.layer], self.features(seen), self._maps[seen.layer])
 
-    def _scores_by_token(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Returns float32 [rows, N * layers ahead] of each layer, views of one tensor."""
+    def of_step(self, tokens: Tensor | None) -> Tensor:
+        assert tokens is not None
         table = logarithm(self._table.scores_of(slice(None), self._table.places(tokens)))
-        found = torch.empty(len(tokens), len(self._of_table), self.sizes.experts)
+        found = table.new_empty(len(tokens), len(self._of_table), self.sizes.experts)
         torch.baddbmm(self._biases, table[self._targets], self._of_table, out=found.transpose(0, 1))
-        return found.flatten(1).split(self._widths, 1)
+        return found.flatten(1)

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
-from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.prefetch_settings import SETTINGS, PrefetchSettings
 from vllm_spac.errors import ConfigError
 from vllm_spac.policies.base import Policy, PolicyContext
 from vllm_spac.prediction.file import PredictorFile
@@ -84,7 +84,10 @@ def build_prefetch(
     if kind is not None and kind.needs_file:
         built = _trained(name, trace, file)
     elif kind is not None and Signal.FUTURE in kind.needs:
-        built = kind(num_experts=trace.facts.total)
+        knobs = components.parse(spec)[1]
+        own = {argument: knobs.pop(argument) for argument in set(knobs) - set(SETTINGS)}
+        built = components.build_with("predictors", name, own, kind, num_experts=trace.facts.total)
+        spec = "@".join([name, *(f"{argument}={value}" for argument, value in knobs.items())])
     settings = PrefetchSettings.of(spec, built=built, pins=pins, extra=extra)
     has = {Signal.FUTURE} | ({Signal.ROUTING} if trace.weights is not None else set())
     lacks = settings.build(trace.facts.total).needs - {Signal.COUNTS} - has

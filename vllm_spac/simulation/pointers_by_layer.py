@@ -85,7 +85,7 @@ class AdmittedReplay(Replay[list[Part]]):
 
     def end_step(self) -> None:
         reported = (tensor.numpy().copy() for tensor in (self._counts, self._sources, self.experts.owner))
-        streamed, _ = self.offering.learn(*reported, prompts=self._prompts)
+        streamed = self.offering.learn(*reported, prompts=self._prompts).streamed
         outcome, counters = self.outcome, self.counters
         outcome.hits, outcome.misses, outcome.loads = counters.hits, counters.misses, counters.loads
         outcome.bytes = outcome.loads * self.nbytes

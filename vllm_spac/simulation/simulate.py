@@ -16,7 +16,7 @@ from vllm_spac.simulation.named import build_balancer, build_policy, build_prefe
 from vllm_spac.simulation.parts import Part, filling, parts, rows_of_records, uses
 from vllm_spac.simulation.pointers_by_step import PointersReplay
 from vllm_spac.simulation.replay import Outcome, Replay
-from vllm_spac.simulation.slots import SlotsReplay
+from vllm_spac.simulation.slots import OVERLAPS, SlotsReplay
 from vllm_spac.traces.format import Trace
 
 EXECUTIONS = ("slots", "pointers")
@@ -31,7 +31,7 @@ def simulate(
     policy: str = "lru",
     balancer: str = "none",
     prefetch: str = "off",
-    overlap: bool = False,
+    overlap: str = "none",
     admission: str = admissions.DEFAULT,
     step_bytes: int = STEP_BYTES,
     fill: bool = True,
@@ -50,8 +50,7 @@ def simulate(
         prefetch: with slots, ``off`` or the name of a predictor, optionally with its arguments and with ``threshold``,
             ``depth`` and ``background`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``. There are as many I/O
             threads as ``costs.load_at_once`` says, without the forward thread.
-        overlap: with slots, loads run concurrently with the computation of hits; else a layer waits for its loads, as
-            on-demand serving does. With pointers they always overlap.
+        overlap: one of ``OVERLAPS``; with pointers all loads overlap with hits.
         admission: with pointers, how missed experts get slots, a name of ``admissions``; the assumptions for ``layer``
             are in ``pointers_by_layer``.
         step_bytes: with admission ``step``, the most bytes in flight into slots at once, but at least one expert; 0:
@@ -69,6 +68,8 @@ def simulate(
             pointers (it would have to foresee their decisions), a balancer or a prefetcher with pointers, or pointers
             with costs of loads from a disk, which they cannot read; a predictor that needs what a trace lacks.
     """
+    if overlap not in OVERLAPS:
+        raise ConfigError(f"loads overlap with none, rows or hits, not {overlap!r}")
     facts = trace.facts
     nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
     _check(trace, slots, nbytes)

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from vllm_spac.execution._waves import filled_experts
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows, refusal
 from vllm_spac.execution.pointers import admissions
 from vllm_spac.execution.pointers.admissions.base import Admission, Kernels, Parts
+from vllm_spac.execution.pointers.lookahead import Lookahead
 from vllm_spac.execution.pointers.planner import STEP_BYTES
 from vllm_spac.execution.pointers.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.execution.pointers.streams import capturing, streams
@@ -38,11 +39,13 @@ from vllm_spac.execution.pointers.table import ALIGNMENT, AddressTable
 from vllm_spac.kernels.types import Quantised
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
+from vllm_spac.predictors.base import Signal
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers.base import ExpertStore
 
 if TYPE_CHECKING:
     from vllm_spac.knobs.types import Slots
+    from vllm_spac.predictors._maps import Maps
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
 MAX_EXPERTS = 1024  # per layer; the limit of the kernels' routing
@@ -69,6 +72,8 @@ class PointerExecution(Execution):
         admission: how missed experts get slots, a component of ``admissions``.
         step_bytes: with the admission ``step``, the maximum bytes in flight into slots, but at least one expert; 0:
             nothing is moved.
+        predictor: names experts of the next layer, which are read ahead; on the device. None: nothing is.
+        extra: loads that reads ahead may add, as in ``Allowance``.
         staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
         poison: fill slots with NaN before they are written; for tests.
     """
@@ -77,7 +82,7 @@ class PointerExecution(Execution):
     needs_addressable_store: ClassVar[bool] = True
     keeps_bits = False  # the kernels sum in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
-    knobs: ClassVar[frozenset[str]] = frozenset({"admission", "staging"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"admission", "prefetch", "staging"})
 
     def __init__(
         self,
@@ -91,6 +96,8 @@ class PointerExecution(Execution):
         rows: int,
         admission: str = admissions.DEFAULT,
         step_bytes: int = STEP_BYTES,
+        predictor: Maps | None = None,
+        extra: float = 1.0,
         staged: bool = False,
         poison: bool = False,
     ) -> None:
@@ -113,6 +120,11 @@ class PointerExecution(Execution):
         if staged and slots < shape.total:
             buffers = ExpertBuffers(store, memory, tensors, poison)
             self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, copy)
+        self._ahead: Lookahead | None = None
+        if predictor is not None and not self.holds_all:
+            self.admission.read_ahead(extra)
+            self._ahead = Lookahead(predictor, self.admission, self._compute, copy, rows)
+            self.looks_at = predictor.needs & {Signal.TOKENS}
         self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
         self._counts = self.admission.counts.view(-1, shape.experts)
         self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts, shape.packed is not None)
@@ -135,6 +147,8 @@ class PointerExecution(Execution):
             path=context.path,
             rows=context.rows,
             admission=context.config.admission or admissions.DEFAULT,
+            predictor=cast("Maps | None", context.predictor),  # as ``knobs.rules`` checks
+            extra=context.config.prefetch_share,
             staged=context.room.staged,
         )
 
@@ -225,6 +239,8 @@ class PointerExecution(Execution):
             self._staging[1].begin()
         self.counters.began(step.kind)
         self.admission.begin(step)
+        if self._ahead is not None:
+            self._ahead.begin(step)
 
     def _pad_from(self, rows: int) -> None:
         """Marks rows from ``rows`` on as padding, until the next step; one launch if the number has changed."""
@@ -234,6 +250,8 @@ class PointerExecution(Execution):
 
     def end_forward(self) -> None:
         step, self._step = self._step, None
+        if self._ahead is not None:
+            self._ahead.join()
         if step is not None:
             self.admission.end(step, staged=self._staged)
 
@@ -266,9 +284,9 @@ class PointerExecution(Execution):
         if activation not in self._compiled:
             self._compile(layer, x, activation, captured)
         live = self._live if captured or self._step is not None else self._all
-        routed = ids.int().contiguous(), weights.float().contiguous(), live
-        with self._reading(layer, *routed, captured) as tables:
-            return self._launch(tables, layer, x.contiguous(), *routed, activation, out)
+        x, routed = x.contiguous(), (ids.int().contiguous(), weights.float().contiguous(), live)
+        with self._reading(layer, x, *routed, captured) as tables:
+            return self._launch(tables, layer, x, *routed, activation, out)
 
     def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
         """Launches each kernel variant that forwards like ``x`` need, over padding only; decides and moves nothing.
@@ -311,11 +329,15 @@ class PointerExecution(Execution):
 
     @contextlib.contextmanager
     def _reading(
-        self, layer: int, ids: Tensor, weights: Tensor, live: Tensor, captured: bool
+        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor, captured: bool
     ) -> Iterator[Mapping[str, Tensor]]:
         """Yields the tables that the launch of a layer reads, name -> int64 [experts]."""
         if self._staging is None or captured or ids.numel() < ROWS * self.shape.experts:
+            if self._ahead is not None:
+                self._ahead.join()
             self.admission.enter(layer, ids, weights, live)
+            if self._ahead is not None:
+                self._ahead.start(layer, x, ids, weights, captured=captured)
             yield self._tables_of(layer)
             return
         slots = self.admission.slots().reshape(len(self.shape.layers), -1)  # does not change within a staged step

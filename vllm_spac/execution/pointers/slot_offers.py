@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_spac.cache.allowance import Allowance
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED
 from vllm_spac.metrics import Counters
@@ -37,6 +38,14 @@ class Offered(NamedTuple):
     used: np.ndarray
 
 
+class Learned(NamedTuple):
+    """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it."""
+
+    streamed: int
+    admitted: int
+    ahead: int
+
+
 class Offering:
     """Computes the offers of each step and applies its result. Pure; called between steps, by one thread.
 
@@ -44,12 +53,18 @@ class Offering:
         keys: number of experts of all layers.
         slots: number of slots; all are filled before the first step.
         policy: values slots; owned.
-        counters: ``hits``, ``misses`` and ``loads`` are counted here.
+        counters: ``hits``, ``misses``, ``loads`` and those of prefetches are counted here.
+
+    Attributes:
+        allowance: limits reads ahead of need, if there are any.
     """
 
     def __init__(self, keys: int, slots: int, policy: Policy, counters: Counters) -> None:
         self.residency = Residency(keys, slots, policy)
         self._counters = counters
+        self.allowance: Allowance | None = None
+        self._unused: set[int] = set()  # read ahead, and no layer has used them
+        self._displaced: set[int] = set()  # evicted for an expert that was read ahead, and not needed since
 
     def offer(self) -> Offered:
         """Returns the slots that are worth at least as much to some expert without a slot as to their owner."""
@@ -61,13 +76,22 @@ class Offering:
         slots = self.residency.slot_of[owners]
         return Offered(slots, owners.astype(np.int32), kept, standing.used.astype(np.float32))
 
-    def learn(self, counts: np.ndarray, sources: np.ndarray, owner: np.ndarray, *, prompts: bool) -> tuple[int, int]:
-        """Applies the report of a finished step; returns the numbers of experts that it streamed and that it admitted.
+    def learn(
+        self,
+        counts: np.ndarray,
+        sources: np.ndarray,
+        owner: np.ndarray,
+        guessed: np.ndarray | None = None,
+        *,
+        prompts: bool,
+    ) -> Learned:
+        """Applies the report of a finished step.
 
         Args:
             counts: int [keys], rows that selected each expert.
             sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, or not at all.
             owner: int [slots], the expert in each slot at the end of the step.
+            guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
             prompts: whether the step had prefill rows, which predict little about the next step.
         """
         hits, streamed, admitted = (np.flatnonzero(sources == source) for source in (HIT, STREAMED, ADMITTED))
@@ -80,5 +104,31 @@ class Offering:
             for key in hits[self.residency.slot_of[hits] != NOWHERE].tolist():
                 policy.touch(key)
         changed = np.flatnonzero(owner != self.residency.owner)
+        ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
+        displaced = self.residency.owner[changed[np.isin(owner[changed], ahead)]].tolist()
         self.residency.take_over(changed, owner[changed])
-        return len(streamed), len(admitted)
+        if self.allowance is not None:
+            self._judge(
+                self.allowance, counts, np.concatenate([streamed, admitted]).tolist(), ahead.tolist(), displaced
+            )
+        return Learned(len(streamed), len(admitted), len(ahead))
+
+    def _judge(
+        self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: list[int]
+    ) -> None:
+        """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``."""
+        harm, again = self._displaced.intersection(missed), self._unused.intersection(ahead)
+        self._unused.update(ahead)
+        used = {key for key in self._unused if counts[key] > 0}
+        wasted = {key for key in self._unused - used if self.residency.slot_of[key] == NOWHERE}
+        self._unused -= used | wasted
+        self._displaced = (self._displaced | set(displaced)) - harm - set(ahead)
+        counters = self._counters
+        counters.prefetches += len(ahead)
+        counters.prefetch_hits += len(used)
+        counters.prefetch_wasted += len(wasted) + len(again)  # evicted unused, and read once more
+        counters.prefetch_harmful += len(harm)
+        allowance.loaded(len(missed), len(harm))
+        allowance.read(len(ahead))
+        allowance.used(len(used))
+        allowance.end_step()

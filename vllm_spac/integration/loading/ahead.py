@@ -23,6 +23,8 @@ from vllm_spac.profiling.serving import fast_seconds, load_seconds
 from vllm_spac.speculation.draft_states import DraftStates
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_spac.integration.layers.managed_experts import ManagedExperts
 
 _SECONDS = 0.1  # of each measurement, about
@@ -70,11 +72,15 @@ def draft_states(config: SpacConfig, file: PredictorFile | None, shapes: Sequenc
     return DraftStates(len(shape.layers), shape.top_k, unread=-1)
 
 
-def predictor(config: SpacConfig, file: PredictorFile | None, drafter: Callable[[], str]) -> Predictor | None:
+def predictor(
+    config: SpacConfig, file: PredictorFile | None, drafter: Callable[[], str], device: torch.device
+) -> Predictor | None:
     """Builds the trained predictor that ``prefetch`` names; None if it names none, or one that needs no file.
 
     Args:
         drafter: returns the fingerprint of the drafter; called if the predictor reads its states.
+        device: that computes, for an execution whose layers do not wait for the host: the predictor is there then, and
+            looks one layer ahead.
 
     Raises:
         ConfigError: the file lacks it, or it was trained with another drafter.
@@ -90,6 +96,8 @@ def predictor(config: SpacConfig, file: PredictorFile | None, drafter: Callable[
             f"spac: {name} of {path} was trained with another drafter ({file.drafter[:12]}) than this engine's "
             f"({found[:12] or 'none'}); train again with `vllm-spac train-predictor` and its speculative_config"
         )
+    if not config.execution_class.needs_host:
+        return file.on(device).build(name, reach=1)
     return file.build(name)
 
 

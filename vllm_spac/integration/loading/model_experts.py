@@ -120,7 +120,7 @@ class ModelExperts:
         self._group()
         routers.install(model, self._layers)
         self._predictors = ahead.predictors(self.config, self._shapes, self.model_name)
-        self._predictor = ahead.predictor(self.config, self._predictors, self._drafter)
+        self._predictor = ahead.predictor(self.config, self._predictors, self._drafter, self.device)
         self.draft_states = ahead.draft_states(self.config, self._predictors, self._shapes)
         args = self.config, self.vllm_config, self._layers, self.device, self.model_name, self._predictor
         self._budget = assembly.budget(*args)

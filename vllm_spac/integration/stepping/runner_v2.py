@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_spac.core import Step
 from vllm_spac.integration import patches
-from vllm_spac.integration.stepping.runner_hooks import hook_steps, request_rows
+from vllm_spac.integration.stepping.runner_hooks import hook_steps, managed_experts, request_rows
 from vllm_spac.integration.stepping.trees.install import device_trees_of
 
 if TYPE_CHECKING:
@@ -23,11 +23,14 @@ def install() -> None:
 def _step(runner: GPUModelRunner, scheduled: SchedulerOutput, batch: InputBatch) -> Step:
     if (trees := device_trees_of(runner)) is not None:
         trees.begin(batch)
-    return step_of(batch)
+    return step_of(batch, tokens=managed_experts(runner).runtime.looks_at_tokens)
 
 
-def step_of(batch: InputBatch) -> Step:
-    """The requests of V2's ``InputBatch``, without the rows from ``num_tokens`` on, which pad a CUDA graph."""
+def step_of(batch: InputBatch, *, tokens: bool = False) -> Step:
+    """The requests of V2's ``InputBatch``, without the rows from ``num_tokens`` on, which pad a CUDA graph.
+
+    ``tokens``: those of the rows as well. They stay on the device, where the last step may still sample them.
+    """
     starts, drafts = batch.query_start_loc_np, batch.num_draft_tokens_per_req
     return Step(
         tuple(
@@ -38,5 +41,6 @@ def step_of(batch: InputBatch) -> Step:
                 0 if drafts is None else int(drafts[i]),
             )
             for i in range(batch.num_reqs)
-        )
+        ),
+        batch.input_ids[: batch.num_tokens].long() if tokens else None,
     )

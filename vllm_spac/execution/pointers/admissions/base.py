@@ -81,9 +81,11 @@ class Admission(ABC, Generic[Known]):
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
             expert.
         offline: why no engine can serve with it; empty if one can.
+        looks_ahead: it can give slots to experts of a layer before its router has chosen.
     """
 
     offline: ClassVar[str] = ""
+    looks_ahead: ClassVar[bool] = False
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -118,6 +120,25 @@ class Admission(ABC, Generic[Known]):
             ids, weights: as in ``PointerExecution.run``.
             live: int32 [1] on the device; pairs from this one on are padding.
         """
+
+    def read_ahead(self, extra: float) -> None:
+        """``ahead`` may be called from now on; ``extra``: as ``Allowance``. Before any step, if it ``looks_ahead``."""
+        raise NotImplementedError
+
+    @property
+    def ahead_left(self) -> int:
+        """How many more experts may be read ahead of need; as of the last report."""
+        return 0
+
+    def ahead(self, layer: int, ids: Tensor, live: Tensor) -> None:
+        """Launches what gives slots to ``ids`` before the layer runs, on the calling stream; see ``lookahead``.
+
+        Args:
+            layer: the layer after one that was entered.
+            ids: int32 [rows, top_k], experts of ``layer``.
+            live: as in ``enter``.
+        """
+        raise NotImplementedError
 
     def end(self, step: Step, *, staged: bool) -> None:
         """Called after the layers of a step were launched; starts the copy of its report to the host.

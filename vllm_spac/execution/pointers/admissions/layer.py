@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spac.cache.allowance import Allowance
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import Step
 from vllm_spac.execution.pointers.admissions.base import Admission, Parts
@@ -23,8 +24,10 @@ class InLayers(Admission[np.ndarray | None]):
 
     The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admit``. Everything is ordered by one
     stream; the result is reported to the host after the step. Steps with prompts get no offers: they would fill the
-    slots with experts that only they need.
+    slots with experts that only they need. The same two launches for guesses about a layer take slots ahead of need.
     """
+
+    looks_ahead: ClassVar[bool] = True
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -45,6 +48,7 @@ class InLayers(Admission[np.ndarray | None]):
         self._sources = torch.full((shape.total,), NOWHERE, **made)
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
+        self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
 
     @property
     def residency(self) -> Residency:
@@ -70,8 +74,29 @@ class InLayers(Admission[np.ndarray | None]):
         self._experts.slot_of.copy_(torch.from_numpy(self.residency.slot_of))
         self._experts.owner.copy_(torch.from_numpy(self.residency.owner))
 
+    def read_ahead(self, extra: float) -> None:
+        self.offering.allowance = Allowance(extra)
+        self._guessed = torch.full_like(self._sources, UNUSED)
+
+    @property
+    def ahead_left(self) -> int:
+        return 0 if self.offering.allowance is None else self.offering.allowance.left
+
+    def ahead(self, layer: int, ids: Tensor, live: Tensor) -> None:
+        assert self._guessed is not None
+        first, kernels, weights = (
+            layer * self.parts.shape.experts,
+            self.parts.kernels,
+            ids.new_ones(ids.shape, dtype=torch.float32),
+        )
+        given = self._experts, self._offers, self.counts, self._guessed, self._copies
+        kernels.admit(ids, weights, first, *given, live)
+        kernels.fetch(self._copies, self._experts, self._words)
+
     def begin(self, step: Step) -> None:
         self.take()
+        if self._guessed is not None:
+            self.parts.compute.submit(self._guessed.fill_, UNUSED)
         if self._holds_all or step.prompts:
             return
         offered = self.offering.offer()
@@ -110,7 +135,7 @@ class InLayers(Admission[np.ndarray | None]):
         assert (table == expected).all(), "a pointer is not where its expert is"
 
     def _tells(self) -> Sequence[Tensor]:
-        return [self.counts, self._sources, self._experts.owner]
+        return [self.counts, self._sources, self._experts.owner, *([] if self._guessed is None else [self._guessed])]
 
     def _known(self, staged: bool) -> np.ndarray | None:
         """Returns bool [keys], experts with a slot in the step, if it was staged or every expert has one; else None.
@@ -121,9 +146,11 @@ class InLayers(Admission[np.ndarray | None]):
         return self.residency.slot_of != NOWHERE if staged or self._holds_all else None
 
     def _learn(self, told: Sequence[np.ndarray], known: np.ndarray | None, *, prompts: bool) -> int:
-        counts, sources, owner = told
+        counts, sources, owner, *guessed = told
         if known is not None:
             sources = np.where(counts > 0, np.where(known, HIT, STREAMED), UNUSED)
-        streamed, admitted = self.offering.learn(counts, sources, owner, prompts=prompts)
-        self.parts.counters.moved(self.parts.path, admitted * self.parts.shape.expert_bytes)
-        return streamed
+        learned = self.offering.learn(counts, sources, owner, *guessed, prompts=prompts)
+        nbytes = self.parts.shape.expert_bytes
+        self.parts.counters.moved(self.parts.path, learned.admitted * nbytes)
+        self.parts.counters.moved(f"{self.parts.path} ahead", learned.ahead * nbytes)
+        return learned.streamed

@@ -1,0 +1,201 @@
+"""Reads ahead by a predictor on the device: the same bits whatever it names, and fewer misses where it is right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay import Graph
+from test_execution import DECODE, EXPERTS, LAYERS, PROMPT, TOP_K, D, Pool, Replayed, made, moved, shape
+from vllm_spac.kernels.types import ADMITTED
+
+from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.execution.pointers.lookahead import MOST_ROWS
+from vllm_spac.prediction.file import Identity, PredictorFile, kinds
+from vllm_spac.predictors._maps import Maps
+from vllm_spac.predictors._trained import Sizes
+from vllm_spac.predictors.base import START, Seen
+
+__all__ = ["made"]  # a fixture
+
+WORDS = 20
+
+
+def file(seed: int = 0, reach: int = 1) -> PredictorFile:
+    """Predictors with random tensors."""
+    rng = torch.Generator().manual_seed(seed)
+    sizes = Sizes(LAYERS, EXPERTS, TOP_K, D, reach, WORDS)
+    tensors = {}
+    for name in ("token_table", "gate", "quasi_hidden", "linear"):
+        tensors[name] = {}
+        for part, (dtype, size) in kinds()[name].specs(sizes).items():
+            if dtype == torch.int16:
+                tensors[name][part] = torch.rand(size, generator=rng).argsort(-1).to(dtype)
+            elif dtype == torch.int64:
+                tensors[name][part] = torch.arange(WORDS) * 3
+            else:
+                tensors[name][part] = torch.rand(size, generator=rng).sub(0.5 * part.startswith("map")).to(dtype)
+    return PredictorFile(Identity("f", "m", tuple("abc")), sizes, 1, tensors, {}, dict.fromkeys(tensors, {}))
+
+
+def predictor(name: str = "gate", seed: int = 0) -> Maps:
+    found = file(seed).build(name, reach=1)
+    assert isinstance(found, Maps)
+    return found
+
+
+class Foreseen:
+    """Steps whose routing after the first layer is what ``gate`` names, with the probability ``right``."""
+
+    def __init__(self, pool: Pool, named: Maps, right: float, seed: int = 0) -> None:
+        self.pool, self.named, self.right = pool, named, right
+        self.rng, self.choice = torch.Generator().manual_seed(seed), random.Random(seed)
+
+    def step(self, rows: int = 3, kind: RowKind = RowKind.DECODE) -> int:
+        """Returns the distinct experts that it used."""
+        pool, used, ids = self.pool, 0, None
+        pool.begin_step(Step((RequestRows(0, rows, kind),)))
+        pool.admission.check_integrity()
+        for layer in range(LAYERS):
+            x, weights = torch.randn(rows, D, generator=self.rng), torch.rand(rows, TOP_K, generator=self.rng)
+            if ids is None or self.choice.random() >= self.right:
+                ids = torch.rand(rows, EXPERTS, generator=self.rng).topk(TOP_K).indices.int()
+            out = pool.run(layer, x, weights, ids, "silu", torch.full_like(x, float("nan")))
+            assert torch.equal(out, pool.expected(layer, x, weights, ids, "silu"))
+            used += len(ids.unique())
+            ids = None
+            for guess in self.named.guesses(Seen(layer, hidden=x)):
+                ids = guess.scores.topk(TOP_K).indices.int()
+        pool.end_forward()
+        return used
+
+
+@pytest.mark.parametrize("slots", [6, 10, LAYERS * EXPERTS - 1])
+def test_right_guesses_leave_misses_to_the_first_layer(made, slots: int) -> None:
+    pool, plain = made(slots, predictor=predictor(), extra=1.0), made(slots)
+    foreseen, same = Foreseen(pool, predictor(), 1.0), Foreseen(plain, predictor(), 1.0)
+    for _ in range(30):
+        assert foreseen.step(2) == same.step(2)
+    found, without = pool.snapshot(), plain.snapshot()
+    assert moved(found, shape()) and without["prefetches"] == 0
+    assert found["prefetch_hits"] == found["prefetches"] > 0 == found["prefetch_wasted"]
+    assert found["misses"] < (0.8 if slots > 6 else 1.0) * without["misses"]
+    assert found["hits"] + found["misses"] == without["hits"] + without["misses"]
+
+
+@settings(max_examples=25)
+@given(
+    slots=st.integers(TOP_K, LAYERS * EXPERTS),
+    right=st.sampled_from([0.0, 0.5, 1.0]),
+    rows=st.lists(st.integers(1, 5), min_size=10, max_size=25),
+    seed=st.integers(0, 99),
+)
+def test_the_same_bits_whatever_is_named(slots: int, right: float, rows: list[int], seed: int) -> None:
+    pool = Pool(slots, predictor=predictor(seed=seed), extra=1.0)
+    try:
+        foreseen = Foreseen(pool, predictor(seed=seed), right, seed)
+        used = sum(foreseen.step(count, RowKind.PREFILL if count == 5 else RowKind.DECODE) for count in rows)
+        pool.admission.check_integrity()
+        stats = pool.snapshot()
+        assert stats["hits"] + stats["misses"] == used
+        moved(stats, shape())
+        read = pool.admission.offering._unused
+        assert stats["prefetch_hits"] + stats["prefetch_wasted"] + len(read) == stats["prefetches"]
+        assert (pool.residency.slot_of[list(read)] != NOWHERE).all()
+        if slots == LAYERS * EXPERTS:
+            assert stats["prefetches"] == 0 and pool.looks_at == frozenset()
+    finally:
+        pool.close()
+
+
+def test_wrong_guesses_are_bounded(made) -> None:
+    """What they add stays near ``extra`` of what layers need; a step's own reads are not known before its end."""
+    pool = made(12, predictor=predictor(), extra=0.1)
+    foreseen = Foreseen(pool, predictor(), 0.0)
+    for _ in range(200):
+        foreseen.step(1)
+    stats = pool.snapshot()
+    unused = stats["prefetches"] - stats["prefetch_hits"]
+    needed = stats["misses"] + stats["prefetch_hits"] - stats["prefetch_harmful"]
+    assert 0 < unused + stats["prefetch_harmful"] < 0.15 * needed
+
+
+def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> None:
+    pool = made(10, predictor=predictor(), extra=1.0)
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        pool.check(DECODE, rng)
+    assert pool.snapshot()["prefetches"] > 0
+    before = pool.snapshot()["prefetches"]
+    for _ in range(10):
+        pool.check(PROMPT, rng)
+    x = torch.randn(3, D)
+    pool.run(0, x, torch.rand(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int32), "silu", torch.empty_like(x))
+    many = Step((RequestRows(0, MOST_ROWS + 1, RowKind.DECODE),))
+    pool._staging = None
+    pool.check(many, rng)
+    assert pool.snapshot()["prefetches"] == before
+
+
+@pytest.mark.parametrize("name", ["gate", "quasi_hidden", "linear"])
+def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
+    """By the token, by the router's input and choice; from a file that looks two layers ahead, too."""
+    pool = made(10, predictor=file(reach=2).build(name, reach=1), extra=1.0)
+    named, ahead = file(reach=2).build(name, reach=1), pool._ahead
+    rng = torch.Generator().manual_seed(3)
+    tokens = torch.tensor([0, 3, 4, 57])
+    if "tokens" in named.needs:
+        ahead._know(tokens)
+    list(named.guesses(Seen(START, tokens=tokens)))
+    for layer in range(LAYERS - 1):
+        x, weights = torch.randn(4, D, generator=rng), torch.rand(4, TOP_K, generator=rng)
+        ids = torch.rand(4, EXPERTS, generator=rng).topk(TOP_K).indices.int()
+        out = torch.zeros(4, TOP_K, dtype=torch.int32)
+        ahead.name(layer, x, ids, weights, out)
+        (guess,) = named.guesses(Seen(layer, tokens=tokens, hidden=x, ids=ids, weights=weights))
+        assert guess.first == (layer + 1) * EXPERTS
+        assert torch.equal(out, guess.scores.topk(TOP_K).indices.int())
+
+
+def test_padding_names_nothing(made) -> None:
+    """Whatever it holds: experts that there are not, and numbers that are none."""
+    pool = made(10, predictor=predictor("quasi_hidden"), extra=1.0)
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        pool.check(DECODE, rng)
+    before = pool.snapshot()["prefetches"]
+    pool.begin_step(Step((RequestRows(0, 1, RowKind.DECODE),)))
+    for layer in range(LAYERS):
+        x = torch.full((6, D), float("nan"))
+        x[0] = torch.randn(D, generator=rng)
+        weights, ids = torch.rand(6, TOP_K, generator=rng), torch.full((6, TOP_K), 12345, dtype=torch.int32)
+        ids[0] = torch.arange(TOP_K)
+        pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
+    pool.end_forward()
+    pool.admission.check_integrity()
+    guessed = pool.admission._guessed
+    assert int((guessed == ADMITTED).sum()) <= (LAYERS - 1) * TOP_K
+    assert pool.snapshot()["prefetches"] - before == int((guessed == ADMITTED).sum())
+
+
+@pytest.mark.parametrize("slots", [TOP_K, 10, LAYERS * EXPERTS - 1])
+def test_a_replayed_step_reads_ahead_too(made, monkeypatch, slots: int) -> None:
+    pool, choice, rng = (
+        made(slots, predictor=predictor(), extra=1.0),
+        random.Random(0),
+        torch.Generator().manual_seed(0),
+    )
+    graph = Graph()
+    monkeypatch.setattr("test_execution.Graph", lambda: graph)
+    monkeypatch.setattr(pool._ahead, "name", graph.kernel(pool._ahead.name))
+    step, used = Replayed(pool, 5, monkeypatch), 0
+    for _ in range(40):
+        used += step.check(choice.randint(1, 5), rng)
+    stats = pool.snapshot()
+    assert stats["hits"] + stats["misses"] == used and moved(stats, shape())
+    assert stats["prefetches"] > 0 or slots == TOP_K
+    pool.admission.check_integrity()
