@@ -268,6 +268,18 @@ def test_only_pinned_needs_a_calibration() -> None:
     assert needing == ["pinned"]
 
 
+def test_the_boundaries_of_utility_follow_the_drafts() -> None:
+    """Those of the paper's variant; what is given, or not known, is left."""
+
+    def starts(drafts: int | None, **knobs) -> float:
+        policy = Utility.of(PolicyContext(4, 2, None, drafts), **knobs)
+        policy.observe(np.zeros(KEYS, dtype=np.int64))
+        return float(policy._estimator.up[0])
+
+    assert [starts(drafts) for drafts in (None, 0, 4, 8, 16)] == [4, 1, 2, 4, 8]
+    assert starts(16, gamma=4) == 2 and starts(0, variant="literal") == 4 and starts(16, boundaries=(3, 1)) == 3
+
+
 def test_only_belady_is_offline() -> None:
     offline = [name for name in components.names("policies") if components.find("policies", name).offline]
     assert offline == ["belady"]

@@ -320,9 +320,11 @@ def test_a_predictor_is_of_this_model(tmp_path):
     predictors("f" * 32, 2).save(path)
     shape = MoEShape(("0", "1"), 16, 4, {})
 
+    host = torch.device("cpu")
+
     def built(name: str, shapes: list[MoEShape], model: str = "f" * 32):
         config = SpacConfig.parse({"prefetch": name, "predictor_file": str(path)})
-        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model), lambda: "")
+        return ahead.predictor(config, ahead.predictors(config, shapes, lambda: model), lambda: "", host)
 
     assert built("frequency@depth=3", [shape]).sizes.layers == 2
     for wrong, says in (
@@ -337,7 +339,7 @@ def test_a_predictor_is_of_this_model(tmp_path):
     assert ahead.predictors(SpacConfig.parse({}), [shape], lambda: "") is None
     auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": str(path)})
     file = ahead.predictors(auto, [shape], lambda: "f" * 32)
-    assert file is not None and ahead.predictor(auto, file, lambda: "") is None, "it is chosen later"
+    assert file is not None and ahead.predictor(auto, file, lambda: "", host) is None, "it is chosen later"
 
 
 @pytest.mark.parametrize("value", [5, None, [], "25%", True], ids=repr)

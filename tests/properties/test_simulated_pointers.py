@@ -9,7 +9,9 @@ from test_execution import made as made  # the fixture
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.policies.base import Policy, PolicyContext
 from vllm_spac.profiling.costs import Costs, Rate
+from vllm_spac.simulation.named import most_drafts
 from vllm_spac.simulation.simulate import simulate
 from vllm_spac.traces.format import PREFILL, STEP_KINDS, Trace
 from vllm_spac.traces.synthetic import synthetic_trace
@@ -59,6 +61,11 @@ def follow(pool: Pool, trace: Trace) -> dict:
     return pool.snapshot()
 
 
+def built(policy: str, slots: int, trace: Trace) -> Policy:
+    """As an engine builds it, which knows its drafts."""
+    return components.find("policies", policy).of(PolicyContext(slots, TOP_K, None, most_drafts(trace)))
+
+
 @pytest.mark.parametrize("policy", ONLINE)
 @pytest.mark.parametrize(("slots", "moves"), [(TOP_K, 1), (7, 0), (7, 1), (7, 3), (18, 100)])
 def test_as_the_pool_that_serves(made, policy: str, moves: int, slots: int):
@@ -66,7 +73,7 @@ def test_as_the_pool_that_serves(made, policy: str, moves: int, slots: int):
     quick = Costs.read("h200").model_copy(update={"load": Rate(bytes_per_second=1e30)})
     trace = recorded(slots)
     nbytes = trace.facts.expert_bytes
-    stats = follow(made(slots, policy=policy, admission="step", step_bytes=moves * nbytes), trace)
+    stats = follow(made(slots, policy=built(policy, slots, trace), admission="step", step_bytes=moves * nbytes), trace)
     options = {"execution": "pointers", "admission": "step", "step_bytes": moves * nbytes}
     said = simulate(trace, slots, quick, policy=policy, **options)
     assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["prefetches"])
@@ -79,7 +86,7 @@ def test_as_the_pool_that_serves(made, policy: str, moves: int, slots: int):
 @pytest.mark.parametrize("slots", [TOP_K, 7, 18])
 def test_admits_as_the_pool_that_serves(made, policy: str, slots: int):
     trace = recorded(slots)
-    stats = follow(made(slots, policy=policy, admission="layer"), trace)
+    stats = follow(made(slots, policy=built(policy, slots, trace), admission="layer"), trace)
     said = simulate(trace, slots, Costs.read("h200"), execution="pointers", admission="layer", policy=policy)
     assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["loads"])
     assert said.bytes == stats["bytes"]["host"] > 0 and said.streamed_bytes == stats["bytes"]["host streamed"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_spac.errors import ConfigError, SpacError
+from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.integration.evaluation.draft_reader import DraftReader
 from vllm_spac.integration.loading import ahead
 from vllm_spac.integration.stepping import drafts, runner_v1
@@ -207,7 +208,8 @@ def test_the_drafter_is_the_one_of_the_training() -> None:
     file = SimpleNamespace(names=["linear", "draft_gate"], left_out={}, drafter="d" * 32, build=lambda name: name)
 
     def built(name: str, drafter: str) -> str:
-        return ahead.predictor(SimpleNamespace(prefetch=name, predictor_file="p"), file, lambda: drafter)
+        config = SimpleNamespace(prefetch=name, predictor_file="p", execution_class=SlotExecution)
+        return ahead.predictor(config, file, lambda: drafter, torch.device("cpu"))
 
     assert built("draft_gate", "d" * 32) == "draft_gate" and built("linear", "e" * 32) == "linear"
     for other, says in (("e" * 32, "than this engine's .eeeeeeeeeeee."), ("", "than this engine's .none.")):

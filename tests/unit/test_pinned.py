@@ -71,9 +71,9 @@ def test_an_engine_takes_the_counts_of_its_layers(tmp_path: Path) -> None:
     recorder.end_text()
     recorder.result().save(tmp_path / "c.safetensors")
     config = SpacConfig.parse({"policy": "pinned", "calibration": str(tmp_path / "c.safetensors")})
-    policy = assembly.policy(config, MoEShape(("a", "c"), 4, 1, {}), slots=3)
+    policy = assembly.policy(config, MoEShape(("a", "c"), 4, 1, {}), slots=3, most_drafts=0)
     assert policy.first() == [3, 5]
-    assert not assembly.policy(SpacConfig.parse({}), MoEShape(("a", "c"), 4, 1, {}), slots=3).first()
+    assert not assembly.policy(SpacConfig.parse({}), MoEShape(("a", "c"), 4, 1, {}), slots=3, most_drafts=0).first()
 
 
 def test_the_simulator_takes_traces_and_calibrations(tmp_path: Path) -> None:

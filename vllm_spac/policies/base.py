@@ -33,12 +33,14 @@ class PolicyContext:
     Attributes:
         slots: number of slots.
         top_k: experts per token.
+        drafts: draft tokens that a request has in a speculative step, 0 without speculation; None if it is not known.
         counts: int64 [layers, experts], how often a calibration's tokens selected each expert; None without one.
     """
 
     slots: int
     top_k: int
     counts: np.ndarray | None = None
+    drafts: int | None = None
 
 
 class Policy(ABC):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import numpy as np
 
 from vllm_spac.policies._sorted import SortedPolicy
-from vllm_spac.policies.base import Standing
+from vllm_spac.policies.base import PolicyContext, Standing
 from vllm_spac.predictors.utility import UtilityEstimator, Variant
 
 
@@ -16,7 +18,8 @@ class Utility(SortedPolicy):
     0, which is LRU.
 
     Args:
-        gamma, upper, forget, variant, boundaries: as in ``UtilityEstimator``.
+        gamma, upper, forget, variant, boundaries: as in ``UtilityEstimator``. Of a ``PolicyContext``, the gamma of the
+            variant ``paper`` is the number of drafts, if it is known and no gamma is given.
         recycle: an expert's score counts as 0 from its use to the next ``observe`` (MoE-SpAc, appendix D), so that
             later layers take the slots of layers that have finished.
     """
@@ -42,6 +45,14 @@ class Utility(SortedPolicy):
         self._scores: np.ndarray = np.zeros(0, dtype=np.int64)
         self._clock = 0
         self._recycled: set[int] = set()
+
+    @classmethod
+    def of(cls, context: PolicyContext, **knobs: Any) -> Self:
+        if (
+            context.drafts is not None and knobs.get("variant", "paper") == "paper"
+        ):  # literal: see its note on gamma < 2
+            knobs = {"gamma": context.drafts} | knobs
+        return cls(**knobs)
 
     @property
     def scores(self) -> np.ndarray:

@@ -49,7 +49,7 @@ def build_policy(
         given = {"future": list(future())}
     if kind.needs_calibration:
         counts = take_counts(name, knobs, trace.facts)
-    make = partial(kind.of, PolicyContext(slots, trace.facts.top_k, counts))
+    make = partial(kind.of, PolicyContext(slots, trace.facts.top_k, counts, most_drafts(trace)))
     return components.build_with("policies", name, knobs, make, **given)
 
 
@@ -63,6 +63,12 @@ def build_balancer(spec: str, trace: Trace, costs: Costs, nbytes: int) -> Balanc
     facts |= {"rates": costs.rates(nbytes), "gamma": max(1, round(drafts / max(1, verifying)))}
     given = {argument: value for argument, value in facts.items() if argument not in knobs}
     return components.build_with("balancers", name, knobs, **given)
+
+
+def most_drafts(trace: Trace) -> int:
+    """Returns the most draft tokens that a request has in a step; 0 without speculation."""
+    request = np.cumsum(trace.row_kind == ROW_KINDS.index("verify"))  # drafts follow the row that verifies them
+    return int(np.bincount(request[trace.row_kind == ROW_KINDS.index("draft")]).max(initial=0))
 
 
 def build_prefetch(

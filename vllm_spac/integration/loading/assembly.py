@@ -103,17 +103,19 @@ def budget(
     return control
 
 
-def policy(config: SpacConfig, shape: MoEShape, slots: int, local_of: Tensor | None = None) -> Policy:
+def policy(config: SpacConfig, shape: MoEShape, slots: int, most_drafts: int, local_of: Tensor | None = None) -> Policy:
     """Builds the eviction policy of the layers of ``shape``, with a calibration that ``budget`` has checked.
 
-    ``local_of``: the experts that this rank holds, as in ``Execution``.
+    ``most_drafts``: of a request in a step; ``local_of``: the experts that this rank holds, as in ``Execution``.
     """
     kind, counts = components.find("policies", config.policy), None
     if kind.needs_calibration and config.calibration is not None:
         calibration = Calibration.read(config.calibration)
         found = calibration.counts[[calibration.layers.index(name) for name in shape.layers]]
         counts = (found if local_of is None else found[:, local_of >= 0]).numpy()
-    return components.build("policies", config.policy, kind.of, context=PolicyContext(slots, shape.top_k, counts))
+    return components.build(
+        "policies", config.policy, kind.of, context=PolicyContext(slots, shape.top_k, counts, most_drafts)
+    )
 
 
 def check_host_memory(config: SpacConfig, total: int, ranks: int = 1) -> None:
@@ -138,10 +140,13 @@ def check_host_memory(config: SpacConfig, total: int, ranks: int = 1) -> None:
         )
 
 
-def host_rows(config: SpacConfig, shape: MoEShape, slots: int, share: float, device: torch.device) -> HostRows | None:
+def host_rows(
+    config: SpacConfig, shape: MoEShape, slots: int, most_drafts: int, share: float, device: torch.device
+) -> HostRows | None:
     """Allocates the host memory between the slots and the store of the layers of ``shape``; None if there is none.
 
     Args:
+        most_drafts: as in ``policy``.
         share: part of ``config.host_memory`` that these layers get.
 
     Raises:
@@ -160,7 +165,7 @@ def host_rows(config: SpacConfig, shape: MoEShape, slots: int, share: float, dev
             f"spac: host_memory (--spac-host-memory) of {gib(given)} holds no expert of {gib(shape.expert_bytes)}; "
             "give more, or drop it"
         )
-    tier = HostTier(shape.total, rows, slots, policy(config, shape, rows))
+    tier = HostTier(shape.total, rows, slots, policy(config, shape, rows, most_drafts))
     return HostRows(tier, HostBlock(shape.tensors, rows, device.type == "cuda"))
 
 
@@ -278,11 +283,10 @@ def _balancer(
     in_slots: Callable[[], torch.Tensor],
 ) -> Balancer:
     shape = execution.shape
-    speculation = vllm_config.speculative_config
     knobs: dict[str, Any] = {
         "layers": len(shape.layers),
         "top_k": shape.top_k,
-        "gamma": 1 if speculation is None else speculation.num_speculative_tokens,
+        "gamma": max(1, drafts.most(vllm_config)),
         "expert_bytes": shape.expert_bytes,
     }
     if (count := config.cpu_expert_count) is not None:

@@ -351,14 +351,15 @@ class ModelExperts:
         store = self._stores[shape.layers[0]]
         total = sum(other.total * other.expert_bytes for other in self._shapes)
         share = shape.total * shape.expert_bytes / total
-        host = assembly.host_rows(self.config, shape, room.slots, share / self.ranks.size, self.device)
+        most = drafts.most(self.vllm_config)
+        host = assembly.host_rows(self.config, shape, room.slots, most, share / self.ranks.size, self.device)
         local_of = self._layer_of(shape).local_of
         filled = room.slots + (0 if host is None else min(host.tier.rows, shape.total - room.slots))
         execution = self.execution.of(
             ExecutionContext(
                 shape=shape,
                 room=room,
-                policy=assembly.policy(self.config, shape, room.slots, local_of),
+                policy=assembly.policy(self.config, shape, room.slots, most, local_of),
                 store=store,
                 tensors=store.tensors or allocate(shape.tensors, room.slots, self.device),
                 path=self.store_name,

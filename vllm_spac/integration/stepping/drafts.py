@@ -94,6 +94,12 @@ def _hidden(speculation: SpeculativeConfig, lacks: str, hides: str) -> str | Non
     return None
 
 
+def most(vllm_config: VllmConfig) -> int:
+    """Returns the most draft tokens that a request has in a step; 0 without speculation."""
+    speculation = vllm_config.speculative_config
+    return 0 if speculation is None else speculation.num_speculative_tokens
+
+
 def plans_drafts(vllm_config: VllmConfig) -> bool:
     """Whether the scheduler decides the draft length (V2, see ``draft_planning``) rather than the runner."""
     return getattr(vllm_config, "use_v2_model_runner", False)

@@ -152,5 +152,6 @@ class InLayers(Admission[np.ndarray | None]):
         learned = self.offering.learn(counts, sources, owner, *guessed, prompts=prompts)
         nbytes = self.parts.shape.expert_bytes
         self.parts.counters.moved(self.parts.path, learned.admitted * nbytes)
-        self.parts.counters.moved(f"{self.parts.path} ahead", learned.ahead * nbytes)
+        if guessed:
+            self.parts.counters.moved(f"{self.parts.path} ahead", learned.ahead * nbytes)
         return learned.streamed
