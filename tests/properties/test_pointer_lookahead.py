@@ -14,6 +14,7 @@ from vllm_spac.kernels.types import ADMITTED
 
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.execution.pointers import lookahead
 from vllm_spac.execution.pointers.lookahead import MOST_ROWS
 from vllm_spac.prediction.file import Identity, PredictorFile, kinds
 from vllm_spac.predictors._maps import Maps
@@ -133,6 +134,7 @@ def test_nothing_is_named_in_steps_with_prompts_or_without_requests(made) -> Non
     before = pool.snapshot()["prefetches"]
     for _ in range(10):
         pool.check(PROMPT, rng)
+        assert pool._ahead._pairs == 0, "nothing is scored either"
     x = torch.randn(3, D)
     pool.run(0, x, torch.rand(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int32), "silu", torch.empty_like(x))
     many = Step((RequestRows(0, MOST_ROWS + 1, RowKind.DECODE),))
@@ -162,24 +164,66 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
 
 
 def test_padding_names_nothing(made) -> None:
-    """Whatever it holds: experts that there are not, and numbers that are none."""
-    pool = made(10, predictor=predictor("quasi_hidden"), extra=1.0)
+    """Whatever it holds: other rows, experts that there are not, and numbers that are none."""
+    pool, named = made(LAYERS * EXPERTS - 4, predictor=predictor("quasi_hidden"), extra=1.0), predictor("quasi_hidden")
     rng = torch.Generator().manual_seed(0)
     for _ in range(4):
         pool.check(DECODE, rng)
-    before = pool.snapshot()["prefetches"]
-    pool.begin_step(Step((RequestRows(0, 1, RowKind.DECODE),)))
-    for layer in range(LAYERS):
-        x = torch.full((6, D), float("nan"))
-        x[0] = torch.randn(D, generator=rng)
-        weights, ids = torch.rand(6, TOP_K, generator=rng), torch.full((6, TOP_K), 12345, dtype=torch.int32)
-        ids[0] = torch.arange(TOP_K)
-        pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
-    pool.end_forward()
-    pool.admission.check_integrity()
-    guessed = pool.admission._guessed
-    assert int((guessed == ADMITTED).sum()) <= (LAYERS - 1) * TOP_K
-    assert pool.snapshot()["prefetches"] - before == int((guessed == ADMITTED).sum())
+    total = 0
+    for _ in range(30):
+        before, of_the_row = pool.snapshot()["prefetches"], set()
+        pool.begin_step(Step((RequestRows(0, 1, RowKind.DECODE),)))
+        for layer in range(LAYERS):
+            x = torch.randn(6, D, generator=rng)
+            x[5] = float("nan")
+            weights, ids = torch.rand(6, TOP_K, generator=rng), torch.full((6, TOP_K), 12345, dtype=torch.int32)
+            ids[0] = torch.rand(EXPERTS, generator=rng).topk(TOP_K).indices
+            for guess in named.guesses(Seen(layer, hidden=x[:1], ids=ids[:1], weights=weights[:1])):
+                of_the_row |= {guess.first + expert for expert in guess.scores.topk(TOP_K).indices[0].tolist()}
+            pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
+        pool.end_forward()
+        pool.admission.check_integrity()
+        read = set((pool.admission._guessed == ADMITTED).nonzero().flatten().tolist())
+        assert read <= of_the_row and pool.snapshot()["prefetches"] - before == len(read)
+        total += len(read)
+    assert total > 10
+
+
+def test_tokens_are_those_of_the_step(made) -> None:
+    pool = made(10, predictor=predictor("linear"), extra=1.0)
+    x = torch.randn(2, D)
+    for tokens in (torch.tensor([3, 6]), torch.tensor([9, 4])):
+        pool.begin_step(Step((RequestRows(0, 2, RowKind.DECODE),), tokens))
+        for layer in range(LAYERS):
+            ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+            pool.run(layer, x, torch.rand(2, TOP_K), ids, "silu", torch.empty_like(x))
+        pool.end_forward()
+    assert pool._ahead._pairs and "tokens" in pool.looks_at
+    assert torch.equal(pool._ahead._known[:2].flatten(1), predictor("linear").of_step(tokens))
+
+
+def test_a_step_that_ends_early_leaves_nothing_behind(made) -> None:
+    """As after an error: the copy stream has arrived, and the next step computes the same bits."""
+    pool, rng = made(10, predictor=predictor(), extra=1.0), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        pool.check(DECODE, rng)
+        pool.begin_step(DECODE)
+        x = torch.randn(3, D, generator=rng)
+        ids = torch.rand(3, EXPERTS, generator=rng).topk(TOP_K).indices.int()
+        pool.run(0, x, torch.rand(3, TOP_K), ids, "silu", torch.empty_like(x))
+        assert pool._ahead._arrives is not None or pool._ahead._pairs == 0
+        pool.end_forward()
+        assert pool._ahead._arrives is None and pool._ahead._kept == ()
+    pool.check(DECODE, rng)
+
+
+def test_a_graph_of_more_rows_than_there_is_memory_for_reads_nothing_ahead(made, monkeypatch) -> None:
+    monkeypatch.setattr(lookahead, "MOST_ROWS", 2)
+    pool, rng = made(10, predictor=predictor(), extra=1.0), torch.Generator().manual_seed(0)
+    step = Replayed(pool, 5, monkeypatch)
+    for rows in (5, 1, 2, 5) * 3:
+        step.check(rows, rng)
+    assert pool.snapshot()["prefetches"] == 0
 
 
 @pytest.mark.parametrize("slots", [TOP_K, 10, LAYERS * EXPERTS - 1])
