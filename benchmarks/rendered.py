@@ -94,6 +94,7 @@ def rendered() -> Values:
         votes,
         predictors,
         recall,
+        ceilings,
         speculated,
         shadow,
         executions,
@@ -347,7 +348,15 @@ def under_load() -> Values:
         "under_load": table((*head, "long prompt: first token, ms", "speed kept", "longest gap, ms"), lines),
         "under_load.long": f"{content['long_tokens']:,}",
         "under_load.chunk": str(content["chunk"]),
+        "under_load.gap.stock": f"{_longest_gap(content, True):.1f}",
+        "under_load.gap": f"{_longest_gap(content, False):.1f}",
     }
+
+
+def _longest_gap(content: dict[str, Any], stock: bool) -> float:
+    """Returns the most seconds that a stream of stock vLLM, or of the plugin, waited for a token."""
+    rows = [row for row in content["rows"] if (row["server"] == "stock") == stock]
+    return max(max(row["longest_gap"], row["longest_gap_disturbed"]) for row in rows)
 
 
 def quantised() -> Values:
@@ -508,6 +517,7 @@ def resident_budgets() -> Values:
     """Budgets with all experts in memory, by batch size."""
     lines: list[list[str]] = []
     best: dict[str, float] = {}
+    kept: dict[str, float] = {}
     for name, routing in (("resident_budgets_toy", "flat"), ("resident_budgets_toy_local", "local")):
         for row in result(name)["rows"]:
             budget = "exact" if not row["budget"] else f"B = {row['budget']['budget']}"
@@ -516,10 +526,13 @@ def resident_budgets() -> Values:
             counted = f"{row['experts_per_step']:.1f}", f"{100 * row['dropped_share']:.1f} %"
             lines.append([routing, str(row["batch"]), budget, speed, *counted, *quality])
             best[routing] = max(best.get(routing, 0.0), row["speed"])
+            if row["budget"] and row["top1_agreement"] >= 0.95:
+                kept[routing] = max(kept.get(routing, 0.0), row["speed"])
     head = ("routing", "batch", "", "× exact (95 %)", "experts per layer and step", "weight dropped", "perplexity")
     return {
         "resident_budgets": table((*head, "top-1 agreement"), lines),
         "resident_budgets.best": " and ".join(f"{best[routing]:.2f}" for routing in ("flat", "local")),
+        "resident_budgets.kept": " and ".join(f"{kept[routing]:.2f}" for routing in ("flat", "local")),
     }
 
 
@@ -721,6 +734,36 @@ def recall() -> Values:
         "recall.files": str(content["texts"]["held-out"]["files"]),
         "recall.training": f"{content['texts']['training']['tokens']:,}",
         "recall.slots": str(content["slots_percent"]),
+    }
+
+
+def ceilings() -> Values:
+    """What a better overlap of loads could gain, calculated."""
+    content = result("toy_ceilings")
+    lines, names = [], {"none1": "1 request", "none8": "8 requests", "eagle4_8": "8 requests, 4 drafts"}
+    for row in content["rows"]:
+        folder, _, name = row["trace"].rpartition("/")
+        gains = [f"{row['gain'][way]:.2f}" for way in ("rows", "hits", "layer", "step")]
+        hits = f"{100 * row['hit_rate']:.0f} %"
+        lines.append([folder or "flat", names[name], row["profile"], f"{row['share_percent']:g} %", hits, *gains])
+    head = (
+        "routing",
+        "",
+        "profile",
+        "slots",
+        "hits",
+        "rows first",
+        "hits first",
+        "next layer known",
+        "all layers known",
+    )
+    most = {way: max(row["gain"][way] for row in content["rows"]) for way in ("rows", "layer")}
+    return {
+        "ceilings": table(head, lines),
+        "ceilings.rows": f"{100 * (most['rows'] - 1):.1f} %",
+        "ceilings.layer": f"{100 * (most['layer'] - 1):.1f} %",
+        "ceilings.layer.least": f"{min(row['gain']['layer'] for row in content['rows']):.2f}",
+        "ceilings.recall": f"{100 * content['recall']:.0f} %",
     }
 
 

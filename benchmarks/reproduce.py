@@ -369,7 +369,7 @@ FIGURES = {
     "ceilings": Figure(
         "Predictors: what a better overlap of loads could gain, calculated",
         ("toy_ceilings.json",),
-        ("python benchmarks/replay/ceilings.py",),
+        (f"python benchmarks/replay/ceilings.py {_RESULT}/toy_ceilings.json",),
         inputs=("benchmarks/traces", "vllm_spac/profiling/profiles"),
         minutes=4,
     ),
