@@ -85,6 +85,7 @@ def rendered() -> Values:
         quantised,
         one_after_the_other,
         locality,
+        seeds,
         scaled,
         scaled_trees,
         resident_budgets,
@@ -426,6 +427,19 @@ def locality() -> Values:
         "locality.tokens": f"{flat['tokens']:,}",
         "locality.local_tokens": f"{local['tokens']:,}",
     }
+
+
+def seeds() -> Values:
+    """Local models by seed, on held-out text."""
+    lines = []
+    for row in result("toy_local_seeds")["rows"]:
+        trained = f", seed {row['seed']}, {row['minutes']:.0f} minutes" if row["seed"] is not None else ""
+        name = row["model"] if row["model"] in ("flat", "local, committed") else "local"
+        numbers = ("overlap_with_previous_token", "lru_small", "lru_large", "mass_of_top_half_of_63_rows")
+        shares = [f"{100 * row[value]:.1f} %" for value in numbers]
+        lines.append([name + trained, f"{row['validation_loss']:.3f}", *shares, str(row["experts_under_0.2_percent"])])
+    head = ("", "loss", "overlap", "LRU, 19 %", "LRU, 38 %", "mass of the best half, 63 rows", "experts under 0.2 %")
+    return {"seeds": table(head, lines)}
 
 
 def scaled() -> Values:

@@ -383,6 +383,18 @@ FIGURES = {
         inputs=("benchmarks/traces",),
         minutes=1,
     ),
+    "local_seeds": Figure(
+        "Results: local models by seed",
+        ("toy_local_seeds.json",),
+        (
+            *(
+                f"python benchmarks/toy/train.py local --minutes 22 --seed {seed} --output .cache/toy/local-seed-{seed}"
+                for seed in (1, 2)
+            ),
+            "python benchmarks/toy/seeds.py .cache/toy/local-seed-1 .cache/toy/local-seed-2",
+        ),
+        minutes=46,
+    ),
     "moe_spac_tables": Figure(
         "Results: MoE-SpAc's tables 2 and 4, simulated",
         ("toy_tables.json", "toy_tables.png", "toy_local_tables.json", "toy_local_tables.png"),

@@ -160,7 +160,8 @@ class CudaStream(Stream[_CudaEvent]):
 class CurrentCudaStream(CudaStream):
     """The stream that the calling thread launches on, which runs the model.
 
-    If that stream changes, the new one waits for the old one.
+    If that stream changes, the new one waits for the old one. A capture has a stream of its own, which must wait for
+    nothing outside of it: vLLM has ordered it before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -168,22 +169,23 @@ class CurrentCudaStream(CudaStream):
         self._device = device
 
     def record(self) -> _CudaEvent:
-        self._follow()
-        return super().record()
+        event = torch.cuda.Event()
+        event.record(self._current())
+        return _CudaEvent(event)
 
     def submit(self, work: Callable[..., object], *arguments: Any) -> None:
-        self._follow()
-        super().submit(work, *arguments)
+        with torch.cuda.stream(self._current()):
+            work(*arguments)
 
     def wait(self, event: _CudaEvent) -> None:
-        self._follow()
-        super().wait(event)
+        self._current().wait_event(event.event)
 
-    def _follow(self) -> None:
+    def _current(self) -> torch.cuda.Stream:
         current = torch.cuda.current_stream(self._device)
-        if current != self.stream:
+        if current != self.stream and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self.stream)
             self.stream = current
+        return current
 
 
 def streams(device: torch.device) -> tuple[Stream, Stream]:
