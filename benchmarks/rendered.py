@@ -88,6 +88,7 @@ def rendered() -> Values:
         seeds,
         scaled,
         scaled_trees,
+        scaled_trees_sampled,
         resident_budgets,
         policies,
         budgets,
@@ -478,6 +479,7 @@ def scaled() -> Values:
         for text in (f"{_spaced(size)}: waits for loads", "for the CPU", "the rest", "loads", "on the CPU")
     ]
     lossy = [rungs[size, "tree"] for size in sizes]
+    pacing = result("scaled_pacing_toy")["rows"][-1]
     return {
         "scaled.proportions": table(("`--machine`", "load : layer : CPU expert"), lines),
         "scaled.ladder": table(["", *head], rows),
@@ -488,6 +490,7 @@ def scaled() -> Values:
         "scaled.exact.perplexity": f"{rungs[sizes[0], 'layer_lru']['quality']['perplexity']:.2f}",
         **{f"scaled.{name}": f"{rungs['25%', name]['speedup']:.2f}" for name in ("reuse", "cpu", "drafts")},
         "scaled.cpu.interval": " – ".join(f"{value:.2f}" for value in rungs["25%", "cpu"]["speedup_interval"]),
+        "scaled.pacing": _with_interval(pacing["speedup"], pacing["speedup_interval"]),
         **_validated("rtx4090"),
         **_validated("h200"),
     }
@@ -579,6 +582,28 @@ def scaled_trees() -> Values:
         "scaled_trees.bound": f"{plain['loads_per_token'] / least:.2f}",
         "scaled_trees.longest": f"{max(row['acceptance_length'] for row in content['rows']):.2f}",
     }
+
+
+def scaled_trees_sampled() -> Values:
+    """Budgets over draft trees at temperature 1, on a scaled machine."""
+    content = result("scaled_trees_sampled_toy")
+    lines = []
+    for row in content["rows"]:
+        drafts = f"{row['kind']} of {row['drafts']}" if row["drafts"] else "none"
+        budget = f"B = {row['budget']['budget']}, {row['budget']['votes']}" if row["budget"] else "exact"
+        speed = f"{row['speed']:.2f} ± {row['speed_deviation']:.2f}"
+        quality = f"{row['perplexity']:.2f} ± {row['perplexity_deviation']:.2f}"
+        numbers = [f"{row[name]:.2f}" for name in ("acceptance_length", "experts_per_step", "loads_per_token")]
+        lines.append([drafts, budget, speed, *numbers, f"{100 * row['top1_agreement']:.1f} %", quality])
+    head = (
+        "drafts",
+        "budget, votes",
+        "× no drafts",
+        "tokens per step",
+        "experts per layer and step",
+        "loads per token",
+    )
+    return {"scaled_trees_sampled": table((*head, "top-1 agreement", "perplexity"), lines)}
 
 
 def policies() -> Values:

@@ -327,6 +327,26 @@ FIGURES = {
         timed=True,
         inflated=True,
     ),
+    "scaled_pacing": Figure(
+        "Scaled machine: what pacing itself costs",
+        ("scaled_pacing_toy.json", "scaled_pacing_toy.png"),
+        (f"{_SCALED} --pacing-cost --slots 25% --turns 12 {_RESULT}/scaled_pacing_toy.json",),
+        minutes=4,
+        timed=True,
+        inflated=True,
+    ),
+    "scaled_trees_sampled": Figure(
+        "Scaled machine: budgets over trees at temperature 1, by seed",
+        ("scaled_trees_sampled_toy.json", "scaled_trees_sampled_toy.png"),
+        (
+            f"python benchmarks/papers/moe_spec_table.py {LOCAL_MID} --chains '' --trees 16 --budgets 16,32 --votes path "
+            f"--temperatures 1 --seeds 5 --prompts 4 {_RESULT}/scaled_trees_sampled_toy.json",
+        ),
+        inputs=(MODELS, "vllm_spac/profiling/profiles"),
+        minutes=8,
+        timed=True,
+        inflated=True,
+    ),
     "scaled_simulated_h200": Figure(
         "Scaled machine: the same with the proportions of an H200 server",
         ("scaled_h200_simulated.json",),
