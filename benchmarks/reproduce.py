@@ -339,8 +339,8 @@ FIGURES = {
         "Scaled machine: budgets over trees at temperature 1, by seed",
         ("scaled_trees_sampled_toy.json", "scaled_trees_sampled_toy.png"),
         (
-            f"python benchmarks/papers/moe_spec_table.py {LOCAL_MID} --chains '' --trees 16 --budgets 16,32 --votes path "
-            f"--temperatures 1 --seeds 5 --prompts 4 {_RESULT}/scaled_trees_sampled_toy.json",
+            f"python benchmarks/papers/moe_spec_table.py {LOCAL_MID} --chains '' --trees 16 --budgets 16,32 --votes "
+            f"path --temperatures 1 --seeds 5 --prompts 4 {_RESULT}/scaled_trees_sampled_toy.json",
         ),
         inputs=(MODELS, "vllm_spac/profiling/profiles"),
         minutes=8,

@@ -85,8 +85,11 @@ class Lookahead:
 
     @torch.inference_mode()
     def _know(self, tokens: Tensor | None) -> None:
-        found = self._predictor.of_step(tokens).unflatten(1, self._known.shape[1:])
-        self._known[: len(found) if tokens is not None else None] = found
+        if tokens is None:  # the same for all rows
+            self._known.copy_(self._predictor.of_step(None).unflatten(1, self._known.shape[1:]))
+        else:  # of V1's runner on the host, of V2's on the device
+            there = tokens.to(self._known.device, non_blocking=True)
+            self._known[: len(tokens)] = self._predictor.of_step(there).unflatten(1, self._known.shape[1:])
 
     @torch.inference_mode()
     def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
