@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 _TIMES = ("slots", "rung", "TPOT ms [95 %]", "x first [95 %]", "of resident")
+_NAMES = {"prefetch": "beside it:\n+ prefetch", "tree": "budgeted tree\ninstead (lossy)"}
 _COUNTS = ("hits", "loads", "on CPU", "ahead", "waits ms", "late ms", "late CPU", "= resident", "= first")
 
 
@@ -66,7 +67,7 @@ def picture(rows: Sequence[dict], title: str, path: Path) -> None:
         rates = [1 / row["tpot_median"] for row in mine]
         low = [rate - 1 / row["tpot_interval"][1] for rate, row in zip(rates, mine, strict=True)]
         high = [1 / row["tpot_interval"][0] - rate for rate, row in zip(rates, mine, strict=True)]
-        names = [f"{'+ ' * (place > 0)}{row['rung']}" for place, row in enumerate(mine)]
+        names = [_NAMES.get(row["rung"], f"{'+ ' * (place > 0)}{row['rung']}") for place, row in enumerate(mine)]
         axes.errorbar(names, rates, yerr=[low, high], marker="o", capsize=4, label=f"{slots} of the experts in slots")
     resident = [1 / row["tpot_median"] for row in rows if row["rung"] == "resident"]
     axes.axhline(sum(resident) / len(resident), color="grey", linestyle="--", linewidth=0.8, label="all resident")
