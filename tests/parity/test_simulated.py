@@ -20,6 +20,7 @@ from vllm_spac.core import Rates
 from vllm_spac.execution._slot_layers import SlotLayers
 from vllm_spac.integration.loading import assembly
 from vllm_spac.profiling.costs import Costs
+from vllm_spac.simulation.named import build_policy
 from vllm_spac.simulation.parts import rows_of_records
 from vllm_spac.simulation.replay import Outcome
 from vllm_spac.simulation.slots import SlotsReplay
@@ -75,9 +76,9 @@ def simulated(trace: Trace, spac: dict, balancer: str, slots: int, gamma: int, b
     count = {"count": spac["cpu_experts"]} if balancer == "fixed" else {}
     chosen = None if balancer == "none" else components.build("balancers", balancer, **knobs, **rates, **count)
     outcome = Outcome(spac["policy"], balancer, slots, slots / facts.total)
-    policy = components.build("policies", spac["policy"])
+    policy = build_policy(spac["policy"], trace, slots, balancer=balancer)  # which knows the drafts, as an engine's
     costs = Costs.read("rtx4090")
-    replay = SlotsReplay(trace, costs, facts.expert_bytes, outcome, policy, chosen, PrefetchSettings(), False)
+    replay = SlotsReplay(trace, costs, facts.expert_bytes, outcome, policy, chosen, PrefetchSettings(), "none")
     before.repeat(replay.layers)
     replay.run(rows_of_records(trace))
     return replay
