@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,7 +140,7 @@ def row_of(quiet: list[Stream], disturbed: list[Stream], late: Stream, counters:
 def measure(url: str, load: Load, sizes: tuple[int, ...], with_plugin: bool, advance: Any) -> dict[str, Any]:
     """Returns the answers to prompts that were sent alone, and a row for each number of streams."""
     alone = [
-        asyncio.run(streams_of(url, Load([prompt], *_rest(load)), 1, False))[0][0] for prompt in load.short[:_ALONE]
+        asyncio.run(streams_of(url, replace(load, short=[prompt]), 1, False))[0][0] for prompt in load.short[:_ALONE]
     ]
     rows = []
     for size in sizes:
@@ -152,10 +152,6 @@ def measure(url: str, load: Load, sizes: tuple[int, ...], with_plugin: bool, adv
         rows.append(row_of(quiet, disturbed, late, {name: after[name] - before[name] for name in after}))
         advance()
     return {"alone": [stream.text for stream in alone], "rows": rows}
-
-
-def _rest(load: Load) -> tuple[list[int], int, int, float]:
-    return load.long, load.output_tokens, load.seed, load.timeout
 
 
 @app.command(help=__doc__, epilog=_EPILOG)

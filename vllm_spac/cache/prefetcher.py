@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from vllm_spac.balancers.base import Balancer
-from vllm_spac.cache.allowance import PAUSE, Allowance
+from vllm_spac.cache.allowance import Allowance
 from vllm_spac.cache.level_queue import LevelQueue
 from vllm_spac.cache.link import Link, Moved
+from vllm_spac.cache.pauses import PauseNotice
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.metrics import Counters
@@ -61,7 +62,7 @@ class Prefetcher:
         self._allowance = None if settings.extra is None else Allowance(settings.extra)
         self._guessed: set[int] = set()  # being read or read because of a prediction, and not used yet
         self._evicted_for: dict[int, int] = {}  # victim of such a read -> the key read
-        self._told = False  # that it pauses
+        self._pauses = PauseNotice(settings.prefetch)
 
     def observe(self, counts: np.ndarray) -> None:
         """Updates the scores from the ``counts`` of a step, which the policy has observed (see ``Policy.observe``)."""
@@ -98,15 +99,8 @@ class Prefetcher:
         """Processes the reads that have finished, and judges by a window of steps how many were used."""
         self.reap()
         self._evicted_for = {victim: key for victim, key in self._evicted_for.items() if key in self._guessed}
-        if self._allowance is not None and (judged := self._allowance.end_step()) is not None and not self._told:
-            self._told = True
-            logger.warning(
-                "spac: prefetch=%s pauses: layers used %d of the last %d experts that it read ahead; it is tried again "
-                "every %d steps, or use --spac-prefetch off",
-                self._settings.prefetch,
-                *judged,
-                PAUSE,
-            )
+        if self._allowance is not None:
+            self._pauses.tell(self._allowance.end_step())
 
     def top_up(self, passed: int) -> None:
         """Starts reads of the best queued experts that find slots; keys below ``passed`` are too late."""

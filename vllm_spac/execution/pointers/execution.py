@@ -73,7 +73,7 @@ class PointerExecution(Execution):
         step_bytes: with the admission ``step``, the maximum bytes in flight into slots, but at least one expert; 0:
             nothing is moved.
         predictor: names experts of the next layer, which are read ahead; on the device. None: nothing is.
-        extra: loads that reads ahead may add, as in ``Allowance``.
+        extra: loads that reads ahead may add, as in ``Allowance``; ``prefetch``: the predictor's name.
         staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
         poison: fill slots with NaN before they are written; for tests.
     """
@@ -98,6 +98,7 @@ class PointerExecution(Execution):
         step_bytes: int = STEP_BYTES,
         predictor: Maps | None = None,
         extra: float = 1.0,
+        prefetch: str = "off",
         staged: bool = False,
         poison: bool = False,
     ) -> None:
@@ -122,7 +123,7 @@ class PointerExecution(Execution):
             self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, copy)
         self._ahead: Lookahead | None = None
         if predictor is not None and not self.holds_all:
-            self.admission.read_ahead(extra)
+            self.admission.read_ahead(extra, prefetch)
             self._ahead = Lookahead(predictor, self.admission, self._compute, copy, rows)
             self.looks_at = predictor.needs & {Signal.TOKENS}
         self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
@@ -149,6 +150,7 @@ class PointerExecution(Execution):
             admission=context.config.admission or admissions.DEFAULT,
             predictor=cast("Maps | None", context.predictor),  # as ``knobs.rules`` checks
             extra=context.config.prefetch_share,
+            prefetch=context.config.prefetch,
             staged=context.room.staged,
         )
 

@@ -39,11 +39,15 @@ class Offered(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it."""
+    """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it.
+
+    ``judged``: as ``Allowance.end_step`` returns it.
+    """
 
     streamed: int
     admitted: int
     ahead: int
+    judged: tuple[int, int] | None = None
 
 
 class Offering:
@@ -107,15 +111,15 @@ class Offering:
         ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
         displaced = self.residency.owner[changed[np.isin(owner[changed], ahead)]].tolist()
         self.residency.take_over(changed, owner[changed])
+        judged = None
         if self.allowance is not None:
-            self._judge(
-                self.allowance, counts, np.concatenate([streamed, admitted]).tolist(), ahead.tolist(), displaced
-            )
-        return Learned(len(streamed), len(admitted), len(ahead))
+            missed = np.concatenate([streamed, admitted]).tolist()
+            judged = self._judge(self.allowance, counts, missed, ahead.tolist(), displaced)
+        return Learned(len(streamed), len(admitted), len(ahead), judged)
 
     def _judge(
         self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: list[int]
-    ) -> None:
+    ) -> tuple[int, int] | None:
         """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``."""
         harm, again = self._displaced.intersection(missed), self._unused.intersection(ahead)
         self._unused.update(ahead)
@@ -131,4 +135,4 @@ class Offering:
         allowance.loaded(len(missed), len(harm))
         allowance.read(len(ahead))
         allowance.used(len(used))
-        allowance.end_step()
+        return allowance.end_step()

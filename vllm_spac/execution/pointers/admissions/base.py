@@ -121,8 +121,13 @@ class Admission(ABC, Generic[Known]):
             live: int32 [1] on the device; pairs from this one on are padding.
         """
 
-    def read_ahead(self, extra: float) -> None:
-        """``ahead`` may be called from now on; ``extra``: as ``Allowance``. Before any step, if it ``looks_ahead``."""
+    def read_ahead(self, extra: float, prefetch: str) -> None:
+        """``ahead`` may be called from now on; before any step, if it ``looks_ahead``.
+
+        Args:
+            extra: as in ``Allowance``.
+            prefetch: the predictor's name, for the log.
+        """
         raise NotImplementedError
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.allowance import Allowance
+from vllm_spac.cache.pauses import PauseNotice
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import Step
 from vllm_spac.execution.pointers.admissions.base import Admission, Parts
@@ -74,8 +75,8 @@ class InLayers(Admission[np.ndarray | None]):
         self._experts.slot_of.copy_(torch.from_numpy(self.residency.slot_of))
         self._experts.owner.copy_(torch.from_numpy(self.residency.owner))
 
-    def read_ahead(self, extra: float) -> None:
-        self.offering.allowance = Allowance(extra)
+    def read_ahead(self, extra: float, prefetch: str) -> None:
+        self.offering.allowance, self._pauses = Allowance(extra), PauseNotice(prefetch)
         self._guessed = torch.full_like(self._sources, UNUSED)
 
     @property
@@ -153,5 +154,6 @@ class InLayers(Admission[np.ndarray | None]):
         nbytes = self.parts.shape.expert_bytes
         self.parts.counters.moved(self.parts.path, learned.admitted * nbytes)
         if guessed:
+            self._pauses.tell(learned.judged)
             self.parts.counters.moved(f"{self.parts.path} ahead", learned.ahead * nbytes)
         return learned.streamed
