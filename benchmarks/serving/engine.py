@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 _AHEAD = ("prefetches", "prefetch_hits", "prefetch_wasted")
 _WAITS = ("stall_seconds", "cpu_wait_seconds")
-_COUNTERS = ("hits", "misses", "loads", "cpu_experts", *_AHEAD, "bytes", *_WAITS, "waves", "steps")
+_COUNTERS = ("hits", "misses", "loads", "host_loads", "cpu_experts", *_AHEAD, "bytes", *_WAITS, "waves", "steps")
 _WARM_TOKENS = 4
 # Replaces the guard: no drafts, and nothing learned from such turns.
 _NO_DRAFTS = SimpleNamespace(choose=lambda requests=None: 0, observe=lambda *step: None)

@@ -53,7 +53,7 @@ import matplotlib.pyplot as plt
 
 PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
 _DRAFTED = ("drafts", "draft_tokens", "accepted_tokens")
-_SUMMED = ("hits", "misses", "loads", "cpu_experts", "prefetches", "prefetch_hits")
+_SUMMED = ("hits", "misses", "loads", "host_loads", "cpu_experts", "prefetches", "prefetch_hits", "stall_seconds")
 _EPILOG = """[bold]Examples[/]
 
 python benchmarks/serving/paired.py .cache/toy/mid stock spac --slots 100%
