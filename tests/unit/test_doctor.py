@@ -82,6 +82,8 @@ FOLDER = PackedFolder("f" * 32, 18 * GIB, days=1.0)
         ({"system": {"environment": {"OMP_NUM_THREADS": "x"}}}, "threads", "problem", "OMP_NUM_THREADS=8"),
         ({"system": {"environment": {"OMP_NUM_THREADS": "9"}}}, "threads", "problem", "has 8 processors"),
         ({"system": {"quota": 2.0}}, "threads", "problem", "OMP_NUM_THREADS=2"),
+        ({"system": {"environment": {"OMP_WAIT_POLICY": "ACTIVE"}}}, "spinning", "problem", "unset OMP_WAIT_POLICY"),
+        ({"system": {"environment": {"KMP_BLOCKTIME": "infinite"}}}, "spinning", "problem", "unset KMP_BLOCKTIME"),
         ({"system": {"environment": {"OMP_PROC_BIND": "close"}}}, "binding", "note", "unset OMP_PROC_BIND"),
         (
             {"system": {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "0-3|7-9"}}},

@@ -10,6 +10,7 @@ from typing import Literal
 from vllm_spac.diagnosis.facts import Facts
 from vllm_spac.system.cpu_affinity import cpus_named
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.openmp import spinning
 from vllm_spac.system.printable import printable
 
 Level = Literal["ok", "note", "problem"]
@@ -167,6 +168,9 @@ def threads(facts: Facts) -> Iterator[Finding]:
         text = f"OMP_NUM_THREADS={asked}, {count} processors" if asked else f"{count} processors"
         yield Finding("threads", "ok", text)
     yield from _binding(facts)
+    for name in spinning(system.environment):
+        text = f"{name}={system.environment[name]}: idle OpenMP threads take the processors that read missed experts"
+        yield Finding("spinning", "problem", text, f"unset {name}")
 
 
 def _binding(facts: Facts) -> Iterator[Finding]:

@@ -19,10 +19,12 @@ from vllm_spac.checkpoint.packed_format import MARK
 from vllm_spac.diagnosis.disk_rate import read_directly, read_rate
 from vllm_spac.diagnosis.facts import Disk, Model, PackedFolder, System
 from vllm_spac.errors import SpacError
+from vllm_spac.system import openmp
 from vllm_spac.system.cpu_affinity import cpus_named
 from vllm_spac.system.host_memory import available_host_bytes
 
-VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "VLLM_CPU_OMP_THREADS_BIND")
+_BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "VLLM_CPU_OMP_THREADS_BIND")
+VARIABLES = ("OMP_NUM_THREADS", *_BINDING, *openmp.VARIABLES)
 _CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
