@@ -18,6 +18,7 @@ import pytest
 from exactness import assert_same_tokens
 from safetensors.torch import load_file, save_file
 
+from vllm_spac.checkpoint.headers import read_checkpoint
 from vllm_spac.errors import StoreError
 
 
@@ -29,6 +30,15 @@ def family():
 @pytest.fixture
 def knobs(tmp_path) -> dict:
     return {"slots": "30%", "store": "disk", "disk_dir": str(tmp_path)}
+
+
+@pytest.fixture(params=[0, 0.2], ids=["two tiers", "three tiers"])
+def tiers(request, family, checkpoint, knobs) -> dict:
+    """``knobs``, and the same with host memory for a fifth of the experts."""
+    if not request.param:
+        return knobs
+    experts = sum(read_checkpoint(checkpoint(family)).layer_bytes.values())
+    return knobs | {"host_memory": int(request.param * experts)}
 
 
 def files(knobs: dict) -> list[Path]:
@@ -49,15 +59,15 @@ FIRST = [(0, 0), (0, 3), (1, 1), (2, 2), (3, 0)]  # get a slot when the slots ar
 LAST = [(0, 15), (1, 14), (1, 15), (2, 13), (3, 12)]  # do not
 
 
-def test_all_that_is_damaged_is_packed_again_by_one_start(family, checkpoint, stock, knobs):
-    """Some experts are read when the slots are filled, and then all are checked, also those that are not."""
-    engines.generate(checkpoint(family), knobs)
-    damaged = damage(knobs, [*FIRST, *LAST])
+def test_all_that_is_damaged_is_packed_again_by_one_start(family, checkpoint, stock, tiers):
+    """Some are read when slots and host memory are filled, and then all are checked, also those that are not."""
+    engines.generate(checkpoint(family), tiers)
+    damaged = damage(tiers, [*FIRST, *LAST])
     assert len(damaged) == 10
-    packed = {path: path.stat().st_mtime_ns for path in files(knobs)}
-    assert_same_tokens(engines.generate(checkpoint(family), knobs), stock(family))
-    assert [path for path in files(knobs) if path.stat().st_mtime_ns != packed[path]] == sorted(damaged)
-    assert len(list(Path(knobs["disk_dir"]).rglob("*.corrupt"))) == 10
+    packed = {path: path.stat().st_mtime_ns for path in files(tiers)}
+    assert_same_tokens(engines.generate(checkpoint(family), tiers), stock(family))
+    assert [path for path in files(tiers) if path.stat().st_mtime_ns != packed[path]] == sorted(damaged)
+    assert len(list(Path(tiers["disk_dir"]).rglob("*.corrupt"))) == 10
 
 
 def test_only_what_is_missing_short_or_damaged_is_packed_again(family, checkpoint, stock, knobs):
@@ -73,7 +83,7 @@ def test_only_what_is_missing_short_or_damaged_is_packed_again(family, checkpoin
     assert again == sorted([*damaged, missing, short]) and len(files(knobs)) == 64
 
 
-def test_damage_while_serving_stops_the_engine_and_is_gone_after_a_restart(family, checkpoint, stock, knobs):
+def test_damage_while_serving_stops_the_engine_and_is_gone_after_a_restart(family, checkpoint, stock, tiers):
     """Only the expert that was asked for is known to be damaged; the next start looks for the others."""
     from vllm_spac.cache.transfers import Transfers
 
@@ -81,20 +91,20 @@ def test_damage_while_serving_stops_the_engine_and_is_gone_after_a_restart(famil
     everywhere = [(layer, expert) for layer in range(4) for expert in range(6, 16)]
 
     def damaging(self, loads, counters):
-        if counters is not None and not damaged:  # not while the slots are filled
-            damaged.extend(damage(knobs, everywhere))
+        if counters is not None and not damaged:  # not while slots and host memory are filled
+            damaged.extend(damage(tiers, everywhere))
         return load(self, loads, counters)
 
     damaged: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transfers, "load", damaging)
         with pytest.raises(Exception, match="is not what was packed"):
-            engines.generate(checkpoint(family), knobs)
+            engines.generate(checkpoint(family), tiers)
     gc.collect()  # the engine, which the error kept, before there is another one
-    aside = list(Path(knobs["disk_dir"]).rglob("*.corrupt"))
+    aside = list(Path(tiers["disk_dir"]).rglob("*.corrupt"))
     assert 0 < len(aside) < len(damaged) == 40
-    assert_same_tokens(engines.generate(checkpoint(family), knobs), stock(family))
-    assert len(list(Path(knobs["disk_dir"]).rglob("*.corrupt"))) == 40
+    assert_same_tokens(engines.generate(checkpoint(family), tiers), stock(family))
+    assert len(list(Path(tiers["disk_dir"]).rglob("*.corrupt"))) == 40
 
 
 def test_another_checkpoint_with_the_old_times(family, checkpoint, knobs, tmp_path):

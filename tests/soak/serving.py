@@ -23,6 +23,7 @@ FLAGS += ["--chat-template", "{% for message in messages %}{{ message.content }}
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 NGRAM = ["--speculative-config", json.dumps(_NGRAM), "--no-async-scheduling"]  # the latter for guard=on
 EXPERTS = 384
+THREE_TIERS = ("--spac-host-memory", "6MiB")  # host memory for a third of the experts, beside their slots and the disk
 
 
 def offloaded(disk_dir: Path) -> list[str]:

@@ -96,8 +96,10 @@ def disk(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("damaged") / "disk"
 
 
-def test_damage_while_serving(starting, disk, answers):
-    server = starting(disk).wait()
+@pytest.mark.parametrize("flags", [(), serving.THREE_TIERS], ids=["two tiers", "three tiers"])
+def test_damage_while_serving(starting, disk, answers, flags):
+    """What host memory has was checked when it was read: only what comes from the disk can be damaged."""
+    server = starting(disk, *flags).wait()
     assert exchange.tokens(server.url) == answers
     rng = random.Random(1)
     for path in rng.sample(serving.packed(disk), 60):

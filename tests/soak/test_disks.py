@@ -96,8 +96,9 @@ def test_full_while_packing_then_read_only(starting, disk, answers):
     assert 0 < done < serving.EXPERTS
 
     disk.mount(ROOM, MS_REMOUNT)
-    again = starting(disk.folder).wait()
+    again = starting(disk.folder, *serving.THREE_TIERS).wait()
     assert exchange.tokens(again.url) == answers
+    assert again.stats()["host_loads"] > 0, "nothing came from host memory"
     assert len(serving.packed(disk.folder)) == serving.EXPERTS
     again.stop()
     again.wait_for_end()

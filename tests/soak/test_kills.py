@@ -66,8 +66,9 @@ def test_killed_while_packing_and_while_serving(starting, answers, tmp_path):
     serving.kill(second)
     done = {path: path.stat().st_mtime_ns for path in done}
 
-    third = starting(disk).wait()
+    third = starting(disk, *serving.THREE_TIERS).wait()
     assert exchange.tokens(third.url) == answers
+    assert third.stats()["host_loads"] > 0, "nothing came from host memory"
     assert len(serving.packed(disk)) == serving.EXPERTS
     assert {path: path.stat().st_mtime_ns for path in done} == done, "what was packed was packed again"
     assert half_written(disk) == []
@@ -78,7 +79,7 @@ def test_killed_while_packing_and_while_serving(starting, answers, tmp_path):
 
     # Stock vLLM 0.32's engine core and worker do not notice that their API server is gone, with or without a plugin.
     # What they hold of the folder keeps nobody out.
-    fourth = starting(disk).wait()
+    fourth = starting(disk, *serving.THREE_TIERS).wait()
     assert exchange.tokens(fourth.url) == answers
     with contextlib.suppress(ProcessLookupError):  # they may have gone by now
         serving.kill(third)
