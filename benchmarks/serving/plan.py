@@ -16,6 +16,7 @@ EXTRAS = {
     "cpu": {"cpu_experts": "auto"},
     "threshold": {"balancer": "threshold"},
     "pointers": {"execution": "pointers"},
+    "io_uring": {"io_submit": "io_uring"},
 }
 OFFLOADS = ("uva", "prefetch")  # of stock vLLM, on a GPU
 ROUNDING = {"cpu", "pointers"}  # these sum in another order than stock

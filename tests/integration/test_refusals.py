@@ -796,3 +796,23 @@ def test_chains_of_drafts_warn_of_sampling_on_a_cpu(monkeypatch, caplog, device,
     config = SimpleNamespace(speculative_config=SimpleNamespace() if drafts else None)
     preflight.warn_of_sampling(SpacConfig(tree=tree), config)
     assert ("temperature > 0" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "warned"),
+    [
+        ("OMP_WAIT_POLICY", "active", True),
+        ("OMP_WAIT_POLICY", "passive", False),
+        ("GOMP_SPINCOUNT", "infinity", True),
+        ("GOMP_SPINCOUNT", "100000001", True),
+        ("GOMP_SPINCOUNT", "300000", False),
+        ("KMP_BLOCKTIME", "1", False),
+        ("KMP_BLOCKTIME", "", False),
+        ("OMP_NUM_THREADS", "infinity", False),
+    ],
+)
+def test_idle_threads_that_spin_are_warned_of(caplog, name, value, warned) -> None:
+    from vllm_spac.integration import preflight
+
+    preflight.warn_of_spinning({name: value})
+    assert (f"{name}={value}: idle OpenMP threads" in caplog.text) == warned

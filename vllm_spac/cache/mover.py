@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,9 @@ from torch import Tensor, uint8
 
 from vllm_spac.cache.host_tier import HostTier, Move
 from vllm_spac.cache.link import Moved
+from vllm_spac.errors import StoreError
 from vllm_spac.system.host_blocks import HostBlock
+from vllm_spac.system.io_uring import Ring
 from vllm_spac.tiers.base import ExpertStore, Slot, Slots, rows_of
 from vllm_spac.timeline.recorder import Kind, Timeline, now
 
@@ -89,6 +92,26 @@ class Mover:
         if move.row is not None and move.saved is None:
             self._save(slot, move)
         return Moved(self._path, nbytes)
+
+    def batches(self) -> bool:
+        """Whether ``perform_all`` can perform moves: without host memory, from a store that reads several at once."""
+        return self._rows is None and self._store.batches(self._slots[0])
+
+    def perform_all(self, moves: Sequence[Move], ring: Ring) -> Generator[tuple[int, Moved | StoreError], None, None]:
+        """Fills the slots of ``moves``; yields the key of each as it ends, and what ``perform`` returns or raises.
+
+        Nothing writes to their slots any more once the iterator has ended or is closed.
+        """
+        timeline, start = self.timeline, now() if self.timeline is not None else 0
+        with closing(self._store.read_all([(move.key, self._slots[move.slot]) for move in moves], ring)) as reads:
+            for number, result in reads:
+                key = moves[number].key
+                if isinstance(result, StoreError):
+                    yield key, result
+                    continue
+                if timeline is not None:
+                    timeline.add(Kind.LOAD, start, self._first + key, result)
+                yield key, Moved(self._path, result)
 
     def ended(self, move: Move, result: object) -> None:
         """Completes ``move``; ``result``: what ``perform`` returned, or the exception that it raised."""

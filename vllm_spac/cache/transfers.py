@@ -20,9 +20,11 @@ from vllm_spac.cache.background import Background
 from vllm_spac.cache.host_tier import Move
 from vllm_spac.cache.link import Moved, reads_ahead
 from vllm_spac.cache.mover import HOST, HostRows, Mover
+from vllm_spac.errors import ConfigError
 from vllm_spac.metrics import Counters
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.futures import finish, given_up
+from vllm_spac.system.io_uring import Ring
 from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.timeline.recorder import Kind, Timeline, now
 
@@ -40,6 +42,10 @@ class Transfers:
         path: the name of the store in ``Counters.bytes``.
         background: maximum number of prefetch reads in flight; half of ``threads`` unless given.
         rows: host memory between the slots and the store, if any.
+        ring: reads the loads on demand of a layer together, in the calling thread; owned. None: threads do.
+
+    Raises:
+        ConfigError: ``ring`` cannot read from this store into these slots.
     """
 
     def __init__(
@@ -50,8 +56,16 @@ class Transfers:
         path: str,
         background: int | None = None,
         rows: HostRows | None = None,
+        ring: Ring | None = None,
     ) -> None:
         self._mover = Mover(store, slots, path, rows)
+        self._ring = ring
+        if ring is not None and not self._mover.batches():
+            ring.close()
+            raise ConfigError(
+                f"spac: io_submit=io_uring (--spac-io-submit) reads files with direct I/O into slots of whole pages in "
+                f"CPU memory, which is not so for {store.describe()}; use --spac-io-submit threads"
+            )
         self._device = next(iter(slots.values())).device
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io", initializer=unbind)
@@ -76,10 +90,15 @@ class Transfers:
         left, results = deque(planned[1:]), dict[int, Moved | BaseException]()
         failed: dict[int, BaseException] = {}
         with self.ahead.paused():
-            helpers = self._submit(min(self._threads, len(left)), left, results)
-            try:  # the calling thread would only wait otherwise
-                self._perform(deque(planned[:1]), results)
-                self._perform(left, results)
+            helpers: list[Future] = []
+            try:
+                if self._ring is not None:
+                    with contextlib.closing(self._mover.perform_all(planned, self._ring)) as ended:
+                        results.update(ended)
+                else:
+                    helpers = self._submit(min(self._threads, len(left)), left, results)
+                    self._perform(deque(planned[:1]), results)  # this thread would only wait otherwise
+                    self._perform(left, results)
             finally:
                 left.clear()  # it was interrupted
                 _settle(helpers)
@@ -124,6 +143,9 @@ class Transfers:
         """Waits for the reads in flight, cancels the others and stops the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.ahead.close()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
         self._mover.close()
 
     def _submit(self, count: int, left: deque[Move], results: dict[int, Moved | BaseException]) -> list[Future]:

@@ -32,6 +32,7 @@ from vllm_spac.executors._thread import Computation, ExecutorThread
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.predictors.base import Seen
+from vllm_spac.system.io_uring import Ring
 from vllm_spac.tiers.base import ExpertStore
 from vllm_spac.timeline.recorder import Timeline
 
@@ -59,12 +60,13 @@ class SlotExecution(Execution):
         exchange: copies routing to the host and slots to the device; needed by kernels that do not take slots.
         host: host memory between the slots and the store, if any; owned.
         local_of: the experts that this process holds, see ``Execution``; on a CPU only.
+        ring: reads missed experts in place of ``io_threads``; owned.
     """
 
     needs_host: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
-    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch", "speculate"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "io_submit", "prefetch", "speculate"})
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class SlotExecution(Execution):
         exchange: Exchange | None = None,
         host: HostRows | None = None,
         local_of: Tensor | None = None,
+        ring: Ring | None = None,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
         self.shape = shape
@@ -94,7 +97,7 @@ class SlotExecution(Execution):
         self._exchange = exchange
         self._routed = StepRouting(shape, partly=local_of is not None)
         knobs = ahead or PrefetchSettings()
-        self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
+        self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host, ring)
         self.host, self.local_of = host, local_of
         self._loader = ExpertLoader(residency, transfers, self.counters, shape.experts, knobs, balancer, shape.top_k)
         self._layers = SlotLayers(self._loader, shape.experts)
@@ -115,6 +118,7 @@ class SlotExecution(Execution):
             exchange=context.exchange,
             host=context.host,
             local_of=context.local_of,
+            ring=Ring() if config.io_submit == "io_uring" else None,
         )
 
     @property

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,8 @@ from vllm_spac.knobs.types import flag as knob_flag
 from vllm_spac.prediction.file import PredictorFile
 from vllm_spac.predictors.base import DRAFTING, Signal
 from vllm_spac.profiling.costs import Costs
+from vllm_spac.system.io_uring import Ring
+from vllm_spac.system.openmp import spinning
 from vllm_spac.system.printable import printable
 from vllm_spac.timeline.writer import check_target as check_timeline
 from vllm_spac.traces.writer import check_target
@@ -137,6 +139,8 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
     _check_prefetch(config, vllm_config)
     _check_files(config, vllm_config)
     warn_of_sampling(config, vllm_config)
+    warn_of_spinning(os.environ)
+    check_io_submit(config)
 
 
 def warn_of_sampling(config: SpacConfig, vllm_config: VllmConfig) -> None:
@@ -149,6 +153,28 @@ def warn_of_sampling(config: SpacConfig, vllm_config: VllmConfig) -> None:
         logger.warning(
             "spac: with drafts, vLLM's CPU build samples wrong tokens at temperature > 0, also without this plugin; "
             "send temperature 0, or use a draft tree (--spac-tree) with EAGLE, or no drafts"
+        )
+
+
+def check_io_submit(config: SpacConfig) -> None:
+    """Raises ``ConfigError`` if missed experts cannot be read as ``config`` says."""
+    if config.io_submit == "threads":
+        return
+    if _device_type() != "cpu":
+        raise ConfigError(
+            f"spac: io_submit={config.io_submit} (--spac-io-submit) reads into slots in CPU memory, and this engine "
+            "computes on a GPU; use --spac-io-submit threads"
+        )
+    Ring().close()
+
+
+def warn_of_spinning(environment: Mapping[str, str]) -> None:
+    """Logs each variable that keeps idle OpenMP threads on the processors that read missed experts."""
+    for name in spinning(environment):
+        logger.warning(
+            "spac: %s=%s: idle OpenMP threads take the processors that read missed experts; unset it",
+            name,
+            environment[name],
         )
 
 

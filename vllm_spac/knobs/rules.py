@@ -23,6 +23,11 @@ _OF_EXECUTION = {
         "host_memory (--spac-host-memory) holds experts between slots and disk, and execution={execution} "
         "(--spac-execution) reads none from a disk; drop --spac-host-memory",
     ),
+    "io_submit": (
+        ("threads",),
+        "io_submit (--spac-io-submit) is how missed experts are read from a disk into slots, and execution={execution} "
+        "(--spac-execution) reads none; drop --spac-io-submit",
+    ),
     "speculate": (
         ("off",),
         "speculate (--spac-speculate) decides before a layer's experts are loaded, and execution={execution} "
@@ -146,7 +151,7 @@ def _check_workers(config: Any) -> None:
         path_of(config.cluster)
     if config.workers is not None and (problem := groups_problem(config, config.workers)) is not None:
         raise ValueError(problem)
-    idle_values = {"execution": "slots", "cpu_experts": "off", "host_memory": None}
+    idle_values = {"execution": "slots", "cpu_experts": "off", "host_memory": None, "io_submit": "threads"}
     for name, without in idle_values.items():
         if (value := getattr(config, name)) != without:
             raise ValueError(f"{name}={value} ({flag(name)}) is not for {named}; drop {flag(name)}")
@@ -191,6 +196,22 @@ def _check_host_memory(config: Any) -> None:
                 f"host_memory (--spac-host-memory) holds a part of the experts, and store={config.store} "
                 "(--spac-store) holds all of them in memory; use --spac-store disk, or drop --spac-host-memory"
             )
+
+
+def _check_io_submit(config: Any) -> None:
+    if config.io_submit == "threads":
+        return
+    asked = f"io_submit={config.io_submit} (--spac-io-submit)"
+    if config.host_memory is not None:
+        raise ValueError(
+            f"{asked} reads straight into slots, and with host_memory (--spac-host-memory) experts are also copied "
+            "from and to host memory; drop one of them"
+        )
+    if config.store is not None and not components.find("tiers", config.store).persistent:
+        raise ValueError(
+            f"{asked} reads from a disk, and store={config.store} (--spac-store) is in memory; use --spac-store disk, "
+            "or drop --spac-io-submit"
+        )
 
 
 def _check_calibration(config: Any) -> None:
@@ -277,6 +298,7 @@ _RULES = (
     _check_execution,
     _check_tree,
     _check_host_memory,
+    _check_io_submit,
     _check_calibration,
     _check_prefetch,
     _check_speculate,

@@ -14,8 +14,9 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,6 +32,7 @@ from vllm_spac.errors import StoreError
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.io_uring import ENTRIES, Ring
 from vllm_spac.tiers.base import ExpertStore, Slot
 
 _RESERVE = 256 << 20  # left free on the disk
@@ -110,6 +112,16 @@ class DiskStore(ExpertStore):
                 slot.fill(name, source)
         return self.shape.expert_bytes
 
+    def batches(self, into: Mapping[str, Tensor]) -> bool:
+        return self.direct and self._readable(Slot.of(into)) is not None
+
+    def read_all(
+        self, reads: Sequence[tuple[int, Mapping[str, Tensor]]], ring: Ring
+    ) -> Generator[tuple[int, int | StoreError], None, None]:
+        for first in range(0, len(reads), ENTRIES):
+            for number, result in self._read_together(reads[first : first + ENTRIES], ring):
+                yield first + number, result
+
     @property
     def suspect(self) -> bool:
         """As in ``ExpertStore``: after a failed read, or if some but not all experts are missing."""
@@ -134,6 +146,53 @@ class DiskStore(ExpertStore):
         how = "direct I/O" if self.direct else "buffered I/O, pages dropped: this file system has no direct I/O"
         how += ", read-only" if self._read_only else ""
         return f"disk ({self.folder}, {gib(self.shape.total * self.file_bytes)}, {how})"
+
+    def _read_together(
+        self, reads: Sequence[tuple[int, Mapping[str, Tensor]]], ring: Ring
+    ) -> Generator[tuple[int, int | StoreError], None, None]:
+        """As ``read_all``, of as many as ``ring`` takes at once. What does not succeed is left to ``read``."""
+        files, asked = {}, []
+        parts: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
+        try:
+            for number, ((key, into), (header, rest)) in enumerate(zip(reads, self._edges, strict=False)):
+                with contextlib.suppress(OSError):
+                    files[number] = os.open(self.path(key), os.O_RDONLY | os.O_DIRECT)
+                    tensors = self._readable(Slot.of(into)) or []
+                    parts[number] = header, tensors
+                    asked.append((number, files[number], [header, *tensors, rest]))
+            ring.submit(asked)
+            for number in set(range(len(reads))) - files.keys():
+                yield number, self._outcome(*reads[number])
+            left = len(asked)
+            while left:
+                for number, size in ring.completed():
+                    left -= 1
+                    key, into = reads[number]
+                    intact = size == self.file_bytes and self._matches(key, *parts[number])
+                    yield number, self.shape.expert_bytes if intact else self._outcome(key, into)
+        finally:
+            ring.drain()
+            for file in files.values():
+                os.close(file)
+
+    def _outcome(self, key: int, into: Mapping[str, Tensor]) -> int | StoreError:
+        try:
+            return self.read(key, into)
+        except StoreError as error:
+            return error
+
+    @cached_property
+    def _edges(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each read of a batch, memory for its header, and a page that a file which is too long reaches."""
+        pages = np.frombuffer(mmap.mmap(-1, ENTRIES * (HEADER + PAGE)), np.uint8).reshape(ENTRIES, -1)
+        return [(page[:HEADER], page[HEADER:]) for page in pages]
+
+    def _matches(self, key: int, header: np.ndarray, tensors: Sequence[np.ndarray]) -> bool:
+        """Whether header and tensors, as bytes, are those that were packed for ``key``."""
+        checksum = xxhash.xxh3_128()
+        for tensor in tensors:
+            checksum.update(tensor.data)
+        return header.tobytes() == self._header(key, checksum.hexdigest())
 
     def _intact(self, key: int) -> bool:
         try:
@@ -170,12 +229,8 @@ class DiskStore(ExpertStore):
         problem = None
         if size != self.file_bytes:
             problem = f"has {size} bytes, not {self.file_bytes}"
-        else:
-            checksum = xxhash.xxh3_128()
-            for tensor in tensors:
-                checksum.update(tensor.data)
-            if header.tobytes() != self._header(key, checksum.hexdigest()):
-                problem = "is not what was packed (checksum or header differ)"
+        elif not self._matches(key, header, tensors):
+            problem = "is not what was packed (checksum or header differ)"
         if problem is not None:
             self._mark()
             self._set_aside(path)
