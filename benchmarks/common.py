@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import signal
 import statistics
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_spac.system.atomic_write import replacing
+from vllm_spac.system.huge_pages import HUGE_PAGE, huge_pages
 from vllm_spac.system.provenance import UNKNOWN, code, command, machine, now, versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -212,13 +212,14 @@ def _opens_direct(path: Path) -> bool:
 
 
 def _read_files(paths: Sequence[Path], size: int, direct: bool) -> None:
-    buffer = mmap.mmap(-1, -(-size // PAGE) * PAGE)  # page-aligned, as direct I/O requires
+    # Page-aligned, as direct I/O requires, and in huge pages, as slots are: scattered ones halve the rate.
+    buffer = huge_pages(max(HUGE_PAGE, -(-size // PAGE) * PAGE)).numpy()[: -(-size // PAGE) * PAGE].data
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         try:
             done = 0
             while done < size:
-                count = os.preadv(descriptor, [memoryview(buffer)[done:]], done)
+                count = os.preadv(descriptor, [buffer[done:]], done)
                 if count == 0:
                     raise OSError(f"{path.name} ends after {done} of {size} bytes")
                 done += count
