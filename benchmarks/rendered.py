@@ -76,8 +76,11 @@ def rendered() -> Values:
         acceptance,
         trees,
         serving,
+        peers,
         batches,
         paired,
+        three_tiers,
+        submitted,
         tree_step,
         recipe,
         prefetched,
@@ -184,6 +187,46 @@ def serving() -> Values:
     return {"serving": table(head, lines)}
 
 
+def peers() -> Values:
+    """The plugin beside llama.cpp."""
+    lines, first = [], ""
+    labels = {"all": "all of it", "weights": "the same bytes of weights", "process": "the same bytes in all"}
+    for name in ("peers_toy", "peers_8gb_toy"):
+        content = result(name)
+        (row,) = content["rows"]
+        size = f"{content['gguf_bytes'] / 1e9:.1f} GB"
+        for peer in row["peers"]:
+            ours, theirs = row["plugin"], peer
+            limit = "" if peer["limit_bytes"] is None else f"{peer['limit_bytes'] / 1e9:.1f}"
+            lines.append(
+                [
+                    size,
+                    _spaced(row["slots"]),
+                    labels[peer["name"]],
+                    limit,
+                    f"{ours['tokens_per_second']:.1f}",
+                    f"{theirs['tokens_per_second']:.1f}",
+                    _with_interval(peer["ratio"], peer["interval"]),
+                    f"{1e3 * ours['cpu_seconds_per_token']:.0f} / {1e3 * theirs['cpu_seconds_per_token']:.0f}",
+                    f"{ours['read_bytes_per_token'] / 1e6:.0f} / {theirs['read_bytes_per_token'] / 1e6:.0f}",
+                    f"{peer['equal_answers']} of {len(ours['turns']['tpot'])}",
+                ]
+            )
+        first = first or f"{content['read_ahead_kib']}"
+    head = (
+        *("weights", "slots", "llama.cpp's memory", "GB", "tokens/s", "llama.cpp's", "ratio (95 %)"),
+        *("CPU ms per token", "MB read per token", "equal answers"),
+    )
+    large = {peer["name"]: peer for peer in result("peers_8gb_toy")["rows"][0]["peers"]}
+    ratios = {name: _with_interval(large[name]["ratio"], large[name]["interval"]) for name in ("weights", "process")}
+    return {
+        "peers": table(head, lines),
+        "peers.read_ahead": first,
+        "peers.weights": ratios["weights"],
+        "peers.process": ratios["process"],
+    }
+
+
 def batches() -> Values:
     """How often stock vLLM's answers depend on their batch, per dtype."""
     values = {}
@@ -240,6 +283,52 @@ def paired() -> Values:
         "guard.starts": f"{starts[0]:.2f} to {starts[-1]:.2f}",
         "guard.trials": f"{sum(least.values()) - least['0']} of {sum(least.values()):,}",
     }
+
+
+def three_tiers() -> Values:
+    """Slots, host memory and disk, between the two with two tiers each."""
+    contents = [result("paired_three_tiers_disk_toy"), result("paired_three_tiers_host_toy")]
+    below, above = (content["rows"][0] for content in contents)
+    assert below["tokens_equal"] and above["tokens_equal"]
+    tokens = len(below["ratios"]) * contents[0]["output_tokens"]
+    assert tokens == len(above["ratios"]) * contents[1]["output_tokens"]
+    ratios = ["", *(_with_interval(row["ratio"], row["interval"]) for row in (below, above))]
+    sides = {
+        "slots and disk": below["base"],
+        "slots, host memory and disk": below["other"],
+        "slots and host memory": above["other"],
+    }
+    lines, waits, loads = [], [], []
+    for (label, side), ratio in zip(sides.items(), ratios, strict=True):
+        host, wait = side["host_loads"] / tokens, 1e3 * side["stall_seconds"] / tokens
+        disk = side["loads"] / tokens - host
+        waits.append(wait)
+        loads.append((disk, host))
+        hits = _percent(side["hits"] / (side["hits"] + side["misses"]))
+        lines.append([label, hits, f"{disk:.1f}", f"{host:.1f}", f"{wait:.1f}", ratio])
+    (from_disk, _), (disk, host), (_, from_host) = loads
+    calculated = disk * waits[0] / from_disk + host * waits[2] / from_host
+    copied = calculated + (disk + host) * waits[2] / from_host  # each evicted expert goes to host memory
+    head = ("", "hits in %", "read from disk", "from host memory", "ms waited", "× the row above (95 %)")
+    return {
+        "three_tiers": table(head, lines),
+        "three_tiers.calculated": f"{calculated:.0f}",
+        "three_tiers.copied": f"{copied:.0f}",
+        "three_tiers.waited": f"{waits[1]:.0f}",
+    }
+
+
+def submitted() -> Values:
+    """Reads by threads and by io_uring."""
+    lines = []
+    for row in result("reads_submitted")["rows"]:
+        rates = [row["experts"] * row["expert_bytes"] / row["seconds"][way] / 1e9 for way in row["seconds"]]
+        ratio = _with_interval(row["ratio"], row["interval"])
+        size = f"{row['expert_bytes'] / 1e6:.1f}"
+        lines.append([size, str(row["experts"]), *(f"{rate:.2f}" for rate in rates), ratio])
+    head = ("MB", "experts", "threads, GB/s", "io_uring, GB/s", "bare, GB/s", "seconds, io_uring over threads (95 %)")
+    ratios = [row["ratio"] for row in result("reads_submitted")["rows"]]
+    return {"submitted": table(head, lines), "submitted.range": f"{min(ratios):.2f} to {max(ratios):.2f}"}
 
 
 def tree_step() -> Values:

@@ -28,11 +28,13 @@ MID = ".cache/toy/mid"  # the toy model with experts of 1.2 MB
 _INFLATE = f"python benchmarks/toy/inflate.py {MODELS}/target {MID} --expert-bytes 1.2MB --eagle3 {MODELS}/eagle3"
 _SERVE = f"python benchmarks/serving/run.py {MID}"
 _PAIRED = f"python benchmarks/serving/paired.py {MID}"
+_BESIDE = "python benchmarks/peers/beside_llama.py"
 _HEAD = f"--eagle3 {MID}-eagle3"
 _ONE_ENGINE = "--turns 80 --starts 2 --warm 2 --output-tokens 64"
 QUANTISED = ".cache/toy/quantised"  # sizes that are multiples of 128, as kernels for quantised experts need them
 LOCAL_MID = ".cache/toy/local-mid"  # the same of the local one
 LOCAL_LARGE = ".cache/toy/local-large"  # the same with experts as large as those of Qwen3-30B-A3B
+LOCAL_8GB = ".cache/toy/local-8gb"  # the same with experts of 21 MB, 8 GB in all
 LOCAL_INT8 = ".cache/toy/local-int8"  # the local one, rounded to INT8
 _INFLATE_LARGE = f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_LARGE} --expert-bytes 9.4MB"
 _INFLATE_LOCAL = (
@@ -104,6 +106,20 @@ FIGURES = {
         timed=True,
         inflated=True,
     ),
+    "peers": Figure(
+        "Results: beside llama.cpp at equal memory",
+        ("peers_toy.json", "peers_toy.png", "peers_8gb_toy.json", "peers_8gb_toy.png"),
+        (
+            f"{_BESIDE} {LOCAL_MID} --slots 25% --turns 10 --read-ahead-kib 128 {_RESULT}/peers_toy.json",
+            f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_8GB} --expert-bytes 21MB",
+            f"{_BESIDE} {LOCAL_8GB} --slots 25% --turns 6 --warm 1 --output-tokens 48 --read-ahead-kib 128 "
+            f"{_RESULT}/peers_8gb_toy.json",
+        ),
+        minutes=20,
+        timed=True,
+        inflated=True,
+        note="needs root, `pip install 'vllm-spac[peers]'` and 45 GB of disk",
+    ),
     "batches": Figure(
         "Exactness: how often stock vLLM's answers depend on their batch",
         ("stock_batches.json",),
@@ -148,6 +164,28 @@ FIGURES = {
         ),
         timed=True,
         inflated=True,
+    ),
+    "three_tiers": Figure(
+        "Results: slots, host memory and disk, in turns with either two",
+        ("paired_three_tiers_disk_toy.json", "paired_three_tiers_host_toy.json"),
+        (
+            f"python benchmarks/serving/paired.py {LOCAL_LARGE} spac 'spac host_memory=1380MiB' --slots 10% --turns 12 "
+            f"--starts 2 --output-tokens 64 {_RESULT}/paired_three_tiers_disk_toy.json",
+            f"python benchmarks/serving/paired.py {LOCAL_LARGE} 'spac host_memory=1380MiB' 'spac store=host' "
+            f"--slots 10% --turns 12 --starts 2 --output-tokens 64 {_RESULT}/paired_three_tiers_host_toy.json",
+        ),
+        minutes=8,
+        timed=True,
+        inflated=True,
+    ),
+    "submitted": Figure(
+        "Results: reads of missed experts by threads and by io_uring",
+        ("reads_submitted.json",),
+        ("python benchmarks/replay/submitted.py",),
+        inputs=(),
+        minutes=3,
+        timed=True,
+        note="needs `pip install 'vllm-spac[io-uring]'`",
     ),
     "prefetch": Figure(
         "Predictors: reads ahead by linear over none, in turns",

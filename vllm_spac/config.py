@@ -130,7 +130,7 @@ class SpacConfig(BaseModel):
     io_submit: Literal["threads", "io_uring"] = Field(
         "threads",
         description="How a layer's missed experts are read from a disk on a CPU machine: by io_threads, or together by "
-        "io_uring (liburing), which pays for experts of a few MB.",
+        "io_uring (liburing), which is a little faster for experts of about a MB.",
     )
     executor: Literal["local", "processes", "ray"] = Field(
         "local",

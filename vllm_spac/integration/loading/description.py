@@ -40,7 +40,7 @@ def _described(host: HostRows | None) -> str:
 
 
 def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
-    """Execution, policy, ``prefetch``, as it is or was chosen, reads and tuned profile, for the log line at start-up."""
+    """Execution, policy, ``prefetch``, as it is or was chosen, reads and tuned profile, for the start-up line."""
     details = execution.describe()
     ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={prefetch}"
     reads = "" if config.io_submit == "threads" or execution.holds_all else f", io_submit={config.io_submit}"
