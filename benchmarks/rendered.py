@@ -94,6 +94,7 @@ def rendered() -> Values:
         scaled_trees_sampled,
         resident_budgets,
         policies,
+        tried,
         budgets,
         budget_cost,
         votes,
@@ -726,6 +727,18 @@ def _hit_rates(content: dict[str, Any]) -> str:
         cells = [f"**{value:.1f}**" if value == best else f"{value:.1f}" for value in found.values()]
         lines.append([f"{share} %", *cells])
     return table(("experts in slots", *names.values()), lines)
+
+
+def tried() -> Values:
+    """What was tried of policies and not adopted."""
+    content = result("toy_tried")
+    points = [gained for row in content["minima"] for gained in row["points"]]
+    saved = [row["saved"] for row in content["placement"]]
+    return {
+        "tried.minima": f"{min(points):+.1f} to {max(points):+.1f}",
+        "tried.saved": f"{min(saved)} to {max(saved)}",
+        "tried.loads": f"{min(row['loads'] for row in content['placement']):,}",
+    }
 
 
 def budgets() -> Values:

@@ -431,6 +431,13 @@ FIGURES = {
         inputs=("benchmarks/traces", "vllm_spac/profiling/profiles"),
         minutes=4,
     ),
+    "tried": Figure(
+        "Policies: per-layer minima and the last run's placement, not adopted",
+        ("toy_tried.json",),
+        ("python benchmarks/replay/tried.py",),
+        inputs=("benchmarks/traces",),
+        minutes=2,
+    ),
     "locality": Figure(
         "Results: locality of the toy models' routing",
         ("toy_locality.json", "toy_local_locality.json"),
