@@ -95,9 +95,9 @@ def main(
 ) -> None:
     folders = {"flat": TRACES, "local": TRACES / "local"}
     result: dict[str, Any] = {"provenance": provenance(), "shares_percent": [float(x) for x in shares.split()]}
-    result["traces"] = {
-        f"{routing} {name}": sha256(folder / f"{name}.trace") for routing, folder in folders.items() for name in NAMES
-    }
+    paths = [folder / f"{name}.trace" for folder in folders.values() for name in NAMES]
+    names = [str(path.relative_to(TRACES).with_suffix("")) for path in paths]
+    result["traces"] = {name: {"sha256": sha256(path)} for name, path in zip(names, paths, strict=True)}
     result["minima"], result["placement"] = [], []
     cases = [(routing, share) for routing in folders for share in result["shares_percent"]]
     for routing, share in track(cases, "replaying", console=Console(stderr=True), transient=True):
