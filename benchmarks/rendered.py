@@ -76,6 +76,7 @@ def rendered() -> Values:
         acceptance,
         trees,
         serving,
+        bounds,
         peers,
         batches,
         paired,
@@ -186,6 +187,33 @@ def serving() -> Values:
         lines.append([shown, _spread(plain), ratios[0], bound, _spread(drafted), ratios[1]])
     head = ("tokens/s (lowest – highest)", "no drafts", "× stock", "time / bound", "EAGLE-3, 4 drafts", "× stock")
     return {"serving": table(head, lines)}
+
+
+def bounds() -> Values:
+    """Seconds of a run over their lower bound, by slots and by what submits reads."""
+    lines = []
+    for name, routing in (("serving_bound_toy", "flat"), ("serving_bound_toy_local", "local")):
+        content = result(name)
+        rows = {row["name"]: row for row in content["rows"]}
+        assert all(row["verdict"] == "same" for row in rows.values())
+        tokens = content["output_tokens"] * content["prompts"]["count"]
+        for slots in ("100%", "10%", "25%", "50%"):
+            threads = rows[f"spac {slots}" + " reuse" * (slots != "100%")]
+            together = rows.get(f"spac {slots} reuse+io_uring")
+            waited = 1e3 * threads["counters"]["stall_seconds"] / tokens
+            rest = 1e3 / threads["tokens_per_second"]["median"] - waited
+            cells = [_percent(threads["hit_rate"]), _rate(threads), f"{waited:.1f}", f"{rest:.1f}", _over(threads)]
+            cells += ["", ""] if together is None else [_rate(together), _over(together)]
+            lines.append([routing, _spaced(slots), *cells])
+    head = (
+        *("routing", "slots", "hits in %", "threads: tokens/s", "ms waited per token", "ms else", "time / bound"),
+        *("io_uring: tokens/s", "time / bound"),
+    )
+    return {"bounds": table(head, lines)}
+
+
+def _over(row: dict[str, Any]) -> str:
+    return f"{row['ratio_to_bound']:.2f}"
 
 
 def peers() -> Values:

@@ -28,6 +28,10 @@ MID = ".cache/toy/mid"  # the toy model with experts of 1.2 MB
 _INFLATE = f"python benchmarks/toy/inflate.py {MODELS}/target {MID} --expert-bytes 1.2MB --eagle3 {MODELS}/eagle3"
 _SERVE = f"python benchmarks/serving/run.py {MID}"
 _PAIRED = f"python benchmarks/serving/paired.py {MID}"
+_BOUND = (
+    "--slots 10%,25%,50% --policy reuse,reuse+io_uring --speculation none --batch 1 --prompts 4 --output-tokens 96 "
+    "--repeats 1"
+)
 _BESIDE = "python benchmarks/peers/beside_llama.py"
 _HEAD = f"--eagle3 {MID}-eagle3"
 _ONE_ENGINE = "--turns 80 --starts 2 --warm 2 --output-tokens 64"
@@ -103,6 +107,21 @@ FIGURES = {
             f"--output-tokens 96 --repeats 3 --disk-dir .cache/mid {_HEAD} {_RESULT}/serving_toy.json",
         ),
         minutes=25,
+        timed=True,
+        inflated=True,
+    ),
+    "bounds": Figure(
+        "Results: seconds over their lower bound at 10, 25 and 50 % of the slots",
+        (
+            *("serving_bound_toy.json", "serving_bound_toy.png"),
+            *("serving_bound_toy_local.json", "serving_bound_toy_local.png"),
+        ),
+        (
+            f"{_SERVE} {_BOUND} --disk-dir .cache/mid {_RESULT}/serving_bound_toy.json",
+            f"python benchmarks/serving/run.py {LOCAL_MID} {_BOUND} --disk-dir .cache/local-mid "
+            f"{_RESULT}/serving_bound_toy_local.json",
+        ),
+        minutes=16,
         timed=True,
         inflated=True,
     ),
