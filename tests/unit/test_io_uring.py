@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_each_fails_or_not_as_a_single_read_does(how, number, ring, tmp_path) ->
     for key, kind in enumerate(how):
         for store in (together, alone):
             spoil(store.path(key), kind)
-    slots, made = blank(len(how)), []
+    slots = blank(len(how))
     made = Slots(slots)
     found = dict(together.read_all([(key, made[key]) for key in range(len(how))], ring))
     assert sorted(found) == list(range(len(how)))
@@ -159,8 +160,6 @@ def test_a_file_that_cannot_be_read_is_told(ring, tmp_path) -> None:
 
 def test_the_lock_is_free_while_a_read_is_waited_for(ring, tmp_path) -> None:
     """A pipe that nobody has written to yet: another thread writes to it while this one waits."""
-    import threading
-
     reading, writing = os.pipe()
     part = np.zeros(4, np.uint8)
     ring.submit([(3, reading, [part])])

@@ -151,24 +151,23 @@ class DiskStore(ExpertStore):
         self, reads: Sequence[tuple[int, Mapping[str, Tensor]]], ring: Ring
     ) -> Generator[tuple[int, int | StoreError], None, None]:
         """As ``read_all``, of as many as ``ring`` takes at once. What does not succeed is left to ``read``."""
-        files, asked = {}, []
-        parts: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
+        files: dict[int, int] = {}
+        parts: dict[int, list[np.ndarray]] = {}
         try:
             for number, ((key, into), (header, rest)) in enumerate(zip(reads, self._edges, strict=False)):
-                with contextlib.suppress(OSError):
-                    files[number] = os.open(self.path(key), os.O_RDONLY | os.O_DIRECT)
-                    tensors = self._readable(Slot.of(into)) or []
-                    parts[number] = header, tensors
-                    asked.append((number, files[number], [header, *tensors, rest]))
-            ring.submit(asked)
+                if (tensors := self._readable(Slot.of(into))) is not None:
+                    parts[number] = [header, *tensors, rest]
+                    with contextlib.suppress(OSError):  # ``read`` says what is wrong
+                        files[number] = os.open(self.path(key), os.O_RDONLY | os.O_DIRECT)
+            ring.submit([(number, file, parts[number]) for number, file in files.items()])
             for number in set(range(len(reads))) - files.keys():
                 yield number, self._outcome(*reads[number])
-            left = len(asked)
+            left = len(files)
             while left:
                 for number, size in ring.completed():
                     left -= 1
-                    key, into = reads[number]
-                    intact = size == self.file_bytes and self._matches(key, *parts[number])
+                    (key, into), (header, *tensors, _) = reads[number], parts[number]
+                    intact = size == self.file_bytes and self._matches(key, header, tensors)
                     yield number, self.shape.expert_bytes if intact else self._outcome(key, into)
         finally:
             ring.drain()
