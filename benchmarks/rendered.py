@@ -181,7 +181,7 @@ def serving() -> Values:
     lines = []
     for name, shown in names.items():
         plain, drafted = rows[name, "none"], rows[name, "eagle3"]
-        bound = "" if plain["ratio_to_bound"] is None else f"{plain['ratio_to_bound']:.2f}"
+        bound = _over(plain)
         note = " (`guard=on` skips drafts that do not pay)" * (name == "spac 100%")
         ratios = f"{plain['ratio_to_stock']:.2f}", f"{drafted['ratio_to_stock']:.2f}{note}"
         lines.append([shown, _spread(plain), ratios[0], bound, _spread(drafted), ratios[1]])
@@ -213,44 +213,43 @@ def bounds() -> Values:
 
 
 def _over(row: dict[str, Any]) -> str:
-    return f"{row['ratio_to_bound']:.2f}"
+    return "" if row["ratio_to_bound"] is None else f"{row['ratio_to_bound']:.2f}"
 
 
 def peers() -> Values:
     """The plugin beside llama.cpp."""
-    lines, first = [], ""
+    lines = []
     labels = {"all": "all of it", "weights": "the same bytes of weights", "process": "the same bytes in all"}
     for name in ("peers_toy", "peers_8gb_toy"):
         content = result(name)
         (row,) = content["rows"]
         size = f"{content['gguf_bytes'] / 1e9:.1f} GB"
-        for peer in row["peers"]:
-            ours, theirs = row["plugin"], peer
-            limit = "" if peer["limit_bytes"] is None else f"{peer['limit_bytes'] / 1e9:.1f}"
+        ours = row["plugin"]
+        for theirs in row["peers"]:
+            limit = "" if theirs["limit_bytes"] is None else f"{theirs['limit_bytes'] / 1e9:.1f}"
             lines.append(
                 [
                     size,
                     _spaced(row["slots"]),
-                    labels[peer["name"]],
+                    labels[theirs["name"]],
                     limit,
                     f"{ours['tokens_per_second']:.1f}",
                     f"{theirs['tokens_per_second']:.1f}",
-                    _with_interval(peer["ratio"], peer["interval"]),
+                    _with_interval(theirs["ratio"], theirs["interval"]),
                     f"{1e3 * ours['cpu_seconds_per_token']:.0f} / {1e3 * theirs['cpu_seconds_per_token']:.0f}",
                     f"{ours['read_bytes_per_token'] / 1e6:.0f} / {theirs['read_bytes_per_token'] / 1e6:.0f}",
-                    f"{peer['equal_answers']} of {len(ours['turns']['tpot'])}",
+                    f"{theirs['equal_answers']} of {len(ours['turns']['tpot'])}",
                 ]
             )
-        first = first or f"{content['read_ahead_kib']}"
     head = (
         *("weights", "slots", "llama.cpp's memory", "GB", "tokens/s", "llama.cpp's", "ratio (95 %)"),
         *("CPU ms per token", "MB read per token", "equal answers"),
     )
-    large = {peer["name"]: peer for peer in result("peers_8gb_toy")["rows"][0]["peers"]}
+    large = {peer["name"]: peer for peer in row["peers"]}  # of the larger model, the last one
     ratios = {name: _with_interval(large[name]["ratio"], large[name]["interval"]) for name in ("weights", "process")}
     return {
         "peers": table(head, lines),
-        "peers.read_ahead": first,
+        "peers.read_ahead": str(content["read_ahead_kib"]),
         "peers.weights": ratios["weights"],
         "peers.process": ratios["process"],
     }

@@ -121,7 +121,7 @@ FIGURES = {
             f"python benchmarks/serving/run.py {LOCAL_MID} {_BOUND} --disk-dir .cache/local-mid "
             f"{_RESULT}/serving_bound_toy_local.json",
         ),
-        minutes=16,
+        minutes=6,
         timed=True,
         inflated=True,
     ),
