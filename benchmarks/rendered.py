@@ -96,6 +96,7 @@ def rendered() -> Values:
         resident_budgets,
         policies,
         tried,
+        waves,
         budgets,
         budget_cost,
         votes,
@@ -754,6 +755,31 @@ def _hit_rates(content: dict[str, Any]) -> str:
         cells = [f"**{value:.1f}**" if value == best else f"{value:.1f}" for value in found.values()]
         lines.append([f"{share} %", *cells])
     return table(("experts in slots", *names.values()), lines)
+
+
+def waves() -> Values:
+    """Loads of prompts whose layers need more experts than there are slots."""
+    rows = result("toy_waves")["rows"]
+
+    def span(name: str, trace: str) -> str:
+        ratios = [row[name] / row["shared"] for row in rows if row["trace"] == trace]
+        return f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+    lines = [
+        [
+            row["routing"],
+            f"{row['prompt_rows']:.0f}",
+            f"{row['slots']} of {row['experts']}",
+            *(f"{row[name]:.0f}" for name in ("in_order", "shared", "least")),
+        ]
+        for row in rows
+    ]
+    heads = ["routing", "rows", "slots", "loads, rows in order", "loads, shared", "least"]
+    return {
+        "waves": table(heads, lines),
+        "waves.one": span("in_order", "none1"),
+        "waves.eight": span("in_order", "none8"),
+    }
 
 
 def tried() -> Values:

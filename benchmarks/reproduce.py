@@ -457,6 +457,13 @@ FIGURES = {
         inputs=("benchmarks/traces",),
         minutes=2,
     ),
+    "waves": Figure(
+        "Policies: loads of prompts that need more experts than there are slots",
+        ("toy_waves.json",),
+        ("python benchmarks/replay/waves.py",),
+        inputs=("benchmarks/traces",),
+        minutes=1,
+    ),
     "locality": Figure(
         "Results: locality of the toy models' routing",
         ("toy_locality.json", "toy_local_locality.json"),

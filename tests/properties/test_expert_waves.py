@@ -39,9 +39,10 @@ class Kernel:
 
 
 def made_resident(ids: Tensor, slots: int, slot_of: list[int]) -> Iterator[Wave]:
-    for start, stop in row_waves(ids.numpy(), slots, EXPERTS):
-        assert len(ids[start:stop].unique()) <= slots
-        yield Wave(start, stop, torch.tensor(slot_of)[ids[start:stop].long()].to(ids.dtype))
+    for rows in row_waves(ids.numpy(), slots, EXPERTS):
+        assert len(ids[rows].unique()) <= slots
+        found = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+        yield Wave(found, torch.tensor(slot_of)[ids[rows].long()].to(ids.dtype))
 
 
 @given(

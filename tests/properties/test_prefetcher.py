@@ -89,7 +89,7 @@ class Pool(SlotExecution):
         """Run a layer and look at what its rows would read, also after everything else had its turn."""
         self.observe(layer, ids)
         for wave in self.waves(layer, ids):
-            keys = (ids[wave.start : wave.stop].long() + layer * SHAPE.experts).flatten()
+            keys = (ids[wave.rows].long() + layer * SHAPE.experts).flatten()
             for _ in range(2):
                 for tensor in self.tensors.values():
                     assert (tensor[wave.slot_ids.long().flatten()].flatten(1).float() == keys[:, None]).all()

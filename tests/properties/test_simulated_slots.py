@@ -58,9 +58,9 @@ def test_with_host_memory_before_the_store(policy: str, balancer: str, seed: int
 def test_cases_have_what_can_differ() -> None:
     """Waves, experts that are loaded twice in a layer, and experts on both sides."""
     for trace in map(mixed_trace, range(3)):
-        counts = simulated(Case(trace, 2, "reuse", "fixed"))[-1].counters
-        assert counts["cpu_rows"] > counts["cpu_experts"] > 0 and counts["hits"] > 0
-        assert counts["loads"] > counts["misses"] and counts["waves"] > trace.records
+        few, more = (simulated(Case(trace, slots, "reuse", "fixed"))[-1].counters for slots in (2, 3))
+        assert few["cpu_rows"] > few["cpu_experts"] > 0 and more["hits"] > 0
+        assert few["loads"] > few["misses"] and few["waves"] > trace.records
 
 
 AHEAD = st.builds(

@@ -77,20 +77,20 @@ class Pool(SlotExecution):
             found = tensor[slot_ids.long().flatten()].flatten(1).float()
             assert (found == keys[:, None]).all()
 
-    def check(self, layer: int, ids: Tensor) -> list[tuple[int, int]]:
+    def check(self, layer: int, ids: Tensor) -> list[list[int]]:
         """Run a layer; returns the rows of its waves."""
         before, parts = ids.clone(), []
         for wave in self.waves(layer, ids):
-            rows = ids[wave.start : wave.stop]
+            rows = ids[wave.rows]
             assert wave.slot_ids.shape == rows.shape and wave.slot_ids.dtype == ids.dtype
             assert ((wave.slot_ids >= 0) & (wave.slot_ids < self.residency.slots)).all()
             assert len(rows.unique()) == len(wave.slot_ids.unique()) <= self.residency.slots
             self.assert_resident(layer, rows, wave.slot_ids)
             self.residency.check_integrity()
-            parts.append((wave.start, wave.stop))
+            parts.append(torch.arange(len(ids))[wave.rows].tolist())
         assert torch.equal(ids, before), "the router's ids were changed"
-        assert [0, *(stop for _, stop in parts)] == [*(start for start, _ in parts), len(ids)], "a row is left out"
-        assert all(start < stop for start, stop in parts)
+        assert sorted(row for part in parts for row in part) == list(range(len(ids))), "each row is in one wave"
+        assert all(part and part == sorted(part) for part in parts)
         self.residency.check_integrity()
         self.assert_nothing_pinned()
         return parts
@@ -137,7 +137,7 @@ def test_every_row_sees_its_experts(forwards: list[tuple[int, Tensor]], slots: i
         for layer, ids in forwards:
             parts = pool.check(layer, ids)
             if 0 < len(ids.unique()) <= slots:
-                assert parts == [(0, len(ids))], "split without need"
+                assert parts == [list(range(len(ids)))], "split without need"
     finally:
         pool.close()
 
@@ -217,17 +217,16 @@ def test_slow_reads_are_waited_for(pools: list[Pool]) -> None:
         pool.check(turn % 3, torch.from_numpy(ids))
 
 
-def test_long_prefill(pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of rows: one wave where the experts fit, else several, over the edge of what is looked ahead."""
+def test_long_prefill(pools: list[Pool]) -> None:
+    """Thousands of rows: one wave where the experts fit, else several."""
     rng = np.random.default_rng(1)
     ids = torch.from_numpy(np.stack([rng.permutation(SHAPE.experts)[: SHAPE.top_k] for _ in range(2500)]))
     pools.append(pool := Pool(SHAPE.experts))
-    assert pool.check(1, ids) == [(0, 2500)]
+    assert pool.check(1, ids) == [list(range(2500))]
     pools.append(few := Pool(SHAPE.experts - 1))
     narrow = torch.where(ids == 7, 0, ids)
-    assert few.check(1, narrow) == [(0, 2500)]
-    monkeypatch.setattr("vllm_spac.execution._waves._LOOK_AHEAD", 5)
-    few.check(0, torch.cat([narrow[:100], ids[:20], narrow[:100]]))
+    assert few.check(1, narrow) == [list(range(2500))]
+    assert len(few.check(0, torch.cat([narrow[:100], ids[:20], narrow[:100]]))) == 2
 
 
 def test_experts_of_a_held_wave_stay_while_other_layers_run(pools: list[Pool]) -> None:
@@ -320,7 +319,7 @@ def test_layer_that_raises_in_a_wave(pools: list[Pool]) -> None:
     pools.append(pool := Pool(SHAPE.top_k))
     with pytest.raises(ZeroDivisionError):
         for wave in pool.waves(0, all_experts()):
-            wave.start / 0
+            len(wave.slot_ids) / 0
     pool.residency.check_integrity()
     pool.assert_nothing_pinned()
     pool.check(1, all_experts())

@@ -1,6 +1,8 @@
-"""Waves of rows: each as long as the slots allow, whatever the chunk size."""
+"""Waves of rows: each fits the slots, and they share experts."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,32 +12,72 @@ from hypothesis import strategies as st
 from vllm_spac.execution import _waves as waves
 
 
-def one_row_at_a_time(ids: np.ndarray, slots: int) -> list[tuple[int, int]]:
-    """The definition: a row joins the wave unless the wave would then need more experts than there are slots."""
-    found, start, needed = [], 0, set()
-    for row, experts in enumerate(ids.tolist()):
-        if len(needed | set(experts)) > slots:
-            found.append((start, row))
-            start, needed = row, set()
-        needed |= set(experts)
-    return [*found, (start, len(ids))] if len(ids) else []
+def in_order(ids: np.ndarray, slots: int) -> list[set[int]]:
+    """The experts of each wave if a row joins the last one unless it would then need more than there are slots."""
+    found: list[set[int]] = []
+    for experts in map(set, ids.tolist()):
+        if found and len(found[-1] | experts) <= slots:
+            found[-1] |= experts
+        else:
+            found.append(experts)
+    return found
+
+
+def loads(held: list[set[int]]) -> int:
+    """Experts that must be loaded if those of the last wave are still there, and no others."""
+    return sum(len(wave - last) for last, wave in pairwise([set(), *held]))
+
+
+def drawn(rows: int, experts: int, top_k: int, seed: int) -> np.ndarray:
+    """Routing of ``rows``, int32 [rows, top_k], some experts more popular than others."""
+    rng = np.random.default_rng(seed)
+    popular = rng.dirichlet(np.full(experts, 2.0)) + 1e-3
+    chosen = [rng.choice(experts, top_k, replace=False, p=popular / popular.sum()) for _ in range(rows)]
+    return np.array(chosen, dtype=np.int32).reshape(rows, top_k)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     rows=st.integers(0, 60),
     experts=st.integers(2, 12),
+    top_k=st.integers(1, 2),
     more=st.integers(0, 12),
-    look_ahead=st.sampled_from([1, 2, 7, 1024]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_waves_are_as_long_as_the_slots_allow(rows, experts, more, look_ahead, seed):
-    rng, top_k = np.random.default_rng(seed), 2
-    ids = np.array([rng.permutation(experts)[:top_k] for _ in range(rows)], dtype=np.int32).reshape(rows, top_k)
+def test_each_row_is_in_one_wave_that_fits_and_takes_all_it_can(rows, experts, top_k, more, seed):
+    ids = drawn(rows, experts, top_k, seed)
     slots = min(top_k + more, experts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waves, "_LOOK_AHEAD", look_ahead)
-        assert list(waves.row_waves(ids, slots, experts)) == one_row_at_a_time(ids, slots)
+    found = [np.arange(rows)[wave] for wave in waves.row_waves(ids, slots, experts)]
+    assert sorted(np.concatenate(found).tolist() if found else []) == list(range(rows))
+    if rows and len(np.unique(ids)) <= slots:
+        assert len(found) == 1
+    left = np.arange(rows)
+    for wave in found:
+        assert len(wave) and (np.diff(wave) > 0).all()
+        held = set(ids[wave].ravel().tolist())
+        assert len(held) <= slots
+        left = np.setdiff1d(left, wave)
+        assert all(len(held | set(row)) > slots for row in ids[left].tolist()), "another row would have fitted"
+
+
+def test_pairs_that_are_sorted_by_expert_need_each_expert_once():
+    """As kernels that compute an expert's rows together pass them."""
+    ids = np.sort(drawn(300, 30, 3, seed=3).ravel())[:, None]
+    held = [np.unique(ids[wave]).tolist() for wave in waves.row_waves(ids, 7, 30)]
+    assert sorted(expert for wave in held for expert in wave) == np.unique(ids).tolist()
+
+
+@pytest.mark.parametrize(("rows", "experts", "top_k", "slots", "least"), [(96, 64, 8, 38, 1.5), (1024, 64, 8, 48, 5)])
+def test_waves_share_experts(rows, experts, top_k, slots, least):
+    """How many times fewer loads than rows in their order need."""
+    ids = drawn(rows, experts, top_k, seed=1)
+    held = [set(ids[wave].ravel().tolist()) for wave in waves.row_waves(ids, slots, experts)]
+    assert loads(held) < loads(in_order(ids, slots)) / least
+
+
+def test_a_row_that_no_wave_can_hold_is_a_mistake():
+    with pytest.raises(AssertionError, match="more experts than there are slots"):
+        list(waves.row_waves(np.arange(8, dtype=np.int32).reshape(2, 4), 3, 8))
 
 
 @given(layers=st.integers(1, 9), experts=st.integers(1, 20), share=st.floats(0, 1))

@@ -13,14 +13,14 @@ from vllm_spac.execution.base import LayerKernel
 
 @dataclass(frozen=True)
 class Wave:
-    """Rows ``[start, stop)`` of a forward, whose experts are all resident.
+    """Rows of a forward whose experts are all resident.
 
     Attributes:
+        rows: a slice, or int64 [wave] on the CPU, ascending.
         slot_ids: slot numbers in place of experts, with the shape and dtype of the rows' routed ids.
     """
 
-    start: int
-    stop: int
+    rows: slice | Tensor
     slot_ids: Tensor
 
 
@@ -42,7 +42,7 @@ def by_expert(
         weights: [rows, top_k].
         ids: [rows, top_k], experts of the layer.
         kernel: takes slots.
-        waves: makes the experts of pairs [rows * top_k, 1] resident, wave by wave; a wave ends where an expert does.
+        waves: makes the experts of pairs [rows * top_k, 1] resident, wave by wave; one has all pairs of its experts.
         loaded: called when a wave's experts are resident, before its kernel runs.
     """
     assert kernel.takes_slots
@@ -50,7 +50,7 @@ def by_expert(
     order = flat.argsort(stable=True)
     parts = x.new_empty(len(flat), x.shape[1])
     for wave in waves(flat[order][:, None]):
-        pairs = order[wave.start : wave.stop]
+        pairs = order[wave.rows]
         if loaded is not None:
             loaded()
         parts[pairs] = kernel(x[pairs // top_k], shares[pairs][:, None], wave.slot_ids)

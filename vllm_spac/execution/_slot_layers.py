@@ -24,10 +24,9 @@ _FILL_BATCH = 16
 
 
 class HeldRows(NamedTuple):
-    """Rows ``[start, stop)`` of a forward, whose experts are all pinned; ``missed`` are the keys that had to arrive."""
+    """Rows of a wave, see ``row_waves``, whose experts are all pinned; ``missed`` are the keys that had to arrive."""
 
-    start: int
-    stop: int
+    rows: slice | np.ndarray
     missed: list[int]
 
 
@@ -154,15 +153,15 @@ class SlotLayers:
         self.loader.enter(range(here.start, here.stop))
         used: set[int] = set()
         missed: set[int] = set()
-        for start, stop in row_waves(routed, residency.slots, self.experts):
-            keys = (_distinct(routed[start:stop]) + here.start).tolist()
+        for rows in row_waves(routed, residency.slots, self.experts):
+            keys = (_distinct(routed[rows]) + here.start).tolist()
             arrived = self.loader.hold(keys, counters)
             missed.update(arrived)
             used.update(keys)
             try:
                 if counters is not None:
                     counters.waves += 1
-                yield HeldRows(start, stop, arrived)
+                yield HeldRows(rows, arrived)
             finally:
                 self.loader.release(keys)
         if counters is not None:

@@ -270,11 +270,13 @@ class SlotExecution(Execution):
             return by_expert(x, weights, ids, kernel, partial(self.waves, layer), loaded)
         out = None
         for wave in self.waves(layer, ids):
-            rows = slice(wave.start, wave.stop)
+            rows = wave.rows
             if loaded is not None:
                 loaded()
+            if not (kernel.takes_slots or isinstance(rows, slice)):
+                rows = self._on_device(rows)
             named = None if there is None else there[rows]
-            part = self._run(kernel, x[rows], weights[rows], ids[rows], wave.slot_ids, named, len(x))
+            part = self._run(kernel, x[rows], weights[rows], ids[wave.rows], wave.slot_ids, named, len(x))
             if len(part) == len(x):
                 out = part
             else:
@@ -360,8 +362,9 @@ class SlotExecution(Execution):
         routed, first = ids.numpy(), layer * self.shape.experts
         table = self.residency.slot_of[first : first + self.shape.experts]
         with contextlib.closing(self._layers.waves(layer, routed, self._counted)) as waves:
-            for start, stop, _ in waves:
-                yield Wave(start, stop, _like(table[routed[start:stop]], ids))
+            for rows, _ in waves:
+                found = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+                yield Wave(found, _like(table[routed[rows]], ids))
 
     def fill(self) -> Iterator[int]:
         slots = self.residency.slots

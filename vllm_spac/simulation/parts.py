@@ -57,6 +57,6 @@ def _split(trace: Trace, record: int, slots: int) -> Iterator[Part]:
     experts = trace.facts.experts
     rows = trace.ids[trace.record_start[record] : trace.record_start[record + 1]]
     first = int(trace.record_layer[record]) * experts
-    for start, stop in row_waves(rows, slots, experts):
-        keys, counts = np.unique(rows[start:stop].astype(np.int64), return_counts=True)
+    for wave in row_waves(rows, slots, experts):
+        keys, counts = np.unique(rows[wave].astype(np.int64), return_counts=True)
         yield Part((keys + first).tolist(), counts.tolist())

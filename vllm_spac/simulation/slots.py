@@ -164,7 +164,7 @@ class SlotsReplay(Replay[np.ndarray]):
 
     def _run(self, layer: int, hot: _Hot, wave: HeldRows) -> tuple[float, float]:
         """Passes the time of a wave; returns (its seconds, those in which fast memory computed)."""
-        rows = slice(wave.start, wave.stop)
+        rows = wave.rows
         ids = hot.ids[rows] if hot.own is None else hot.ids[rows][hot.own[rows]]
         experts, counts = np.unique(ids, return_counts=True)
         late = {key - layer * self.trace.facts.experts for key in wave.missed}
@@ -182,7 +182,7 @@ class SlotsReplay(Replay[np.ndarray]):
         self.link.spend(took - loading)
         return took, computed + waiting
 
-    def _rows_first(self, hot: _Hot, rows: slice, late: set[int], loading: float) -> float:
+    def _rows_first(self, hot: _Hot, rows: slice | np.ndarray, late: set[int], loading: float) -> float:
         """Returns the seconds of a wave that computes the rows without an expert of ``late`` while it loads."""
         ids = hot.ids[rows]
         own = np.ones(ids.shape, dtype=bool) if hot.own is None else hot.own[rows]

@@ -114,8 +114,8 @@ def cached(trace: Trace, workers: int, share: float, network: Network, times: La
     hits = misses = 0
     for layer, ids in zip(trace.record_layer.tolist(), rows_of_records(trace), strict=True):
         residency, loads = memory[layer % workers], 0
-        for start, stop in row_waves(ids, residency.slots, facts.experts):
-            keys = (np.unique(ids[start:stop]).astype(np.int64) + layer * facts.experts).tolist()
+        for rows in row_waves(ids, residency.slots, facts.experts):
+            keys = (np.unique(ids[rows]).astype(np.int64) + layer * facts.experts).tolist()
             placed = use(residency, keys)
             loads, hits = loads + len(placed.loads), hits + placed.hits
         misses += loads
