@@ -1,6 +1,6 @@
 """Counts the loads of prompts whose layers need more experts than there are slots, by how rows are split into waves.
 
-[bold]in order[/]: a row joins the last wave unless the slots are too few. [bold]shared[/]: as in serving, where rows are
+[bold]in order[/]: a row joins the last wave unless the slots are too few. [bold]shared[/]: as in serving, rows are
 chosen by the experts that they share (row_waves). The experts of the last wave are taken to be there still, and no
 others. [bold]least[/]: each expert once, which no split into rows may reach.
 """
