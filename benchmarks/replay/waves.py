@@ -72,7 +72,13 @@ def main(
                     [in_order(ids, slots) for ids in layers],
                     [shared(ids, slots, experts) for ids in layers],
                 )
-                row = {"routing": routing, "trace": name, "slots": slots, "experts": experts, "layers": len(layers)}
+                row: dict[str, Any] = {
+                    "routing": routing,
+                    "trace": name,
+                    "slots": slots,
+                    "experts": experts,
+                    "layers": len(layers),
+                }
                 row["prompt_rows"] = round(float(np.mean([len(ids) for ids in layers])), 1)
                 row["in_order"] = round(sum(map(loads, before)) / len(layers), 2)
                 row["shared"] = round(sum(map(loads, after)) / len(layers), 2)

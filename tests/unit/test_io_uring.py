@@ -186,9 +186,11 @@ def test_a_kernel_that_refuses_is_named(monkeypatch, ring) -> None:
     def refuse(*_) -> None:
         raise PermissionError(1, "Operation not permitted")
 
+    assert io_uring.available(), "the control"
     monkeypatch.setattr(io_uring.importlib.import_module("liburing"), "io_uring_queue_init", refuse)
     with pytest.raises(ConfigError, match="the kernel refuses .Operation not permitted.*io_uring_disabled"):
         Ring()
+    assert not io_uring.available()
 
 
 @pytest.mark.parametrize(

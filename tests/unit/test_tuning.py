@@ -92,6 +92,14 @@ def test_a_machine_without_a_gpu(toy: ServedModel) -> None:
     assert "needs a GPU" in (left_out(toy, cpu(GIB), list(found.values())) or "")
 
 
+def test_io_uring_reads_for_engines_without_a_gpu_where_it_can_be_used(toy: ServedModel) -> None:
+    found = by_name(toy, cpu(GIB), slots="25%", io_uring=True)["io_submit=io_uring"]
+    assert found.group == by_name(toy, cpu(GIB), slots="25%")["io_threads=8"].group, "one of them is kept"
+    assert "io_submit=io_uring" not in by_name(toy, cpu(GIB), slots="25%")
+    for machine, slots in ((gpu(GIB, 0), "25%"), (cpu(GIB), "100%")):
+        assert "io_submit=io_uring" not in by_name(toy, machine, slots=slots, io_uring=True)
+
+
 def test_host_memory_that_holds_no_more_than_a_part(toy: ServedModel) -> None:
     large = replace(toy, checkpoint=replace(toy.checkpoint, layer_bytes={n: 64 * MIB * 64 for n in range(6)}))
     found = by_name(large, gpu(8 * GIB, GIB), slots="25%")

@@ -88,6 +88,7 @@ def tune(
     """Measure ways to serve a model here, end to end, and keep the fastest if it beats the default."""
     from vllm_spac.integration.evaluation.engine import options_of
     from vllm_spac.planning.model import ServedModel
+    from vllm_spac.system import io_uring
     from vllm_spac.system.machine import DISK_DIR
     from vllm_spac.system.provenance import gpu_names
     from vllm_spac.tuning.candidates import Allowed
@@ -116,6 +117,7 @@ def tune(
         budgets=_budgets(quality, served) if lossy else (),
         engine=options,
         departures=departures,
+        io_uring=io_uring.available(),
     )
     folder = (disk_dir or DISK_DIR).expanduser().absolute()
     texts, checksum = _prompts(prompts)

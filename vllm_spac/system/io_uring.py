@@ -18,6 +18,15 @@ ENTRIES = 32  # reads in flight
 _KNOB, _REMEDY = "spac: io_submit=io_uring (--spac-io-submit)", "use --spac-io-submit threads"
 
 
+def available() -> bool:
+    """Whether a ``Ring`` can be made: the binding is installed, and the kernel agrees."""
+    try:
+        Ring().close()
+    except ConfigError:
+        return False
+    return True
+
+
 class Ring:
     """A submission and a completion queue, for one thread.
 

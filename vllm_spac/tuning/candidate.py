@@ -18,7 +18,7 @@ DEFAULT, LRU = "default", "policy=lru"  # names of the baselines
 MAY_SET = frozenset(
     {
         "slots", "store", "host_memory", "policy", "prefetch", "predictor_file", "soft_pins", "prefetch_extra", "guard",
-        "tree", "cpu_experts", "balancer", "io_threads", "execution", "admission",
+        "tree", "cpu_experts", "balancer", "io_threads", "io_submit", "execution", "admission",
         "budget", "budget_mass", "budget_mass_of", "budget_ranking", "budget_coverage", "budget_when",
     }
 )  # fmt: skip
