@@ -72,9 +72,10 @@ class SpacConfig(BaseModel):
         None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."
     )
     soft_pins: Literal["on", "off"] | None = Field(
-        None,
-        description="With a predictor that looks at layers, loads evict the experts that it expects soon last. "
-        "Default: on.",
+        None, description="With a predictor that looks at layers, loads evict what it expects soon last. Default: on."
+    )
+    layer_ahead: Literal["on", "off"] = Field(
+        "on", description="In forwards with many rows, as of prompts, also read what the next layer is expected to use."
     )
     prefetch_extra: Annotated[float | None, BeforeValidator(types.no_bool)] = Field(
         None,
@@ -101,10 +102,7 @@ class SpacConfig(BaseModel):
         None, ge=1, le=16, description="With tree, its levels, each a forward of the drafter. Default: 6."
     )
     tree_width: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
-        None,
-        ge=1,
-        le=64,
-        description="With tree, most children per node, and most expanded nodes per level. Default: 8.",
+        None, ge=1, le=64, description="With tree, most children per node, and expanded nodes per level. Default: 8."
     )
     cpu_experts: types.CpuExpertsText = Field(
         "off",

@@ -37,7 +37,8 @@ class Counters:
         stall_seconds: time that layers waited for experts, read on demand or prefetched.
         waves: parts in which layers ran; one per layer and forward unless more experts are needed than there are slots.
         steps: forwards of the target model by kind: prefill, decode, verify, mixed.
-        prefetches: experts moved into a slot ahead of need: predicted, or because the CPU has just computed them.
+        prefetches: experts moved into a slot ahead of need: predicted, because the CPU has just computed them, or
+            because forwards with many rows use most experts of the next layer.
         prefetch_hits: prefetches that were used before they were evicted.
         prefetch_late: prefetch hits that a layer had to wait for; they count as misses.
         prefetch_wasted: prefetches that were evicted unused.

@@ -454,12 +454,23 @@ def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
         ({"host_memory": True}, "use a number"),
         ({"host_memory": "1GiB", "store": "host"}, "store=host .* holds all of them in memory; use --spac-store disk"),
         ({"host_memory": "1GiB", "execution": "pointers"}, "reads none from a disk; drop --spac-host-memory"),
+        (
+            {"layer_ahead": "off", "execution": "pointers"},
+            "moves experts ahead of need itself; drop --spac-layer-ahead",
+        ),
     ],
     ids=str,
 )
 def test_host_memory_that_cannot_be(raw: dict, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         SpacConfig.parse(raw)
+
+
+@pytest.mark.parametrize("other", [{"execution": "pointers"}, {"executor": "processes", "workers": 2}], ids=str)
+def test_layers_ahead_are_read_into_slots_of_this_process(other: dict) -> None:
+    SpacConfig.parse({"layer_ahead": "on", **other})
+    with pytest.raises(ConfigError, match="drop --spac-layer-ahead"):
+        SpacConfig.parse({"layer_ahead": "off", **other})
 
 
 def test_host_memory_makes_a_disk_the_store_everywhere() -> None:

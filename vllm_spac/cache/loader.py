@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from vllm_spac.balancers.base import Balancer
+from vllm_spac.cache.layer_use import LayerUse
 from vllm_spac.cache.link import Link
 from vllm_spac.cache.lookahead import Lookahead
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.prefetcher import Prefetcher
-from vllm_spac.cache.residency import Placement, Residency
+from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.errors import StoreError
 from vllm_spac.metrics import Counters
 from vllm_spac.predictors.base import Seen, Signal
@@ -49,12 +50,13 @@ class ExpertLoader:
         self._counters = counters
         self._layer_experts, self._top_k = layer_experts, top_k
         self._prefetcher: Prefetcher
+        self._use = LayerUse(len(residency.slot_of) // layer_experts, layer_experts, top_k)
         self.read_ahead(settings, balancer)
 
     def read_ahead(self, settings: PrefetchSettings, balancer: Balancer | None) -> None:
         """Reads ahead as ``settings`` say, in place of what was said before; called before any step."""
         residency, keys = self.residency, len(self.residency.slot_of)
-        self._fetches = settings.prefetch != "off"
+        self._fetches, self._streams = settings.prefetch != "off", settings.next_layer
         predictor = settings.predictor_beside(residency.policy, keys)
         shared = residency, self._transfers, self._counters, self._layer_experts, predictor, settings, balancer
         self.needs: frozenset[Signal] | None = None
@@ -125,6 +127,21 @@ class ExpertLoader:
             return False
         self._prefetcher.used(keys)
         return True
+
+    def ran(self, layer: int, rows: int, used: np.ndarray) -> None:
+        """The experts ``used`` (int [n]) of a layer are there for ``rows`` rows, and are about to run.
+
+        With many rows, what the next layer is expected to use is read meanwhile, unless the CPU may compute it.
+        """
+        use = self._use
+        if not (self._streams and use.counts(rows) and self.balancer is None):
+            return
+        use.observe(layer, rows, used)
+        if (following := layer + 1) < use.layers:
+            first = following * self._layer_experts
+            keys = range(first, first + self._layer_experts)
+            named = use.name(following, rows, self.residency.slot_of[keys.start : keys.stop] == NOWHERE)
+            self._prefetcher.stream((named + first).tolist(), keys)
 
     def admit(self, keys: Iterable[int]) -> None:
         """Starts to load ``keys``, which were just used without a slot, where the policy prefers them to others.

@@ -45,6 +45,7 @@ class PrefetchSettings:
         extra: share of the experts that layers need which reads ahead may add, see ``Allowance``; None: no limit.
         stops: nothing is read ahead while steps are not shorter with it, see ``Payback``; for a predictor that was not
             named.
+        next_layer: in forwards with many rows, also what the next layer is expected to use is read, see ``LayerUse``.
         poison: fill slots with NaN before they are loaded; for tests.
 
     Raises:
@@ -62,6 +63,7 @@ class PrefetchSettings:
     pins: bool = False
     extra: float | None = None
     stops: bool = False
+    next_layer: bool = False
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ class PrefetchSettings:
         """Returns the settings ``name@argument=value@...``: those of ``SETTINGS``, and arguments of the predictor.
 
         Args:
-            more: settings that the spec cannot have: ``built``, ``pins``, ``extra``, ``stops``.
+            more: settings that the spec cannot have: ``built``, ``pins``, ``extra``, ``stops``, ``next_layer``.
 
         Raises:
             ConfigError: as the constructor, also for arguments that the predictor refuses.
@@ -115,7 +117,8 @@ class PrefetchSettings:
     @classmethod
     def configured(cls, config: SpacConfig, spec: str, built: Predictor | None, stops: bool = False) -> Self:
         """Returns the settings ``spec``, as in ``of``, with those of the other knobs; raises as ``of``."""
-        return cls.of(spec, built=built, pins=config.soft_pins != "off", extra=config.prefetch_share, stops=stops)
+        knobs = {"pins": config.soft_pins != "off", "extra": config.prefetch_share}
+        return cls.of(spec, built=built, **knobs, stops=stops, next_layer=config.layer_ahead == "on")
 
     @cached_property
     def looks(self) -> bool:

@@ -57,7 +57,9 @@ class Prefetcher:
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
         self._predictor = predictor
         self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
-        self._admitted: set[int] = set()  # being read for the next step, because the CPU computed them in this one
+        self._admitted: set[int] = (
+            set()
+        )  # being read because the CPU computed them, or for the next layer; not cancelled
         self._damaged: set[int] = set()  # failed; not prefetched again until a forward has used them
         self._allowance = None if settings.extra is None else Allowance(settings.extra)
         self._guessed: set[int] = set()  # being read or read because of a prediction, and not used yet
@@ -135,6 +137,22 @@ class Prefetcher:
         if loads:
             self._admitted.update(key for key, _ in loads)
             self._ahead.fetch(loads)
+
+    def stream(self, keys: Sequence[int], layer: range) -> None:
+        """Starts reads of ``keys``, which the next layer is expected to use, as far as they find slots.
+
+        They are for certain, not guesses about few rows: none is cancelled, and there is no limit to their number.
+
+        Args:
+            keys: of that layer, without a slot, the likeliest first.
+            layer: all keys of that layer, of which none is evicted.
+        """
+        missing = [key for key in keys if key not in self._damaged]
+        if missing:
+            placement = self._residency.admit_unless(missing, layer)
+            self.placed(placement)
+            self._admitted.update(key for key, _ in placement.loads)
+            self._ahead.fetch(placement.loads)
 
     def reap(self) -> None:
         """Processes the reads that have finished."""

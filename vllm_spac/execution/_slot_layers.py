@@ -130,13 +130,15 @@ class SlotLayers:
         if not len(routed):
             return None
         here, residency = self._keys(layer), self.loader.residency
-        keys = _distinct(routed) + here.start
+        used = _distinct(routed)
+        keys = used + here.start
         self.loader.enter(range(here.start, here.stop))
         if not self.loader.use(keys):
             return None
         if counters is not None:
             counters.waves += 1
             counters.hits += len(keys)
+            self.loader.ran(layer, len(routed), used)
         return residency.slot_of[here][routed]
 
     def waves(self, layer: int, routed: np.ndarray, counters: Counters | None) -> Generator[HeldRows, None, None]:
@@ -154,13 +156,16 @@ class SlotLayers:
         used: set[int] = set()
         missed: set[int] = set()
         for rows in row_waves(routed, residency.slots, self.experts):
-            keys = (_distinct(routed[rows]) + here.start).tolist()
+            chosen = _distinct(routed[rows])
+            keys = (chosen + here.start).tolist()
             arrived = self.loader.hold(keys, counters)
             missed.update(arrived)
             used.update(keys)
             try:
                 if counters is not None:
                     counters.waves += 1
+                    if isinstance(rows, slice):  # else no slot is free of this layer's experts
+                        self.loader.ran(layer, len(routed), chosen)
                 yield HeldRows(rows, arrived)
             finally:
                 self.loader.release(keys)

@@ -66,7 +66,9 @@ class SlotExecution(Execution):
     needs_host: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
-    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "io_submit", "prefetch", "speculate"})
+    knobs: ClassVar[frozenset[str]] = frozenset(
+        {"cpu_experts", "host_memory", "io_submit", "layer_ahead", "prefetch", "speculate"}
+    )
 
     def __init__(
         self,
@@ -270,11 +272,9 @@ class SlotExecution(Execution):
             return by_expert(x, weights, ids, kernel, partial(self.waves, layer), loaded)
         out = None
         for wave in self.waves(layer, ids):
-            rows = wave.rows
+            rows = wave.rows if kernel.takes_slots or isinstance(wave.rows, slice) else self._on_device(wave.rows)
             if loaded is not None:
                 loaded()
-            if not (kernel.takes_slots or isinstance(rows, slice)):
-                rows = self._on_device(rows)
             named = None if there is None else there[rows]
             part = self._run(kernel, x[rows], weights[rows], ids[wave.rows], wave.slot_ids, named, len(x))
             if len(part) == len(x):

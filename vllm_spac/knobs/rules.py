@@ -28,6 +28,11 @@ _OF_EXECUTION = {
         "io_submit (--spac-io-submit) is how missed experts are read from a disk into slots, and execution={execution} "
         "(--spac-execution) reads none; drop --spac-io-submit",
     ),
+    "layer_ahead": (
+        ("on",),
+        "layer_ahead (--spac-layer-ahead) reads experts into slots, and execution={execution} (--spac-execution) moves "
+        "experts ahead of need itself; drop --spac-layer-ahead",
+    ),
     "speculate": (
         ("off",),
         "speculate (--spac-speculate) decides before a layer's experts are loaded, and execution={execution} "
@@ -151,7 +156,8 @@ def _check_workers(config: Any) -> None:
         path_of(config.cluster)
     if config.workers is not None and (problem := groups_problem(config, config.workers)) is not None:
         raise ValueError(problem)
-    idle_values = {"execution": "slots", "cpu_experts": "off", "host_memory": None, "io_submit": "threads"}
+    idle_values: dict[str, str | None] = {"execution": "slots", "cpu_experts": "off", "host_memory": None}
+    idle_values |= {"io_submit": "threads", "layer_ahead": "on"}
     for name, without in idle_values.items():
         if (value := getattr(config, name)) != without:
             raise ValueError(f"{name}={value} ({flag(name)}) is not for {named}; drop {flag(name)}")
