@@ -80,6 +80,7 @@ def rendered() -> Values:
         peers,
         batches,
         paired,
+        layer_ahead,
         three_tiers,
         submitted,
         tree_step,
@@ -312,6 +313,34 @@ def paired() -> Values:
         "guard.starts": f"{starts[0]:.2f} to {starts[-1]:.2f}",
         "guard.trials": f"{sum(least.values()) - least['0']} of {sum(least.values()):,}",
     }
+
+
+def layer_ahead() -> Values:
+    """Prompts with the next layer read while a layer runs, over none."""
+    runs = {
+        "paired_layer_ahead_toy": ("flat", "1.2 MB"),
+        "paired_layer_ahead_large": ("local", "9.4 MB"),
+        "paired_layer_ahead_local_toy": ("local", "1.2 MB"),
+    }
+    lines = []
+    for name, labels in runs.items():
+        content = result(name)
+        for row in content["rows"]:
+            assert row["tokens_equal"]
+            base, other = row["base"], row["other"]
+            ahead = other["prefetches"]
+            lines.append(
+                [
+                    *labels,
+                    str(content["prompts"]["tokens"]),
+                    _spaced(row["slots"]),
+                    _with_interval(row["ratio"], row["interval"]),
+                    f"{(other['loads'] + ahead) / base['loads']:.2f}",
+                    f"{100 * other['prefetch_hits'] / ahead:.0f} %" if ahead else "none",
+                ]
+            )
+    head = ("routing", "experts of", "prompt tokens", "slots", "ratio (95 %)", "all reads", "reads ahead used")
+    return {"layer_ahead": table(head, lines)}
 
 
 def three_tiers() -> Values:

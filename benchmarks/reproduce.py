@@ -245,6 +245,18 @@ FIGURES = {
         timed=True,
         inflated=True,
     ),
+    "layer_ahead": Figure(
+        "Results: the next layer read while a layer runs a prompt, over none, in turns",
+        ("paired_layer_ahead_toy.json", "paired_layer_ahead_large.json", "paired_layer_ahead_local_toy.json"),
+        tuple(
+            f"python benchmarks/serving/paired.py {model} 'spac layer_ahead=off' spac --slots 25%,50% --turns 16 "
+            f"--starts 2 --warm 4 --prompt-tokens {tokens} --output-tokens 2 {_RESULT}/paired_layer_ahead_{name}.json"
+            for model, tokens, name in ((MID, 500, "toy"), (LOCAL_LARGE, 500, "large"), (LOCAL_MID, 128, "local_toy"))
+        ),
+        minutes=8,
+        timed=True,
+        inflated=True,
+    ),
     "workers": Figure(
         "Expert workers: all misses at workers over all misses from disk, in turns",
         ("paired_workers_toy.json", "paired_workers_cacheless_toy.json", "paired_workers_divided_toy.json"),
