@@ -319,6 +319,7 @@ def layer_ahead() -> Values:
     """Prompts with the next layer read while a layer runs, over none."""
     runs = {
         "paired_layer_ahead_toy": ("flat", "1.2 MB"),
+        "paired_layer_ahead_short_toy": ("flat", "1.2 MB"),
         "paired_layer_ahead_large": ("local", "9.4 MB"),
         "paired_layer_ahead_local_toy": ("local", "1.2 MB"),
     }

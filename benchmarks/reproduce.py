@@ -247,11 +247,14 @@ FIGURES = {
     ),
     "layer_ahead": Figure(
         "Results: the next layer read while a layer runs a prompt, over none, in turns",
-        ("paired_layer_ahead_toy.json", "paired_layer_ahead_large.json", "paired_layer_ahead_local_toy.json"),
+        tuple(f"paired_layer_ahead_{name}.json" for name in ("toy", "short_toy", "large", "local_toy")),
         tuple(
             f"python benchmarks/serving/paired.py {model} 'spac layer_ahead=off' spac --slots 25%,50% --turns 16 "
             f"--starts 2 --warm 4 --prompt-tokens {tokens} --output-tokens 2 {_RESULT}/paired_layer_ahead_{name}.json"
-            for model, tokens, name in ((MID, 500, "toy"), (LOCAL_LARGE, 500, "large"), (LOCAL_MID, 128, "local_toy"))
+            for model, tokens, name in (
+                *((MID, 500, "toy"), (MID, 128, "short_toy")),
+                *((LOCAL_LARGE, 500, "large"), (LOCAL_MID, 128, "local_toy")),
+            )
         ),
         minutes=8,
         timed=True,

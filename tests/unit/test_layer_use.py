@@ -54,13 +54,13 @@ def test_names_that_are_wrong_are_not_given_any_more_until_they_would_be_right()
     for _ in range(8):
         found = forward(use, rng.choice(EVERY, EXPERTS // 2, replace=False))
     assert found == [[], []], "each forward uses another half"
-    for _ in range(60):
+    for _ in range(80):
         found = forward(use, EVERY)
     assert found == [EVERY.tolist()] * 2
 
 
-@pytest.mark.parametrize(("wrong", "given"), [(0, True), (2, True), (3, False)])
-def test_nine_of_ten_must_be_right(wrong: int, given: bool) -> None:
+@pytest.mark.parametrize(("wrong", "given"), [(0, True), (1, True), (2, False)])
+def test_nineteen_of_twenty_must_be_right(wrong: int, given: bool) -> None:
     use = LayerUse(1, EXPERTS, TOP_K)
     use.observe(0, ROWS, EVERY)
     use.name(0, ROWS, MISSING)

@@ -7,7 +7,7 @@ import numpy as np
 _PAIRS = 4  # (row, expert) pairs per expert from which a forward may use most experts
 _GAIN = 0.5  # weight of the last forward
 _EXPECTED = 0.5  # share of forwards from which an expert is expected
-_RIGHT = 0.9  # share of the named experts that must have been used
+_RIGHT = 0.95  # share of the named experts that must have been used
 _LEAST = 16  # named experts by which that is judged
 _WINDOW = 8  # forwards
 
