@@ -153,6 +153,9 @@ class Machine(RuleBasedStateMachine):
         assert self.pinned <= self.slot.keys()
         assert self.residency.resident == len(self.slot) - len(self.loading)
         assert {key for key in range(KEYS) if key in self.residency.policy} == self.slot.keys()
+        for layer in (range(4), range(4, 8)):
+            spare = [key for key in self.slot.keys() - self.pinned - self.loading if key not in layer]
+            assert self.residency.spare(layer) == SLOTS - len(self.slot) + len(spare)
 
 
 class WithLRU(Machine):

@@ -147,7 +147,7 @@ class Prefetcher:
             keys: of that layer, without a slot, the likeliest first.
             layer: all keys of that layer, of which none is evicted.
         """
-        missing = [key for key in keys if key not in self._damaged]
+        missing = [key for key in keys if key not in self._damaged][: self._residency.spare(layer)]
         if missing:
             placement = self._residency.admit_unless(missing, layer)
             self.placed(placement)

@@ -155,6 +155,12 @@ class Residency:
         placement = self.admit_unless((key,), _Better(scores, int(scores[key])))
         return placement if placement.loads else None
 
+    def spare(self, layer: range) -> int:
+        """Number of slots that are free, or whose expert is neither frozen nor one of ``layer``."""
+        frozen = sum(key not in layer for key in self._frozen())
+        here = self.slot_of[layer.start : layer.stop]
+        return self.slots - int((here != NOWHERE).sum()) - frozen
+
     def admit_unless(self, keys: Sequence[int], kept: Container[int]) -> Placement:
         """Finds slots for ``keys``, which have none, to be loaded before they are needed; does not pin them.
 
