@@ -57,9 +57,7 @@ class Prefetcher:
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
         self._predictor = predictor
         self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
-        self._admitted: set[int] = (
-            set()
-        )  # being read because the CPU computed them, or for the next layer; not cancelled
+        self._admitted: set[int] = set()  # being read because the CPU computed them, or by ``stream``: not cancelled
         self._damaged: set[int] = set()  # failed; not prefetched again until a forward has used them
         self._allowance = None if settings.extra is None else Allowance(settings.extra)
         self._guessed: set[int] = set()  # being read or read because of a prediction, and not used yet
@@ -141,7 +139,7 @@ class Prefetcher:
     def stream(self, keys: Sequence[int], layer: range) -> None:
         """Starts reads of ``keys``, which the next layer is expected to use, as far as they find slots.
 
-        They are for certain, not guesses about few rows: none is cancelled, and there is no limit to their number.
+        Unlike those of a prediction these are not cancelled, and slots alone limit their number.
 
         Args:
             keys: of that layer, without a slot, the likeliest first.
