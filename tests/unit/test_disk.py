@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed_experts import FINGERPRINT, blank, expert, packed
 from safetensors import safe_open
-from torch import Tensor
 
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
@@ -26,7 +26,7 @@ from vllm_spac.metrics import Counters
 from vllm_spac.system.atomic_write import partial_of
 from vllm_spac.system.host_memory import gib
 from vllm_spac.tiers import disk
-from vllm_spac.tiers.base import Slot, allocate
+from vllm_spac.tiers.base import Slot
 from vllm_spac.tiers.disk import PAGE, DiskStore
 
 LAYERS = ("model.layers.3.mlp.experts", "model.layers.5.mlp.experts")
@@ -40,29 +40,9 @@ SHAPE = MoEShape(LAYERS, 3, 2, SPECS)
 WHOLE_PAGES = MoEShape(
     LAYERS, 3, 2, {"w": TensorSpec((3, 1024), torch.float32), "v": TensorSpec((2048,), torch.bfloat16)}
 )
-FINGERPRINT, OTHER = "a" * 32, "b" * 32
+OTHER = "b" * 32
 
 each_shape = pytest.mark.parametrize("shape", [SHAPE, WHOLE_PAGES], ids=["odd", "whole pages"])
-
-
-def expert(shape: MoEShape, key: int) -> dict[str, Tensor]:
-    rng = torch.Generator().manual_seed(key)
-    return {name: torch.randn(spec.shape, generator=rng).to(spec.dtype) for name, spec in shape.tensors.items()}
-
-
-def blank(shape: MoEShape, slots: int | None = None) -> dict[str, Tensor]:
-    """NaN in the place of a slot, or of several; allocated as slots are."""
-    block = allocate(shape.tensors, slots or 1, "cpu")
-    return {
-        name: tensor.fill_(float("nan")) if slots else tensor[0].fill_(float("nan")) for name, tensor in block.items()
-    }
-
-
-def packed(folder: Path, shape: MoEShape = SHAPE, fingerprint: str = FINGERPRINT) -> DiskStore:
-    store = DiskStore(shape, fingerprint, folder)
-    for key in range(shape.total):
-        store.put(key, expert(shape, key))
-    return store
 
 
 def assert_holds(store: DiskStore, *keys: int) -> None:
@@ -117,7 +97,7 @@ def test_paths_are_readable(tmp_path: Path) -> None:
 
 def test_reads_build_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would intern its parts: half a million of them made a server grow by 15 MB whenever Python sized up."""
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
     monkeypatch.setattr(Path, "__truediv__", None)
     for key in range(SHAPE.total):
         store.read(key, blank(SHAPE))
@@ -159,7 +139,7 @@ def test_packing_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
 
 def test_other_fingerprint_holds_nothing(tmp_path: Path) -> None:
-    packed(tmp_path)
+    packed(tmp_path, SHAPE)
     other = DiskStore(SHAPE, OTHER, tmp_path)
     assert_holds(other)
     with pytest.raises(StoreError):
@@ -226,7 +206,7 @@ def test_damaged_file_is_never_used(shape: MoEShape, damage: str, direct: bool, 
 
 @pytest.mark.parametrize("damage", ["emptied", "truncated by a byte", "extended by a byte", "extended by ten pages"])
 def test_file_of_the_wrong_size_is_packed_again_at_once(damage: str, tmp_path: Path) -> None:
-    DAMAGE[damage](store := packed(tmp_path), store.path(1))
+    DAMAGE[damage](store := packed(tmp_path, SHAPE), store.path(1))
     again = DiskStore(SHAPE, FINGERPRINT, tmp_path)
     assert_holds(again, 0, 2, 3, 4, 5)
     again.put(1, expert(SHAPE, 1))
@@ -234,7 +214,7 @@ def test_file_of_the_wrong_size_is_packed_again_at_once(damage: str, tmp_path: P
 
 
 def test_two_files_swapped(tmp_path: Path) -> None:
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
     one, two, aside = store.path(1), store.path(2), tmp_path / "aside"
     one.rename(aside)
     two.rename(one)
@@ -246,7 +226,7 @@ def test_two_files_swapped(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
     store.path(1).unlink()
     with pytest.raises(StoreError, match="restart to pack it again") as error:
         store.read(1, blank(SHAPE))
@@ -259,7 +239,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An I/O error says nothing about the file, so it stays where it is."""
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
 
     def fail(*args) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -273,7 +253,7 @@ def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_damage_is_not_counted_as_a_load(tmp_path: Path) -> None:
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
     flip(store.path(1), -1)
     slots, counters = blank(SHAPE, 4), Counters()
     transfers = Transfers(store, slots, threads=2, path="disk")
@@ -434,7 +414,7 @@ def test_missing_folders_are_made_and_nothing_else_is_left_in_them(tmp_path: Pat
 def test_a_complete_folder_that_cannot_be_written_to(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
 
     def refuse(*args, **kwargs):
         raise OSError(code, os.strerror(code))
@@ -462,7 +442,7 @@ def test_a_complete_folder_that_cannot_be_written_to(
 
 
 def test_after_damage_all_files_are_checked_once(tmp_path: Path) -> None:
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
     for key in (1, 3, 4):
         flip(store.path(key), -1)
     assert not store.suspect
@@ -481,7 +461,7 @@ def test_after_damage_all_files_are_checked_once(tmp_path: Path) -> None:
 def test_a_disk_that_failed_is_checked_and_what_can_be_read_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
 
     def fail(*args) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -516,7 +496,7 @@ def test_experts_beside_missing_ones_are_suspect(tmp_path: Path) -> None:
 
 
 def test_what_was_dropped_is_found_by_nobody(tmp_path: Path) -> None:
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
     store.drop(2)
     assert_holds(store, 0, 1, 3, 4, 5)
     assert_holds(DiskStore(SHAPE, FINGERPRINT, tmp_path), 0, 1, 3, 4, 5)
@@ -534,7 +514,7 @@ def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monke
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
     assert not store.direct
     assert "buffered I/O" in store.describe() and "no direct I/O" in store.describe()
     assert_holds(store, *range(SHAPE.total))
@@ -571,7 +551,7 @@ def test_read_that_returns_less_than_it_was_asked_for(
 
 def test_direct_read_that_returns_less_than_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole pages at a time, as the kernel may when memory is fragmented."""
-    store = packed(tmp_path)
+    store = packed(tmp_path, SHAPE)
     if not store.direct:
         pytest.skip("no direct I/O on this file system")
     real = os.preadv

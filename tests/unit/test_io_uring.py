@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packed_experts import blank, expert, packed
 
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.config import SpacConfig
@@ -22,7 +23,7 @@ from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.metrics import Counters
 from vllm_spac.system import io_uring
 from vllm_spac.system.io_uring import ENTRIES, Ring
-from vllm_spac.tiers.base import Slots, allocate
+from vllm_spac.tiers.base import Slots
 from vllm_spac.tiers.disk import DiskStore
 from vllm_spac.tiers.memory import MemoryStore
 
@@ -35,22 +36,11 @@ SHAPE = MoEShape(
 DAMAGE = ("none", "bit", "header", "short", "long", "empty", "gone")
 
 
-def expert(key: int) -> dict[str, torch.Tensor]:
-    rng = torch.Generator().manual_seed(key)
-    return {name: torch.randn(spec.shape, generator=rng).to(spec.dtype) for name, spec in SHAPE.tensors.items()}
-
-
-def packed(folder: Path) -> DiskStore:
-    store = DiskStore(SHAPE, "a" * 32, folder)
+def packed_directly(folder: Path) -> DiskStore:
+    store = packed(folder, SHAPE)
     if not store.direct:
         pytest.skip(f"{folder} has no direct I/O, which io_uring reads with here")
-    for key in range(SHAPE.total):
-        store.put(key, expert(key))
     return store
-
-
-def blank(count: int) -> dict[str, torch.Tensor]:
-    return {name: tensor.fill_(float("nan")) for name, tensor in allocate(SHAPE.tensors, count, "cpu").items()}
 
 
 def spoil(path: Path, how: str) -> None:
@@ -77,11 +67,11 @@ def ring() -> Iterator[Ring]:
 
 
 def assert_is(slots: dict[str, torch.Tensor], slot: int, key: int) -> None:
-    assert all(torch.equal(slots[name][slot], tensor) for name, tensor in expert(key).items())
+    assert all(torch.equal(slots[name][slot], tensor) for name, tensor in expert(SHAPE, key).items())
 
 
 def test_more_than_fit_into_the_ring_at_once(ring, tmp_path) -> None:
-    store, slots = packed(tmp_path), blank(SHAPE.total)
+    store, slots = packed_directly(tmp_path), blank(SHAPE, SHAPE.total)
     keys = [(7 * number + 3) % SHAPE.total for number in range(SHAPE.total)]  # all of them, in another order
     made = Slots(slots)
     found = dict(store.read_all([(key, made[slot]) for slot, key in enumerate(keys)], ring))
@@ -94,17 +84,17 @@ def test_more_than_fit_into_the_ring_at_once(ring, tmp_path) -> None:
 @given(how=st.lists(st.sampled_from(DAMAGE), min_size=1, max_size=6), number=st.integers(0, 1 << 30))
 def test_each_fails_or_not_as_a_single_read_does(how, number, ring, tmp_path) -> None:
     """Side by side with others; a damaged file is moved aside in the same way."""
-    together, alone = packed(tmp_path / f"{number}-together"), packed(tmp_path / f"{number}-alone")
+    together, alone = packed_directly(tmp_path / f"{number}-together"), packed_directly(tmp_path / f"{number}-alone")
     for key, kind in enumerate(how):
         for store in (together, alone):
             spoil(store.path(key), kind)
-    slots = blank(len(how))
+    slots = blank(SHAPE, len(how))
     made = Slots(slots)
     found = dict(together.read_all([(key, made[key]) for key in range(len(how))], ring))
     assert sorted(found) == list(range(len(how)))
     for key, kind in enumerate(how):
         try:
-            expected = alone.read(key, Slots(blank(1))[0])
+            expected = alone.read(key, Slots(blank(SHAPE, 1))[0])
         except StoreError as error:
             assert str(found[key]).replace("together", "alone") == str(error), kind
         else:
@@ -115,7 +105,7 @@ def test_each_fails_or_not_as_a_single_read_does(how, number, ring, tmp_path) ->
 
 
 def test_loads_of_a_layer(ring, tmp_path) -> None:
-    store, slots, counters = packed(tmp_path), blank(4), Counters()
+    store, slots, counters = packed_directly(tmp_path), blank(SHAPE, 4), Counters()
     spoil(store.path(2), "bit")
     with closing(Transfers(store, slots, 2, "disk", ring=Ring())) as transfers:
         failed = transfers.load([(5, 3), (2, 1), (0, 0)], counters)
@@ -141,7 +131,7 @@ class _StopsOnce(Ring):
 
 def test_nothing_writes_after_an_interrupt(ring, tmp_path) -> None:
     """Reads in flight have ended when ``load`` is left, and the next load works."""
-    store, slots = packed(tmp_path), blank(3)
+    store, slots = packed_directly(tmp_path), blank(SHAPE, 3)
     stopping = _StopsOnce()
     with closing(Transfers(store, slots, 2, "disk", ring=stopping)) as transfers:
         with pytest.raises(KeyboardInterrupt):
@@ -171,9 +161,9 @@ def test_the_lock_is_free_while_a_read_is_waited_for(ring, tmp_path) -> None:
 
 def test_what_cannot_be_read_so_is_refused(ring, tmp_path) -> None:
     store = MemoryStore(SHAPE, "")
-    assert not store.batches(Slots(blank(1))[0])
+    assert not store.batches(Slots(blank(SHAPE, 1))[0])
     with pytest.raises(ConfigError, match="use --spac-io-submit threads"):
-        Transfers(store, blank(1), 2, "memory", ring=Ring())
+        Transfers(store, blank(SHAPE, 1), 2, "memory", ring=Ring())
 
 
 def test_a_missing_package_is_named(monkeypatch) -> None:

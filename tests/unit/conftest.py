@@ -1,0 +1,6 @@
+"""Puts this folder on the path of its own tests, for the module that they share."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
