@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
+from vllm_spac.execution._waves import row_waves
 from vllm_spac.execution.pointers.protocol import Move
 from vllm_spac.prediction.file import Identity, PredictorFile, kinds
 from vllm_spac.predictors._trained import Sizes
@@ -143,31 +144,25 @@ def test_unknown_number_of_tokens_is_no_tpot():
 
 
 def test_more_experts_than_slots_runs_in_parts():
-    """Rows 0 1 | 2 3 | 0 1 with two slots: three parts, and 0 and 1 are loaded twice though they miss once."""
-    trace = decoding([[[[0, 1], [2, 3], [0, 1]]]])
+    """Rows with the same experts run together; 0 is loaded twice, for 0 1 and for 0 2, though it misses once."""
+    outcome = simulate(decoding([[[[0, 1], [2, 3], [0, 1]]]]), 2, COSTS, fill=False)
+    assert (outcome.parts, outcome.misses, outcome.loads, outcome.hits) == (2, 4, 4, 0)
+    trace = decoding([[[[0, 1], [1, 2], [0, 2]]]])
     outcome = simulate(trace, 2, COSTS, fill=False)
-    assert (outcome.parts, outcome.misses, outcome.loads, outcome.hits) == (3, 4, 6, 0)
-    assert simulate(trace, 4, COSTS, fill=False).parts == 1
+    assert (outcome.parts, outcome.misses, outcome.loads, outcome.hits) == (3, 3, 4, 0)
+    assert simulate(trace, 3, COSTS, fill=False).parts == 1
 
 
 @given(st.integers(2, 16), st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
-def test_parts_hold_every_row_once_and_as_many_as_fit(slots, seed):
+def test_parts_are_the_waves_of_serving(slots, seed):
     trace = synthetic_trace(layers=2, experts=16, top_k=2, steps=3, drafts=7, skew=0, reuse=0, seed=seed)
     for record, found in enumerate(parts(trace, slots)):
-        rows = trace.ids[trace.record_start[record] : trace.record_start[record + 1]].astype(int)
-        rows = rows + 16 * int(trace.record_layer[record])
-        start = 0
-        for part in found:
-            count = sum(part.rows) // 2
-            mine = rows[start : start + count]
-            keys, uses = np.unique(mine, return_counts=True)
+        ids = trace.ids[trace.record_start[record] : trace.record_start[record + 1]].astype(int)
+        first = 16 * int(trace.record_layer[record])
+        for wave, part in zip(row_waves(ids, slots, 16), found, strict=True):
+            keys, uses = np.unique(ids[wave] + first, return_counts=True)
             assert (part.keys, part.rows) == (keys.tolist(), uses.tolist())
-            assert len(keys) <= slots
-            more = rows[start : start + count + 1]
-            assert len(more) == count or len(np.unique(more)) > slots, "another row would have fitted"
-            start += count
-        assert start == len(rows)
 
 
 @pytest.fixture
