@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_prefetcher import SHAPE, SPECS, Gated, until
+from test_prefetcher import SHAPE, SPECS, Gated, making, until
 from test_slots import BUSY
 from torch import Tensor
 
@@ -66,17 +66,7 @@ class Pool(SlotExecution):
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Pool]]:
-    made: list[Pool] = []
-
-    def make(*args, **kwargs) -> Pool:
-        made.append(Pool(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for pool in made:
-        for gate in pool.store.gates.values():
-            gate.set()
-        pool.close()
+    yield from making(Pool)
 
 
 def all_experts(rows: int = ROWS) -> Tensor:

@@ -108,12 +108,12 @@ class Pool(SlotExecution):
         self._loader.end_step(None)
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., Pool]]:
-    made: list[Pool] = []
+def making(build: Callable[..., SlotExecution]) -> Iterator[Callable[..., SlotExecution]]:
+    """Yields what builds pools over ``Gated`` stores; afterwards opens their gates and closes them."""
+    made: list[SlotExecution] = []
 
-    def make(*args, **kwargs) -> Pool:
-        made.append(Pool(*args, **kwargs))
+    def make(*args, **kwargs) -> SlotExecution:
+        made.append(build(*args, **kwargs))
         return made[-1]
 
     yield make
@@ -121,6 +121,11 @@ def make() -> Iterator[Callable[..., Pool]]:
         for gate in pool.store.gates.values():
             gate.set()
         pool.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Pool]]:
+    yield from making(Pool)
 
 
 def row(*experts: int) -> Tensor:

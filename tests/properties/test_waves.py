@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import importlib
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,21 +13,8 @@ from hypothesis import strategies as st
 
 from vllm_spac.execution import _waves as waves
 
-
-def in_order(ids: np.ndarray, slots: int) -> list[set[int]]:
-    """The experts of each wave if a row joins the last one unless it would then need more than there are slots."""
-    found: list[set[int]] = []
-    for experts in map(set, ids.tolist()):
-        if found and len(found[-1] | experts) <= slots:
-            found[-1] |= experts
-        else:
-            found.append(experts)
-    return found
-
-
-def loads(held: list[set[int]]) -> int:
-    """Experts that must be loaded if those of the last wave are still there, and no others."""
-    return sum(len(wave - last) for last, wave in pairwise([set(), *held]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "replay"))
+replayed = importlib.import_module("waves")
 
 
 def drawn(rows: int, experts: int, top_k: int, seed: int) -> np.ndarray:
@@ -71,8 +60,8 @@ def test_pairs_that_are_sorted_by_expert_need_each_expert_once():
 def test_waves_share_experts(rows, experts, top_k, slots, least):
     """How many times fewer loads than rows in their order need."""
     ids = drawn(rows, experts, top_k, seed=1)
-    held = [set(ids[wave].ravel().tolist()) for wave in waves.row_waves(ids, slots, experts)]
-    assert loads(held) < loads(in_order(ids, slots)) / least
+    held, in_order = replayed.shared(ids, slots, experts), replayed.in_order(ids, slots)
+    assert replayed.loads(held) < replayed.loads(in_order) / least
 
 
 def test_a_row_that_no_wave_can_hold_is_a_mistake():

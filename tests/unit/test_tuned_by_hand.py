@@ -13,7 +13,7 @@ from vllm_spac.config import SpacConfig
 from vllm_spac.tuning.candidate import Candidate
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(Path(__file__).parent)]
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving")]
 imagined_engines = importlib.import_module("imagined_engines")
 tuned = importlib.import_module("tuned")
 
