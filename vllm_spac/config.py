@@ -107,12 +107,13 @@ class SpacConfig(BaseModel):
     cpu_experts: types.CpuExpertsText = Field(
         "off",
         description="Compute missing experts on the CPU, where they are stored, exact up to rounding: off; auto, those "
-        "that the balancer selects; or N, in each forward of a layer the N missing ones with the fewest rows.",
+        "that the balancer selects, while steps are shorter with them; or N, in each forward of a layer the N missing "
+        "ones with the fewest rows.",
     )
     balancer: Annotated[str | None, ComponentName("balancers", "balancer", arguments=True)] = Field(
         None,
-        description="With cpu_experts=auto, selects the experts for the CPU: waterfill (default), threshold "
-        "(MoE-SpAc's) or makespan (also counts what fast memory computes).",
+        description="With cpu_experts=auto, selects the experts for the CPU, in every step if it is named: waterfill "
+        "(default), threshold (MoE-SpAc's) or makespan (also counts what fast memory computes).",
     )
     profile: types.SomePath = Field(
         None,

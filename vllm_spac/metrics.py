@@ -47,6 +47,7 @@ class Counters:
         prefetch_stops: times that ``prefetch=auto`` stopped reading ahead because steps with it were not shorter.
         cpu_experts: distinct experts per layer and forward that were computed on the CPU, from the store's memory.
         cpu_rows: (row, expert) pairs computed on the CPU.
+        cpu_stops: times that ``cpu_experts=auto`` stopped the CPU because steps with it were not shorter.
         cpu_wait_seconds: time that layers waited for the CPU after their part in fast memory was done.
     """
 
@@ -67,6 +68,7 @@ class Counters:
     prefetch_stops: int = 0
     cpu_experts: int = 0
     cpu_rows: int = 0
+    cpu_stops: int = 0
     cpu_wait_seconds: float = 0.0
 
     def moved(self, path: str, count: int) -> None:
@@ -89,7 +91,7 @@ class Counters:
 # Of several ranks: bytes add up; steps and seconds are those of all ranks at once; experts are the same ones if each
 # rank holds a part of every expert, and different ones if each holds some of them.
 _BYTES = {"bytes", "slot_bytes"}
-_AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds", "prefetch_stops"}
+_AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds", "cpu_stops", "prefetch_stops"}
 _EXPERTS = {
     *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),
     *("prefetches", "prefetch_hits", "prefetch_late", "prefetch_wasted", "prefetch_harmful", "prefetch_failed"),

@@ -13,7 +13,7 @@ FULL = "100%"
 # Suffixes of a policy's name, and the knobs that they set. MoE-SpAc is utility+prefetch+cpu+threshold.
 EXTRAS = {
     "prefetch": {"prefetch": "utility"},
-    "cpu": {"cpu_experts": "auto"},
+    "cpu": {"cpu_experts": "auto", "balancer": "waterfill"},  # named, thus in every step
     "threshold": {"balancer": "threshold"},
     "pointers": {"execution": "pointers"},
     "io_uring": {"io_submit": "io_uring"},
@@ -71,8 +71,9 @@ class Configuration:
         """Returns the plugin's knobs of this configuration."""
         assert self.policy is not None, "stock has no knobs"
         found: dict[str, Any] = {"slots": self.slots, "policy": self.policy.split("+")[0]}
-        for name in self.extras:
-            found |= EXTRAS[name]
+        for name in EXTRAS:
+            if name in self.extras:
+                found |= EXTRAS[name]
         return found | ({"budget": self.budget} if self.budget else {})
 
     def stock_options(self, checkpoint: Checkpoint) -> dict:

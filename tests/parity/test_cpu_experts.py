@@ -7,9 +7,16 @@ logits of a random model are that near once in about 1e6 tokens, and these runs 
 from __future__ import annotations
 
 import engines
+import late_experts
 import pytest
 from compare import METHODS, TOY, compare
 from exactness import FLOAT32, agreeing, assert_same_tokens
+
+import vllm_spac
+from vllm_spac.cache.payback import LEAST
+from vllm_spac.core import Rates
+from vllm_spac.execution import _cpu_check
+from vllm_spac.integration.loading import assembly
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +41,26 @@ def test_same_tokens_as_stock_in_float32(spac, exact, checkpoint):
     assert run.stats["mode"] == "exact up to rounding"
     assert run.stats["cpu_rows"] >= run.stats["cpu_experts"] > 0
     assert spac["cpu_experts"] != 64 or run.stats["loads"] == 0, "all that is missing runs on the CPU"
+
+
+def test_auto_stops_where_steps_are_longer_than_its_rates_promise(checkpoint, monkeypatch) -> None:
+    """The rates let the CPU compute all that is missing; served, each of its computations takes 4 ms more."""
+    rates = Rates(fast=1e-4, stream=1.0, cpu=1e-6, cpu_row=1e-9)
+    monkeypatch.setattr(assembly, "serving_rates", lambda *_, **__: rates)
+    spac = {"slots": "50%", "store": "host", "cpu_experts": "auto", "cpu_kernel": "late_experts:LateExperts"}
+    compared = 2 * _cpu_check.BLOCK * LEAST
+    prompts, steps = [[5], [6], [7]], (compared + 80) // 2  # of the second one the last 80 are after the verdict
+    with engines.engine(checkpoint("qwen3_moe"), spac, **FLOAT32) as llm:
+        monkeypatch.setitem(late_experts.LATE, "seconds", 0.004)
+        tokens, found = [], []
+        for prompt in prompts:
+            tokens += engines.say(llm, [prompt], steps)
+            found.append(vllm_spac.stats(llm)["workers"][0])
+    first, second, third = found
+    assert first["cpu_experts"] > 0 and second["cpu_stops"] == third["cpu_stops"] == 1
+    assert third["cpu_experts"] == second["cpu_experts"] and third["loads"] > second["loads"] + steps
+    stock = engines.generate(checkpoint("qwen3_moe"), **FLOAT32, prompts=prompts, max_tokens=steps)
+    assert tokens == stock.tokens
 
 
 @pytest.mark.full

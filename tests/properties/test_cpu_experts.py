@@ -4,6 +4,7 @@ resident; and neither a slot that is being written nor a failure on either side 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
+from vllm_spac.cache import payback
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import MoEShape, Rates, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, StoreError
+from vllm_spac.execution import _cpu_check
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.slots import SlotExecution
 from vllm_spac.executors._thread import ExecutorThread
@@ -105,6 +108,7 @@ class Layers:
         delay: float = 0.0,
         policy: str = "lru",
         executor: type[Watched] = Watched,
+        checked: bool = False,
         **knobs,
     ) -> None:
         tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in SPECS.items()}
@@ -113,7 +117,7 @@ class Layers:
         options = {"io_threads": 2, "path": "double", "ahead": PrefetchSettings(poison=True)}
         self.pool = SlotExecution(SHAPE, slots, built, self.store, tensors, **options)
         chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
-        self.pool.balance(chosen, ExecutorThread(self.executor))
+        self.pool.balance(chosen, ExecutorThread(self.executor), checked)
         self.kernel = Torch(SHAPE, 1, "silu")
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -236,6 +240,50 @@ def test_threshold_has_scores_where_neither_policy_nor_prefetcher_keeps_them(mak
         layers.forward(0, x, weights, torch.tensor([[first, first + 1]] * 7, dtype=torch.int32))
         layers.pool.end_forward()
     assert layers.pool._loader.scores[:2].all() and not layers.pool._loader.scores[EXPERTS:].any()
+
+
+@pytest.mark.parametrize(("times", "stops"), [(1.2, True), (0.8, False)])
+def test_the_cpu_computes_only_while_steps_are_shorter_with_it(
+    times: float, stops: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is the test's. Without the CPU the pool is one without a balancer; the change is logged once."""
+    monkeypatch.setattr(payback, "PAUSE", 50)
+    monkeypatch.setattr(payback, "KEEP", 50)
+    layers, now, on_cpu = Layers(4, count=2, checked=True), 0.0, []
+    pool, compared = layers.pool, 2 * _cpu_check.BLOCK * payback.LEAST
+    monkeypatch.setattr(pool._transfers, "clock", lambda: now)
+    pool._layers._check._clock = lambda: now
+    try:
+        with caplog.at_level(logging.WARNING, "vllm.spac"):
+            for number in range(2 * (compared + 50)):
+                before = pool.counters.cpu_experts
+                pool.begin_step(DECODE)
+                for layer in range(LAYERS):
+                    arguments = routed(3, number)
+                    torch.testing.assert_close(layers.forward(layer, *arguments), layers.all_hot(layer, *arguments))
+                on_cpu.append(pool.counters.cpu_experts > before)
+                assert on_cpu[-1] == (pool._loader.balancer is not None)
+                now += times if on_cpu[-1] else 1.0
+                pool.end_forward()
+    finally:
+        pool.close()
+    turns = [True] * _cpu_check.BLOCK + [False] * 2 * _cpu_check.BLOCK + [True] * _cpu_check.BLOCK
+    assert on_cpu[:compared] == turns * (compared // len(turns))
+    assert on_cpu[compared : compared + 50] == [not stops] * 50
+    assert pool.counters.cpu_stops == (2 if stops else 0)
+    [said] = [record.getMessage() for record in caplog.records if "cpu_experts=auto" in record.getMessage()]
+    assert ("stops computing" if stops else "goes on to compute") in said and f"took {times:.3f} (+-" in said
+
+
+def test_steps_with_prompts_are_not_compared_and_a_balancer_that_is_named_is_not_checked(make) -> None:
+    prompts = Step((RequestRows(0, 1, RowKind.PREFILL),))
+    for checked, step in ((True, prompts), (False, DECODE)):
+        layers = make(4, count=2, checked=checked)
+        for number in range(2 * _cpu_check.BLOCK):
+            layers.pool.begin_step(step)
+            layers.forward(0, *routed(1, number))
+            layers.pool.end_forward()
+        assert layers.pool._loader.balancer is not None and layers.pool.counters.cpu_stops == 0
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

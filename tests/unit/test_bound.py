@@ -162,7 +162,7 @@ def test_stocks_offloading_keeps_as_many_bytes():
     [
         ("lru", {}, False),
         ("lru+prefetch", {"prefetch": "utility"}, False),
-        ("lru+prefetch+cpu", {"prefetch": "utility", "cpu_experts": "auto"}, True),
+        ("lru+prefetch+cpu", {"prefetch": "utility", "cpu_experts": "auto", "balancer": "waterfill"}, True),
         (
             "lru+prefetch+cpu+threshold",
             {"prefetch": "utility", "cpu_experts": "auto", "balancer": "threshold"},

@@ -161,7 +161,7 @@ class ExpertLoader:
         return self._prefetcher.balancer
 
     @balancer.setter
-    def balancer(self, balancer: Balancer) -> None:
+    def balancer(self, balancer: Balancer | None) -> None:
         self._prefetcher.balancer = balancer
 
     @property

@@ -123,14 +123,10 @@ class Lookahead(Prefetcher):
         self._counters.prefetch_stops += verdict.stop
         if known is None or known.stop != verdict.stop:
             logger.warning(
-                "spac: prefetch=auto %s reading ahead by %s: steps with it took %.3f (+- %.3f) times as long as steps "
-                "without, %d blocks of each compared; again in %d steps",
+                "spac: prefetch=auto %s reading ahead by %s: %s",
                 "stops" if verdict.stop else "goes on",
                 self._settings.prefetch,
-                verdict.ratio,
-                verdict.error,
-                verdict.pairs,
-                verdict.steps,
+                verdict,
             )
 
     def _proceed(self, layer: int) -> None:

@@ -1,7 +1,7 @@
-"""Whether steps with reads ahead are shorter than steps without: both in turns, then the shorter ones. Pure, no clock.
+"""Whether steps with a technique are shorter than steps without: both in turns, then the shorter ones. Pure, no clock.
 
-Reads ahead save waiting and take time themselves (guesses, choosing slots, threads on the same cores). Which of the two
-is more depends on the machine and is not calculated but measured, on the steps that are served.
+Reading ahead saves waiting and takes time itself (guesses, choosing slots, threads on the same cores); so does
+computing experts on the CPU. Which of the two is more depends on the machine and is measured on the served steps.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import math
 import statistics
 from typing import NamedTuple
 
-BLOCK = 8  # consecutive steps with reads ahead, or without; the first one still has the slots of the other kind
+BLOCK = 8  # consecutive steps with the technique, or without; the first one still has the slots of the other kind
 LEAST, MOST = 4, 64  # pairs of blocks by which they are compared
-CERTAIN = 2.5  # standard errors by which a mean of fewer than MOST pairs must differ from 0
+CERTAIN = 2.5  # standard errors by which a mean of fewer than ``most`` pairs must differ from 0
 DISTURBED = math.log(2)  # a pair whose blocks differ more counts as if they differed by this
-KEEP = 512  # steps with reads ahead, until both are compared again; twice as many each time, up to LONGEST
+KEEP = 512  # steps with the technique, until both are compared again; twice as many each time, up to LONGEST
 PAUSE = 2048  # the same without
 LONGEST = 16384
 
 
 class Verdict(NamedTuple):
-    """Reads ahead go on for ``steps`` steps, or ``stop`` for as many.
+    """Steps have the technique for ``steps`` steps, or ``stop`` having it for as many.
 
     Attributes:
-        ratio: seconds per row of the steps with reads ahead over those without.
+        ratio: seconds per row of the steps with the technique over those without.
         error: one standard error of it.
         pairs: blocks of each kind that were compared.
     """
@@ -34,29 +34,42 @@ class Verdict(NamedTuple):
     error: float
     pairs: int
 
+    def __str__(self) -> str:
+        return (
+            f"steps with it took {self.ratio:.3f} (+- {self.error:.3f}) times as long as steps without, {self.pairs} "
+            f"blocks of each compared; again in {self.steps} steps"
+        )
+
 
 class Payback:
-    """Reads ahead of ``prefetch=auto``: lets them happen in every other block of steps, compares, and decides.
+    """Lets a technique happen in every other block of steps, compares, and decides.
 
     A step counts per row, so that batches may change; which block has which rows is by chance.
+
+    Args:
+        block: consecutive steps of one kind.
+        settle: the first ones of a block, which do not count: slots are still those of the other kind.
+        most: pairs of blocks after which the nearer decision is made.
 
     Attributes:
         verdict: the last one; None: both were never compared to the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = BLOCK, settle: int = 1, most: int = MOST) -> None:
+        assert 0 <= settle < block and most >= LEAST
+        self._length, self._settle, self._most = block, settle, most
         self.verdict: Verdict | None = None
         self._left = 0  # steps until both are compared again
         self._pause, self._keep = PAUSE, KEEP
-        self._block = 0  # 0 … 3: the second and the third are without reads ahead
+        self._block = 0  # 0 … 3: the second and the third are without
         self._step = self._rows = 0  # steps of this block; rows of those that count
         self._seconds = 0.0
         self._blocks: list[float] = []  # of the pair that is not whole yet: log of seconds per row
-        self._differences: list[float] = []  # of whole pairs: with reads ahead less without
+        self._differences: list[float] = []  # of whole pairs: with the technique less without
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing is to be read ahead in the next step, nor guessed."""
+        """Whether the next step is to be one without the technique."""
         if self._left:
             return self.verdict is not None and self.verdict.stop
         return self._block in (1, 2)  # with, without, without, with: a machine that drifts favours neither
@@ -74,9 +87,9 @@ class Payback:
                 self._restart()
             return None
         self._step += 1
-        if self._step > 1:
+        if self._step > self._settle:
             self._rows, self._seconds = self._rows + rows, self._seconds + seconds
-        return self._end_block() if self._step == BLOCK else None
+        return self._end_block() if self._step == self._length else None
 
     def _end_block(self) -> Verdict | None:
         self._blocks.append(math.log(max(self._seconds, 1e-9) / self._rows))
@@ -96,7 +109,7 @@ class Payback:
             return None
         mean = statistics.fmean(self._differences)
         error = statistics.stdev(self._differences, mean) / math.sqrt(count)
-        if abs(mean) <= CERTAIN * error and count < MOST:
+        if abs(mean) <= CERTAIN * error and count < self._most:
             return None
         stop = mean >= 0
         if stop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,3 +88,9 @@ def numbered(ids: Tensor, local_of: Tensor, real: int) -> Tensor:
     chosen = ids[:real]
     local[:real] = local_of[chosen.clamp(min=0).long()].masked_fill(chosen < 0, -1).to(ids.dtype)
     return local
+
+
+def typed_like(slots: np.ndarray, ids: Tensor) -> Tensor:
+    """Returns ``slots`` with the dtype of ``ids``."""
+    found = torch.from_numpy(slots)
+    return found if found.dtype == ids.dtype else found.to(ids.dtype)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_spac.balancers.base import LayerState
+from vllm_spac.balancers.base import Balancer, LayerState
 from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.execution._cpu_check import CpuCheck
 from vllm_spac.execution._waves import row_waves
 from vllm_spac.metrics import Counters
 from vllm_spac.predictors.base import Seen
@@ -42,12 +43,33 @@ class SlotLayers:
         self.loader, self.experts = loader, experts
         self._computed: list[int] = []  # keys that ran on the CPU and may get slots
         self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
+        self._balancer: Balancer | None = None  # also in steps in which the CPU is stopped
+        self._check: CpuCheck | None = None
 
-    def begin_step(self, seen: Seen | None) -> None:
-        """A step begins; ``seen`` of its rows, or None if they predict little, as those of prompts."""
+    def balance(self, balancer: Balancer, check: CpuCheck | None) -> None:
+        """The CPU computes what ``balancer`` selects, in the steps in which ``check`` does not stop it."""
+        self.loader.balancer = self._balancer = balancer
+        self._check = check
+
+    def begin_step(self, seen: Seen | None, rows: int = 0) -> None:
+        """A step begins.
+
+        Args:
+            seen: of its rows, or None if they predict little, as those of prompts.
+            rows: its rows, if its duration may be compared with that of others.
+        """
+        if self._check is not None:
+            self._check.begin_step(rows)
         if self.loader.needs is not None:
             self._seen = seen
             self.loader.begin_step(seen)
+
+    def end_step(self, counts: np.ndarray | None) -> None:
+        """As ``ExpertLoader.end_step``; also decides whether the CPU computes experts in the next step."""
+        self.loader.end_step(counts)
+        if self._check is not None:
+            self._check.end_step()
+            self.loader.balancer = None if self._check.stopped else self._balancer
 
     def draft(self, seen: Seen) -> None:
         """The drafter has read the tokens of some rows of the next step, which ``seen`` has with its states."""

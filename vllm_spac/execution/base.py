@@ -264,8 +264,11 @@ class Execution(ABC):
         first = layer * self.shape.experts
         return torch.from_numpy(self.residency.slot_of[first : first + self.shape.experts] != NOWHERE)
 
-    def balance(self, balancer: Balancer, thread: ExecutorThread) -> None:
+    def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
         """Lets ``balancer`` assign some of the missing experts to ``thread`` from now on; owns ``thread`` afterwards.
+
+        Args:
+            checked: only while steps are shorter with it.
 
         Raises:
             UnsupportedError: the layers of this execution do not wait for the host.

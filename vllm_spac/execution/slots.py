@@ -22,8 +22,9 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, Step
+from vllm_spac.execution._cpu_check import CpuCheck
 from vllm_spac.execution._expert_waves import Wave, by_expert
-from vllm_spac.execution._row_shares import Share, combine, numbered, runnable
+from vllm_spac.execution._row_shares import Share, combine, numbered, runnable, typed_like
 from vllm_spac.execution._slot_layers import SlotLayers
 from vllm_spac.execution._step_routing import StepRouting
 from vllm_spac.execution._waves import filled_experts
@@ -140,7 +141,8 @@ class SlotExecution(Execution):
         if not self.holds_all:
             self._routed.clear()  # of a forward that failed
             seen = Seen.at_start(step.tokens, step.draft, self.looks_at)
-            self._layers.begin_step(None if step.prompts or not step.requests else seen)
+            alike = bool(step.requests) and not step.prompts
+            self._layers.begin_step(seen if alike else None, step.rows if alike else 0)
         self.counters.began(step.kind)
 
     def end_forward(self) -> None:
@@ -149,7 +151,7 @@ class SlotExecution(Execution):
             if len(self._routed) >= _COUNT_BATCH or self._routed.pairs >= _COUNT_PAIRS:
                 self._count_hits()
         elif step is not None and self._routed:
-            self._loader.end_step(self._routed.counts(step.generating, step.generating_weights))
+            self._layers.end_step(self._routed.counts(step.generating, step.generating_weights))
             self._routed.clear()
 
     def observe(self, layer: int, ids: Tensor) -> None:
@@ -162,9 +164,10 @@ class SlotExecution(Execution):
             self._count_hits()
         return self.counters.snapshot()
 
-    def balance(self, balancer: Balancer, thread: ExecutorThread) -> None:
+    def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
         """As in ``Execution``; the store must be addressable. From now on results are exact up to rounding."""
-        self._loader.balancer, self._cpu = balancer, thread
+        self._layers.balance(balancer, CpuCheck(self.counters, self._transfers.clock) if checked else None)
+        self._cpu = thread
         self.keeps_bits = False
 
     def read_ahead(self, settings: PrefetchSettings) -> None:
@@ -267,7 +270,7 @@ class SlotExecution(Execution):
         if slots is not None:
             if loaded is not None:
                 loaded()
-            return self._run(kernel, x, weights, ids, _like(slots, ids), there, len(x))
+            return self._run(kernel, x, weights, ids, typed_like(slots, ids), there, len(x))
         if kernel.by_expert and len(np.unique(ids)) > self.residency.slots:
             return by_expert(x, weights, ids, kernel, partial(self.waves, layer), loaded)
         out = None
@@ -364,7 +367,7 @@ class SlotExecution(Execution):
         with contextlib.closing(self._layers.waves(layer, routed, self._counted)) as waves:
             for rows, _ in waves:
                 found = rows if isinstance(rows, slice) else torch.from_numpy(rows)
-                yield Wave(found, _like(table[routed[rows]], ids))
+                yield Wave(found, typed_like(table[routed[rows]], ids))
 
     def fill(self) -> Iterator[int]:
         slots = self.residency.slots
@@ -392,9 +395,3 @@ class SlotExecution(Execution):
         self.counters.hits += self._routed.distinct()
         self.counters.waves += len(self._routed)
         self._routed.clear()
-
-
-def _like(slots: np.ndarray, ids: Tensor) -> Tensor:
-    """Returns ``slots`` with the dtype of ``ids``."""
-    found = torch.from_numpy(slots)
-    return found if found.dtype == ids.dtype else found.to(ids.dtype)

@@ -19,7 +19,7 @@ def _path(value: Any) -> Any:
 
 ALPHA = 0.5  # of weighted votes, by default
 STEPS = 256  # of a timeline, by default
-AUTO = "auto"  # of prefetch: a predictor is chosen, or none
+AUTO = "auto"  # of prefetch: a predictor is chosen, or none; of cpu_experts: the balancer selects them
 EXTRA = 0.1  # share of the needed loads that prefetches may add, by default
 SomePath = Annotated[Path | None, BeforeValidator(_path)]
 _SLOTS_HELP = (

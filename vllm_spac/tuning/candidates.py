@@ -24,6 +24,7 @@ _TREE_METHODS = ("eagle", "eagle3")
 _TREE_ENGINE = {"enforce_eager": True, "attention_backend": "TRITON_ATTN"}  # with a GPU
 _REQUESTS, _REQUESTS_GPU = 128, 1024  # vLLM's largest default of --max-num-seqs
 _THREADS = (2, 8)  # beside the default, 4
+_CPU_EXPERTS = {"store": "host", "cpu_experts": "auto", "balancer": "waterfill"}  # a named one is not checked meanwhile
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,10 @@ def _placed(
         elif store == "disk" and machine.gpu and base.get("store") != "disk":
             yield "store=disk", "store", {"store": "disk"}, None, ""
         elif store == "host" and machine.gpu:
-            yield "CPU experts", "cpu", {"store": "host", "cpu_experts": "auto"}, None, ""
+            yield "CPU experts", "cpu", dict(_CPU_EXPERTS), None, ""
             yield "execution=pointers", "execution", {"store": "host", "execution": "pointers"}, None, ""
     if not machine.gpu and slot_bytes(model, int(percent)) + model.experts_bytes <= _room(model, machine, allowed):
-        yield "CPU experts", "cpu", {"store": "host", "cpu_experts": "auto"}, None, ""
+        yield "CPU experts", "cpu", dict(_CPU_EXPERTS), None, ""
     if allowed.predictors:
         knobs: dict[str, Knob] = {"prefetch": "auto", "predictor_file": str(allowed.predictor_file)}
         yield "prefetch=auto", "prefetch", knobs, None, ""

@@ -27,7 +27,7 @@ from vllm_spac.executors.base import check_same
 from vllm_spac.integration import graphs
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.stepping import drafts
-from vllm_spac.knobs.types import STEPS
+from vllm_spac.knobs.types import AUTO, STEPS
 from vllm_spac.policies.base import Policy, PolicyContext
 from vllm_spac.predictors.base import Predictor
 from vllm_spac.profiling.costs import Costs
@@ -224,7 +224,7 @@ def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, l
     except BaseException:
         thread.close()
         raise
-    execution.balance(balancer, thread)
+    execution.balance(balancer, thread, checked=config.cpu_experts == AUTO and config.balancer is None)
 
 
 def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExperts) -> ExecutorThread:

@@ -56,6 +56,7 @@ _COUNTERS = {
     "prefetch_stops": "Times that prefetch=auto stopped reading ahead, because steps with it were not shorter.",
     "cpu_experts": "Experts computed on the CPU, where they are stored.",
     "cpu_rows": "Rows computed by experts on the CPU.",
+    "cpu_stops": "Times that cpu_experts=auto stopped the CPU, because steps with it were not shorter.",
     "cpu_wait_seconds": "Seconds that layers waited for experts on the CPU.",
 }
 _BUDGET = {

@@ -1,0 +1,126 @@
+"""When steps go on to have a technique, and when they stop having it, by the durations of both kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from vllm_spac.cache.payback import BLOCK, KEEP, LEAST, LONGEST, MOST, PAUSE, Payback, Verdict
+from vllm_spac.execution import _cpu_check
+
+COMPARED = 2 * BLOCK  # steps of a pair
+
+
+class Served:
+    """Steps of a machine on which the technique makes a step ``times`` as long; single steps vary by ``noise``."""
+
+    def __init__(self, times: float, noise: float = 0.0, seed: int = 0) -> None:
+        self.payback, self.times, self.noise = Payback(), times, noise
+        self.rng = np.random.default_rng(seed)
+        self.seconds = self.steps = 0.0  # without it all steps would take ``steps`` seconds
+
+    def step(self, rows: int = 1) -> Verdict | None:
+        plain = rows * self.rng.lognormal(0, self.noise)
+        took = plain if self.payback.stopped else plain * self.times
+        self.steps, self.seconds = self.steps + plain, self.seconds + took
+        return self.payback.end_step(rows, took)
+
+    def verdicts(self, steps: int) -> Iterator[tuple[int, Verdict]]:
+        for number in range(steps):
+            if (verdict := self.step()) is not None:
+                yield number + 1, verdict
+
+
+@pytest.mark.parametrize(("times", "stop"), [(1.1, True), (0.9, False)])
+def test_the_shorter_steps_go_on_for_longer_and_longer(times: float, stop: bool) -> None:
+    served, expected = Served(times), []
+    number, steps = 0, PAUSE if stop else KEEP
+    while number < 4 * LONGEST:
+        number += LEAST * COMPARED
+        expected.append((number, stop, steps))
+        number, steps = number + steps, min(2 * steps, LONGEST)
+    found = [(number, each.stop, each.steps) for number, each in served.verdicts(expected[-1][0])]
+    assert found == expected and found[-1][2] == LONGEST
+    assert served.payback.verdict is not None and served.payback.verdict.ratio == pytest.approx(times)
+
+
+def test_with_and_without_take_turns_and_a_drift_favours_neither() -> None:
+    payback, kinds = Payback(), []
+    for number in range(2 * COMPARED):
+        kinds.append(payback.stopped)
+        assert payback.end_step(1, 1.001**number) is None
+    assert kinds == [False] * BLOCK + [True] * 2 * BLOCK + [False] * BLOCK
+    served = Payback()
+    verdict = next(each for n in range(MOST * COMPARED) if (each := served.end_step(1, 1.001**n)) is not None)
+    assert verdict.pairs == MOST and abs(verdict.ratio - 1) < 1e-9, "the drift of one pair is taken back by the next"
+
+
+def test_what_makes_no_difference_is_stopped_after_most_pairs() -> None:
+    """It costs bytes, or rounding, and gains nothing."""
+    number, verdict = next(Served(1.0).verdicts(MOST * COMPARED))
+    assert number == MOST * COMPARED and verdict.stop and verdict.pairs == MOST
+
+
+def test_the_first_step_of_a_block_does_not_count() -> None:
+    """It finds the slots as steps of the other kind left them."""
+    payback, seen = Payback(), []
+    for number in range(LEAST * COMPARED):
+        seconds = (2.0 if payback.stopped else 1.0) if number % BLOCK else (1000.0 if payback.stopped else 1e-6)
+        seen.append(payback.end_step(1, seconds))
+    assert seen[-1] is not None and not seen[-1].stop and seen[-1].ratio == pytest.approx(0.5)
+
+
+def test_steps_count_per_row() -> None:
+    served = Served(0.9)
+    for number in range(LEAST * COMPARED):
+        verdict = served.step(rows=1 + number % 5)
+    assert verdict is not None and verdict.ratio == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(("times", "most"), [(1.5, 1.01), (1.1, 1.01), (1.03, 1.01), (0.97, 0.999), (0.8, 0.83)])
+def test_what_slows_down_costs_less_than_a_percent_and_what_pays_is_kept(times: float, most: float) -> None:
+    """*Simulated*: 8,000 steps that vary by 30 % each (as measured at 25 % in slots on disk), 20 seeds."""
+    ratios = []
+    for seed in range(20):
+        served = Served(times, noise=0.3, seed=seed)
+        for _ in range(8000):
+            served.step()
+        ratios.append(served.seconds / served.steps)
+    assert np.mean(ratios) < most and max(ratios) < max(1.02, most + 0.04), ratios
+
+
+def test_one_disturbed_step_decides_nothing() -> None:
+    served = Served(0.95, noise=0.05)
+    found = []
+    for number in range(MOST * COMPARED):
+        seconds = 500.0 if number == 3 else 0.0
+        plain = served.rng.lognormal(0, 0.05)
+        verdict = served.payback.end_step(1, seconds + plain * (1 if served.payback.stopped else 0.95))
+        found += [verdict] if verdict else []
+    assert found and not found[0].stop
+
+
+def test_of_longer_blocks_the_first_steps_do_not_count() -> None:
+    payback, kinds = Payback(block=12, settle=4, most=6), []
+    for number in range(6 * 24):
+        kinds.append(payback.stopped)
+        verdict = payback.end_step(1, 1e6 if number % 12 < 4 and payback.stopped else 1.001**number)
+        assert (verdict is not None) == (number + 1 == 6 * 24)
+    assert kinds[:48] == [False] * 12 + [True] * 24 + [False] * 12
+    assert verdict is not None and verdict.pairs == 6 and verdict.ratio == pytest.approx(1)
+
+
+@pytest.mark.parametrize("later", range(0, 4 * BLOCK, 5))
+def test_reads_ahead_that_are_compared_meanwhile_do_not_shift_what_cpu_experts_bring(later: int) -> None:
+    """Both take turns in the same steps; ``later`` is how many steps one began after the other."""
+    ahead, cpu = Payback(), Payback(_cpu_check.BLOCK, _cpu_check.SETTLE, _cpu_check.MOST)
+    for _ in range(later):
+        ahead.end_step(1, 1.0)
+    verdict = None
+    while verdict is None:
+        seconds = (1.0 if ahead.stopped else 0.7) * (1.0 if cpu.stopped else 1.1)
+        verdict = cpu.end_step(1, seconds)
+        assert ahead.end_step(1, 1.0) is None, "it has found no difference yet, and goes on to compare"
+    assert verdict.stop and verdict.ratio == pytest.approx(1.1, abs=0.01) and verdict.pairs == LEAST
