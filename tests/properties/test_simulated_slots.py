@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
+from vllm_spac.cache import layer_use
 from vllm_spac.cache.link import Moved
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.metrics import Counters
@@ -18,6 +20,7 @@ from vllm_spac.predictors._trained import Sizes
 from vllm_spac.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.predictors.frequency import Frequency
 from vllm_spac.predictors.oracle import Oracle
+from vllm_spac.simulation.parts import rows_of_records
 from vllm_spac.simulation.virtual_link import Flow, VirtualLink
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
@@ -132,6 +135,40 @@ def test_guesses_about_layers(seed: int, slots: int, policy: str, balancer: str,
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(VirtualLink, "read_ahead", lambda self, move, left=seconds: Flow(left, 0.0))
             assert_same(simulated(case), executed(case, background))
+
+
+NEXT_LAYER = PrefetchSettings(next_layer=True, background=1)
+
+
+@given(SEEDS, st.integers(2, 23), st.sampled_from(POLICIES))
+@settings(max_examples=30, **BUSY)
+def test_the_next_layer_of_forwards_with_many_rows(seed: int, slots: int, policy: str) -> None:
+    """What counts as many, and as right often enough, is less than in serving: forwards have 5 rows here."""
+    case = Case(mixed_trace(seed, 20), slots, policy, "none", NEXT_LAYER, rows=seed % 9)
+    for seconds, background in ((0.0, Instant), (1e15, Endless)):
+        with few_are_many() as patch:
+            patch.setattr(VirtualLink, "read_ahead", lambda self, move, left=seconds: Flow(left, 0.0))
+            assert_same(simulated(case), executed(case, background))
+
+
+@contextlib.contextmanager
+def few_are_many() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_PAIRS", 1), ("_RIGHT", 0.3), ("_LEAST", 2)):
+            patch.setattr(layer_use, name, value)
+        yield patch
+
+
+def test_the_next_layer_is_read_while_a_layer_computes() -> None:
+    """On the virtual clock, too, and steps are shorter for it; with few rows nothing is read."""
+    found = {}
+    for on in (False, True):
+        case = Case(mixed_trace(0), 12, "reuse", ahead=PrefetchSettings(next_layer=on))
+        assert simulated(case)[-1].counters["prefetches"] == 0
+        with few_are_many():
+            replay = replay_of(case)
+            found[on] = replay.run(rows_of_records(case.trace))
+    assert found[True].prefetch_hits > 0 and found[True].seconds < found[False].seconds
 
 
 def test_guesses_read_and_pin_something() -> None:

@@ -102,6 +102,21 @@ def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
     assert both.count("belady") == 1, "a ceiling for slots only"
 
 
+def test_the_next_layer_is_read_ahead_as_in_serving(tmp_path: Path) -> None:
+    """With 64 requests a layer uses nearly all of its experts in each step. ``belady`` knows its future without."""
+    synthetic_trace(layers=4, experts=8, top_k=2, steps=30, requests=64, skew=0).save(tmp_path / "many.trace")
+    found = {}
+    for option in ("--layer-ahead", "--no-layer-ahead"):
+        options = ("--profile", "h200", "--slots", "75%", "--policy", "lru,belady", "--json", tmp_path / "o.json")
+        run("simulate", tmp_path / "many.trace", *options, option)
+        content = json.loads((tmp_path / "o.json").read_text())
+        assert content["layer_ahead"] == (option == "--layer-ahead")
+        found[option] = content["outcomes"]
+    (on, best), (off, same) = found.values()
+    assert on["prefetch_hits"] > 50 and off["prefetches"] == best["prefetches"] == 0 and best == same
+    assert on["seconds"] < off["seconds"]
+
+
 def test_reads_ahead(recorded: Path, tmp_path: Path) -> None:
     numbers, spec = tmp_path / "o.json", "utility@depth=2@upper=1"
     options = ("--profile", "h200", "--slots", "25%", "--policy", "lru", "--prefetch", spec, "--json", numbers)

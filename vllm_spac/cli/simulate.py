@@ -80,6 +80,9 @@ def simulate(
     prefetch_extra: Annotated[
         float | None, typer.Option(help="As --spac-prefetch-extra.", show_default="no limit", min=0, max=1)
     ] = None,
+    layer_ahead: Annotated[
+        bool, typer.Option(help="With slots: as --spac-layer-ahead; belady, whose future is known, is without.")
+    ] = True,
     overlap: Annotated[
         str,
         typer.Option(
@@ -128,6 +131,7 @@ def simulate(
         "predictor_file": predictor_file,
         "soft_pins": soft_pins,
         "prefetch_extra": prefetch_extra,
+        "layer_ahead": layer_ahead,
         "overlap": overlap,
         "expert_bytes": expert_bytes,
         "host_bytes": 0 if host_memory is None else SpacConfig.parse({"host_memory": host_memory}).host_memory,
@@ -140,7 +144,8 @@ def simulate(
     console.print(_table(trace, costs, outcomes))
     if output is not None:
         facts = {"trace": str(trace), "model": asdict(recorded.facts), "profile": costs.model_dump(mode="json")}
-        _write(output, facts | {"overlap": overlap, "outcomes": [asdict(outcome) for outcome in outcomes]})
+        asked = {"overlap": overlap, "layer_ahead": layer_ahead}
+        _write(output, facts | asked | {"outcomes": [asdict(outcome) for outcome in outcomes]})
     if picture is not None:
         _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
 

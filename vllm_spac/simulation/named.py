@@ -72,14 +72,19 @@ def most_drafts(trace: Trace) -> int:
 
 
 def build_prefetch(
-    spec: str, trace: Trace, file: Path | None = None, pins: bool = True, extra: float | None = None
+    spec: str,
+    trace: Trace,
+    file: Path | None = None,
+    pins: bool = True,
+    extra: float | None = None,
+    next_layer: bool = False,
 ) -> PrefetchSettings:
     """Builds the settings of the prefetcher, with a predictor that an engine builds from a file, or lacks.
 
     Args:
         spec: ``off`` or a predictor, with its arguments and those of ``PrefetchSettings``.
         file: of trained predictors.
-        pins, extra: as in ``PrefetchSettings``.
+        pins, extra, next_layer: as in ``PrefetchSettings``.
 
     Raises:
         ConfigError: there is no such predictor, it is not in the file, the file is of a model of another size, or it
@@ -94,7 +99,7 @@ def build_prefetch(
         own = {argument: knobs.pop(argument) for argument in set(knobs) - set(SETTINGS)}
         built = components.build_with("predictors", name, own, kind, num_experts=trace.facts.total)
         spec = "@".join([name, *(f"{argument}={value}" for argument, value in knobs.items())])
-    settings = PrefetchSettings.of(spec, built=built, pins=pins, extra=extra)
+    settings = PrefetchSettings.of(spec, built=built, pins=pins, extra=extra, next_layer=next_layer)
     has = {Signal.FUTURE} | ({Signal.ROUTING} if trace.weights is not None else set())
     lacks = settings.build(trace.facts.total).needs - {Signal.COUNTS} - has
     if spec != "off" and lacks:

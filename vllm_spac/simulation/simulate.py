@@ -40,6 +40,7 @@ def simulate(
     predictor_file: Path | None = None,
     soft_pins: bool = True,
     prefetch_extra: float | None = None,
+    layer_ahead: bool = False,
 ) -> Outcome:
     """Replays ``trace`` with ``slots`` experts in fast memory.
 
@@ -61,6 +62,7 @@ def simulate(
         predictor_file: file of trained predictors, of which ``prefetch`` names one.
         soft_pins: as the knob, with a predictor that looks at layers.
         prefetch_extra: as the knob, but without a limit by default.
+        layer_ahead: with slots, as the knob, but off by default; an offline policy has nothing read ahead.
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
@@ -87,7 +89,8 @@ def simulate(
     chosen = build_policy(policy, trace, slots, balancer=balancer, prefetch=prefetch, future=lambda: future)
     beside = build_balancer(balancer, trace, costs, nbytes)
     tier = _tier(policy, trace, costs, slots, host_bytes // nbytes) if host_bytes else None
-    ahead = build_prefetch(prefetch, trace, predictor_file, soft_pins, prefetch_extra)
+    next_layer = layer_ahead and not chosen.offline
+    ahead = build_prefetch(prefetch, trace, predictor_file, soft_pins, prefetch_extra, next_layer)
     on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, overlap, tier)
     on_slots.fill(filling(trace, slots, chosen.first()) if fill else [])
     if tier is not None and fill:
