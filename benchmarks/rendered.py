@@ -183,7 +183,7 @@ def serving() -> Values:
     lines = []
     for name, shown in names.items():
         plain, drafted = rows[name, "none"], rows[name, "eagle3"]
-        bound = _over(plain)
+        bound = _ratio(plain["ratio_to_bound"])
         note = " (`guard=on` skips drafts that do not pay)" * (name == "spac 100%")
         ratios = f"{plain['ratio_to_stock']:.2f}", f"{drafted['ratio_to_stock']:.2f}{note}"
         lines.append([shown, _spread(plain), ratios[0], bound, _spread(drafted), ratios[1]])
@@ -194,8 +194,14 @@ def serving() -> Values:
 def bounds() -> Values:
     """Seconds of a run over their lower bound, by slots and by what submits reads."""
     lines = []
-    for name, routing in (("serving_bound_toy", "flat"), ("serving_bound_toy_local", "local")):
-        content = result(name)
+    models = {
+        "": ("flat", "1.2"),
+        "_local": ("local", "1.2"),
+        "_large": ("flat", "9.4"),
+        "_local_large": ("local", "9.4"),
+    }
+    for name, model in models.items():
+        content = result(f"serving_bound_toy{name}")
         rows = {row["name"]: row for row in content["rows"]}
         assert all(row["verdict"] == "same" for row in rows.values())
         tokens = content["output_tokens"] * content["prompts"]["count"]
@@ -204,18 +210,24 @@ def bounds() -> Values:
             together = rows.get(f"spac {slots} reuse+io_uring")
             waited = 1e3 * threads["counters"]["stall_seconds"] / tokens
             rest = 1e3 / threads["tokens_per_second"]["median"] - waited
-            cells = [_percent(threads["hit_rate"]), _rate(threads), f"{waited:.1f}", f"{rest:.1f}", _over(threads)]
-            cells += ["", ""] if together is None else [_rate(together), _over(together)]
-            lines.append([routing, _spaced(slots), *cells])
+            cells = [_percent(threads["hit_rate"]), _rate(threads), f"{waited:.1f}", f"{rest:.1f}", *_over(threads)]
+            cells += ["", "", ""] if together is None else [_rate(together), *_over(together)]
+            lines.append([*model, _spaced(slots), *cells])
+    ratios = "time / in turn", "time / bound"
     head = (
-        *("routing", "slots", "hits in %", "threads: tokens/s", "ms waited per token", "ms else", "time / bound"),
-        *("io_uring: tokens/s", "time / bound"),
+        *("routing", "MB", "slots", "hits in %", "threads: tokens/s", "ms waited per token", "ms else", *ratios),
+        *("io_uring: tokens/s", *ratios),
     )
     return {"bounds": table(head, lines)}
 
 
-def _over(row: dict[str, Any]) -> str:
-    return "" if row["ratio_to_bound"] is None else f"{row['ratio_to_bound']:.2f}"
+def _over(row: dict[str, Any]) -> list[str]:
+    """Formats the seconds of a run over those of loads and computation in turn, and over its bound."""
+    return [_ratio(row[name]) for name in ("ratio_in_turn", "ratio_to_bound")]
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def peers() -> Values:

@@ -38,9 +38,11 @@ _ONE_ENGINE = "--turns 80 --starts 2 --warm 2 --output-tokens 64"
 QUANTISED = ".cache/toy/quantised"  # sizes that are multiples of 128, as kernels for quantised experts need them
 LOCAL_MID = ".cache/toy/local-mid"  # the same of the local one
 LOCAL_LARGE = ".cache/toy/local-large"  # the same with experts as large as those of Qwen3-30B-A3B
+LARGE = ".cache/toy/large"  # the first one, with experts of that size
 LOCAL_8GB = ".cache/toy/local-8gb"  # the same with experts of 21 MB, 8 GB in all
 LOCAL_INT8 = ".cache/toy/local-int8"  # the local one, rounded to INT8
-_INFLATE_LARGE = f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_LARGE} --expert-bytes 9.4MB"
+_INFLATE_LARGE = f"python benchmarks/toy/inflate.py {MODELS}/target {LARGE} --expert-bytes 9.4MB"
+_INFLATE_LOCAL_LARGE = f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_LARGE} --expert-bytes 9.4MB"
 _INFLATE_LOCAL = (
     f"python benchmarks/toy/inflate.py {MODELS}/local/target {LOCAL_MID} --expert-bytes 1.2MB "
     f"--eagle3 {MODELS}/local/eagle3"
@@ -112,16 +114,19 @@ FIGURES = {
     ),
     "bounds": Figure(
         "Results: seconds over their lower bound at 10, 25 and 50 % of the slots",
-        (
-            *("serving_bound_toy.json", "serving_bound_toy.png"),
-            *("serving_bound_toy_local.json", "serving_bound_toy_local.png"),
+        tuple(
+            f"serving_bound_toy{name}.{kind}"
+            for name in ("", "_local", "_large", "_local_large")
+            for kind in ("json", "png")
         ),
         (
             f"{_SERVE} {_BOUND} --disk-dir .cache/mid {_RESULT}/serving_bound_toy.json",
             f"python benchmarks/serving/run.py {LOCAL_MID} {_BOUND} --disk-dir .cache/local-mid "
             f"{_RESULT}/serving_bound_toy_local.json",
+            f"python benchmarks/serving/run.py {LARGE} {_BOUND} {_RESULT}/serving_bound_toy_large.json",
+            f"python benchmarks/serving/run.py {LOCAL_LARGE} {_BOUND} {_RESULT}/serving_bound_toy_local_large.json",
         ),
-        minutes=6,
+        minutes=18,
         timed=True,
         inflated=True,
     ),
@@ -715,7 +720,8 @@ def _make(figure: Figure) -> None:
     console = Console(stderr=True)
     if figure.timed:
         console.print("its numbers are times: run nothing else on this machine")
-    models = {MID: _INFLATE, LOCAL_MID: _INFLATE_LOCAL, QUANTISED: _INFLATE_QUANTISED, LOCAL_LARGE: _INFLATE_LARGE}
+    models = {MID: _INFLATE, LOCAL_MID: _INFLATE_LOCAL, QUANTISED: _INFLATE_QUANTISED}
+    models |= {LARGE: _INFLATE_LARGE, LOCAL_LARGE: _INFLATE_LOCAL_LARGE}
     named = " ".join(figure.commands) if figure.inflated else ""
     prepare = [command for folder, command in models.items() if folder in named and not (ROOT / folder).exists()]
     for command in (*prepare, *figure.commands):

@@ -85,6 +85,19 @@ def run_bound(counts: Counts, expert_bytes: int, fast_rate: float, slow_rate: fl
     )
 
 
+def run_in_turn(misses: int, expert_bytes: int, slow_rate: float, resident_seconds: float) -> float:
+    """Returns the seconds of a run in which loads and computation take turns: all that a step of one row allows.
+
+    vLLM's kernel needs all experts of a row before it starts, and the next layer needs its output; so only reads ahead
+    of need overlap with anything. They count as hits here, and steps with more rows may be faster.
+
+    Args:
+        misses: experts that layers waited for, over all layers and steps.
+        resident_seconds: duration of the same run with all experts resident.
+    """
+    return resident_seconds + misses * expert_bytes / slow_rate
+
+
 def other_per_step(seconds: float, resident: Counts, expert_bytes: int, fast_rate: float) -> float:
     """Returns T_other per step, from a run with all experts resident.
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from bound import Counts, other_per_step, run_bound
+from bound import Counts, other_per_step, run_bound, run_in_turn
 from common import Spread
 from plan import FULL, Configuration
 
@@ -46,6 +46,7 @@ class Row:
             should be equal: a near-tie of two logits may turn, and then the rest of that request differs.
         dropped_share: share of its rows' routing weight that a budget dropped.
         ratio_to_bound: measured seconds over the bound's; 1 is as fast as this machine can be.
+        ratio_in_turn: measured seconds over those in which loads, at the best rate, and computation take turns.
     """
 
     configuration: Configuration
@@ -64,6 +65,7 @@ class Row:
     counters: dict = field(default_factory=dict)
     bound_tokens_per_second: float | None = None
     ratio_to_bound: float | None = None
+    ratio_in_turn: float | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -188,9 +190,11 @@ def _add_bounds(table: list[Row], runs: list[Run], batch: int, rates: Rates) -> 
         if full is None or row.configuration.rounds:  # rates of the CPU or the bus were not measured
             continue
         expert_bytes = _of(row.configuration, runs)[-1].answer["choices"]["expert_bytes"]
-        rest = other_per_step(min(_seconds(full, runs, batch)), _counts(full), expert_bytes, rates.fast)
+        fastest, took = min(_seconds(full, runs, batch)), statistics.median(_seconds(row, runs, batch))
+        rest = other_per_step(fastest, _counts(full), expert_bytes, rates.fast)
         least = run_bound(_counts(row), expert_bytes, rates.fast, rates.slow, rest)
-        row.ratio_to_bound = statistics.median(_seconds(row, runs, batch)) / least if least else None
+        row.ratio_to_bound = took / least if least else None
+        row.ratio_in_turn = took / run_in_turn(row.counters["misses"], expert_bytes, rates.slow, fastest)
         row.bound_tokens_per_second = _tokens(row, runs, batch) / least if least else None
 
 

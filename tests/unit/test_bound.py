@@ -191,6 +191,7 @@ def test_rows_with_stocks_tokens_have_speeds_and_bounds():
     # 10 s less 80 experts from fast memory (8 s) are the rest; 20 experts over the slow path take 200 s.
     assert rows[QUARTER].ratio_to_bound == pytest.approx(40 / (2 + 200))
     assert rows[QUARTER].bound_tokens_per_second == pytest.approx(6 / 202)
+    assert rows[QUARTER].ratio_in_turn == pytest.approx(40 / (10 + 200)) and rows[FULL].ratio_in_turn == 1
     assert (rows[QUARTER].hit_rate, rows[QUARTER].cache_ratio) == (0.75, 0.25)
 
 
