@@ -218,7 +218,11 @@ def bounds() -> Values:
         *("routing", "MB", "slots", "hits in %", "threads: tokens/s", "ms waited per token", "ms else", *ratios),
         *("io_uring: tokens/s", *ratios),
     )
-    return {"bounds": table(head, lines)}
+    small, large = (
+        [float(line[7]) for line in lines if line[1] == size and line[2] != "100 %"] for size in ("1.2", "9.4")
+    )
+    values = {"bounds.small": f"{min(small):.2f} to {max(small):.2f}", "bounds.large": f"{max(large):.2f}"}
+    return {"bounds": table(head, lines)} | values
 
 
 def _over(row: dict[str, Any]) -> list[str]:
