@@ -144,7 +144,7 @@ def measure(url: str, load: Load, sizes: tuple[int, ...], with_plugin: bool, adv
     ]
     rows = []
     for size in sizes:
-        asyncio.run(streams_of(url, load, size, False))  # warms up
+        asyncio.run(streams_of(url, load, size, True))  # warms up
         before = client.counters(url) if with_plugin else {}
         quiet, _ = asyncio.run(streams_of(url, load, size, False))
         after = client.counters(url) if with_plugin else {}
