@@ -520,8 +520,8 @@ def under_load() -> Values:
 
 
 def _longest_gap(content: dict[str, Any], stock: bool) -> float:
-    """Returns the most seconds that a stream of stock vLLM, or of the plugin, waited for a token."""
-    rows = [row for row in content["rows"] if (row["server"] == "stock") == stock]
+    """Returns the most seconds that one of several streams of stock vLLM, or of the plugin, waited for a token."""
+    rows = [row for row in content["rows"] if (row["server"] == "stock") == stock and row["streams"] > 1]
     return max(max(row["longest_gap"], row["longest_gap_disturbed"]) for row in rows)
 
 
