@@ -132,9 +132,7 @@ class Prefetcher:
                 if placement is not None:
                     self.placed(placement)
                     loads += placement.loads
-        if loads:
-            self._admitted.update(key for key, _ in loads)
-            self._ahead.fetch(loads)
+        self._fetch_for_good(loads)
 
     def stream(self, keys: Sequence[int], layer: range) -> None:
         """Starts reads of ``keys``, which the next layer is expected to use, as far as they find slots.
@@ -149,8 +147,7 @@ class Prefetcher:
         if missing:
             placement = self._residency.admit_unless(missing, layer)
             self.placed(placement)
-            self._admitted.update(key for key, _ in placement.loads)
-            self._ahead.fetch(placement.loads)
+            self._fetch_for_good(placement.loads)
 
     def reap(self) -> None:
         """Processes the reads that have finished."""
@@ -216,6 +213,12 @@ class Prefetcher:
         """Starts further reads; the experts of ``layer`` are about to run."""
         if self.queue or self._ahead.keys:
             self.top_up((layer + 1) * self._layer_experts)
+
+    def _fetch_for_good(self, loads: Sequence[tuple[int, int]]) -> None:
+        """Starts reads that are not cancelled because a prediction changes or their layer has run."""
+        if loads:
+            self._admitted.update(key for key, _ in loads)
+            self._ahead.fetch(loads)
 
     def _room(self, more: int) -> int:
         """How many further reads may be asked for, after ``more`` that are about to be."""

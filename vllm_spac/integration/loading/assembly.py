@@ -224,7 +224,12 @@ def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, l
     except BaseException:
         thread.close()
         raise
-    execution.balance(balancer, thread, checked=config.cpu_experts == AUTO and config.balancer is None)
+    execution.balance(balancer, thread, _is_checked(config))
+
+
+def _is_checked(config: SpacConfig) -> bool:
+    """Whether the CPU computes experts only while steps are shorter with it: unless a balancer was named."""
+    return config.cpu_experts == AUTO and config.balancer is None
 
 
 def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExperts) -> ExecutorThread:
@@ -297,7 +302,8 @@ def _balancer(
     if components.find("balancers", name).needs_rates:
         rates, origin = _rates(config, execution, layer, thread, in_slots)
         costs = ", ".join(f"{what} {1e3 * value:.3f} ms" for what, value in asdict(rates).items()) + f"; {origin}"
-    logger.info("spac: CPU experts by %s (%s): %s", name, thread.describe(), costs)
+    while_serving = ", while steps are shorter with them" if _is_checked(config) else ""
+    logger.info("spac: CPU experts by %s%s (%s): %s", name, while_serving, thread.describe(), costs)
     return components.build("balancers", name, rates=rates, **knobs)
 
 
