@@ -48,17 +48,24 @@ def drafts_of(method: str | None) -> dict:
 
 
 def check(found: Run, expected: Run) -> None:
-    """Stock's tokens; both ranks did the same and said who they are."""
+    """Stock's tokens; both ranks did the same and said who they are.
+
+    Reads ahead end when they do, on one rank before a layer needs them and on the other one after.
+    """
     assert_same_tokens(found, expected)
     ranks = found.workers
     assert [(worker["rank"], worker["ranks"], worker["divided"]) for worker in ranks] == [
         (0, 2, "tensors"),
         (1, 2, "tensors"),
     ]
-    for name in ("slots", "hits", "misses", "loads", "waves", "steps", "bytes"):
+    timed = ("hits", "misses", "loads", "bytes") if not any(worker["prefetches"] for worker in ranks) else ()
+    for name in ("slots", "waves", "steps", *timed):
         assert ranks[0][name] == ranks[1][name], name
+    used = [worker["hits"] + worker["misses"] for worker in ranks]
+    assert used[0] == used[1]
     assert any(ranks[0]["steps"].values()) and bool(ranks[0]["bytes"]) == (ranks[0]["loads"] > 0)
-    assert found.total["hits"] == ranks[0]["hits"] and found.total["slot_bytes"] == 2 * ranks[0]["slot_bytes"]
+    assert found.total["hits"] == max(worker["hits"] for worker in ranks)
+    assert found.total["slot_bytes"] == 2 * ranks[0]["slot_bytes"]
 
 
 def test_same_tokens_as_stock_of_the_same_size(stock, checkpoint, tmp_path):
