@@ -117,11 +117,10 @@ class Lookahead(Prefetcher):
 
     def _judge(self, payback: Payback, seconds: float) -> None:
         """Counts and logs what follows from the duration of a step."""
-        known, verdict = payback.verdict, payback.end_step(self._rows, seconds)
-        if verdict is None:
+        if (verdict := payback.end_step(self._rows, seconds)) is None:
             return
         self._counters.prefetch_stops += verdict.stop
-        if known is None or known.stop != verdict.stop:
+        if verdict.changes:
             logger.warning(
                 "spac: prefetch=auto %s reading ahead by %s: %s",
                 "stops" if verdict.stop else "goes on",

@@ -26,6 +26,7 @@ class Verdict(NamedTuple):
         ratio: seconds per row of the steps with the technique over those without.
         error: one standard error of it.
         pairs: blocks of each kind that were compared.
+        changes: whether it is the first one, or another one than the last.
     """
 
     stop: bool
@@ -33,6 +34,7 @@ class Verdict(NamedTuple):
     ratio: float
     error: float
     pairs: int
+    changes: bool
 
     def __str__(self) -> str:
         return (
@@ -117,7 +119,8 @@ class Payback:
         else:
             self._left, self._keep, self._pause = self._keep, min(2 * self._keep, LONGEST), PAUSE
         ratio = math.exp(mean)
-        self.verdict = Verdict(stop, self._left, ratio, ratio * error, count)
+        changes = self.verdict is None or self.verdict.stop != stop
+        self.verdict = Verdict(stop, self._left, ratio, ratio * error, count, changes)
         return self.verdict
 
     def _restart(self) -> None:

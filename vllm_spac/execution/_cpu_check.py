@@ -41,11 +41,10 @@ class CpuCheck:
         """All layers of the step have run."""
         if not self._rows:
             return
-        known = self._payback.verdict
         verdict = self._payback.end_step(self._rows, self._clock() - self._began)
         if verdict is None:
             return
         self._counters.cpu_stops += verdict.stop
-        if known is None or known.stop != verdict.stop:
+        if verdict.changes:
             does = "stops computing" if verdict.stop else "goes on to compute"
             logger.warning("spac: cpu_experts=auto %s experts on the CPU: %s", does, verdict)
