@@ -200,6 +200,7 @@ def bounds() -> Values:
         "_large": ("flat", "9.4"),
         "_local_large": ("local", "9.4"),
     }
+    in_turn: dict[str, list[float]] = {"1.2": [], "9.4": []}
     for name, model in models.items():
         content = result(f"serving_bound_toy{name}")
         rows = {row["name"]: row for row in content["rows"]}
@@ -213,14 +214,14 @@ def bounds() -> Values:
             cells = [_percent(threads["hit_rate"]), _rate(threads), f"{waited:.1f}", f"{rest:.1f}", *_over(threads)]
             cells += ["", "", ""] if together is None else [_rate(together), *_over(together)]
             lines.append([*model, _spaced(slots), *cells])
+            if slots != "100%":
+                in_turn[model[1]].append(threads["ratio_in_turn"])
     ratios = "time / in turn", "time / bound"
     head = (
         *("routing", "MB", "slots", "hits in %", "threads: tokens/s", "ms waited per token", "ms else", *ratios),
         *("io_uring: tokens/s", *ratios),
     )
-    small, large = (
-        [float(line[7]) for line in lines if line[1] == size and line[2] != "100 %"] for size in ("1.2", "9.4")
-    )
+    small, large = in_turn.values()
     values = {"bounds.small": f"{min(small):.2f} to {max(small):.2f}", "bounds.large": f"{max(large):.2f}"}
     return {"bounds": table(head, lines)} | values
 

@@ -251,7 +251,6 @@ def test_the_cpu_computes_only_while_steps_are_shorter_with_it(
     monkeypatch.setattr(payback, "KEEP", 50)
     layers, now, on_cpu = Layers(4, count=2, checked=True), 0.0, []
     pool, compared = layers.pool, 2 * _cpu_check.BLOCK * payback.LEAST
-    monkeypatch.setattr(pool._transfers, "clock", lambda: now)
     pool._layers._check._clock = lambda: now
     try:
         with caplog.at_level(logging.WARNING, "vllm.spac"):
