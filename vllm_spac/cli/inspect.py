@@ -11,6 +11,7 @@ from rich.table import Table
 from vllm_spac.checkpoint import quant_config, quantisation
 from vllm_spac.checkpoint.headers import Checkpoint, find_folder, read_checkpoint
 from vllm_spac.checkpoint.quantisation import Kernels
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.system.host_memory import gib
@@ -36,10 +37,10 @@ def inspect(
     not_on_cpu = quantisation.refusal(quantised, Kernels.CPU) if quantised else None
     on_cpu = read_checkpoint(folder, Kernels.CPU) if quantised and not_on_cpu is None else checkpoint
     console = Console()
-    console.print(_facts(model, checkpoint, on_cpu))
+    print_table(console, _facts(model, checkpoint, on_cpu))
     if quantised and (reason := quantisation.refusal(quantised)):  # a CPU runs none that a GPU does not
         raise UnsupportedError(f"{model} has {reason}")
-    console.print(_needs(checkpoint))
+    print_table(console, _needs(checkpoint))
     smallest = checkpoint.smallest_percent()
     console.print(
         f"smallest --spac-slots: [bold]{smallest}%[/] (shared by all layers), or [bold]{checkpoint.top_k}[/] per layer",

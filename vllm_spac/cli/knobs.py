@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -16,6 +16,7 @@ vllm-spac knobs
 vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
 """
 
+_ELSEWHERE = "see right"  # values that the description states
 _HEAD = """# Knobs
 
 Flags of `vllm serve --plugin spac`, and keys of `additional_config["spac"]`. From `vllm-spac knobs --markdown`.
@@ -32,10 +33,12 @@ def knobs(
     if markdown:
         print(document(), end="")
         return
-    table = Table("knob", "flag", "values", "default", "what it does", show_lines=True)
-    for row in rows():
-        table.add_row(*map(escape, row))
-    Console().print(table)
+    console = Console()
+    for name, option, values, default, text in rows():
+        console.print(f"[bold]{name}[/]  {option}" + (f"  [dim]default: {escape(default)}[/]" if default else ""))
+        if values and values != _ELSEWHERE:
+            console.print(Padding(f"[dim]{escape(values)}[/]", (0, 0, 0, 4)), highlight=False)
+        console.print(Padding(escape(text), (0, 0, 1, 4)), highlight=False)
 
 
 def document() -> str:
@@ -69,5 +72,5 @@ def _values(annotation: Any) -> str:
     for kind in kinds:
         if get_origin(kind) is Literal:
             return ", ".join(map(str, get_args(kind)))
-    names = {"Path": "a path", "int": "a number", "float": "a share", "bool": "true, false", "str": "see right"}
+    names = {"Path": "a path", "int": "a number", "float": "a share", "bool": "true, false", "str": _ELSEWHERE}
     return next((names[kind.__name__] for kind in kinds if getattr(kind, "__name__", "") in names), "")

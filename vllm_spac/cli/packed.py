@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from vllm_spac.checkpoint.packed import MARK, Packed, alone, check_file, everything, remove, scan
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError, StoreError
 from vllm_spac.system.host_memory import gib
@@ -98,7 +99,7 @@ def _list(root: Path, verify: bool, repair: bool) -> None:
     if not found:
         console.print(f"no packed experts in {shown(root)}", highlight=False, soft_wrap=True)
         return
-    console.print(_table(root, found))
+    print_table(console, _table(root, found))
     if not verify:
         return
     damaged = (repair_all if repair else verify_all)(found, console)
@@ -122,7 +123,7 @@ def _delete(root: Path, fingerprint: str, yes: bool) -> None:
         raise SpacError(f"{root} has no packed experts {fingerprint}; `vllm-spac packed` lists what there is")
     everything(match.folder)  # before asking for confirmation: the folder may not be deletable at all
     console = Console()
-    console.print(_table(root, [match]))
+    print_table(console, _table(root, [match]))
     if not yes:
         typer.confirm("Delete them? A server that uses them now will fail", abort=True)
     remove(match.folder)

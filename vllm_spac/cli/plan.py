@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
@@ -116,8 +117,8 @@ def _show(console: Console, found: Plan) -> None:
     from vllm_spac.planning.choice import command
     from vllm_spac.planning.plan import assumptions
 
-    console.print(_memory(found))
-    console.print(_choices(found))
+    print_table(console, _memory(found))
+    print_table(console, _choices(found))
     for problem in found.problems:
         console.print(f"[yellow]does not fit:[/] {shown(problem)}", highlight=False, soft_wrap=True)
     even, resident = found.best.even, found.best.choice.store == "none"

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from vllm_spac.cli.calibrate import DiskDir, Engine, Model, Prompts, Slots, TextTokens, bar, check_target
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 
@@ -204,7 +205,7 @@ def _show(results: dict[str, dict], file: PredictorFile, title: str) -> None:
     if not console.is_terminal:
         console.width = max(console.width, 120)  # so that the table is not folded in a log
     caption = f"R@k: share of the {file.sizes.top_k} chosen experts among the first {file.sizes.top_k} that were named"
-    console.print(table(results, shown(title), caption))
+    print_table(console, table(results, shown(title), caption))
     _left_out(file)
 
 

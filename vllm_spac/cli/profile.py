@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.distributed.places import CLUSTER_FILE
 from vllm_spac.errors import ConfigError
@@ -117,9 +118,9 @@ def profile(
         costs = _with_network(costs, *_round_trips(peer, cluster, folder, seconds))
     _write(path, costs)
     console = Console()
-    console.print(_table(costs, nbytes))
+    print_table(console, _table(costs, nbytes))
     if costs.network is not None:
-        console.print(_network_table(costs.network, costs.provenance.points[_ROUND_TRIPS]))
+        print_table(console, _network_table(costs.network, costs.provenance.points[_ROUND_TRIPS]))
     console.print(f"written: {shown(path)}", highlight=False, soft_wrap=True)
 
 
@@ -130,7 +131,7 @@ def _add_network(path: Path, folder: Path, peer: str, cluster: Path, seconds: fl
     costs = Costs.read(path, here=True, disk_dir=folder) if path.exists() else None
     network, points = _round_trips(peer, cluster, folder, seconds)
     console = Console()
-    console.print(_network_table(network, points))
+    print_table(console, _network_table(network, points))
     if costs is None:
         console.print(
             f"not written: there is no profile {shown(path)} to add it to; add --model MODEL or --expert-bytes N to "

@@ -20,6 +20,7 @@ from vllm_spac.cli.calibrate import (
     Window,
     bar,
 )
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 
@@ -129,7 +130,7 @@ def _show(results: dict, output: Path) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 140)  # so that the table is not folded in a log
-    console.print(report.table(results))
+    print_table(console, report.table(results))
     for skipped in results["skipped"]:
         console.print(f"left out: {shown(skipped)}", highlight=False, soft_wrap=True)
     for sentence in report.sentences(results):

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vllm_spac import components
 from vllm_spac.cache.sizing import parse_list, slot_counts
-from vllm_spac.cli.tables import compact
+from vllm_spac.cli.tables import compact, print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.pointers import admissions
@@ -141,7 +141,7 @@ def simulate(
         for case in track(cases, "simulating", console=Console(stderr=True), transient=True)
     ]
     console = Console()
-    console.print(_table(trace, costs, outcomes))
+    print_table(console, _table(trace, costs, outcomes))
     if output is not None:
         facts = {"trace": str(trace), "model": asdict(recorded.facts), "profile": costs.model_dump(mode="json")}
         asked = {"overlap": overlap, "layer_ahead": layer_ahead}

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError
 from vllm_spac.metrics import described
@@ -37,7 +38,7 @@ def stats(
     """Show the counters of a running vllm serve --plugin spac."""
     url = _normal(url)
     if not watch:
-        Console().print(_table(url, fetch(url, api_key)))
+        print_table(Console(), _table(url, fetch(url, api_key)))
         return
     with Live(_table(url, fetch(url, api_key)), auto_refresh=False) as live:
         try:

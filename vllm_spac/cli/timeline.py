@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
@@ -45,9 +46,9 @@ def timeline(
     if not (recording.kind == Kind.STEP).any():
         raise ConfigError(f"{file} holds no finished step; record a longer run")
     console = Console()
-    console.print(_facts(file, recording))
-    console.print(_split(recording))
-    console.print(_threads(recording))
+    print_table(console, _facts(file, recording))
+    print_table(console, _split(recording))
+    print_table(console, _threads(recording))
     if output is not None:
         count = chrome.write(recording, output)
         console.print(f"Chrome trace: {shown(output)}, {count:,} events", highlight=False, soft_wrap=True)

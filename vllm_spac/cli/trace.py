@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_spac.cli.tables import compact
+from vllm_spac.cli.tables import compact, print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
@@ -47,12 +47,13 @@ def show(
     if trace.records == 0:
         raise ConfigError(f"{file} holds no forward of a MoE layer; record a longer run")
     console = Console()
-    console.print(_facts(file, trace))
-    console.print(_layers(trace))
+    print_table(console, _facts(file, trace))
+    print_table(console, _layers(trace))
     stack, steps = statistics.distances(trace)
     own, _ = statistics.distances(trace, by_layer=True)
     facts = trace.facts
-    console.print(_curve(trace, statistics.lru_curve(stack, facts.total), statistics.lru_curve(own, facts.experts)))
+    curves = (statistics.lru_curve(stack, facts.total), statistics.lru_curve(own, facts.experts))
+    print_table(console, _curve(trace, *curves))
     _show_locality(console, trace)
     again = steps[steps >= 0]
     if len(again):

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from vllm_spac.cli.tables import print_table
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import ConfigError
 
@@ -225,7 +226,7 @@ class _Run:
         from vllm_spac.tuning.profile import path_of
 
         console, rows = Console(), report.measured(outcome, candidates)
-        console.print(_table(self._model, rows))
+        print_table(console, _table(self._model, rows))
         for sentence in report.sentences(outcome):
             console.print(shown(sentence), highlight=False, soft_wrap=True)
         problems = list(report.errors(outcome))

