@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_spac import components
 from vllm_spac.components import ComponentName
@@ -42,7 +42,7 @@ class SpacConfig(BaseModel):
     disk_dir: types.SomePath = Field(
         None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
     )
-    host_memory: Annotated[ByteSize | None, BeforeValidator(types.no_bool)] = Field(
+    host_memory: types.Size | None = Field(
         None,
         gt=0,
         description="With store=disk, host memory that holds experts between the slots and the disk, e.g. 32GiB, which "

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import ConfigError
+from vllm_spac.integration import room
 from vllm_spac.prediction.file import Identity, PredictorFile
 from vllm_spac.predictors._trained import Sizes
 
@@ -453,6 +455,43 @@ def test_what_several_ranks_can_do(moe):
     engine_config(moe, {}, **RANKS | {"speculative_config": NGRAM})
 
 
+TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"  # 6 layers x 64 experts, top-8
+
+
+def test_an_argument_of_the_wrong_kind_says_how_it_is_written(moe):
+    with pytest.raises(ConfigError, match=r"policy=reuse@half_lives=3 \(--spac-policy\): .*half_lives=\(3,\)"):
+        engine_config(moe, {"policy": "reuse@half_lives=3"})
+
+
+@pytest.mark.parametrize("extra", [{}, EXPERTS | {"tensor_parallel_size": 2}], ids=str)
+def test_a_share_of_the_experts_with_which_no_token_runs(extra):
+    ranks = extra.get("tensor_parallel_size", 1)
+    with pytest.raises(
+        ConfigError, match=rf"gives \d of {384 // ranks} experts, .* needs 8 .*; use --spac-slots (\d)%"
+    ) as said:
+        engine_config(TOY, {"slots": "1%"}, **extra)
+    least = int(re.search(r"use --spac-slots (\d)% or more", str(said.value))[1])
+    engine_config(TOY, {"slots": f"{least}%"}, **extra)
+    with pytest.raises(ConfigError, match="one token"):
+        engine_config(TOY, {"slots": f"{least - 1}%"}, **extra)
+
+
+def test_a_kv_cache_that_is_larger_than_memory(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # goes before the flag
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes.* takes 1024\.00 GiB, and [\d.]+ GiB of RAM"):
+        engine_config(TOY, {}, kv_cache_memory_bytes=1 << 40)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1024")
+    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE\) takes 1024\.00 GiB"):
+        engine_config(TOY, {})
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    engine_config(TOY, {}, kv_cache_memory_bytes=1 << 30)
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 1 << 20)
+    with pytest.raises(
+        ConfigError, match=r"the KV cache of 4 requests of --max-model-len 128 takes .*, and 1\.0 MiB of"
+    ):
+        engine_config(TOY, {})
+
+
 def test_a_dense_model(tmp_path):
     dense = {k: v for k, v in QWEN.items() if "expert" not in k and not k.startswith(("moe_", "norm_topk"))}
     model = write_config(tmp_path / "dense", {**dense, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
@@ -718,7 +757,10 @@ def test_flags_and_keys_are_merged():
     [
         (["--plugin", "spac", "--spac-slots", "lots"], "--spac-slots"),
         (["--plugin", "moe"], "invalid choice"),
-        (["--plugin", "spac", "--spac-colour", "1"], "unrecognized"),
+        (["--plugin", "spac", "--spac-colour", "1"], "there is no flag --spac-colour"),
+        (["--plugin", "spac", "--spac-slot", "25%"], "there is no flag --spac-slot; did you mean --spac-slots?"),
+        (["--plugin", "spac", "--spac_slot=25%"], "did you mean --spac-slots?"),
+        (["--plugin", "spac", "--spac-host-memory", "32"], "did you mean 32GiB?"),
     ],
     ids=str,
 )
@@ -727,6 +769,10 @@ def test_bad_flags_end_with_a_usage_error(flags, said, capsys):
         parse(*flags)
     assert caught.value.code not in (0, None)
     assert said in capsys.readouterr().err + str(caught.value)
+
+
+def test_flags_of_vllm_may_be_abbreviated_as_before():
+    assert parse("--max-model-l", "64").max_model_len == 64
 
 
 def test_a_flag_without_the_plugin_is_not_ignored():

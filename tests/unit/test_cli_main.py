@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from vllm_spac import __version__
 from vllm_spac.cache import sizing
-from vllm_spac.checkpoint import headers
+from vllm_spac.checkpoint import headers, packed
 from vllm_spac.cli import stats
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape, TensorSpec
@@ -319,7 +319,26 @@ def store(tmp_path) -> disk.DiskStore:
 def test_packed_lists(store):
     (store.folder.parent / "something-else").mkdir()
     text = run("packed", "--disk-dir", store.folder.parent)
-    assert f"{FINGERPRINT} 2 (3..5) 4 36.0 KiB" in text and "something-else" not in text
+    assert f"{FINGERPRINT} ? 2 (3..5) 4 36.0 KiB" in text and "something-else" not in text
+
+
+def test_packed_names_models(store):
+    root = store.folder.parent
+    assert f"{FINGERPRINT} ? " in run("packed", "--disk-dir", root), "packed by a version that wrote no names"
+    for model in ("org/Toy-MoE", "another name of the same experts"):
+        packed.note_model(store.folder, model)
+    assert f"{FINGERPRINT} org/Toy-MoE 2 " in run("packed", "--disk-dir", root)
+    packed.note_model(store.folder / "absent", "toy")  # as where a folder is read-only
+    run("packed", "--disk-dir", root, "--delete", FINGERPRINT, "--yes")
+    assert not store.folder.exists()
+
+
+def test_a_name_is_written_through_no_link(store, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (store.folder / "model").symlink_to(tmp_path / "mine")
+    packed.note_model(store.folder, "toy")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert "mine" not in run("packed", "--disk-dir", store.folder.parent).replace(str(tmp_path), "")
 
 
 def test_packed_verifies(store):

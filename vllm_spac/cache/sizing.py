@@ -41,6 +41,29 @@ def check_per_layer(slots: Slots, experts: int, top_k: int) -> None:
         )
 
 
+def check_share(slots: Slots, total: int, top_k: int, fitting: int | None = None) -> None:
+    """Refuses a share of all experts with which no token can run; can run before anything is loaded.
+
+    Args:
+        slots: what the user requested; numbers, multiples of top-k and ``auto`` always pass.
+        total: experts of all layers that share their slots.
+        top_k: experts per token.
+        fitting: slots that there is room for; None: unknown.
+
+    Raises:
+        ConfigError: fewer slots than the experts that one token needs.
+    """
+    if slots.share is None or (count := math.ceil(slots.share * total)) >= top_k:
+        return
+    least = 100 * (top_k - 1) // total + 1  # the smallest with more than top_k - 1 slots
+    fits = fitting is None or math.ceil(Fraction(least, 100) * total) <= fitting
+    instead = f"--spac-slots {least}% or more" if fits else "--spac-slots auto"
+    raise ConfigError(
+        f"spac: slots={100 * float(slots.share):g}% (--spac-slots) gives {count} of {total} experts, but one "
+        f"token needs {top_k} of them at once; use {instead}"
+    )
+
+
 def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
     """Returns the number of slots for all layers of ``shape`` together.
 
@@ -68,15 +91,7 @@ def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
             f"slots (--spac-slots) are asked for, {gib(max(0, free_bytes))} of fast memory are left for experts: "
             "raise --gpu-memory-utilization or lower --max-model-len"
         )
-    if count < shape.top_k:
-        assert slots.share is not None, "a number per layer was checked, and auto takes what fits"
-        least = math.ceil(Fraction(100 * shape.top_k, shape.total))
-        fits = math.ceil(Fraction(least, 100) * shape.total) <= fitting
-        instead = f"--spac-slots {least}% or more" if fits else "--spac-slots auto"
-        raise ConfigError(
-            f"spac: slots={100 * float(slots.share):g}% (--spac-slots) gives {count} of {shape.total} experts, but one "
-            f"token needs {shape.top_k} of them at once; use {instead}"
-        )
+    check_share(slots, shape.total, shape.top_k, fitting)
     if count > fitting:
         most = 100 * fitting // shape.total
         ok = math.ceil(Fraction(most, 100) * shape.total) >= shape.top_k

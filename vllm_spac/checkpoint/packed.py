@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from vllm_spac.checkpoint.packed_format import FORMAT, HEADER, MARK
+from vllm_spac.checkpoint.packed_format import FORMAT, HEADER, MARK, MODEL
 from vllm_spac.errors import StoreError
 from vllm_spac.system.atomic_write import PARTIAL
 from vllm_spac.system.untrusted import parse_json
@@ -24,6 +24,7 @@ _EXPERT = re.compile(r"expert-(\d{4,})\.safetensors")
 _LEFTOVER = re.compile(rf"expert-\d{{4,}}\.(safetensors{PARTIAL}|corrupt)")
 _PROBE = re.compile(r"\.probe-\d+")
 _BLOCK = 8 << 20
+_MOST_NAME = 4096  # bytes of a model's name
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Packed:
         leftovers: files set aside as damaged, or left half-written by a killed process.
         bytes: size of all of them.
         newest: when the last one was written, in seconds since the epoch.
+        model: whose experts they are; empty: unknown, since no engine has used them since names are written.
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class Packed:
     leftovers: tuple[Path, ...]
     bytes: int
     newest: float
+    model: str = ""
 
 
 def scan(root: Path) -> Iterator[Packed]:
@@ -77,7 +80,15 @@ def look(folder: Path) -> Packed:
             size, newest = size + facts.st_size, max(newest, facts.st_mtime)
         experts += mine
         layers.append(str(_header(mine[0]).get("layer", layer.name)) if mine else layer.name)
-    return Packed(folder, tuple(layers), tuple(experts), tuple(leftovers), size, newest)
+    return Packed(folder, tuple(layers), tuple(experts), tuple(leftovers), size, newest, _model(folder))
+
+
+def note_model(folder: Path, model: str) -> None:
+    """Writes whose experts are in ``folder``, unless that is there already; a read-only folder stays unnamed."""
+    with contextlib.suppress(OSError):  # ``vllm-spac packed`` then shows that the name is unknown
+        descriptor = os.open(folder / MODEL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(model.encode(errors="replace")[:_MOST_NAME])
 
 
 def check_file(path: Path, fingerprint: str, step: Callable[[int], object] = lambda count: None) -> str | None:
@@ -139,7 +150,7 @@ def everything(folder: Path) -> tuple[list[Path], list[Path]]:
     files, folders = [], []
     for entry in _entries(folder):
         path = Path(entry.path)
-        if (entry.name == MARK or _PROBE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+        if (entry.name in (MARK, MODEL) or _PROBE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
             files.append(path)
         elif _LAYER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             folders.append(path)
@@ -154,6 +165,14 @@ def everything(folder: Path) -> tuple[list[Path], list[Path]]:
     if files and not any(_header(path).get("fingerprint") == folder.name for path in experts):
         raise StoreError(f"no file in {folder} says that packing wrote it; nothing was deleted")
     return files, folders
+
+
+def _model(folder: Path) -> str:
+    try:
+        with open(os.open(folder / MODEL, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            return file.read(_MOST_NAME).decode(errors="replace")
+    except OSError:  # not named yet
+        return ""
 
 
 def _entries(folder: Path) -> list[os.DirEntry]:

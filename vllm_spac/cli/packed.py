@@ -134,12 +134,13 @@ def _table(root: Path, found: list[Packed]) -> Table:
     total = gib(sum(item.bytes for item in found))
     table = Table(title=f"{shown(root)} ({total})", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("fingerprint", no_wrap=True, min_width=32)  # never cut, so that it can be copied to --delete
+    table.add_column("model", overflow="fold")
     table.add_column("layers", overflow="fold")
     for name in ("experts", "size", "age", "leftovers"):
         table.add_column(name, justify="right")
     for item in found:
         layers = f"{len(item.layers)} ({_number(item.layers[0])}..{_number(item.layers[-1])})" if item.layers else "0"
-        row = (item.folder.name, layers, str(len(item.experts)), gib(item.bytes), _age(item.newest))
+        row = (item.folder.name, item.model or "?", layers, str(len(item.experts)), gib(item.bytes), _age(item.newest))
         table.add_row(*map(shown, row), str(len(item.leftovers)))
     return table
 

@@ -100,16 +100,18 @@ def _routings(trace: Path | None, model: ServedModel) -> tuple[Routing, ...]:
 
 def size_of(name: str, text: str | None) -> int | None:
     """Parses ``--NAME-memory 24GiB`` to bytes; None for None."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
+    from pydantic import TypeAdapter, ValidationError
+
+    from vllm_spac.knobs.types import Size
 
     if text is None:
         return None
     try:
-        found = int(TypeAdapter(ByteSize).validate_python(text))
+        found = int(TypeAdapter(Size).validate_python(text))
     except ValidationError:
         found = 0
     if found <= 0:
-        raise ConfigError(f"--{name}-memory {text}: use a number of bytes, e.g. 24GiB")
+        raise ConfigError(f"--{name}-memory {text}: use a number with a unit, e.g. 24GiB")
     return found
 
 

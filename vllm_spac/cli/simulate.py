@@ -168,7 +168,7 @@ def _executions(execution: str, admission: str, step_bytes: str | None) -> list[
 
 
 def _one_or_both(option: str, said: str, known: Collection[str]) -> list[str]:
-    asked = parse_list(said)
+    asked = list(known) if said == "both" else parse_list(said)
     if not asked or not set(asked) <= set(known):
         raise ConfigError(f"--{option} {said}: use {', '.join(known)}, or both")
     return asked

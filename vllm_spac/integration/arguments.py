@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ def install() -> None:
 def _adding(add_cli_args: Callable) -> Callable:
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_cli_args(parser)
+        parser._get_option_tuples = _whole(parser)  # type: ignore[method-assign]  # of this parser
         group = parser.add_argument_group(
             "SpacConfig", "Keeps experts outside fast memory, e.g. --plugin spac --spac-slots 25%."
         )
@@ -43,6 +45,21 @@ def _adding(add_cli_args: Callable) -> Callable:
         return parser
 
     return add
+
+
+def _whole(parser: argparse.ArgumentParser) -> Callable[[str], list]:
+    """Refuses ``--spac-*`` flags that are not written in full; argparse asks this of flags that it does not know."""
+    abbreviated = parser._get_option_tuples
+
+    def of(text: str) -> list:
+        given = text.partition("=")[0]
+        if given.startswith("--spac"):
+            near = difflib.get_close_matches(given, map(flag, SpacConfig.model_fields), n=1)
+            hint = f"did you mean {near[0]}?" if near else "vllm-spac knobs lists all"
+            parser.error(f"there is no flag {printable(given)}; {hint}")
+        return abbreviated(text)
+
+    return of
 
 
 def _folding(from_cli_args: Callable) -> Callable:

@@ -20,7 +20,7 @@ from vllm_spac.checkpoint import quant_config, quantisation
 from vllm_spac.checkpoint.headers import LAYERS, first_number
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration import device, expert_workers, ranks
+from vllm_spac.integration import device, expert_workers, ranks, room
 from vllm_spac.integration.compat import WORKER_EXTENSION
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
 from vllm_spac.integration.stepping import drafts
@@ -134,6 +134,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
             pinned=keeps_on_the_host(config, model.get_num_experts()),
             unified=config.execution_class.needs_addressable_store,
         )
+    room.check(config, vllm_config, _device_type() == "cpu")
     _check_folder(config, model.get_num_experts())
     _check_cpu_experts(config)
     _check_prefetch(config, vllm_config)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, ByteSize
 
 from vllm_spac.system.untrusted import path_of
 
@@ -21,6 +21,7 @@ ALPHA = 0.5  # of weighted votes, by default
 STEPS = 256  # of a timeline, by default
 AUTO = "auto"  # of prefetch: a predictor is chosen, or none; of cpu_experts: the balancer selects them
 EXTRA = 0.1  # share of the needed loads that prefetches may add, by default
+_LEAST_BYTES = 1 << 16  # of a size that is given without a unit
 SomePath = Annotated[Path | None, BeforeValidator(_path)]
 _SLOTS_HELP = (
     "use a number of experts per layer (32), a percentage of all experts (25%), a multiple of top-k for all layers "
@@ -77,12 +78,22 @@ def no_bool(value: Any) -> Any:
     return value
 
 
+def _check_size(value: Any) -> Any:
+    """Refuses a number without a unit that is smaller than any expert: 32 was meant to be 32GiB."""
+    value = no_bool(value)
+    if re.fullmatch(r"\s*\d+(\.\d*)?\s*", str(value)) and 0 < float(value) < _LEAST_BYTES:
+        number = str(value).strip()
+        raise ValueError(f"that is {number} bytes; did you mean {number}GiB? Give a unit, e.g. 32GiB or 512MiB")
+    return value
+
+
 def _check_cpu_experts(value: str) -> str:
     if value not in ("off", "auto") and not re.fullmatch(r"[1-9][0-9]{0,5}", value):
         raise ValueError("use off, auto, or a number of experts of a layer, 1 or more")
     return value
 
 
+Size = Annotated[ByteSize, BeforeValidator(_check_size)]
 SlotsText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slots)]
 CpuExpertsText = Annotated[str, BeforeValidator(lambda value: str(no_bool(value))), AfterValidator(_check_cpu_experts)]
 

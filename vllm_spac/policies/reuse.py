@@ -26,8 +26,9 @@ class Reuse(Policy):
     """
 
     def __init__(self, *, half_lives: Sequence[float] = (2, 8, 32)) -> None:
-        if not half_lives or min(half_lives) <= 0:
-            raise ValueError("use half_lives of one or more numbers > 0")
+        listed = isinstance(half_lives, tuple | list) and len(half_lives) > 0
+        if not listed or not all(isinstance(steps, int | float) and steps > 0 for steps in half_lives):
+            raise ValueError("use half_lives of one or more numbers > 0, e.g. half_lives=(2,8,32) or half_lives=(3,)")
         self._half_lives = tuple(half_lives)
         self._next_use: NextUse | None = None
         self._held: np.ndarray = np.zeros(0, dtype=bool)

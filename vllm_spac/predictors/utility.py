@@ -58,7 +58,8 @@ class UtilityEstimator(Predictor):
             raise ValueError("use num_experts >= 1, gamma >= 0, upper >= 1 and forget from 0 to 1")
         if variant not in ("paper", "literal", "released"):
             raise ValueError(f"no variant is called {variant!r}; use paper, literal or released")
-        if boundaries is not None and (variant == "released" or min(boundaries) < 0):
+        pair = isinstance(boundaries, tuple | list) and [type(end) for end in boundaries] == [int, int]
+        if boundaries is not None and (variant == "released" or not pair or min(boundaries) < 0):
             raise ValueError("boundaries are (up, down), each at least 0, and only for paper and literal")
         self.upper = upper
         self.forget = forget

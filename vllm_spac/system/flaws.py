@@ -1,4 +1,4 @@
-"""What pip can leave wrong beside vLLM's CPU build, where the ``vllm`` command ends in a traceback, and how to mend it."""
+"""What pip leaves wrong beside vLLM's CPU build, so that the ``vllm`` command ends in a traceback; mends it."""
 
 from __future__ import annotations
 

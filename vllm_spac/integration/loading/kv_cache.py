@@ -53,8 +53,17 @@ def beside_slots(vllm_config: VllmConfig) -> int:
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     if explicit is not None:
         return explicit
-    requests = min(_FULL_REQUESTS, vllm_config.scheduler_config.max_num_seqs)
-    return requests * _request_bytes(vllm_config)
+    return _reserved(vllm_config) * _request_bytes(vllm_config)
+
+
+def least_requests(vllm_config: VllmConfig) -> str:
+    """Those that ``beside_slots`` leaves room for, for an error."""
+    count = _reserved(vllm_config)
+    return f"{count} requests" if count > 1 else "one request"
+
+
+def _reserved(vllm_config: VllmConfig) -> int:
+    return min(_FULL_REQUESTS, vllm_config.scheduler_config.max_num_seqs)
 
 
 def _request_bytes(vllm_config: VllmConfig) -> int:

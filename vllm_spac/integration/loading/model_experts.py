@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm_spac import components
 from vllm_spac.budget.control import BudgetControl
 from vllm_spac.checkpoint.contents import Checkpoint
+from vllm_spac.checkpoint.packed import note_model
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError, UnsupportedError
@@ -296,20 +297,19 @@ class ModelExperts:
         return MoEShape(names, first.local_num_experts, first.top_k, specs, first.spac_packed)
 
     def _open_store(self, shape: MoEShape, room: Room, free: int) -> None:
-        kind, lock = self._store_kind, None
+        kind, lock, layer = self._store_kind, None, self._layer_of(shape)
         store: ExpertStore
         if self.config.executor != "local":
             expert_workers.check_shapes(self.config, self._shapes)
-            layer = self._layer_of(shape)
             name = fingerprint(self.vllm_config, shape, layer, self.checkpoint)
             store = expert_workers.store(self.config, self.vllm_config, shape, layer, name, free)
         elif room.slots == shape.total:
             store = components.build("tiers", "resident", shape=shape, fingerprint="", device=self.device)
         elif kind.persistent:
-            name = fingerprint(self.vllm_config, shape, self._layer_of(shape), self.checkpoint)
-            lock = StoreLock(self.config.folder, name)
-            self._locks.append(lock)
+            name = fingerprint(self.vllm_config, shape, layer, self.checkpoint)
+            self._locks.append(lock := StoreLock(self.config.folder, name))
             store = kind(shape=shape, fingerprint=name, folder=self.config.folder)
+            note_model(self.config.folder / name, self.vllm_config.model_config.model)
         else:
             store = kind(shape=shape, fingerprint="", folder=None)
         self._stores.update(dict.fromkeys(shape.layers, store))

@@ -1,0 +1,89 @@
+"""Every command where torch, vLLM and what comes with it are missing: it works, or says in one line what to install."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from click import Command
+
+from vllm_spac.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+MODEL, TRACE = ROOT / "benchmarks" / "toy" / "models" / "target", ROOT / "benchmarks" / "traces" / "none1.trace"
+WITHOUT = """
+import sys
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "vllm", "transformers", "tokenizers", "torchvision", "triton"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Gone())
+from vllm_spac.cli.main import app
+app()
+"""
+# What each command is called with, and what it says; an empty text: that something is to be installed.
+CALLS = {
+    "doctor": ([], "vLLM cannot be imported"),
+    "inspect": ([MODEL], "smallest --spac-slots"),
+    "plan": ([MODEL, "--machine", "rtx4090"], ""),
+    "tune": ([MODEL], ""),
+    "knobs": ([], ""),
+    "stats": (["http://127.0.0.1:9"], "no server answers"),
+    "packed": (["--disk-dir", "."], "no packed experts"),
+    "simulate": ([TRACE, "--profile", "rtx4090"], ""),
+    "profile": (["--expert-bytes", "4096", "--output", "costs.json"], ""),
+    "calibrate": ([MODEL, "--prompts", "texts.txt"], ""),
+    "budgets": (["c.safetensors"], ""),
+    "quality": ([MODEL, "--prompts", "texts.txt", "--budgets", "8"], ""),
+    "quantise": ([MODEL, "--output", "copy"], ""),
+    "train-predictor": ([MODEL, "--prompts", "texts.txt", "--output", "p.safetensors"], ""),
+    "predictors": ([MODEL, "--predictor", "p.safetensors", "--prompts", "texts.txt"], ""),
+    "trace show": ([TRACE], ""),
+    "trace timeline": (["run.timeline"], ""),
+    "cluster start": (
+        ["--workers", "65"],
+        "65 is not in the range",
+    ),  # starting one is what a machine without torch cannot
+    "cluster show": (["--file", "cluster.json"], ""),
+    "cluster stop": (["--file", "cluster.json"], "cluster.json"),
+    "cluster simulate": ([TRACE, "--profile", "rtx4090"], ""),
+}
+
+
+def commands(command: Command, name: str = "") -> Iterator[str]:
+    if not hasattr(command, "commands"):
+        yield name
+    else:
+        for called, inner in command.commands.items():
+            yield from commands(inner, f"{name} {called}".strip())
+
+
+def called(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, "-c", WITHOUT, *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_every_command_is_called_below() -> None:
+    assert set(commands(typer.main.get_command(app))) == set(CALLS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_helps_and_works_or_says_what_to_install(tmp_path: Path, name: str) -> None:
+    (tmp_path / "texts.txt").write_text("a text\n\nand another")
+    helped = called(tmp_path, *name.split(), "--help")
+    assert helped.returncode == 0 and "Usage" in helped.stdout
+    given, said = CALLS[name]
+    done = called(tmp_path, *name.split(), *given)
+    assert "Traceback" not in done.stderr and "ModuleNotFoundError" not in done.stderr, done.stderr
+    text = " ".join((done.stdout + done.stderr).split())
+    if said:
+        assert said in text, text
+    else:
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, text
+        assert text.startswith("error: this command needs ") and "pip install vllm" in text, text
