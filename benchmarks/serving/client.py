@@ -81,6 +81,6 @@ async def question(url: str, load: Load, with_plugin: bool) -> tuple[list[Answer
 
 def counters(url: str) -> dict[str, float]:
     """Returns the counters of a server with the plugin, summed over workers."""
-    workers = fetch(url)
+    workers = fetch(url)["workers"]
     moved = sum(count for worker in workers for count in worker["bytes"].values())
     return {name: sum(worker[name] for worker in workers) for name in _COUNTERS} | {"bytes": moved}

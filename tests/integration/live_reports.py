@@ -10,12 +10,15 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
+from vllm_spac.integration.serving import requests
 from vllm_spac.integration.serving.endpoint import SpacEndpoint
 from vllm_spac.integration.serving.live_page import LiveFeed
 from vllm_spac.integration.serving.live_view import EVICTED, HOST, LOADED, ON_CPU, SLOT, STORE
@@ -47,6 +50,19 @@ class Imagined:
         self.counters = Counters(hits=1000, misses=200)
         self.asked: list[tuple[str, tuple]] = []
         self.error: Exception | None = None
+        self.registry = CollectorRegistry()
+        self.running, self.waiting, self.tokens = (
+            kind(f"vllm:{name}", "as vLLM's", registry=self.registry)
+            for kind, name in (
+                (Gauge, "num_requests_running"),
+                (Gauge, "num_requests_waiting"),
+                (Counter, "generation_tokens"),
+            )
+        )
+        self.first_token, self.per_token = (
+            Histogram(f"vllm:{name}", "as vLLM's", registry=self.registry)
+            for name in ("time_to_first_token_seconds", "request_time_per_output_token_seconds")
+        )
         self.settings: dict[str, Any] = {"budget": None, "mass": None, "ranking": "router", "when": "verify"}
 
     async def reset_prefix_cache(self, **options: bool) -> bool:
@@ -80,6 +96,11 @@ class Imagined:
         counters.moved("disk", 90 << 20)
         counters.moved("host", 240 << 20)
         counters.moved("host ahead", 30 << 20)
+        self.running.set(3)
+        self.waiting.set(2)
+        self.tokens.inc(120)
+        self.first_token.observe(0.25)
+        self.per_token.observe(0.025)
         lossy = self.settings["budget"] is not None
         none = {"rows": 0, "dropped_weight": 0.0, "shortlists": 0, "experts": 0, "emptied": 0, "unweighted": 0}
         some = {
@@ -154,8 +175,9 @@ class Served:
 def served(client: Imagined, **options: Any) -> Iterator[Served]:
     """A server that is gone when the block ends."""
     server = Served(client, **options)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+    with patch.object(requests, "get_prometheus_registry", lambda: client.registry):
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()

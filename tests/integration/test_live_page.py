@@ -95,12 +95,20 @@ def test_it_draws_every_part_at_every_size(look, tmp_path: Path, width: int, sch
         wait_for(page, lambda: page.inner_text("#hit-now").endswith("%"))
         slots, host, others = pixels_of(page)
         assert min(slots, host, others) > 2000
-        text = page.inner_text("body")
+        wait_for(page, lambda: page.inner_text("#speed") != "–")
+        assert 0 < float(page.inner_text("#speed")) <= 120, (
+            "120 with each report, of which two are a second apart or more"
+        )
+        text = " ".join(page.inner_text("body").split())
         for part in (
             "24 layers, 1,536 experts",
-            "40.40 ms per token, over the last 64 generating steps",
+            "40.40 ms per token of all requests together, over the last 64 generating steps",
             "waiting for loads 9.00 ms · 22.3%",
             "queued or in flight",
+            "3 running",
+            "2 waiting",
+            "250.00 ms time to first token",
+            "25.00 ms per token of one request",
             "draft tokens per request",
             "none: exact",
             "host ahead",
@@ -214,6 +222,7 @@ def test_a_real_server(look, tmp_path: Path) -> None:
         assert page.inner_text("#shape") == "6 layers, 384 experts" and page.inner_text("#in-slot") == "96"
         server.complete_all()
         wait_for(page, lambda: "ms per token" in page.inner_text("#time-of"))
+        assert page.inner_text("#ttft").endswith("ms") and page.inner_text("#tpot").endswith("ms")
         server.complete(PROMPTS[0])
         stats = json.loads(server.get("/spac/stats"))["workers"][0]
         wait_for(page, lambda: counters_of(page)["misses"] == f"{stats['misses']:,}")

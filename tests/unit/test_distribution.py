@@ -238,6 +238,9 @@ def test_by_the_readme_alone_a_server_answers(evening: Path, tmp_path: Path) -> 
         assert answer["usage"]["completion_tokens"] == 4
         stats = json.load(urllib.request.urlopen(f"{url}/spac/stats", timeout=300))
         assert stats["total"]["slots"] == 96 and stats["total"]["loads"] > 0
+        asked = {name: stats["requests"][name] for name in ("tokens", "first_tokens", "finished", "running")}
+        assert asked == {"tokens": 4, "first_tokens": 1, "finished": 1, "running": 0}
+        assert stats["requests"]["first_token_seconds"] > 0 < stats["requests"]["token_seconds"]
     assert "endpoint plugin" not in log.read_text()
 
 

@@ -82,9 +82,11 @@ def test_workers_are_asked_only_while_somebody_looks() -> None:
         assert workers.asked == [], "nobody has looked yet"
         found, shown = await reports(feed, 3), {"hit rate": "100.0%", "hits": "1", "misses": "0"}
         assert [name for name, _ in found] == ["report"] * 3
+        assert all(found[number][1].pop("at") < found[number + 1][1]["at"] for number in range(2))
         assert found[0][1] == {
             "model": "toy",
             "seconds": 0.01,
+            "requests": None,
             "workers": [{"stats": {"hits": 1, "misses": 0}, "shown": shown}],
         }
         await until(lambda: workers.asked[-1] == "spac_look_away")

@@ -96,7 +96,7 @@ def _split(recording: Recording) -> Table:
 def _unit(found: Split) -> tuple[int, str]:
     """Returns what the time of generating steps is divided by, and what that is called."""
     if found.tokens:
-        return found.tokens, f"a token\n{found.tokens:,} in {found.steps:,} steps"
+        return found.tokens, f"a token of all requests\n{found.tokens:,} in {found.steps:,} steps"
     return found.steps, f"a step (tokens unknown)\n{found.steps:,} steps"
 
 

@@ -14,8 +14,8 @@ _TIMEOUT_SECONDS = 10
 _MOST_BYTES = 16 << 20  # of an answer
 
 
-def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
-    """Returns the counters of each worker of the server at ``url``.
+def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
+    """Returns the counters of the server at ``url``: ``workers``, and ``requests`` (null: it counts none).
 
     Raises:
         SpacError: no server answers, it is not vLLM's, it refuses the key, or it runs without the plugin.
@@ -28,7 +28,8 @@ def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
         if api_key:
             request.add_unredirected_header("Authorization", f"Bearer {api_key}")  # for this server and no other
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
-            workers = parse_json(response.read(_MOST_BYTES).decode())["workers"]
+            counters = parse_json(response.read(_MOST_BYTES).decode())
+        workers = counters["workers"]
         if not isinstance(workers, list) or not all(isinstance(worker, dict) for worker in workers):
             raise TypeError("no list of workers")
     except urllib.error.HTTPError as error:
@@ -44,4 +45,4 @@ def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
         raise SpacError(f"the server at {url} does not answer within {_TIMEOUT_SECONDS} s") from error
     except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException) as error:
         raise SpacError(f"what listens at {url} is not vllm serve: {address} gives no counters") from error
-    return workers
+    return counters

@@ -24,7 +24,7 @@ from vllm_spac import components, metrics
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.config import config_of
 from vllm_spac.errors import ConfigError
-from vllm_spac.integration.serving import live_page
+from vllm_spac.integration.serving import live_page, requests
 from vllm_spac.integration.serving.live_page import LiveFeed
 from vllm_spac.system.printable import brief, printable
 from vllm_spac.system.untrusted import parse_json
@@ -219,7 +219,7 @@ class SpacEndpoint:
         @router.get("/stats")
         async def stats(request: Request) -> dict:
             workers = await _client(request).collective_rpc("spac_stats")
-            return {"workers": workers, "total": metrics.total(workers)}
+            return {"workers": workers, "total": metrics.total(workers), "requests": requests.read()}
 
         @router.post("/budget")
         async def budget(request: Request) -> dict:

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import HTMLResponse
 
+from vllm_spac.integration.serving import requests
 from vllm_spac.metrics import described
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class LiveFeed:
 
     def _report(self, workers: list[dict]) -> dict:
         shown = [worker | {"shown": described(worker["stats"])} for worker in workers]
-        return self._facts | {"seconds": SECONDS, "workers": shown}
+        return self._facts | {"seconds": SECONDS, "at": time.monotonic(), "requests": requests.read(), "workers": shown}
 
     def _tell(self, event: str) -> None:
         """Gives ``event`` to all; who has not taken the last one gets this one instead."""

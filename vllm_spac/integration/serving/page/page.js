@@ -4,13 +4,15 @@ const STORE = 0, HOST = 1, SLOT = 2, TIER = 3, ON_CPU = 4, LOADED = 8, EVICTED =
 const FLASH = 900; // milliseconds
 const RETRY = 3000;
 const KEPT = 120; // hit rates of the curve
+const WINDOW = 60000, RECENT = 5000; // milliseconds that means of requests, and tokens per second, are taken over
 const TIMES = { // colour of each part of a token's time
   "experts": "--slot", "rest of the forward": "--pale", "waiting for loads": "--evicted",
   "waiting for CPU experts": "--host", "drafts": "--loaded", "policies and predictors": "--teal",
   "sampling and the rest of the step": "--store", "between steps": "--edge",
 };
 const $ = (id) => document.getElementById(id);
-const state = { report: null, before: null, rates: [], flashes: null, last: null, layout: null, stop: null, model: null };
+const state = { report: null, before: null, rates: [], flashes: null, last: null, layout: null, stop: null, model: null,
+  counted: [] };
 
 // -- the stream ---------------------------------------------------------------------------------------
 
@@ -103,6 +105,8 @@ function show(report) {
   const workers = report.workers.length;
   $("choose").hidden = workers < 2;
   while ($("worker").length < workers) $("worker").add(new Option($("worker").length));
+  if (report.requests?.tokens < state.counted.at(-1)?.tokens) state.counted = []; // the server was started again
+  if (report.requests) state.counted.push({ at: 1000 * report.at, ...report.requests });
   draw();
 }
 
@@ -113,6 +117,7 @@ function draw() {
   $("mode").hidden = false;
   $("mode").textContent = stats.mode;
   $("mode").classList.toggle("bad", stats.mode === "lossy");
+  requests();
   experts(worker);
   time(worker.time);
   hits(stats, before?.stats);
@@ -122,10 +127,30 @@ function draw() {
   rows($("counters"), Object.entries(worker.shown));
 }
 
+function requests() {
+  const counted = state.counted, now = counted.at(-1);
+  if (!now) {
+    $("requests-of").textContent = "not counted: the server was started with --disable-log-stats";
+    return;
+  }
+  while (now.at - counted[0].at > WINDOW) counted.shift();
+  const minute = counted[0], recent = counted.find(({ at }) => now.at - at <= RECENT);
+  $("requests-of").textContent = "means: of the last minute, or since the start where none ended in it";
+  $("speed").textContent = recent === now ? "–" : (1000 * (now.tokens - recent.tokens) / (now.at - recent.at)).toFixed(1);
+  [["running", now.running], ["waiting", now.waiting]].forEach(([id, count]) => { $(id).textContent = count; });
+  $("ttft").textContent = mean(now, minute, "first_token_seconds", "first_tokens");
+  $("tpot").textContent = mean(now, minute, "token_seconds", "finished");
+}
+
+function mean(now, before, seconds, count) {
+  const since = now[count] > before[count] ? before : { [seconds]: 0, [count]: 0 }, number = now[count] - since[count];
+  return number ? milliseconds(1e9 * (now[seconds] - since[seconds]) / number) : "–";
+}
+
 function time(split) {
   const total = Object.values(split.parts).reduce((sum, part) => sum + part, 0);
   const each = split.tokens || split.steps;
-  const unit = split.tokens ? "token" : "step";
+  const unit = split.tokens ? "token of all requests together" : "step";
   $("time-of").textContent = split.steps
     ? `${milliseconds(total / each)} per ${unit}, over the last ${split.steps} generating steps`
     : "no step that generates yet";
