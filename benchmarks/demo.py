@@ -33,6 +33,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_spac.system.request_numbers import RequestNumbers
+
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "benchmarks" / "toy" / "models"
 LOGS = ROOT / ".cache" / "demo"
@@ -284,10 +286,11 @@ def comparison(ours: list[Reply], stock: list[Reply]) -> tuple[Table, bool]:
 def counters(server: Server) -> list[tuple[str, str]]:
     """Returns rows from ``GET /spac/stats``; a missing key is reported, not skipped."""
     try:
-        workers = json.loads(server.get("/spac/stats"))["workers"]
+        found = json.loads(server.get("/spac/stats"))
+        workers, requests = found["workers"], RequestNumbers().add(found["requests"])
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise DemoError(f"GET /spac/stats: {error!r}; did the plugin load? See {server.log}") from error
-    rows = []
+    rows = [(name, requests[name]) for name in ("time to first token", "time per token of a request")]
     for number, worker in enumerate(workers):
         prefix = f"worker {number}: " if len(workers) > 1 else ""
         rows += [(prefix + title, value) for title, value in worker_rows(worker)]

@@ -20,10 +20,12 @@ from vllm_spac.cache import sizing
 from vllm_spac.checkpoint import headers, packed
 from vllm_spac.cli import stats
 from vllm_spac.cli.main import app
+from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.knobs.types import Slots
+from vllm_spac.knobs.types import Slots, flag
 from vllm_spac.system.atomic_write import partial_of
+from vllm_spac.system.request_numbers import RequestNumbers
 from vllm_spac.tiers import disk
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -45,6 +47,27 @@ def test_version_and_help():
     for name in ("inspect", "stats", "packed"):
         assert name in run("--help")
         assert f"Examples vllm-spac {name}" in run(name, "--help")
+
+
+TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "none1.trace"
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        ("knobs", [flag(name) for name in SpacConfig.model_fields]),
+        (f"plan {TOY} --machine rtx4090 --fast-memory 1GiB", ["tokens/s", "limited", "first token"]),
+        (f"inspect {TOY}", ["384"]),
+        (f"trace show {TRACE}", ["layers", "utility", "experts"]),
+        (f"simulate {TRACE} --profile rtx4090 --slots 25% --execution both --policy lru,reuse", ["TPOT", "bound"]),
+    ],
+)
+def test_nothing_is_cut_at_80_columns(command, parts):
+    """That tables are no wider is tested in ``test_tables.py``."""
+    result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "80", "NO_COLOR": "1"})
+    assert result.exit_code == 0 and "…" not in result.output, result.output
+    assert [part for part in parts if part not in result.output] == []
 
 
 def test_starts_without_torch_and_vllm():
@@ -210,6 +233,38 @@ def test_stats_shows_each_worker(serve):
     text = run("stats", serve(200, json.dumps({"workers": [WORKER, {**WORKER, "hits": 1}]})) + "/")
     for part in ("hit rate │ 75.0% │ 50.0%", "bytes: disk │ 3.0 MiB", "steps: decode │ 1,234", "stall_seconds │ 0.500"):
         assert part in text
+
+
+REQUESTS = {"running": 2, "waiting": 1, "tokens": 1000, "first_token_seconds": 1.0, "first_tokens": 4}
+REQUESTS |= {"token_seconds": 0.1, "finished": 2}
+
+
+def test_requests_of_the_last_minute():
+    numbers = RequestNumbers()
+    first = numbers.add(REQUESTS, now=100.0)
+    assert (
+        first["tokens/s, all requests"] == "-" and first["requests running"] == "2" and first["requests waiting"] == "1"
+    )
+    assert first["time to first token"] == "250.0 ms" and first["time per token of a request"] == "50.0 ms"
+    then = numbers.add(REQUESTS | {"tokens": 1300, "first_token_seconds": 1.3, "first_tokens": 5}, now=110.0)
+    assert then["tokens/s, all requests"] == "30.0" and then["tokens generated"] == "1,300"
+    assert then["time to first token"] == "300.0 ms", "of the one request since"
+    assert then["time per token of a request"] == "50.0 ms", "none has finished since: of all before"
+    later = numbers.add(REQUESTS | {"tokens": 1600}, now=165.0)
+    assert later["tokens/s, all requests"] == f"{300 / 55:.1f}", "the first reading is more than a minute old"
+    again = numbers.add(REQUESTS | {"tokens": 10}, now=170.0)
+    assert again["tokens/s, all requests"] == "-", "the server was started again"
+    assert numbers.add(None) == {}, "--disable-log-stats"
+    nobody = dict.fromkeys(REQUESTS, 0)
+    assert RequestNumbers().add(nobody)["time to first token"] == "-"
+
+
+def test_stats_shows_requests(serve):
+    text = run("stats", serve(200, json.dumps({"workers": [WORKER, WORKER], "requests": REQUESTS})))
+    for part in ("requests running │ 2 │ │", "time to first token │ 250.0 ms │ │", "hit rate │ 75.0% │ 75.0%"):
+        assert part in text, text
+    for wrong in ([], {"tokens": "x"}, REQUESTS | {"finished": None}, {}):
+        assert "error: " in run("stats", serve(200, json.dumps({"workers": [WORKER], "requests": wrong})), code=1)
 
 
 def test_stats_watches_until_interrupted(serve, monkeypatch):
