@@ -23,6 +23,7 @@ from vllm_spac.diagnosis.disk_rate import read_rate
 from vllm_spac.diagnosis.facts import Device, Disk, Facts, Installation, Library, Model, PackedFolder, System
 from vllm_spac.integration import installation
 from vllm_spac.system.cpu_affinity import cpus_named
+from vllm_spac.system.flaws import METADATA, Flaw
 from vllm_spac.tiers.disk import DiskStore
 
 GIB = 1 << 30
@@ -52,6 +53,30 @@ FOLDER = PackedFolder("f" * 32, 18 * GIB, days=1.0)
     ("changes", "check", "level", "said"),
     [
         ({"installation": {"vllm": None, "refusal": "No module named vllm"}}, "vLLM", "problem", "install vllm 0.32"),
+        (
+            {"installation": {"flaws": (Flaw(METADATA, "no metadata called vllm", "write it"),)}},
+            METADATA,
+            "problem",
+            "vllm-spac doctor --fix, to write it",
+        ),
+        (  # and nothing of vLLM, which cannot be imported for this reason
+            {
+                "installation": {
+                    "vllm": None,
+                    "refusal": "OSError",
+                    "flaws": (Flaw("torchaudio", "for CUDA", "remove it"),),
+                }
+            },
+            "torchaudio",
+            "problem",
+            "vllm-spac doctor --fix, to remove it",
+        ),
+        (
+            {"installation": {"libraries": {"torch": Library("2.13.0", "==2.13.0+cpu", fits=False)}}},
+            "torch",
+            "problem",
+            "'torch==2.13.0+cpu' --index-url https://",
+        ),
         ({"installation": {"registered": False, "active": False}}, "plugin", "problem", "pip install ."),
         ({"installation": {"active": False, "plugins": "other"}}, "plugin", "problem", "VLLM_PLUGINS"),
         ({"installation": {"active": False}}, "plugin", "problem", "did not load it"),
@@ -267,6 +292,8 @@ def test_exit_code_and_json(store: DiskStore, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("healthy")
 def test_bad_input(tmp_path: Path) -> None:
     assert run("--disk-dir", "x" * 5000)[0] == 1
+    code, text = run("--yes")
+    assert code == 1 and "add --fix" in text
     code, text = run("--nonsense")
     assert code == 2 and "--nonsense" in text
 

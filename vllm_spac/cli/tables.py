@@ -103,7 +103,8 @@ def _widen(console: Console, part: Table) -> None:
 
 def _ranges(console: Console, part: Table) -> list[Measurement]:
     """Returns the widths of each column's text: the least without cutting, and the one that wraps nothing."""
-    options, found = console.options.update(width=_WIDE), []
+    options = console.options.update(width=_WIDE)
+    found: list[Measurement] = []
     for column in part.columns:
         head, *cells = (Measurement.get(console, options, text) for text in (column.header, *column.cells))
         whole = column.no_wrap or column.justify == "right"

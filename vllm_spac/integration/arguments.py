@@ -23,7 +23,7 @@ def install() -> None:
 def _adding(add_cli_args: Callable) -> Callable:
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_cli_args(parser)
-        parser._get_option_tuples = _whole(parser)  # type: ignore[method-assign]  # of this parser
+        parser._get_option_tuples = _whole(parser)  # type: ignore[method-assign, assignment]  # of this parser
         group = parser.add_argument_group(
             "SpacConfig", "Keeps experts outside fast memory, e.g. --plugin spac --spac-slots 25%."
         )
