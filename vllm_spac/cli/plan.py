@@ -111,7 +111,7 @@ def size_of(name: str, text: str | None) -> int | None:
     except ValidationError:
         found = 0
     if found <= 0:
-        raise ConfigError(f"--{name}-memory {text}: use a number with a unit, e.g. 24GiB")
+        raise ConfigError(f"--{name}-memory {text}: use a number of bytes with a unit, e.g. 24GiB")
     return found
 
 
