@@ -75,7 +75,7 @@ FOLDER = PackedFolder("f" * 32, 18 * GIB, days=1.0)
             {"installation": {"libraries": {"torch": Library("2.13.0", "==2.13.0+cpu", fits=False)}}},
             "torch",
             "problem",
-            "'torch==2.13.0+cpu' --index-url https://",
+            "uv pip install --torch-backend=cpu 'torch==2.13.0+cpu'",
         ),
         ({"installation": {"registered": False, "active": False}}, "plugin", "problem", "pip install ."),
         ({"installation": {"active": False, "plugins": "other"}}, "plugin", "problem", "VLLM_PLUGINS"),

@@ -16,7 +16,6 @@ from vllm_spac.system.printable import printable
 
 Level = Literal["ok", "note", "problem"]
 OLD_DAYS = 30
-_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # pip's own index has no builds for CPUs alone
 _READ_AHEAD = 1 << 20  # bytes; half of an expert of a small published model
 _RESERVE = 256 << 20  # bytes that packing leaves free
 _PROCESSES = 3 * (460 << 20)  # bytes: torch and vLLM in the processes of a server on a CPU; measured, see USAGE.md
@@ -94,8 +93,9 @@ def libraries(facts: Facts) -> Iterator[Finding]:
             continue
         needed = f"{name}{library.required}"
         text = f"{library.version or 'not installed'}; this vLLM requires {needed}"
-        index = f" --index-url {_CPU_INDEX}" if library.required.endswith("+cpu") else ""
-        yield Finding(name, "problem", text, f"pip install '{needed}'{index}, or install vLLM again")
+        # pip's usual index has no builds for CPUs alone; uv knows where they are
+        install = "uv pip install --torch-backend=cpu" if library.required.endswith("+cpu") else "pip install"
+        yield Finding(name, "problem", text, f"{install} '{needed}', or install vLLM again")
 
 
 def device(facts: Facts) -> Iterator[Finding]:
