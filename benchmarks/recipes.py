@@ -66,8 +66,9 @@ def document(plans: list[Plan]) -> str:
         "",
         "Written by `python benchmarks/recipes.py`. **Every figure is calculated**, as `vllm-spac plan` does: from the "
         "sizes in the model's",
-        "`config.json` and data sheets of the machine, without kernel launches, host work and sampling, so that real "
-        "speeds are lower. How local",
+        "`config.json` and data sheets of the machine, with 80 % of PCIe's peak and the plugin's own work per layer, "
+        "both assumed, and without kernel",
+        "launches and sampling, so that real speeds are lower. How local",
         "the routing is decides the speed: *low* and *high* assume what is published of Qwen3-30B-A3B, *no locality* "
         "that every token chooses",
         "anew. `vllm-spac plan MODEL` with your own machine, context and requests gives your own recipe.",
@@ -99,9 +100,10 @@ def reasons(plan: Plan) -> Iterator[str]:
     """Yields why this command: what fits, where the rest is, and what the alternatives would give."""
     choice, parts = plan.best.choice, plan.split
     beside = gib(parts.fast - parts.room)
+    slots = choice.slots.replace("%", " %")
     yield (
         f"- The experts take {gib(plan.model.experts_bytes)}. Other weights, KV cache and buffers take {beside} of the "
-        f"{gib(parts.fast)} that vLLM may use; slots for {choice.percent} % of the experts fit into the rest."
+        f"{gib(parts.fast)} that vLLM may use; slots for {slots} of the experts fit into the rest."
     )
     if choice.store in _STORES:
         yield f"- The other experts are in {_STORES[choice.store]}."

@@ -146,7 +146,7 @@ def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--profile", "nowhere"), "h200, rtx4090"),
+        (("--profile", "nowhere"), "h200, rtx3090, rtx4090, rtx5090"),
         (("--profile", "h200", "--slots", "auto"), "auto needs a machine"),
         (("--profile", "h200", "--slots", "many"), "--slots: 'many' is not understood"),
         (("--profile", "h200", "--slots", "1%"), "1 slots: use from 2"),

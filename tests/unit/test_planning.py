@@ -407,7 +407,10 @@ def saved(folder: Path, layers: int) -> Path:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--machine", "tractor"], "no profile tractor; name a file or one of h200, rtx4090"),
+        (
+            ["--machine", "tractor"],
+            "no profile tractor; name a file or one of a100, h100, h200, rtx3090, rtx4090, rtx5090; for another",
+        ),
         (["--machine", "rtx4090", "--fast-memory", "much"], "--fast-memory much: use a number of bytes"),
         (["--machine", "rtx4090", "--host-memory", "0"], "--host-memory 0: use a number of bytes"),
         (["--machine", "rtx4090", "--fast-memory", "100MiB"], "nothing fits"),
@@ -428,7 +431,7 @@ def test_bad_models(tmp_path: Path) -> None:
     at = ("--machine", "rtx4090")
     assert "is not a folder" in run(tmp_path / "absent", *at, code=1)
     assert "config.json cannot be read" in run(tmp_path, *at, code=1)
-    assert "plan needs no more than its config.json" in run("nobody/nothing", *at, code=1)
+    assert "run: hf download nobody/nothing config.json" in run("nobody/nothing", *at, code=1)
     for text, said in (
         ("{", "cannot be read"),
         ("[]", "is no mapping"),
@@ -497,13 +500,14 @@ def quantised(folder: Path, settings: dict | None) -> Path:
 @pytest.mark.parametrize(
     ("settings", "execution", "nbytes", "flags"),
     [
-        (MXFP4, None, W_E // 4 + W_E // 64, "--spac-execution pointers"),
+        (MXFP4, None, W_E // 4 + W_E // 64, "--spac-execution pointers --moe-backend marlin"),
         (GPTQ, None, W_E // 4 + W_E // 32, "--quantization moe_wna16 --moe-backend triton"),
         (GPTQ, "pointers", W_E // 4 + W_E // 32, "--spac-execution pointers"),
         (GPTQ | {"bits": 8}, "pointers", W_E // 2 + W_E // 16, "--spac-execution pointers"),
-        (None, "pointers", W_E, "--spac-execution pointers"),
+        (None, "pointers", W_E, "--spac-execution pointers --moe-backend triton"),
+        (None, None, W_E, "--moe-backend triton"),
     ],
-    ids=["MXFP4", "GPTQ", "GPTQ packed", "GPTQ INT8 packed", "unquantised"],
+    ids=["MXFP4", "GPTQ", "GPTQ packed", "GPTQ INT8 packed", "unquantised, pointers", "unquantised"],
 )
 def test_experts_are_planned_as_they_are_stored(tmp_path, settings, execution, nbytes, flags) -> None:
     served = ServedModel.read(str(quantised(tmp_path, settings)), execution)

@@ -629,5 +629,5 @@ def test_no_profile(tmp_path: Path):
     (tmp_path / "p").write_text("{")
     with pytest.raises(ConfigError, match="Invalid JSON"):
         Costs.read(tmp_path / "p")
-    with pytest.raises(ConfigError, match="h200, rtx4090"):
+    with pytest.raises(ConfigError, match="h200, rtx3090, rtx4090, rtx5090"):
         Costs.read("rtx9090")

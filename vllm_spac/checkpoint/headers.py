@@ -62,8 +62,16 @@ class Checkpoint:
 
     def slots(self, percent: int) -> list[tuple[int, int]]:
         """Returns (slots, bytes of an expert) per shape at ``--spac-slots percent%``, computed as the plugin does."""
+        return [(-(-percent * total // 100), size) for size, total in self._shapes()]
+
+    def slots_of_tokens(self, tokens: int) -> list[tuple[int, int]]:
+        """Returns the same at ``--spac-slots {tokens}k``: for as many tokens as need no expert in common."""
+        return [(min(total, tokens * self.top_k), size) for size, total in self._shapes()]
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        """Bytes of an expert of each shape, and the number of such experts."""
         layers_of = Counter(count // self.experts for count in self.layer_bytes.values())
-        return [(math.ceil(percent / 100 * (layers * self.experts)), size) for size, layers in layers_of.items()]
+        return [(size, layers * self.experts) for size, layers in layers_of.items()]
 
     def smallest_percent(self) -> int:
         """Returns the smallest whole percentage that leaves each shape enough slots for one token."""

@@ -50,7 +50,11 @@ _METADATA = {"weight_shape", "g_idx"}  # in checkpoints only
 _WHOLE = {"input_scale", "input_global_scale", "weight_scale_2", "weight_global_scale"}
 
 
-def refusal(quantisation: Mapping, kernels: Kernels | None = None) -> str | None:
+Capability = tuple[int, int]  # of a GPU, major and minor
+_FP8_FROM: Capability = (8, 9)  # vLLM's Triton kernel multiplies in FP8
+
+
+def refusal(quantisation: Mapping, kernels: Kernels | None = None, capability: Capability | None = None) -> str | None:
     """Returns why these experts cannot be run and which can; None if these can.
 
     The scheme may differ from layer to layer: if one of its groups can be run, the layers themselves decide.
@@ -58,12 +62,15 @@ def refusal(quantisation: Mapping, kernels: Kernels | None = None) -> str | None
     Args:
         quantisation: of the checkpoint.
         kernels: that are to run them; None: vLLM's on a GPU, or ours.
+        capability: of the GPU; None: not known, and every kernel is taken to run on it.
     """
     name = method(quantisation)
     if kernels is Kernels.CPU:
         reason = cpu_layouts.refusal(quantisation)
         return None if reason is None else f"{reason} ({name}): vLLM has no kernel for a CPU; {cpu_layouts.REMEDY}"
     in_slots, repacked = (reasons.get(name, _unknown)(quantisation) for reasons in (_REASONS, _PACKED))
+    if in_slots is None and capability is not None and capability < _FP8_FROM and _is_fp8(quantisation):
+        in_slots = "FP8 experts, which vLLM's Triton kernel computes from sm_{}{} on".format(*_FP8_FROM)
     reason = repacked if kernels is Kernels.OURS else in_slots
     if reason is None or (kernels is None and repacked is None):
         return None
@@ -82,28 +89,43 @@ def refusal_without_amx(quantisation: Mapping) -> str:
     )
 
 
-def only_ours(quantisation: Mapping) -> bool:
+def only_ours(quantisation: Mapping, capability: Capability | None = None) -> bool:
     """Returns whether slots cannot hold these experts on a GPU, so that only our kernels may run them there."""
-    return refusal(quantisation, Kernels.GPU) is not None
+    return refusal(quantisation, Kernels.GPU, capability) is not None
 
 
-def flags(quantisation: Mapping, kernels: Kernels | None = None) -> tuple[str, ...]:
-    """Returns the options that make ``kernels`` run these experts.
+def flags(quantisation: Mapping | None, kernels: Kernels | None = None) -> tuple[str, ...]:
+    """Returns the options that make ``kernels`` run these experts, on each GPU that can.
 
-    Marlin leaves activations as they are, as our kernels do, where other kernels of vLLM quantise them to NVFP4.
+    vLLM's own choice of MoE backend depends on the GPU, and on some of them it is one that routes inside its kernel or
+    finds no slots. Triton's reads slots; Marlin builds a layer whose experts our kernels read, and leaves activations
+    as they are, as our kernels do, where others quantise them to NVFP4.
 
     Args:
-        quantisation: of the checkpoint.
+        quantisation: of the checkpoint; None: its experts are not quantised.
         kernels: None: vLLM's on a GPU, or ours where slots cannot hold these experts.
     """
-    kernels = kernels or _default(quantisation)
+    kernels = kernels or (Kernels.GPU if quantisation is None else _default(quantisation))
     if kernels is Kernels.CPU:
         return ()
     if kernels is Kernels.OURS:
-        marlin = ("--moe-backend marlin",) if is_nvfp4(quantisation) else ()
-        return ("--spac-execution pointers", *marlin)
+        return ("--spac-execution pointers", *_beside_ours(quantisation))
+    if quantisation is None:
+        return ("--moe-backend triton",)
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()
     return (*loaded_by, "--moe-backend triton")
+
+
+def _beside_ours(quantisation: Mapping | None) -> tuple[str, ...]:
+    """The MoE backend of vLLM that builds layers for our kernels; none where its own choice always does."""
+    if quantisation is None:
+        return ("--moe-backend triton",)
+    named = method(quantisation) == MXFP4 or is_nvfp4(quantisation) or _is_fp8(quantisation)
+    return ("--moe-backend marlin",) if named else ()
+
+
+def _is_fp8(quantisation: Mapping) -> bool:
+    return method(quantisation) == "fp8" or any(map(group_is_fp8, groups(quantisation)))
 
 
 def _default(quantisation: Mapping) -> Kernels:

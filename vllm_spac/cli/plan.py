@@ -44,7 +44,11 @@ def plan(
         str, typer.Argument(help="Folder of a checkpoint, a config.json, or a name in the Hugging Face cache.")
     ],
     machine: Annotated[
-        str, typer.Option(help="here (measured by vllm-spac profile), rtx4090, h200, or a file of vllm-spac profile.")
+        str,
+        typer.Option(
+            help="here (measured by vllm-spac profile), a100, h100, h200, rtx3090, rtx4090, rtx5090, or a file of "
+            "vllm-spac profile. For another GPU the one with its PCIe generation, and its --fast-memory."
+        ),
     ] = "here",
     context: Annotated[
         int | None,
@@ -76,7 +80,7 @@ def plan(
     sizes = {name: size_of(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
     planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
     with Console(stderr=True).status("reading the model") as status:
-        served = ServedModel.read(model, asked, on_cpu=not planned.gpu)
+        served = ServedModel.read(model, asked, on_cpu=not planned.gpu, capability=planned.capability)
         context = context or min(CONTEXT, served.architecture.longest or CONTEXT)
         found = make_plan(
             served,
@@ -148,7 +152,7 @@ def _memory(found: Plan) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
-    slots = model.checkpoint.slots(best.percent)
+    slots = model.checkpoint.slots_of_tokens(best.tokens) if best.tokens else model.checkpoint.slots(best.percent)
     held = sum(count * size for count, size in slots)
     count = sum(count for count, _ in slots)
     load = f"{found.load.concurrency} x {found.load.context:,} tokens"
@@ -188,7 +192,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     stores = {"none": "-", "host": "host", "disk": "disk", "tiers": "host, disk"}
     limits = ", ".join(dict.fromkeys((low.limit, high.limit)))
     return (
-        f"{choice.percent}%",
+        choice.slots,
         stores[choice.store],
         "auto" if choice.cpu else "-",
         f"ngram {choice.drafts}" if choice.drafts else "-",

@@ -20,11 +20,12 @@ class Choice:
     """One way to serve.
 
     Attributes:
-        percent: ``--spac-slots``.
+        percent: ``--spac-slots``, in percent of all experts.
         store: where the other experts are; ``none``: there are no others; ``tiers``: host memory before a disk.
         host_bytes: with ``tiers``, host memory between slots and disk.
         cpu: the CPU computes a share of the missing experts.
         drafts: tokens that are drafted per step.
+        tokens: instead of ``percent``, which is 0: slots for so many tokens, where not one percent fits.
     """
 
     percent: int
@@ -32,11 +33,17 @@ class Choice:
     host_bytes: int = 0
     cpu: bool = False
     drafts: int = 0
+    tokens: int = 0
+
+    @property
+    def slots(self) -> str:
+        """The value of ``--spac-slots``."""
+        return f"{self.tokens}k" if self.tokens else f"{self.percent}%"
 
 
 def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: Load) -> str:
     """Returns the command that serves so; the KV cache is given, so that memory is divided as planned."""
-    options = ["--plugin", "spac", "--spac-slots", f"{choice.percent}%"]
+    options = ["--plugin", "spac", "--spac-slots", choice.slots]
     if choice.store in ("disk", "tiers"):
         options += ["--spac-store", "disk"]
     elif choice.store == "host":
@@ -49,8 +56,5 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     options += ["--kv-cache-memory-bytes", str(kv_bytes(model, load))]
     if choice.drafts:
         options += ["--speculative-config", json.dumps(NGRAM)]
-    if model.checkpoint.quantisation:
-        options += " ".join(quantisation.flags(model.checkpoint.quantisation, model.kernels)).split()
-    elif model.execution == "pointers":
-        options += ["--spac-execution", "pointers"]
+    options += " ".join(quantisation.flags(model.checkpoint.quantisation, model.kernels)).split()
     return shlex.join(["vllm", "serve", model.name, *options])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -9,15 +10,17 @@ from typing import Literal
 import psutil
 
 from vllm_spac.checkpoint.packed import scan
+from vllm_spac.checkpoint.quantisation import Capability
 from vllm_spac.errors import ConfigError
 from vllm_spac.planning.model import ServedModel
 from vllm_spac.profiling.costs import Costs, Rate, names
-from vllm_spac.system.host_memory import available_host_bytes
+from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR
 
 HERE = "here"
 PROFILE = "profile.json"  # that `vllm-spac profile` writes by default, beside packed experts
 UTILIZATION = 0.92  # vLLM's default --gpu-memory-utilization
+OTHERS = "for another GPU, the one with its generation of PCIe and --fast-memory"
 HOST_RESERVE = 4 << 30  # bytes of host memory left to the system and to vLLM's processes; assumed
 
 Store = Literal["none", "host", "disk", "tiers"]
@@ -29,11 +32,12 @@ class PlannedMachine:
 
     Attributes:
         name: as it was asked for.
-        costs: its profile.
+        costs: its profile; of data sheets, what a machine is assumed to attain of them.
         gpu: bytes of GPU memory; 0: there is none.
         host: bytes of host memory that may be used.
         disk_free: bytes free where experts are packed, or taken by the largest packed folder, which may be this
             model's; None: unknown.
+        memory: where its sizes of memory are from, in sentences.
     """
 
     name: str
@@ -41,6 +45,7 @@ class PlannedMachine:
     gpu: int
     host: int
     disk_free: int | None = None
+    memory: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -60,20 +65,24 @@ class PlannedMachine:
             ConfigError: there is no such profile, it lacks what planning needs, or there is no GPU to have memory.
         """
         folder = (folder or DISK_DIR).expanduser()
-        costs = _profile_here(folder) if name == HERE else Costs.read(name)
+        costs = (_profile_here(folder) if name == HERE else _profile(name)).as_attained()
         capacity = costs.capacity
         if capacity is None:
             raise ConfigError(
                 f"the profile {name} does not say how much memory its machine has; run vllm-spac profile there again"
             )
         here = name == HERE
-        gpu, host = capacity.gpu, available_host_bytes() if here else capacity.host
+        if fast_memory is not None and not capacity.gpu:
+            raise ConfigError(f"--fast-memory is that of a GPU, and {name} has none; use --host-memory")
+        gpu = fast_memory or capacity.gpu
+        host = host_memory or (available_host_bytes() if here else capacity.host)
         found = cls(name, costs, gpu, host, _free(folder) if here else None)
-        if fast_memory is not None:
-            if not gpu:
-                raise ConfigError(f"--fast-memory is that of a GPU, and {name} has none; use --host-memory")
-            found = replace(found, gpu=fast_memory)
-        return found if host_memory is None else replace(found, host=host_memory)
+        return replace(found, memory=tuple(found._origins(fast_memory is not None, host_memory is not None)))
+
+    @property
+    def capability(self) -> Capability | None:
+        """Compute capability of the GPU; None: there is none, or it is not known."""
+        return self.costs.capacity.capability if self.costs.capacity else None
 
     @property
     def fast(self) -> int:
@@ -106,6 +115,16 @@ class PlannedMachine:
         changes = {"load": load or costs.load, "host": host, "other": other, "draft": 0.0, "provenance": origin}
         return costs.model_copy(update=changes)
 
+    def _origins(self, gpu_given: bool, host_given: bool) -> Iterator[str]:
+        """Yields a sentence for each size of memory: how much it is, and how that is known."""
+        measured = self.costs.provenance.how == "measured"
+        if self.gpu:
+            known = "as --fast-memory says" if gpu_given else "as measured" if measured else "as its data sheet says"
+            yield f"{gib(self.gpu)} of GPU memory, {known}"
+        known = "as the profile has it" if measured else "which no data sheet says; --host-memory replaces it"
+        known = "that are free now" if self.name == HERE else known
+        yield f"{gib(self.host)} of host memory, {'as --host-memory says' if host_given else known}"
+
     @property
     def _loads_from_disk(self) -> bool:
         return self.costs.provenance.store == "disk"
@@ -116,10 +135,19 @@ def _profile_here(folder: Path) -> Costs:
     if not path.exists():
         raise ConfigError(
             f"this machine was not measured: there is no {path}; run vllm-spac profile --model MODEL or --expert-bytes "
-            f"N, which takes a minute or two, or plan for another: --machine {', '.join(names())} or a file of "
-            "vllm-spac profile"
+            f"N, which takes a minute or two, or plan for another: --machine {', '.join(names())} ({OTHERS}) or a file "
+            "of vllm-spac profile"
         )
     return Costs.read(path, here=True, disk_dir=folder)
+
+
+def _profile(name: str) -> Costs:
+    try:
+        return Costs.read(name)
+    except ConfigError as error:
+        if name in names() or Path(name).exists():
+            raise
+        raise ConfigError(f"{error}; {OTHERS}") from error
 
 
 def _free(folder: Path) -> int:

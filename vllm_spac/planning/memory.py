@@ -78,9 +78,25 @@ def kv_bytes(model: ServedModel, load: Load) -> int:
     return load.concurrency * model.architecture.kv_bytes(tokens)
 
 
-def slot_bytes(model: ServedModel, percent: int) -> int:
-    """Returns the bytes of the slots at ``--spac-slots percent%``."""
-    return sum(count * size for count, size in model.checkpoint.slots(percent))
+def slot_bytes(model: ServedModel, percent: int, tokens: int = 0) -> int:
+    """Returns the bytes of the slots at ``--spac-slots percent%``, or with ``tokens`` at ``{tokens}k``."""
+    checkpoint = model.checkpoint
+    found = checkpoint.slots_of_tokens(tokens) if tokens else checkpoint.slots(percent)
+    return sum(count * size for count, size in found)
+
+
+def largest_slots(model: ServedModel, room: Split) -> tuple[int, int]:
+    """Returns the most slots that fit: (percent, 0), or (0, tokens) in multiples of top-k where no percent fits.
+
+    Raises:
+        ConfigError: not even the slots of one token fit.
+    """
+    if slot_bytes(model, model.checkpoint.smallest_percent()) <= room.room:
+        return largest_percent(model, room), 0
+    tokens = max(0, room.room) // slot_bytes(model, 0, tokens=1)
+    if tokens:
+        return 0, tokens
+    raise _too_small(model, room, "1k", slot_bytes(model, 0, tokens=1))
 
 
 def largest_percent(model: ServedModel, room: Split) -> int:
@@ -93,10 +109,15 @@ def largest_percent(model: ServedModel, room: Split) -> int:
     fitting = [percent for percent in range(smallest, 101) if slot_bytes(model, percent) <= room.room]
     if fitting:
         return max(fitting)
-    needed = room.weights + room.kv + room.working + slot_bytes(model, smallest)
-    raise ConfigError(
+    raise _too_small(model, room, f"{smallest}%", slot_bytes(model, smallest))
+
+
+def _too_small(model: ServedModel, room: Split, slots: str, held: int) -> ConfigError:
+    needed = room.weights + room.kv + room.working + held
+    smaller = "" if model.quantised else "use a quantised checkpoint, "
+    return ConfigError(
         f"nothing fits: {gib(room.weights)} of weights that are no experts, {gib(room.kv)} of KV cache, "
-        f"{gib(room.working)} of run-time buffers and {gib(slot_bytes(model, smallest))} of the fewest slots "
-        f"({smallest}%) need {gib(needed)} of fast memory, and {gib(room.fast)} may be used; lower --context or "
-        "--concurrency, use a quantised checkpoint, or name a machine with more memory"
+        f"{gib(room.working)} of run-time buffers and {gib(held)} of the fewest slots "
+        f"({slots}) need {gib(needed)} of fast memory, and {gib(room.fast)} may be used; lower --context or "
+        f"--concurrency, {smaller}or name a machine with more memory"
     )

@@ -10,7 +10,7 @@ from vllm_spac.checkpoint import quant_config
 from vllm_spac.checkpoint.architecture import Architecture
 from vllm_spac.checkpoint.described import described
 from vllm_spac.checkpoint.headers import Checkpoint, find_folder, read_checkpoint, read_config
-from vllm_spac.checkpoint.quantisation import Kernels, only_ours, refusal
+from vllm_spac.checkpoint.quantisation import Capability, Kernels, only_ours, refusal
 from vllm_spac.errors import UnsupportedError
 
 
@@ -37,7 +37,12 @@ class ServedModel:
 
     @classmethod
     def read(
-        cls, model: str, execution: Literal["slots", "pointers"] | None = None, *, on_cpu: bool = False
+        cls,
+        model: str,
+        execution: Literal["slots", "pointers"] | None = None,
+        *,
+        on_cpu: bool = False,
+        capability: Capability | None = None,
     ) -> ServedModel:
         """Reads ``model``: a folder, a ``config.json``, or a name in the Hugging Face cache.
 
@@ -45,6 +50,7 @@ class ServedModel:
             model: as named.
             execution: as the knob; None: slots, or pointers where slots of a GPU cannot hold its quantised experts.
             on_cpu: it is served without a GPU.
+            capability: of the GPU, which decides whether its slots can hold FP8; None: not known.
 
         Raises:
             UnsupportedError: there is none, it has no experts, or it cannot be served.
@@ -55,10 +61,10 @@ class ServedModel:
         whole = path.name == "config.json" and any(folder.glob("*.safetensors"))
         entry = quant_config.of(config)
         if execution is None:
-            execution = "pointers" if entry is not None and not on_cpu and only_ours(entry) else "slots"
+            execution = "pointers" if entry is not None and not on_cpu and only_ours(entry, capability) else "slots"
         kernels = Kernels.OURS if execution == "pointers" else Kernels.CPU if on_cpu else Kernels.GPU
         checkpoint = read_checkpoint(folder, kernels) if whole else described(config, folder, kernels)
-        if entry is not None and (reason := refusal(entry, kernels)):
+        if entry is not None and (reason := refusal(entry, kernels, capability)):
             raise UnsupportedError(f"{model} has {reason}")
         halved = checkpoint.dtypes == {"F32"}
         if halved:
@@ -73,6 +79,12 @@ class ServedModel:
             execution,
             kernels,
         )
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the experts of some layer are quantised."""
+        entry = self.checkpoint.quantisation
+        return entry is not None and not quant_config.spares_experts(entry, 1 + max(self.checkpoint.layer_bytes))
 
     @property
     def layers(self) -> int:
@@ -100,7 +112,4 @@ def _folder(model: str) -> Path:
     try:
         return find_folder(model)
     except UnsupportedError as error:
-        raise UnsupportedError(
-            f"{str(error).replace('run: hf download', 'for its sizes run: hf download')}; plan needs no more than its "
-            "config.json"
-        ) from error
+        raise UnsupportedError(f"{error} config.json" if "hf download" in str(error) else str(error)) from error

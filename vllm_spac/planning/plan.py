@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from vllm_spac.errors import ConfigError
+from vllm_spac.checkpoint.quantisation import refusal_without_amx
+from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.planning.choice import DRAFTS, Choice
-from vllm_spac.planning.machine import HOST_RESERVE, UTILIZATION, PlannedMachine, Store
-from vllm_spac.planning.memory import Load, Split, largest_percent, slot_bytes, split
+from vllm_spac.planning.machine import HERE, HOST_RESERVE, UTILIZATION, PlannedMachine, Store
+from vllm_spac.planning.memory import Load, Split, largest_slots, slot_bytes, split
 from vllm_spac.planning.model import ServedModel
 from vllm_spac.planning.predict import Prediction, first_token, predict
 from vllm_spac.planning.routing import Routing
-from vllm_spac.profiling.costs import HostWork, VllmStep
+from vllm_spac.profiling.costs import Attained, HostWork, VllmStep
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.machine import has_amx
 
 _FEWER = (50, 25, 10)  # further shares of slots
 _TIER_STEP = 1 << 28  # bytes: host memory between slots and disk is a multiple of it
@@ -88,8 +90,12 @@ def make_plan(
 
     Raises:
         ConfigError: nothing fits, or the context is longer than the model's.
+        UnsupportedError: this machine's CPU has no kernel for the experts.
     """
     longest = model.architecture.longest
+    if machine.name == HERE and not machine.gpu and model.quantised and not has_amx():
+        assert model.checkpoint.quantisation is not None
+        raise UnsupportedError(f"{model.name} has {refusal_without_amx(model.checkpoint.quantisation)}")
     if model.execution == "pointers" and not machine.gpu:
         raise ConfigError(
             f"execution=pointers serves on a GPU, and {machine.name} has none; name a machine with one"
@@ -103,7 +109,8 @@ def make_plan(
     best = max(rows, key=lambda row: row.low.tokens_per_second)
     fewer = [percent for percent in _FEWER if model.checkpoint.smallest_percent() <= percent < best.choice.percent]
     if best.choice.store != "none":
-        for choice in (_with_slots(best.choice, percent, model, machine) for percent in fewer[:2]):
+        for percent in fewer[:2]:
+            choice = _with_host_memory(replace(best.choice, percent=percent), model, machine)
             rows.append(_row(choice, model, machine, load, routings, tell))
     rows.sort(key=lambda row: (row is not best, -row.low.tokens_per_second))
     return Plan(
@@ -112,14 +119,22 @@ def make_plan(
 
 
 def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[Choice]:
-    """Yields each store, with and without CPU experts and drafts, with as many slots as fit."""
-    for drafts in (0, DRAFTS):
-        percent = largest_percent(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
+    """Yields each store, with and without CPU experts and drafts, with as many slots as fit.
+
+    Without a GPU nothing is drafted: vLLM's CPU build samples chains of drafts wrongly at temperature > 0.
+    """
+    for drafts in (0, DRAFTS) if machine.gpu else (0,):
+        percent, tokens = largest_slots(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
         for store in stores(model, machine, percent):
-            choice = _with_slots(Choice(percent, store, drafts=drafts), percent, model, machine)
+            choice = _with_host_memory(Choice(percent, store, drafts=drafts, tokens=tokens), model, machine)
             yield choice
-            if store == "host" and machine.gpu and model.execution == "slots":
-                yield Choice(percent, store, cpu=True, drafts=drafts)
+            if store == "host" and _computes_on_the_cpu(model, machine):
+                yield replace(choice, cpu=True)
+
+
+def _computes_on_the_cpu(model: ServedModel, machine: PlannedMachine) -> bool:
+    """Whether the engine lets the CPU compute experts beside a GPU: from slots, and none that are quantised."""
+    return bool(machine.gpu) and model.execution == "slots" and not model.quantised
 
 
 def stores(model: ServedModel, machine: PlannedMachine, percent: int) -> Iterator[Store]:
@@ -154,7 +169,8 @@ def assumptions(plan: Plan) -> Iterator[str]:
     """Yields what the plan takes for granted."""
     model, machine, costs = plan.model, plan.machine, plan.machine.costs
     yield f"costs of {machine.name}: {costs.provenance.how} ({costs.provenance.source})"
-    yield from costs.provenance.assumes[:2]
+    yield from costs.provenance.assumes[:2] if costs.attained is None else _attained(costs.attained)
+    yield from machine.memory
     if model.source == "config.json":
         yield "sizes are calculated from config.json, without a checkpoint"
     if model.halved:
@@ -165,11 +181,29 @@ def assumptions(plan: Plan) -> Iterator[str]:
     if model.execution == "pointers":
         kept = "as in vLLM's Marlin kernels, activations are not quantised" if model.checkpoint.quantisation else ""
         yield "; ".join(filter(None, ("execution=pointers was never timed on a GPU", kept)))
+    if not machine.gpu and model.quantised and machine.name != HERE:
+        yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
+    if not machine.gpu:
+        yield "no drafts: vLLM's CPU build samples chains of them wrongly at temperature > 0"
     unknown = ["kernel launches"] if machine.gpu else []
     unknown += ["the plugin's own work"] if costs.host_work == HostWork() else []
     unknown += ["vLLM's own work in a step"] if costs.vllm == VllmStep() else []
     if unknown:
         yield f"taken to take no time: {', '.join(unknown)}; real speeds are lower"
+
+
+def _attained(assumed: Attained) -> Iterator[str]:
+    """Yields what a machine of data sheets is assumed to attain; see ``Attained``."""
+    yield (
+        f"PCIe attains {assumed.link:.0%} of its peak, memory and disks all of theirs; nothing was measured on such a "
+        "machine"
+    )
+    work = assumed.host_work
+    layer, load, divide = (f"{1e3 * seconds:.2f} ms" for seconds in (work.layer, work.load, work.divide))
+    yield (
+        f"the plugin's own work is {layer} in a layer over slots, {load} more if it loads and {divide} more if the CPU "
+        "computes experts: about what was measured on a server's core"
+    )
 
 
 def _row(
@@ -182,7 +216,7 @@ def _row(
 ) -> Row:
     asked, found = Load(load.context, load.concurrency, choice.drafts), []
     for routing in routings:
-        tell(f"{choice.percent}% slots, {choice.store}")
+        tell(f"{choice.slots} slots, {choice.store}")
         found.append(predict(choice, model, machine, asked, routing))
     if found[0].routing != "even":
         found.sort(key=lambda prediction: prediction.tokens_per_second)
@@ -191,16 +225,16 @@ def _row(
     return Row(choice, asked, tuple(found), first_token(choice, model, machine, asked))
 
 
-def tier_bytes(model: ServedModel, machine: PlannedMachine, percent: int) -> int:
+def tier_bytes(model: ServedModel, machine: PlannedMachine, percent: int, tokens: int = 0) -> int:
     """Returns the bytes of host memory between slots and disk that the experts without a slot can use."""
-    outside = model.experts_bytes - slot_bytes(model, percent)
+    outside = model.experts_bytes - slot_bytes(model, percent, tokens)
     return min(machine.spare, outside) // _TIER_STEP * _TIER_STEP
 
 
-def _with_slots(choice: Choice, percent: int, model: ServedModel, machine: PlannedMachine) -> Choice:
-    """Returns the choice with other slots, and with ``tiers`` with the host memory that the rest of them can use."""
-    host = tier_bytes(model, machine, percent) if choice.store == "tiers" else 0
-    return Choice(percent, choice.store, host, choice.cpu, choice.drafts)
+def _with_host_memory(choice: Choice, model: ServedModel, machine: PlannedMachine) -> Choice:
+    """Returns the choice, with ``tiers`` with the host memory that the experts without a slot can use."""
+    host = tier_bytes(model, machine, choice.percent, choice.tokens) if choice.store == "tiers" else 0
+    return replace(choice, host_bytes=host)
 
 
 def _no_store(model: ServedModel, machine: PlannedMachine) -> str:

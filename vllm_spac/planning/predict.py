@@ -51,7 +51,7 @@ def predict(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     part = trace.facts.layers / model.layers
     costs = machine.costs_of(choice.store, model)
     costs = costs.model_copy(update={"other": part * costs.other})
-    slots = slot_bytes(model, choice.percent) * trace.facts.total // model.experts_bytes
+    slots = slot_bytes(model, choice.percent, choice.tokens) * trace.facts.total // model.experts_bytes
     outcome = simulate(
         trace,
         min(trace.facts.total, max(trace.facts.top_k, slots)),
@@ -96,7 +96,7 @@ def first_token(choice: Choice, model: ServedModel, machine: PlannedMachine, loa
         loaded += model.layers * used
     if choice.store == "none":
         return seconds, seconds
-    outside = 1 - slot_bytes(model, choice.percent) / model.experts_bytes
+    outside = 1 - slot_bytes(model, choice.percent, choice.tokens) / model.experts_bytes
     near = min(1.0, choice.host_bytes / (outside * model.experts_bytes)) if outside > 0 else 0.0
     each = (1 - near) / costs.load.bytes_per_second + (near / costs.host.bytes_per_second if costs.host else 0.0)
     most = loaded * model.expert_bytes * each

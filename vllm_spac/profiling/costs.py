@@ -64,10 +64,14 @@ class Provenance(_Frozen):
 
 
 class Capacity(_Frozen):
-    """Memory of a machine in bytes; ``gpu`` is 0 where there is no GPU, and fast memory is then host memory."""
+    """Memory of a machine in bytes; ``gpu`` is 0 where there is no GPU, and fast memory is then host memory.
+
+    ``capability``: of the GPU, major and minor; None: not known.
+    """
 
     gpu: int = Field(0, ge=0)
     host: int = Field(gt=0)
+    capability: tuple[int, int] | None = None
 
 
 class Network(_Frozen):
@@ -117,6 +121,18 @@ class VllmStep(_Frozen):
     layer: float = Field(0.0, ge=0)
 
 
+class Attained(_Frozen):
+    """What a machine attains of a data sheet's peaks, and what it does beside them: assumed, and counted by plans only.
+
+    Attributes:
+        link: share of the peak of loads from host memory.
+        host_work: the plugin's own, about what it was on another machine.
+    """
+
+    link: float = Field(gt=0, le=1)
+    host_work: HostWork
+
+
 class Costs(_Frozen):
     """A machine's profile of costs.
 
@@ -135,6 +151,7 @@ class Costs(_Frozen):
         network: from this machine to an expert worker; None where it was not measured.
         host_work: the plugin's own in layers over slots; 0 where it was not measured, as in files of older versions.
         vllm: vLLM's own; 0 where it was not measured.
+        attained: what is assumed where a profile has data sheets only; see ``as_attained``.
     """
 
     format: Literal["spac-profile-1"]
@@ -152,6 +169,14 @@ class Costs(_Frozen):
     network: Network | None = None
     host_work: HostWork = HostWork()
     vllm: VllmStep = VllmStep()
+    attained: Attained | None = None
+
+    def as_attained(self) -> Costs:
+        """Returns these costs with what ``attained`` assumes in place of peaks; the same ones if they were measured."""
+        if self.attained is None or self.provenance.how == "measured":
+            return self
+        load = self.load.model_copy(update={"bytes_per_second": self.attained.link * self.load.bytes_per_second})
+        return self.model_copy(update={"load": load, "host_work": self.attained.host_work})
 
     @classmethod
     def read(cls, profile: str | Path, *, here: bool = False, disk_dir: Path | None = None) -> Costs:

@@ -119,8 +119,11 @@ def measure(
 
 
 def _capacity(gpu: bool) -> Capacity:
-    total = torch.cuda.get_device_properties(0).total_memory if gpu else 0
-    return Capacity(gpu=total, host=psutil.virtual_memory().total)
+    host = psutil.virtual_memory().total
+    if not gpu:
+        return Capacity(host=host)
+    total, capability = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_capability(0)
+    return Capacity(gpu=total, host=host, capability=capability)
 
 
 def _provenance(

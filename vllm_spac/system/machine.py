@@ -69,6 +69,14 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
+def has_amx() -> bool:
+    """Whether this machine's CPU multiplies tiles of matrices (AMX), as vLLM's kernels for quantised experts ask."""
+    try:
+        return re.search(r"^flags\s*:.*\bamx_tile\b", Path("/proc/cpuinfo").read_text(), re.MULTILINE) is not None
+    except OSError:  # not Linux
+        return False
+
+
 def disk_of(folder: Path) -> str:
     """Returns the device, file system and size of the disk of ``folder``, which may not exist yet."""
     path = folder.expanduser().absolute()
