@@ -265,12 +265,13 @@ def peers() -> Values:
         *("CPU ms per token", "MB read per token", "equal answers"),
     )
     large = {peer["name"]: peer for peer in row["peers"]}  # of the larger model, the last one
-    ratios = {name: _with_interval(large[name]["ratio"], large[name]["interval"]) for name in ("weights", "process")}
+    ratios = {name: _with_interval(large[name]["ratio"], large[name]["interval"]) for name in large}
     return {
         "peers": table(head, lines),
         "peers.read_ahead": str(content["read_ahead_kib"]),
         "peers.weights": ratios["weights"],
         "peers.process": ratios["process"],
+        "peers.all": ratios["all"],
     }
 
 
