@@ -349,7 +349,8 @@ class SpacConfig(BaseModel):
             return cls(**raw)
         except ValidationError as error:
             problems = "; ".join(_explain(item) for item in error.errors())
-            raise ConfigError(f"spac: {problems}") from None
+            of_rule = error.errors()[0].get("ctx", {}).get("error")
+            raise ConfigError(f"spac: {problems}").solved_as(of_rule) from None
         except TypeError as error:
             raise ConfigError(f"spac: knobs must be named by strings: {error}") from None
 

@@ -109,7 +109,7 @@ def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
             {"balancer": "scales"},
             r"\(--spac-balancer\).*use one of makespan, none, threshold, waterfill, or package.module:Class",
         ),
-        ({"cpu_experts": "auto", "balancer": "none"}, r"--spac-balancer waterfill, or --spac-cpu-experts off"),
+        ({"cpu_experts": "auto", "balancer": "none"}, r"--spac-balancer waterfill, or use --spac-cpu-experts off"),
         ({"balancer": "threshold"}, r"balancer \(--spac-balancer\).*cpu_experts=off; add --spac-cpu-experts auto"),
         ({"cpu_experts": 2, "profile": "x"}, r"profile \(--spac-profile\).*cpu_experts=2; add --spac-cpu-experts auto"),
         ({"cpu_kernel": "torch"}, r"--spac-cpu-kernel\) computes nothing without"),
@@ -124,13 +124,16 @@ def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
         ),
         ({"budget_votes": "path", "budget_votes_alpha": True}, r"\(--spac-budget-votes-alpha\): use a number"),
         ({"budget_rescue": True}, r"\(--spac-budget-rescue\).*add --spac-budget-coverage truncation"),
-        ({"tree": 1}, r"tree=1 \(--spac-tree\) is a chain of one token; use 2 or more"),
+        ({"tree": 1}, r"tree=1 \(--spac-tree\) is a chain of one token; use --spac-tree 2 or more"),
         ({"tree": 256}, r"tree=256 \(--spac-tree\): .*less than or equal to 255"),
         ({"tree": True}, r"\(--spac-tree\): use a number"),
         ({"tree_depth": 3}, r"tree_depth \(--spac-tree-depth\) has no effect without a tree; add --spac-tree"),
         ({"tree": 3, "tree_shape": "wide"}, r"\(--spac-tree-shape\)='wide': use static, dynamic, or a list"),
         ({"tree": 3, "tree_shape": "[[0],[1],[1,0]]", "tree_width": 2}, r"--spac-tree-width\) has no effect on a list"),
-        ({"tree": 2, "tree_shape": "[[0],[1],[1,0]]"}, r"tree=2 \(--spac-tree\): the shape has 3 nodes; use that"),
+        (
+            {"tree": 2, "tree_shape": "[[0],[1],[1,0]]"},
+            r"tree=2 \(--spac-tree\): the shape has 3 nodes; use --spac-tree 3",
+        ),
         ({"tree": 9, "tree_depth": 1}, r"--spac-tree-depth or --spac-tree-width, or use --spac-tree 8"),
         ({"timeline": "/x/y", "trace": "/x/y"}, r"\(--spac-timeline\) and trace .* would replace each other"),
         ({"timeline": "/x/y", "timeline_steps": 0}, r"\(--spac-timeline-steps\): .*greater than or equal to 1"),
@@ -217,20 +220,23 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"workers": 2}, "no effect with executor=local .*; add --spac-executor processes"),
         ({"replicas": 1}, "no effect with executor=local"),
         ({"workers_per_layer": 2}, "no effect with executor=local"),
-        ({"executor": "processes", "workers": 3, "workers_per_layer": 2}, "do not form groups .*; use 4 workers"),
+        (
+            {"executor": "processes", "workers": 3, "workers_per_layer": 2},
+            "do not form groups .*; use --spac-workers 4",
+        ),
         (
             {"executor": "processes", "workers": 4, "workers_per_layer": 2, "replicas": 3},
             "other workers than a layer's own, .* use at most --spac-replicas 2",
         ),
         ({"cluster": "/x"}, "no effect with executor=local"),
-        ({"executor": "processes"}, r"needs workers \(--spac-workers 2\), or cluster"),
-        ({"executor": "ray", "cluster": "auto"}, r"needs workers \(--spac-workers 2\)"),
+        ({"executor": "processes"}, r"needs workers; add --spac-workers 2, or add --spac-cluster"),
+        ({"executor": "ray", "cluster": "auto"}, r"needs workers; add --spac-workers 2"),
         ({"executor": "processes", "workers": 2, "replicas": 2}, "use at most --spac-replicas 1"),
         ({"executor": "processes", "cluster": "\0"}, "NUL"),
         ({"executor": "processes", "workers": 2, "execution": "pointers"}, "drop --spac-execution"),
         ({"executor": "processes", "workers": 2, "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
         ({"executor": "processes", "workers": 2, "prefetch": "utility"}, "drop --spac-prefetch"),
-        ({"executor": "processes", "workers": 2, "prefetch": "auto"}, "name a predictor"),
+        ({"executor": "processes", "workers": 2, "prefetch": "auto"}, "use --spac-prefetch linear"),
         ({"executor": "processes", "workers": 2, "prefetch": "linear"}, "needs predictor_file"),
         ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
         ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
@@ -263,7 +269,7 @@ def test_flags() -> None:
 
 
 def test_policy_that_needs_a_calibration() -> None:
-    with pytest.raises(ConfigError, match=r"\(--spac-policy\) needs calibration \(--spac-calibration FILE"):
+    with pytest.raises(ConfigError, match=r"\(--spac-policy\) needs calibration; add --spac-calibration FILE"):
         SpacConfig.parse({"policy": "pinned"})
     assert SpacConfig.parse({"policy": "pinned", "calibration": "/x"}).policy == "pinned"
 
@@ -363,11 +369,11 @@ ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "execution": "pointer
     [
         (
             {"prefetch": "linear"},
-            r"prefetch=linear .* needs predictor_file \(--spac-predictor-file FILE\).*train-predictor",
+            r"prefetch=linear .* needs predictor_file; add --spac-predictor-file FILE.*train-predictor",
         ),
         ({"predictor_file": "/x"}, r"no effect with prefetch=off \(--spac-prefetch\); add --spac-prefetch linear"),
         ({"predictor_file": "/x", "prefetch": "utility"}, "no effect with prefetch=utility"),
-        ({"prefetch": "auto"}, r"prefetch=auto .* needs predictor_file \(--spac-predictor-file FILE\)"),
+        ({"prefetch": "auto"}, r"prefetch=auto .* needs predictor_file; add --spac-predictor-file FILE"),
         ({"prefetch": "auto@depth=2", "predictor_file": "/x"}, "no predictor is called 'auto'"),
         ({"prefetch": "linear", "predictor_file": "/x", "profile": "/y"}, "add --spac-cpu-experts auto"),
         ({"soft_pins": "on"}, r"soft_pins=on \(--spac-soft-pins\) has no effect with prefetch=off"),
@@ -378,9 +384,12 @@ ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "execution": "pointer
         ({"prefetch_extra": True, "prefetch": "utility"}, "use a number"),
         ({"prefetch": "linear@reach=2", "predictor_file": "/x"}, "linear has no argument 'reach'"),
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
-        (ON_DEVICE | {"prefetch": "neural"}, "decided on the host.*use one of gate, linear, quasi_hidden with --spac"),
+        (
+            ON_DEVICE | {"prefetch": "neural"},
+            "decided on the host.*use --spac-prefetch gate --spac-predictor-file FILE, or use --spac",
+        ),
         (ON_DEVICE | {"prefetch": "auto"}, "prefetch=auto .*decided on the host"),
-        (ON_DEVICE | {"prefetch": "linear@depth=4"}, "linear@depth=4 .*give the name alone"),
+        (ON_DEVICE | {"prefetch": "linear@depth=4"}, "linear@depth=4 .*use --spac-prefetch linear"),
         (ON_DEVICE | {"admission": "step"}, "before their layer, and admission=step .*use --spac-admission layer"),
         (ON_DEVICE | {"soft_pins": "off"}, "soft_pins .* has no effect with execution=pointers"),
     ],
@@ -407,7 +416,10 @@ SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file":
             "prefetch=utility .* names none; add --spac-prefetch linear",
         ),
         (SPECULATES | {"prefetch": "auto"}, "prefetch=auto .* names none"),
-        (SPECULATES | {"budget": 8}, r"and budget \(--spac-budget\) both choose .*; drop one of them"),
+        (
+            SPECULATES | {"budget": 8},
+            r"and budget \(--spac-budget\) both choose .*; drop --spac-speculate, or drop --spac-budget",
+        ),
         (SPECULATES | {"budget_mass": 0.9}, r"and budget_mass \(--spac-budget-mass\) both choose"),
         (SPECULATES | {"tree": 8}, "was not tried with draft trees; drop --spac-tree"),
         ({"speculate": "predicted", "execution": "pointers"}, "execution=pointers .*; drop --spac-speculate"),

@@ -193,14 +193,14 @@ def test_chains_can_be_read(method: str) -> None:
         (SimpleNamespace(speculative_config=None), "no drafter; add --speculative-config"),
         (engine(method="ngram"), "ngram has no states.*EAGLE-3"),
         (engine(parallel_drafting=True), r"parallel drafting \(eagle3\)"),
-        (engine(use_local_argmax_reduction=True), "use_local_argmax_reduction.*drop it"),
-        (engine(use_heterogeneous_vocab=True), "use_heterogeneous_vocab.*drop it"),
+        (engine(use_local_argmax_reduction=True), "use_local_argmax_reduction.*drop use_local"),
+        (engine(use_heterogeneous_vocab=True), "use_heterogeneous_vocab.*drop use_het"),
     ],
     ids=str,
 )
 def test_why_others_cannot_be_read(given: SimpleNamespace, says: str) -> None:
     reason = drafts.unread(given)
-    assert reason is not None and re.search(says, reason), reason
+    assert reason is not None and re.search(says, str(reason)), reason
 
 
 def test_the_drafter_is_the_one_of_the_training() -> None:

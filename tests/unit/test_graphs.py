@@ -62,7 +62,7 @@ def test_what_can_be_is_kept(cuda, mode: str, config: SpacConfig) -> None:
 
 NOT_REPLAYED = {"budget_ranking": "coactivation", "calibration": "file"}  # its greedy choice is the host's
 HOST = {
-    "--spac-execution pointers or --spac-slots 100%": {},
+    "--spac-execution pointers, or use --spac-slots 100%": {},
     "--spac-trace": {"trace": "file"},
     "--spac-budget,": {"budget": 8},
     "--spac-budget-mass": {"budget_mass": 0.9},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_spac.errors import ConfigError
+from vllm_spac.errors import ConfigError, Remedy, use
 from vllm_spac.kernels.reference.shortlist import mass_count
 
 MASSES = ("selected", "scores")  # the mass that a share refers to: ``selected_mass`` or ``router_mass``
@@ -51,9 +51,11 @@ def validate(budget: int, experts: int, top_k: int, coverage: str) -> None:
     least = top_k if coverage == "substitution" else 1
     problem = f"spac: budget={budget} (--spac-budget): "
     if 1 <= budget < least:
-        raise ConfigError(
-            f"{problem}substitution gives every token {top_k} experts; use {least} to {experts}, or truncation "
-            "(--spac-budget-coverage truncation)"
+        raise ConfigError.refused(
+            f"{problem}substitution gives every token {top_k} experts",
+            use(budget=least).but(f" to {experts}"),
+            use(budget_coverage="truncation"),
         )
     if not least <= budget <= experts:
-        raise ConfigError(f"{problem}a layer has {experts} experts; use {least} to {experts}")
+        fits = Remedy(f"use {least} to {experts}", {"budget": max(least, min(budget, experts))})
+        raise ConfigError.refused(f"{problem}a layer has {experts} experts", fits)

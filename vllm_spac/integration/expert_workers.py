@@ -14,9 +14,10 @@ from vllm_spac.distributed.places import Places, RunningWorkers
 from vllm_spac.distributed.processes import Processes
 from vllm_spac.distributed.service import Service
 from vllm_spac.distributed.store import WorkerStore
-from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.errors import ConfigError, UnsupportedError, use
 from vllm_spac.integration.layers import cpu_kernel
-from vllm_spac.knobs.rules import groups_problem
+from vllm_spac.integration.ranks import Refusal
+from vllm_spac.knobs.rules import check_groups, without_workers
 from vllm_spac.system import cpu_affinity
 from vllm_spac.system.untrusted import path_of
 from vllm_spac.tiers.base import ExpertStore
@@ -27,17 +28,18 @@ if TYPE_CHECKING:
     from vllm_spac.integration.layers.managed_experts import ManagedExperts
 
 
-def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
+def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Yields (whether it is in use, the option, what to do instead) for what workers cannot serve."""
     if config.executor == "local":
         return
     from vllm.platforms import current_platform
 
     model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-    named, local = f"executor={config.executor} (--spac-executor)", "use --spac-executor local"
+    named, local = f"executor={config.executor} (--spac-executor)", (without_workers(config),)
     yield not current_platform.is_cpu(), f"{named} on a GPU (workers run vLLM's CPU kernel)", local
     yield model.quantization is not None, f"{named} with quantised experts", local
-    yield ranks > 1, f"{named} with --tensor-parallel-size {ranks}", "use one of them"
+    one = use(vllm_tensor_parallel_size=1)
+    yield ranks > 1, f"{named} with --tensor-parallel-size {ranks}", (*local, one)
 
 
 def check_places(config: SpacConfig) -> None:
@@ -51,9 +53,10 @@ def check_places(config: SpacConfig) -> None:
 def check_shapes(config: SpacConfig, shapes: Sequence[MoEShape]) -> None:
     """Refuses layers of several shapes."""
     if len(shapes) != 1:
-        raise ConfigError(
+        raise ConfigError.refused(
             f"spac: executor={config.executor} (--spac-executor) needs MoE layers of one shape, this model has "
-            f"{len(shapes)}; use --spac-executor local"
+            f"{len(shapes)}",
+            without_workers(config),
         )
 
 
@@ -74,9 +77,10 @@ def store(
     """
     isa = cpu_kernel.isa_of(layer)
     if isa is None or layer.apply_router_weight_on_input:
-        raise UnsupportedError(
+        raise UnsupportedError.refused(
             f"spac: executor={config.executor} (--spac-executor) needs vLLM's fused CPU kernel, and {layer.layer_name} "
-            "runs in another; use --spac-executor local"
+            "runs in another",
+            without_workers(config),
         )
     places, client = _places(config, free), None
     try:
@@ -129,8 +133,7 @@ def _check_count(config: SpacConfig, count: int, layers: int) -> None:
             f"spac: {count} workers (--spac-workers) for {layers} MoE layers: a worker has at least one; use "
             f"--spac-workers {most}"
         )
-    if (problem := groups_problem(config, count)) is not None:
-        raise ConfigError(f"spac: {problem}")
+    check_groups(config, count)
 
 
 def _copy(config: SpacConfig, shape: MoEShape, fingerprint: str) -> ExpertStore | None:

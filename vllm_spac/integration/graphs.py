@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vllm_spac import components
 from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape
-from vllm_spac.errors import UnsupportedError
+from vllm_spac.errors import Remedy, UnsupportedError, drop, use
 from vllm_spac.execution.pointers.staging import ROWS
 
 if TYPE_CHECKING:
@@ -26,23 +26,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.spac")
 
 MOE_LAYER = "vllm::spac_moe_layer"  # registered in ``layers.custom_ops``, which imports vLLM's MoE layers
-_PIECEWISE = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
+_PIECEWISE = Remedy(
+    """add --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager""",
+    {"--compilation-config.cudagraph_mode": "PIECEWISE"},
+)
 
 
-def needs_host(config: SpacConfig) -> tuple[str, str] | None:
-    """Why layers need the host and which flag avoids it, or None if they do not need it."""
+def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
+    """Why layers need the host and which flags avoid it, or None if they do not need it."""
     if config.execution_class.needs_host and config.parsed_slots.share != 1:
-        return "experts are loaded between the pieces", "use --spac-execution pointers or --spac-slots 100%"
+        return "experts are loaded between the pieces", _all_in_slots(config)
     if config.trace is not None:
-        return "routing is recorded between the pieces", "drop --spac-trace"
+        return "routing is recorded between the pieces", (drop("trace"),)
     if not config.execution_class.needs_host and components.find("budget.rankings", config.budget_ranking).replayable:
         return None
     for name in ("budget", "budget_mass", "budget_file"):
         if getattr(config, name) is not None:
-            return "a budget is applied between the pieces", f"drop --spac-{name.replace('_', '-')}"
+            return "a budget is applied between the pieces", (drop(name),)
     if config.control:
-        return "a budget may be applied between the pieces", "drop --spac-control"
+        return "a budget may be applied between the pieces", (drop("control"),)
     return None
+
+
+def _all_in_slots(config: SpacConfig) -> tuple[Remedy, ...]:
+    """Expert workers compute outside of the graph whatever their slots are."""
+    return (use(execution="pointers"), use(slots="100%")) if config.executor == "local" else ()
 
 
 def hold_budget(config: SpacConfig) -> bool:
@@ -119,8 +127,8 @@ def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
     """
     if mode not in ("NONE", "PIECEWISE") and (found := needs_host(config)) is not None:
         reason, instead = found
-        raise UnsupportedError(
-            f"spac: cudagraph_mode {mode} captures steps in one piece, and {reason}; {instead}, or add {_PIECEWISE}"
+        raise UnsupportedError.refused(
+            f"spac: cudagraph_mode {mode} captures steps in one piece, and {reason}", *instead, _PIECEWISE
         )
     if breakable and mode != "NONE":
         raise UnsupportedError(

@@ -19,7 +19,7 @@ from vllm_spac.cache import sizing
 from vllm_spac.checkpoint import quant_config, quantisation
 from vllm_spac.checkpoint.headers import LAYERS, first_number
 from vllm_spac.config import SpacConfig
-from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, add, drop, use
 from vllm_spac.integration import device, expert_workers, ranks, room
 from vllm_spac.integration.compat import WORKER_EXTENSION
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
@@ -124,9 +124,9 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
     _check_quantisation(model, config)
     for refused, flag, instead in _refusals(config, vllm_config):
         if refused:
-            raise UnsupportedError(f"spac: {flag} is not supported; {instead}")
-    check_guard(config, vllm_config)
+            raise UnsupportedError.refused(f"spac: {flag} is not supported", *instead)
     trees.check(config, vllm_config)
+    check_guard(config, vllm_config)
     check_votes(config, vllm_config)
     if (facts := device.query()) is not None:
         device.check_device(
@@ -162,9 +162,10 @@ def check_io_submit(config: SpacConfig) -> None:
     if config.io_submit == "threads":
         return
     if _device_type() != "cpu":
-        raise ConfigError(
+        raise ConfigError.refused(
             f"spac: io_submit={config.io_submit} (--spac-io-submit) reads into slots in CPU memory, and this engine "
-            "computes on a GPU; use --spac-io-submit threads"
+            "computes on a GPU",
+            use(io_submit="threads"),
         )
     Ring().close()
 
@@ -179,24 +180,30 @@ def warn_of_spinning(environment: Mapping[str, str]) -> None:
         )
 
 
-def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
+def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[ranks.Refusal]:
     """Yields (whether it is in use, the option, what to do instead) for each option of vLLM that is not supported."""
+    merge = Remedy("merge the adapter into the checkpoint", {"--enable-lora": None})
+    named, auto = f"--load-format {vllm_config.load_config.load_format}", use(vllm_load_format="auto")
     model, load = vllm_config.model_config, vllm_config.load_config
-    yield from ranks.refusals(config, vllm_config)
     yield from expert_workers.refusals(config, vllm_config)
-    yield vllm_config.parallel_config.enable_eplb, "--enable-eplb", "drop it: spac decides where experts are placed"
-    yield vllm_config.lora_config is not None, "--enable-lora", "merge the adapter into the checkpoint"
-    yield model.enable_sleep_mode, "--enable-sleep-mode", "drop it"
+    yield from ranks.refusals(config, vllm_config)
+    yield vllm_config.parallel_config.enable_eplb, "--enable-eplb", (drop("vllm_enable_eplb"),)
+    yield vllm_config.lora_config is not None, "--enable-lora", (merge,)
+    yield model.enable_sleep_mode, "--enable-sleep-mode", (drop("vllm_enable_sleep_mode"),)
     yield (
         getattr(vllm_config, "weight_transfer_config", None) is not None,
         "--weight-transfer-config",
-        "drop it, and restart the engine with the new checkpoint: the experts are packed when it starts",
+        (
+            drop("vllm_weight_transfer_config").but(
+                ", and restart the engine with the new checkpoint: the experts are packed when it starts"
+            ),
+        ),
     )
-    yield str(load.load_format) not in _LOAD_FORMATS, f"--load-format {load.load_format}", "use --load-format auto"
+    yield str(load.load_format) not in _LOAD_FORMATS, named, (auto,)
     yield (
         getattr(vllm_config.cache_config, "cpu_offload_gb", 0) > 0 or _offloads(vllm_config),
         "vLLM's own weight offloading (--cpu-offload-gb, --offload-*)",
-        "drop it: spac keeps the experts outside",
+        (drop("vllm_cpu_offload_gb", "vllm_offload_backend").but(": spac keeps the experts outside"),),
     )
 
 
@@ -214,7 +221,8 @@ def _check_quantisation(model: ModelConfig, config: SpacConfig) -> None:
     if on_cpu and not quant_config.spares_experts(checkpoint, layers) and not device.runs_quantised_experts():
         # The twins of our kernels would run anywhere, but vLLM builds no layer that it has no kernel for.
         raise UnsupportedError(f"spac: {model.model} has {quantisation.refusal_without_amx(checkpoint)}")
-    if (reason := quantisation.refusal(checkpoint, kernels)) is not None:
+    capability = None if (facts := device.query()) is None else facts.capability
+    if (reason := quantisation.refusal(checkpoint, kernels, capability)) is not None:
         raise UnsupportedError(f"spac: {model.model} has {reason}")
     loader = quantisation.loader(checkpoint)
     if kernels is quantisation.Kernels.GPU and loader not in (None, model.quantization):
@@ -240,7 +248,8 @@ def check_guard(config: SpacConfig, vllm_config: VllmConfig) -> None:
         and vllm_config.speculative_config is not None
         and (reason := drafts.unguarded(vllm_config, config.tree > 0))
     ):
-        raise UnsupportedError(f"spac: guard=on (--spac-guard) cannot work here: {reason}, or use --spac-guard off")
+        what = "spac: guard=on (--spac-guard) cannot work here"
+        raise UnsupportedError.refused(f"{what}: {reason.problem}", reason.remedy, use(guard="off"))
 
 
 def check_votes(config: SpacConfig, vllm_config: VllmConfig) -> None:
@@ -248,12 +257,15 @@ def check_votes(config: SpacConfig, vllm_config: VllmConfig) -> None:
     if config.budget_votes != "path":
         return
     what = "spac: budget_votes=path (--spac-budget-votes) cannot work here"
-    if (reason := drafts.unweighted(vllm_config)) is not None:
-        raise UnsupportedError(f"{what}: {reason}, or use --spac-budget-votes uniform")
+    if (reason := drafts.unweighted(vllm_config, config.tree > 0)) is not None:
+        raise UnsupportedError.refused(f"{what}: {reason.problem}", reason.remedy, use(budget_votes="uniform"))
     if components.find("policies", config.policy).predictor and not config.execution_class.counts_votes:
-        raise UnsupportedError(
+        raise UnsupportedError.refused(
             f"{what}: policy={config.policy} counts selections, and execution={config.execution} counts each row as "
-            "one; use --spac-policy reuse, --spac-execution slots or --spac-budget-votes uniform"
+            "one",
+            use(policy="reuse"),
+            use(execution="slots"),
+            use(budget_votes="uniform"),
         )
 
 
@@ -277,9 +289,11 @@ def _device_type() -> str:
 def _check_cpu_experts(config: SpacConfig) -> None:
     device_type = _device_type()
     if config.uses_cpu_experts and not config.store_class_on(device_type).addressable:
-        raise ConfigError(
+        raise ConfigError.refused(
             f"spac: cpu_experts={config.cpu_experts} (--spac-cpu-experts) computes experts where they are stored, and "
-            f"store={config.store_on(device_type)} is not in memory; add --spac-store host"
+            f"store={config.store_on(device_type)} is not in memory",
+            add(store="host"),
+            drop("cpu_experts"),
         )
 
 
@@ -289,17 +303,22 @@ def _check_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> None:
     named = config.named_prefetch
     looks = config.prefetch == AUTO or (named != "off" and components.find("predictors", named).looks_at_layers())
     if looks and not on_host and config.execution_class.needs_host:
-        raise UnsupportedError(
+        on_device = config.prefetch != AUTO and components.find("predictors", named).on_device
+        pointers = use(execution="pointers").but(", whose layers are looked at on the GPU")
+        raise UnsupportedError.refused(
             f"spac: prefetch={config.prefetch} (--spac-prefetch) looks at what layers compute, which works on a CPU "
-            "with vLLM's V1 runner only; use --spac-prefetch utility or off, or --spac-execution pointers, whose "
-            "layers are looked at on the GPU"
+            "with vLLM's V1 runner only",
+            use(prefetch="utility"),
+            drop("prefetch"),
+            *((pointers,) if on_device else ()),
         )
     needs = components.find("predictors", named).needs if looks and config.prefetch != AUTO else frozenset()
     if DRAFTING & needs:
         unknown = drafts.unshadowed if Signal.DRAFT_ROUTING in needs else drafts.unread
-        reason = "no tree of drafts can be read; drop --spac-tree" if config.tree else unknown(vllm_config)
-        if reason is not None:
-            raise UnsupportedError(f"spac: prefetch={config.prefetch} (--spac-prefetch) cannot work here: {reason}")
+        tree = drafts.Reason("no tree of drafts can be read", drop("tree"))
+        if (reason := tree if config.tree else unknown(vllm_config)) is not None:
+            what = f"spac: prefetch={config.prefetch} (--spac-prefetch) cannot work here"
+            raise UnsupportedError.refused(f"{what}: {reason.problem}", reason.remedy, drop("prefetch"))
 
 
 def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
@@ -323,8 +342,10 @@ def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
 def _check_folder(config: SpacConfig, experts: int) -> None:
     persistent = config.store_class_on(_device_type()).persistent
     if config.disk_dir is not None and config.store is not None and not persistent:
-        raise ConfigError(
-            f"spac: disk_dir (--spac-disk-dir) means nothing with store={config.store}; drop it or use store=disk"
+        raise ConfigError.refused(
+            f"spac: disk_dir (--spac-disk-dir) means nothing with store={config.store} (--spac-store)",
+            drop("disk_dir"),
+            use(store="disk"),
         )
     packs = persistent and not _holds_all(config, experts)
     if config.disk_dir is None and not packs:

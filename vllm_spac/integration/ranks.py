@@ -8,6 +8,7 @@ is decided from data that all ranks have, or is refused.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.config import SpacConfig
-from vllm_spac.errors import SpacError
+from vllm_spac.errors import Remedy, SpacError, add, drop, use
+from vllm_spac.knobs.rules import without_workers
 from vllm_spac.predictors.base import Signal
 
 if TYPE_CHECKING:
@@ -93,7 +95,10 @@ class Ranks:
         return {"rank": self.rank, "ranks": self.size, "divided": "experts" if self.divide_experts else "tensors"}
 
 
-def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
+Refusal = tuple[bool, str, tuple[Remedy, ...]]  # whether it is in use, what it is, what to do instead
+
+
+def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Yields (whether it is in use, the option, what to do instead) for each kind of parallelism that cannot serve."""
     parallel = vllm_config.parallel_config
     ranks, experts_divided = parallel.tensor_parallel_size, parallel.enable_expert_parallel
@@ -102,79 +107,81 @@ def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool
         parallel.pipeline_parallel_size > 1,
         "--pipeline-parallel-size above 1 (stages have other layers each, and would need slots, budgets and traces of "
         "their own)",
-        "use 1, or --tensor-parallel-size",
+        (use(vllm_pipeline_parallel_size=1).but(", or --tensor-parallel-size"),),
     )
     divided = " with --tensor-parallel-size and --enable-expert-parallel" if experts_divided else ""
     yield (
         parallel.data_parallel_size > 1,
         "--data-parallel-size above 1 (vLLM divides experts among replicas too, and rows of other replicas reach a "
         "layer after its experts were loaded)",
-        f"use 1, or one server per replica{divided}",
+        (use(vllm_data_parallel_size=1), Remedy(f"start one server per replica{divided}")),
     )
     for name in ("prefill", "decode"):
-        above = getattr(parallel, f"{name}_context_parallel_size") > 1
-        yield above, f"--{name}-context-parallel-size above 1", "use 1, or --tensor-parallel-size"
+        above, one = getattr(parallel, f"{name}_context_parallel_size") > 1, {f"vllm_{name}_context_parallel_size": 1}
+        yield above, f"--{name}-context-parallel-size above 1", (use(**one).but(", or --tensor-parallel-size"),)
     yield (
         several and parallel.nnodes > 1,
         "--nnodes above 1",
-        "use the ranks of one machine: memory is divided among them",
+        (use(vllm_nnodes=1).but(": memory is divided among the ranks of one machine"),),
     )
     backend = parallel.distributed_executor_backend
     yield (
         several and backend != "mp",
         f"--tensor-parallel-size {ranks} with --distributed-executor-backend {backend} (it may not end the engine when "
         "one rank fails)",
-        "use --distributed-executor-backend mp",
+        (use(vllm_distributed_executor_backend="mp"),),
     )
     yield (
         several and components.find("budget.rankings", config.budget_ranking).needs_resident,
         f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) with --tensor-parallel-size {ranks} (ranks "
         "have different experts in fast memory and would cut different ones)",
-        "use --spac-budget-ranking router",
+        (use(budget_ranking="router"),),
     )
     yield (
         several and config.speculate != "off",
         f"speculate={config.speculate} (--spac-speculate) with --tensor-parallel-size {ranks} (ranks have different "
         "experts in fast memory and would run different ones)",
-        "drop --spac-speculate",
+        (drop("speculate"),),
     )
     named = config.named_prefetch
     yield (
         several and named != "off" and Signal.DRAFT_ROUTING in components.find("predictors", named).needs,
         f"prefetch={config.prefetch} (--spac-prefetch) with --tensor-parallel-size {ranks} (it was not tried)",
-        "use --spac-prefetch utility or off",
+        (use(prefetch="utility"), drop("prefetch")),
     )
     if experts_divided:
         yield from _expert_refusals(config, vllm_config)
 
 
-def _expert_refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
+def _expert_refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     from vllm.platforms import current_platform
 
     model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-    option, drop = "--enable-expert-parallel", "drop it, and each rank holds a part of every expert"
+    option = "--enable-expert-parallel"
+    whole = drop("vllm_enable_expert_parallel").but(", and each rank holds a part of every expert")
     experts, top_k = model.get_num_experts(), model.get_num_experts_per_tok() or 1
-    yield ranks == 1, f"{option} with one rank", "drop it, or add --tensor-parallel-size"
-    yield not current_platform.is_cpu(), f"{option} on a GPU (it was not tested there)", drop
-    yield model.quantization is not None, f"{option} with quantised experts", drop
-    yield experts % ranks != 0, f"{option} with {experts} experts for {ranks} ranks", f"{drop}, or use a divisor"
+    several = add(vllm_tensor_parallel_size=2)
+    yield not current_platform.is_cpu(), f"{option} on a GPU (it was not tested there)", (whole,)
+    yield ranks == 1, f"{option} with one rank", (drop("vllm_enable_expert_parallel"), several)
+    yield model.quantization is not None, f"{option} with quantised experts", (whole,)
+    fits = use(vllm_tensor_parallel_size=math.gcd(experts, ranks))
+    yield experts % ranks != 0, f"{option} with {experts} experts for {ranks} ranks", (whole, fits)
     yield (
         experts // ranks < top_k,
         f"{option} with {experts // ranks} experts per rank, fewer than the {top_k} of a token",
-        f"{drop}, or use a lower --tensor-parallel-size",
+        (whole, Remedy("use a lower --tensor-parallel-size")),
     )
-    yield (
-        not config.execution_class.divides_experts,
-        f"execution={config.execution} (--spac-execution) with {option}",
-        "use --spac-execution slots",
-    )
+    named, instead = f"execution={config.execution} (--spac-execution)", use(execution="slots")
+    if config.executor != "local":
+        named, instead = f"executor={config.executor} (--spac-executor)", without_workers(config)
+    yield not config.execution_class.divides_experts, f"{named} with {option}", (instead, whole)
     yield (
         config.uses_cpu_experts,
         f"cpu_experts={config.cpu_experts} (--spac-cpu-experts) with {option}",
-        "use --spac-cpu-experts off",
+        (use(cpu_experts="off"), whole),
     )
     yield (
         config.predictor_file is not None,
         f"prefetch={config.prefetch} (--spac-prefetch), whose predictor knows the experts of all ranks, with {option}",
-        "use --spac-prefetch utility or off",
+        (use(prefetch="utility", predictor_file=None), drop("prefetch", "predictor_file"), whole),
     )

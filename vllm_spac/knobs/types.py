@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize
 
+from vllm_spac.errors import flag as flag
 from vllm_spac.system.untrusted import path_of
 
 
@@ -99,8 +100,3 @@ CpuExpertsText = Annotated[str, BeforeValidator(lambda value: str(no_bool(value)
 
 
 TunedText = Annotated[str, BeforeValidator(lambda value: value if value in ("off", "auto") else str(path_of(value)))]
-
-
-def flag(name: str) -> str:
-    """Command-line flag of a knob."""
-    return "--spac-" + name.replace("_", "-")

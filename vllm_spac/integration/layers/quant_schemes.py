@@ -127,7 +127,7 @@ def expert_tensors(layer: RoutedExperts, packed: bool = False) -> dict[str, Para
     if kernel is not None and method.is_monolithic:
         raise UnsupportedError(
             f"spac: {name} uses a monolithic MoE backend ({kind}), which routes inside the kernel; "
-            "add --moe-backend triton"
+            f"add --moe-backend {'marlin' if packed else 'triton'}"
         )
     if packed:
         return _sorted_out(layer, scheme)

@@ -87,7 +87,7 @@ def budget(
         known,
         calibration,
         device=device,
-        unweighted=drafts.unweighted(vllm_config),
+        unweighted=None if (reason := drafts.unweighted(vllm_config)) is None else str(reason),
         ranks_differ=several,
         predictor=predictor if predictor is not None and predictor.reach else None,
     )

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_spac.errors import Remedy, add, drop, use
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 
+class Reason(NamedTuple):
+    """Why something cannot work, and what helps."""
+
+    problem: str
+    remedy: Remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.remedy.text}"
+
+
+_EAGLE = {"--speculative-config": {"method": "eagle3", "model": "HEAD"}}
+_COPY = {"--speculative-config": {"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}}
+_V1 = Remedy("set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+IN_ORDER = Remedy("add --no-async-scheduling", {"--no-async-scheduling": True})
 _CHAINS = ("eagle", "eagle3", "draft_model")  # methods that draft one token from the logits of each forward
 
 
-def unguarded(vllm_config: VllmConfig, trees: bool = False) -> str | None:
+def unguarded(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
     """Why the guard cannot change draft lengths, or the nodes of ``trees``, and what helps; None if it can."""
     if (ranks := vllm_config.parallel_config.tensor_parallel_size) > 1:
-        return f"each of {ranks} ranks would choose the draft length by its own clock; use --tensor-parallel-size 1"
+        one = use(vllm_tensor_parallel_size=1)
+        return Reason(f"each of {ranks} ranks would choose the draft length by its own clock", one)
     if plans_drafts(vllm_config):
         if trees:
-            return "V2 keeps on the device which nodes of a draft tree were accepted; drop --spac-tree"
+            return Reason("V2 keeps on the device which nodes of a draft tree were accepted", drop("tree"))
         if vllm_config.parallel_config.distributed_executor_backend != "uni":
-            return "V2's scheduler plans drafts in another process; add --distributed-executor-backend uni"
+            within = add(vllm_distributed_executor_backend="uni")
+            return Reason("V2's scheduler plans drafts in another process", within)
     elif vllm_config.scheduler_config.async_scheduling:
-        return "V1 plans the drafts of a step before the last one has finished; add --no-async-scheduling"
+        return Reason("V1 plans the drafts of a step before the last one has finished", IN_ORDER)
     return None
 
 
-def unweighted(vllm_config: VllmConfig) -> str | None:
-    """Why votes cannot be weighted by the draft's probabilities, and what helps; None if they can.
+def unweighted(vllm_config: VllmConfig, trees: bool = False) -> Reason | None:
+    """Why votes cannot be weighted by the draft's probabilities, in ``trees`` or not, and what helps; None if they can.
 
     Without speculation every row is certain.
     """
@@ -36,39 +55,40 @@ def unweighted(vllm_config: VllmConfig) -> str | None:
     if hidden := _hidden(speculation, "gives no probabilities", "drafts without logits of the whole vocabulary"):
         return hidden
     if plans_drafts(vllm_config):
-        return "V2 keeps drafts and their probabilities on the device; set VLLM_USE_V2_MODEL_RUNNER=0"
+        chains = Remedy(f"drop --spac-tree and {_V1.text}", {**_V1.changes, "tree": None})  # V1 has no trees on a GPU
+        return Reason("V2 keeps drafts and their probabilities on the device", chains if trees else _V1)
     if vllm_config.scheduler_config.async_scheduling:
-        return "V1 plans a step before its drafts are known on the host; add --no-async-scheduling"
+        return Reason("V1 plans a step before its drafts are known on the host", IN_ORDER)
     return None
 
 
-def unread(vllm_config: VllmConfig) -> str | None:
+def unread(vllm_config: VllmConfig) -> Reason | None:
     """Why a trained predictor cannot read the drafter's states, and what helps; None if it can."""
     speculation = vllm_config.speculative_config
     if speculation is None:
-        return "there is no drafter; add --speculative-config with the one that the predictor was trained with"
+        drafter = Remedy("add --speculative-config with the one that the predictor was trained with", _EAGLE)
+        return Reason("there is no drafter", drafter)
     return _hidden(speculation, "has no states", "hides the drafter's states or tokens")
 
 
-def unshadowed(vllm_config: VllmConfig) -> str | None:
+def unshadowed(vllm_config: VllmConfig) -> Reason | None:
     """Why the routers of a draft model cannot stand for the model's, and what helps; None if they may.
 
     What a model builds is compared when it is loaded (``draft_routing``).
     """
-    speculation, copy = vllm_config.speculative_config, "use a copy of this model, from `vllm-spac quantise`"
+    speculation = vllm_config.speculative_config
+    copy = Remedy("use a copy of this model, from `vllm-spac quantise`, as draft model", _COPY)
     if speculation is None:
-        return (
-            "there is no draft model; add --speculative-config "
-            """'{"method": "draft_model", "model": "COPY", "num_speculative_tokens": 4}', """
-            "where COPY is a copy of this model, from `vllm-spac quantise`"
-        )
+        example = f"add --speculative-config '{json.dumps(_COPY['--speculative-config'])}'"
+        written = Remedy(f"{example}, where COPY is a copy of this model, from `vllm-spac quantise`", _COPY)
+        return Reason("there is no draft model", written)
     if speculation.method != "draft_model":
-        return f"{speculation.method} drafts without experts like this model's; {copy}, as draft model"
+        return Reason(f"{speculation.method} drafts without experts like this model's", copy)
     if hidden := _hidden(speculation, "has no routing", "hides the drafter's tokens"):
         return hidden
     ours, theirs = map(_described, (vllm_config.model_config, speculation.draft_model_config))
     if ours != theirs:
-        return f"this model has {ours}, and the draft model {theirs}; {copy}, as draft model"
+        return Reason(f"this model has {ours}, and the draft model {theirs}", copy)
     return None
 
 
@@ -78,7 +98,7 @@ def _described(model: ModelConfig) -> str:
     return f"{layers} layers and {routed}"
 
 
-def _hidden(speculation: SpeculativeConfig, lacks: str, hides: str) -> str | None:
+def _hidden(speculation: SpeculativeConfig, lacks: str, hides: str) -> Reason | None:
     """Why a drafter's forwards cannot be observed, and what helps; None if they can.
 
     Args:
@@ -87,11 +107,18 @@ def _hidden(speculation: SpeculativeConfig, lacks: str, hides: str) -> str | Non
     """
     if speculation.method not in _CHAINS or speculation.parallel_drafting:
         method = f"parallel drafting ({speculation.method})" if speculation.parallel_drafting else speculation.method
-        return f"{method} {lacks} along a chain of drafts; use EAGLE, EAGLE-3 or a draft model"
+        return Reason(
+            f"{method} {lacks} along a chain of drafts", Remedy("use EAGLE, EAGLE-3 or a draft model", _EAGLE)
+        )
     for option in ("use_local_argmax_reduction", "use_heterogeneous_vocab"):
         if getattr(speculation, option):
-            return f"{option} {hides}; drop it from --speculative-config"
+            return Reason(f"{option} {hides}", without(option))
     return None
+
+
+def without(option: str) -> Remedy:
+    """Returns the remedy of leaving ``option`` out of ``--speculative-config``."""
+    return Remedy(f"drop {option} from --speculative-config", {f"--speculative-config.{option}": None})
 
 
 def most(vllm_config: VllmConfig) -> int:

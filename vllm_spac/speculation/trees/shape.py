@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vllm_spac.errors import ConfigError
+from vllm_spac.errors import ConfigError, Remedy, drop, use
 from vllm_spac.system.printable import brief
 
 Path = tuple[int, ...]  # of a node: the rank of each step among its siblings, e.g. (0, 2): third child of the first
@@ -203,6 +203,13 @@ class StaticShape(TreeShape):
         return torch.tensor(self._chosen, dtype=torch.long, device=logp.device).expand(len(logp), -1)
 
 
+def most_nodes(shape: str, depth: int, width: int) -> int:
+    """Returns the most nodes of a tree of this shape, of a list of paths those that it has; arguments as ``parse``."""
+    if shape not in ("static", "dynamic"):
+        return StaticShape.of_paths(shape).nodes
+    return min(MOST_NODES, width + (depth - 1) * width**2)
+
+
 def parse(nodes: int, shape: str, depth: int, width: int) -> TreeShape:
     """The shape that the knobs ``tree``, ``tree_shape``, ``tree_depth`` and ``tree_width`` describe.
 
@@ -217,15 +224,18 @@ def parse(nodes: int, shape: str, depth: int, width: int) -> TreeShape:
     if shape == "dynamic":
         most = width + (depth - 1) * width**2
         if most < nodes:
-            raise ConfigError(
+            raise ConfigError.refused(
                 f"spac: tree={nodes} (--spac-tree): {depth} levels of at most {width} expanded nodes with {width} "
-                f"children have {most}; raise --spac-tree-depth or --spac-tree-width, or use --spac-tree {most}"
+                f"children have {most}",
+                Remedy("raise --spac-tree-depth or --spac-tree-width", {"tree_depth": None, "tree_width": None}),
+                use(tree=most) if most > 1 else drop("tree"),
             )
         return DynamicShape(nodes, depth, width, width)
     found = StaticShape.of_size(nodes, depth, width) if shape == "static" else StaticShape.of_paths(shape)
     if found.nodes != nodes:
-        raise ConfigError(
-            f"spac: tree={nodes} (--spac-tree): the shape has {found.nodes} nodes; "
-            + ("allow more by --spac-tree-depth or --spac-tree-width" if shape == "static" else "use that number")
+        allow = Remedy("allow more by --spac-tree-depth or --spac-tree-width", {"tree_depth": None, "tree_width": None})
+        raise ConfigError.refused(
+            f"spac: tree={nodes} (--spac-tree): the shape has {found.nodes} nodes",
+            allow if shape == "static" else use(tree=found.nodes),
         )
     return found

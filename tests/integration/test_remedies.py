@@ -1,0 +1,299 @@
+"""Each refusal's remedy is followed: it must lead to a configuration that is accepted, without taking anything back.
+
+Configurations are pairs of settings on top of a few that decide most, with the plugin's own checks and vLLM's real
+configuration of an engine; no engine starts. A refusal names settings as given and offers remedies. Who follows one may
+be refused again for another reason; but a later remedy may change neither what an earlier one set nor what it spared.
+Only the rules of knobs do not know the machine: what they spare may be refused by the checks of the engine, once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_spac.config import SpacConfig
+from vllm_spac.errors import Remedy, SpacError, flag
+
+TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
+MOST_STEPS = 6
+PREDICTORS = ("auto", "draft_gate", "frequency", "gate", "hybrid", "linear", "neural", "quasi_hidden", "token_table")
+
+# Values of each knob other than its default. Numbers whose size alone matters have one.
+KNOBS: dict[str, tuple[Any, ...]] = {
+    "slots": ("100%", "8", "2k"),
+    "store": ("host", "disk"),
+    "disk_dir": ("/tmp/spac",),
+    "host_memory": ("1GiB",),
+    "policy": ("lru", "layer_lru", "pinned", "utility"),
+    "prefetch": ("utility", "shadow", "utility@threshold=0.5", *PREDICTORS),
+    "predictor_file": ("FILE",),
+    "soft_pins": ("on",),
+    "layer_ahead": ("off",),
+    "prefetch_extra": (0.2,),
+    "guard": ("on",),
+    "tree": (1, 2, 16),
+    "tree_shape": ("static", "[[0],[1]]"),
+    "tree_depth": (1,),
+    "tree_width": (1,),
+    "cpu_experts": ("auto", "2"),
+    "balancer": ("waterfill", "none"),
+    "profile": ("FILE",),
+    "cpu_kernel": ("torch",),
+    "io_threads": (2,),
+    "io_submit": ("io_uring",),
+    "executor": ("processes", "ray"),
+    "workers": (2,),
+    "cluster": ("FILE",),
+    "workers_per_layer": (2,),
+    "replicas": (1,),
+    "execution": ("pointers",),
+    "admission": ("layer", "step"),
+    "staging": ("on",),
+    "trace": ("run.trace",),
+    "trace_overwrite": (True,),
+    "timeline": ("run.timeline", "run.trace"),
+    "timeline_steps": (8,),
+    "budget": (2, 32, 100),
+    "budget_mass": (0.9,),
+    "budget_mass_of": ("scores",),
+    "budget_file": ("FILE",),
+    "budget_ranking": ("static", "resident"),
+    "budget_coverage": ("truncation",),
+    "budget_rescue": (True,),
+    "budget_when": ("all",),
+    "budget_votes": ("path",),
+    "budget_votes_alpha": (0.5,),
+    "speculate": ("predicted", "restricted"),
+    "calibration": ("FILE",),
+    "tuned": ("off",),
+    "page": (True,),
+    "control": (True,),
+}
+EAGLE = {"method": "eagle3", "model": str(TOY / "eagle3"), "num_speculative_tokens": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+COPY = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 4}
+OTHER = {"method": "draft_model", "model": str(TOY / "draft"), "num_speculative_tokens": 4}
+# What is not a knob: the machine, and options and variables of vLLM.
+ENGINE: dict[str, tuple[Any, ...]] = {
+    "gpu": (True,),
+    "--speculative-config": (EAGLE, NGRAM, COPY, OTHER),
+    "--tensor-parallel-size": (2,),
+    "--enable-expert-parallel": (True,),
+    "--compilation-config.cudagraph_mode": ("FULL",),
+    "--no-async-scheduling": (True,),
+    "--distributed-executor-backend": ("mp",),
+    "VLLM_USE_V2_MODEL_RUNNER": ("0",),
+    "--pipeline-parallel-size": (2,),
+    "--data-parallel-size": (2,),
+    "--enable-lora": (True,),
+    "--max-num-seqs": (32,),
+}
+# Pairs are added to each of these; only to those of ``QUICK`` without ``make test-full``, and of the engine's options.
+BASES: tuple[dict[str, Any], ...] = (
+    {},
+    {"gpu": True},
+    {"gpu": True, "execution": "pointers"},
+    {"executor": "processes", "workers": 2},
+    {"tree": 16, "--speculative-config": EAGLE},
+    {"tree": 16, "--speculative-config": EAGLE, "gpu": True, "--attention-backend": "TRITON_ATTN"},
+    {"prefetch": "linear", "predictor_file": "FILE"},
+    {"--tensor-parallel-size": 2, "--enable-expert-parallel": True},
+)
+QUICK = BASES[:2]
+MAIN = ("gpu", "--speculative-config", "--tensor-parallel-size", "--enable-expert-parallel")
+# Refusals that no setting resolves alone, by what they say: another checkpoint, or another server.
+WITHOUT_A_SETTING: tuple[str, ...] = ()
+
+State = tuple[tuple[str, Any], ...]  # sorted (setting, value as JSON)
+
+
+def frozen(settings: Mapping[str, Any]) -> State:
+    return tuple(sorted((name, json.dumps(value)) for name, value in settings.items() if value is not None))
+
+
+def thawed(state: State) -> dict[str, Any]:
+    return {name: json.loads(value) for name, value in state}
+
+
+def states(bases: Sequence[dict[str, Any]], settings: Mapping[str, tuple[Any, ...]]) -> Iterator[State]:
+    """Every base with every pair of values of two settings."""
+    single = [(name, value) for name, values in settings.items() for value in values]
+    pairs = [(one, other) for one, other in itertools.combinations(single, 2) if one[0] != other[0]]
+    for base in bases:
+        for pair in [(), *((one,) for one in single), *pairs]:
+            yield frozen(base | dict(pair))
+
+
+# -- one configuration through the checks --
+
+
+@cache
+def vllm_config(options: State) -> Any:
+    """vLLM's own configuration of such an engine, on this machine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {name.removeprefix("--").replace("-", "_"): value for name, value in thawed(options).items()}
+    given.pop("attention_backend", None)
+    if given.get("tensor_parallel_size", 1) > 1 or given.get("pipeline_parallel_size", 1) > 1:
+        given.setdefault("distributed_executor_backend", "mp")
+    asynchronous = not given.pop("no_async_scheduling", False)
+    model = {"model": str(TOY / "target"), "max_model_len": 256, "max_num_batched_tokens": 256}
+    made = EngineArgs(**{"max_num_seqs": 2, "enforce_eager": True, "skip_tokenizer_init": True} | model | given)
+    found = made.create_engine_config()
+    found.scheduler_config.async_scheduling = asynchronous and found.scheduler_config.async_scheduling is not None
+    return found
+
+
+@cache
+def refusal(state: State) -> SpacError | None:
+    """What the plugin says to these settings; None: it would serve."""
+    settings = thawed(state)
+    knobs = {name: value for name, value in settings.items() if name in SpacConfig.model_fields}
+    try:
+        config = SpacConfig.parse(knobs)
+    except SpacError as error:
+        return OfKnobs(str(error)).solved_as(error)
+    try:
+        check(config, {name: value for name, value in settings.items() if name not in knobs})
+    except SpacError as error:
+        return error
+    except ValueError as error:
+        return OfVllm(str(error))
+    return None
+
+
+class OfKnobs(SpacError):
+    """The rules of knobs refuse them, which know neither the machine nor vLLM's options."""
+
+
+class OfVllm(SpacError):
+    """vLLM refuses these options, whatever the plugin says to them."""
+
+
+def check(config: SpacConfig, engine: dict[str, Any]) -> None:
+    from vllm import platforms
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_spac.integration import device, graphs, preflight
+    from vllm_spac.integration.stepping import drafts
+    from vllm_spac.integration.stepping.trees import arguments as trees
+
+    gpu, graph = engine.pop("gpu", False), engine.pop("--compilation-config.cudagraph_mode", "NONE")
+    v2 = engine.pop("VLLM_USE_V2_MODEL_RUNNER", "1") != "0" and gpu
+    backend = engine.pop("--attention-backend", "FLASH_ATTN")
+    given = engine.get("--speculative-config")
+    args = SimpleNamespace(
+        speculative_config=None if given is None or not config.tree else {**given, "num_speculative_tokens": None},
+        scheduler_cls=None,
+        block_size=16,
+        tensor_parallel_size=engine.get("--tensor-parallel-size", 1),
+    )
+    trees.request(args, config)
+    if config.tree and given is not None:
+        engine["--speculative-config"] = args.speculative_config
+    facts = device.DeviceFacts("a GPU", True, (9, 0), pinned=True, unified=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu:
+            patch.setattr(type(platforms.current_platform), "is_cpu", lambda self: True)
+        found = vllm_config(frozen(engine))
+        patch.setattr(type(platforms.current_platform), "is_cpu", lambda self: not gpu)
+        patch.setattr(drafts, "plans_drafts", lambda _: v2)
+        patch.setattr(device, "query", lambda: facts if gpu else None)
+        patch.setattr(found.attention_config, "backend", AttentionBackendEnum[backend])
+        patch.setattr(found.scheduler_config, "scheduler_cls", None)
+        patch.setattr(preflight, "Ring", lambda: SimpleNamespace(close=lambda: None))  # containers forbid io_uring
+        patch.setattr(preflight, "_check_files", lambda *_: None)  # FILE is not there
+        if gpu:
+            alone = "mp" if engine.get("--tensor-parallel-size", 1) > 1 else "uni"  # a CPU's is always mp
+            executor = engine.get("--distributed-executor-backend", alone)
+            patch.setattr(found.parallel_config, "distributed_executor_backend", executor)
+            graphs.check_mode(graph, config, breakable=False)
+        preflight.check_engine(config, found)
+
+
+# -- remedies --
+
+
+def applied(state: State, remedy: Remedy) -> State:
+    settings = thawed(state)
+    for name, value in remedy.changes.items():
+        if name.startswith("--speculative-config."):
+            continue
+        if value in ("FILE", "OTHER"):
+            value = f"{name}.file"
+        if name == "--speculative-config":
+            value = EAGLE if value["method"] == "eagle3" else COPY
+        settings[name] = value
+    return frozen(settings)
+
+
+def named(state: State, problem: str) -> frozenset[str]:
+    """The settings that a refusal names as given."""
+    return frozenset(name for name, _ in state if re.search(rf"{re.escape(flag(name))}(?![\w-])", problem))
+
+
+@cache
+def leads_somewhere(state: State, settled: frozenset[str], of_knobs: bool, steps: int = MOST_STEPS) -> bool:
+    """Whether these settings are accepted, or some remedies make them so that change nothing that is settled.
+
+    Args:
+        of_knobs: the rules of knobs refused those before, so that the machine may be another than they hoped for.
+    """
+    if (error := refusal(state)) is None:
+        return True
+    if steps == 0:
+        return False
+    if of_knobs and not isinstance(error, OfKnobs):
+        of_knobs, settled = False, frozenset()
+    for remedy in error.remedies:
+        changed = frozenset(remedy.changes)
+        if changed and not changed & settled:
+            spared = named(state, error.problem) | changed
+            if leads_somewhere(applied(state, remedy), settled | spared, of_knobs, steps - 1):
+                return True
+    return False
+
+
+def shown(state: State) -> str:
+    return " ".join(f"{name}={value}" for name, value in state)
+
+
+def test_every_remedy_leads_to_what_is_accepted() -> None:
+    """Pairs of knobs on a CPU and on a GPU; pairs of the machine and of vLLM's main options on every base."""
+    main = {name: ENGINE[name] for name in MAIN}
+    follow_remedies([*states(QUICK, KNOBS), *states(BASES, main)])
+
+
+@pytest.mark.full
+def test_every_remedy_leads_to_what_is_accepted_on_every_base() -> None:
+    follow_remedies(states(BASES, KNOBS | ENGINE))
+
+
+def follow_remedies(configurations: Iterable[State]) -> None:
+    refused, contradicted, without = Counter[str](), {}, set()
+    for state in dict.fromkeys(configurations):
+        if (error := refusal(state)) is None or isinstance(error, OfVllm):
+            continue
+        kind = re.sub(r"=\S+|\d+", "=", error.problem) or str(error)
+        refused[kind] += 1
+        if not any(remedy.changes for remedy in error.remedies):
+            without.add(str(error))
+        for remedy in error.remedies:
+            if not remedy.changes:
+                continue
+            settled = named(state, error.problem) | frozenset(remedy.changes)
+            after = applied(state, remedy)
+            if after == state or not leads_somewhere(after, settled, isinstance(error, OfKnobs)):
+                contradicted[kind, remedy.text] = f"{shown(state)}\n    {error}\n    {remedy.text}: {refusal(after)}"
+    print(f"{sum(refused.values())} configurations refused for {len(refused)} reasons")
+    assert [text for text in without if not any(said in text for said in WITHOUT_A_SETTING)] == []
+    assert not contradicted, "\n".join(contradicted.values())
