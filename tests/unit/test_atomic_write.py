@@ -36,7 +36,7 @@ def replace(path: Path, content: str = "new", **options: bool) -> None:
 def test_the_new_content_takes_the_place_of_the_old(target: Path, durable: bool) -> None:
     with replacing(target, durable=durable) as partial:
         partial.write_text("new")
-        assert partial.parent == target.parent and str(os.getpid()) in partial.name
+        assert partial_of(target).read_text() == "new" and str(os.getpid()) in partial_of(target).name
         assert target.read_text() == "old", "readers see the old file until the new one is complete"
     assert target.read_text() == "new" and alone(target)
 
@@ -128,6 +128,93 @@ def test_leftovers_are_those_of_this_file_and_of_processes_that_ended(target: Pa
     assert leftovers(target) == [partial_of(target, gone.pid)]
     remove_leftovers(target)
     assert sorted(target.parent.iterdir()) == sorted([target, *kept])
+
+
+# --- in a folder that others may write to ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("home") / "key"
+    path.write_text("secret")
+    return path
+
+
+def plant(kind: str, path: Path, victim: Path) -> None:
+    """Puts in the way of ``path`` what leads to ``victim``."""
+    if kind == "link":
+        path.symlink_to(victim)
+    elif kind == "link to nothing":
+        path.symlink_to(victim.with_name("new"))
+    elif kind == "hard link":
+        os.link(victim, path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "hard link", "pipe", "folder"])
+@pytest.mark.parametrize("write", [replace, lambda path: check_replaceable(path)], ids=["replace", "check"])
+def test_what_was_put_in_the_way_is_neither_followed_nor_written(
+    target: Path, victim: Path, kind: str, write: Callable
+) -> None:
+    plant(kind, partial_of(target), victim)
+    before = partial_of(target).lstat().st_ino
+    with pytest.raises(OSError, match="not made here; remove it"):
+        write(target)
+    assert victim.read_text() == "secret" and os.listdir(victim.parent) == ["key"]
+    assert target.read_text() == "old" and partial_of(target).lstat().st_ino == before
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", None])
+@pytest.mark.parametrize("by_name", [False, True], ids=["opened", "by name"])
+def test_a_partial_file_that_is_exchanged_while_it_is_written(
+    target: Path, victim: Path, kind: str | None, by_name: bool
+) -> None:
+    """Between its creation and the rename anybody who may write to the folder can take its name; None: only that."""
+    with pytest.raises(OSError), replacing(target, by_name=by_name) as partial:
+        partial_of(target).unlink()
+        if kind:
+            plant(kind, partial_of(target), victim)
+        if not by_name:  # with a name, the writer must not open it but replace it
+            partial.write_text("new")
+    assert victim.read_text() == "secret" and target.read_text() == "old"
+
+
+def test_a_writer_that_makes_a_new_file_has_the_rights_that_were_asked_for(target: Path) -> None:
+    for mode in (0o600, 0o640):
+        with replacing(target, mode=mode, by_name=True) as partial:
+            (other := partial.with_name(".other")).write_text("new")
+            other.chmod(0o777)
+            os.replace(other, partial)
+        assert target.read_text() == "new" and alone(target) and target.stat().st_mode & 0o777 == mode
+
+
+def test_a_link_that_has_the_name_is_replaced_and_not_followed(target: Path, victim: Path) -> None:
+    target.unlink()
+    target.symlink_to(victim)
+    replace(target)
+    assert victim.read_text() == "secret" and not target.is_symlink() and target.read_text() == "new"
+
+
+def test_what_an_ended_process_of_the_same_number_left_does_not_block(target: Path) -> None:
+    """In containers each process may have the number 1."""
+    partial_of(target).write_text("ha")
+    replace(target)
+    assert target.read_text() == "new" and alone(target)
+
+
+def test_others_may_not_write_what_is_written_whatever_the_umask(target: Path) -> None:
+    before = os.umask(0)
+    try:
+        replace(target)
+        assert target.stat().st_mode & 0o777 == 0o644
+        os.umask(0o027)
+        replace(target)
+        assert target.stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
 
 
 def test_whether_a_file_could_be_replaced(target: Path) -> None:

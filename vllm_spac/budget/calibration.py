@@ -94,7 +94,7 @@ class Calibration:
     @classmethod
     def read(cls, path: str | Path) -> Calibration:
         """Reads a calibration of any model; ``ConfigError`` when it cannot be read, is damaged or no calibration."""
-        metadata, tensors = tensor_file.read(Path(path), FORMAT, "a calibration", _AGAIN, _DTYPES)
+        metadata, tensors = tensor_file.read(Path(path), FORMAT, "a calibration", _AGAIN, _DTYPES, trusted=True)
         try:
             return cls._of(metadata, tensors)
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -12,6 +12,7 @@ import torch
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.limits import check_mass, check_mass_of
 from vllm_spac.errors import ConfigError
+from vllm_spac.system import ownership
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.untrusted import parse_json, read_text
 
@@ -86,6 +87,8 @@ def read_budgets(
         ConfigError: the file cannot be read, is no budget file, belongs to another model or revision, lacks a layer,
             names an unknown one, or has a budget that is no number from 1 to ``experts``.
     """
+    if problem := ownership.refusal(Path(path)):
+        raise ConfigError(f"spac: budget_file (--spac-budget-file): {problem}")
     try:
         content = parse_json(read_text(path))
     except (OSError, ValueError) as error:

@@ -22,9 +22,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
 from vllm_spac.errors import StoreError
+from vllm_spac.system import ownership
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.host_memory import gib
+from vllm_spac.system.private_files import make_folder
 
 logger = logging.getLogger("vllm.spac")
 
@@ -157,6 +159,9 @@ def _known(records: Sequence[Path]) -> dict[str, _Read]:
     known: dict[str, _Read] = {}
     for record in reversed(records):
         try:
+            if problem := ownership.refusal(record):
+                logger.warning("spac: %s; until then the files of the checkpoint are read again", problem)
+                continue
             known |= _Record.model_validate_json(record.read_bytes()).files
         except FileNotFoundError:
             continue
@@ -169,7 +174,7 @@ def _write(records: Sequence[Path], content: _Record) -> Path | None:
     """Replaces the first record that can be written; returns its path, or None."""
     for record in records:
         with contextlib.suppress(OSError):
-            record.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(record.parent)
             with replacing(record) as partial:
                 partial.write_text(content.model_dump_json(indent=1))
             return record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import stat
@@ -16,13 +15,14 @@ import xxhash
 from vllm_spac.checkpoint.packed_format import FORMAT, HEADER, MARK, MODEL
 from vllm_spac.errors import StoreError
 from vllm_spac.system.atomic_write import PARTIAL
+from vllm_spac.system.lock_file import LockFile
 from vllm_spac.system.untrusted import parse_json
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _LAYER = re.compile(r"layer-\d{3,}")
 _EXPERT = re.compile(r"expert-(\d{4,})\.safetensors")
 _LEFTOVER = re.compile(rf"expert-\d{{4,}}\.(safetensors{PARTIAL}|corrupt)")
-_PROBE = re.compile(r"\.probe-\d+")
+_PROBE = re.compile(r"\.probe-\w+")
 _BLOCK = 8 << 20
 _MOST_NAME = 4096  # bytes of a model's name
 
@@ -137,11 +137,9 @@ def remove(folder: Path) -> None:
 def alone(folder: Path) -> Iterator[Path]:
     """Locks ``folder`` against servers and packing processes; yields the path of the lock file."""
     path = folder.with_name(f"{folder.name}.lock")
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreError(f"{folder} is in use by a server or a packing process; nothing was deleted") from error
+    with contextlib.closing(LockFile(path)) as lock:
+        if not lock.take():
+            raise StoreError(f"{folder} is in use by a server or a packing process; nothing was deleted")
         yield path
 
 

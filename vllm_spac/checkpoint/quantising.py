@@ -171,7 +171,7 @@ class Copy:
         for path in self._paths:
             target = self._target / path.name
             if not target.exists():
-                with replacing(target) as partial:
+                with replacing(target, by_name=True) as partial:
                     save_file(dict(self._converted(path)), partial, metadata={"format": "pt"})
             header = entries(target)
             weights |= dict.fromkeys(header, path.name)

@@ -23,6 +23,7 @@ from vllm_spac.errors import SpacError
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.system.private_files import FILE
 
 START_EXAMPLES = """[bold]Examples[/]
 
@@ -163,8 +164,7 @@ def stop(file: _File = CLUSTER_FILE) -> None:
 
 def _write(path: Path, content: ClusterFile) -> None:
     try:
-        with replacing(path) as partial:
-            partial.touch(mode=0o600)
+        with replacing(path, mode=FILE) as partial:
             partial.write_text(content.text())
     except OSError as error:
         raise SpacError(f"spac: cannot write {path}: {error.strerror}") from error

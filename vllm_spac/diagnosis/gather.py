@@ -126,7 +126,7 @@ def _packed(item: Packed) -> PackedFolder:
 def _is_locked(path: Path) -> bool:
     """Whether another process holds the lock ``path``; does not create it."""
     try:
-        with open(path) as lock:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

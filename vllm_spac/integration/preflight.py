@@ -30,6 +30,7 @@ from vllm_spac.knobs.types import flag as knob_flag
 from vllm_spac.prediction.file import PredictorFile
 from vllm_spac.predictors.base import DRAFTING, Signal
 from vllm_spac.profiling.costs import Costs
+from vllm_spac.system import ownership
 from vllm_spac.system.io_uring import Ring
 from vllm_spac.system.openmp import spinning
 from vllm_spac.system.printable import printable
@@ -356,6 +357,8 @@ def _check_folder(config: SpacConfig, experts: int) -> None:
     if not there.is_dir():
         problem = "is a link to nothing" if there.is_symlink() and not there.exists() else "is not a folder"
         raise ConfigError(f"{what}: {there} {problem}; name another")
+    if packs and there == folder and (refused := ownership.problem(folder, folder.stat(), around=True)):
+        raise ConfigError(f"{what}: {refused}, or name another folder")
     if not packs or (there == folder and _holds_packed(folder)):  # a folder that is complete may be read-only
         return
     try:

@@ -104,7 +104,7 @@ class PredictorFile:
     @classmethod
     def read(cls, path: str | Path) -> PredictorFile:
         """Reads a file of any model; ``ConfigError`` when it cannot be read, is damaged or of another kind."""
-        metadata, tensors = tensor_file.read(Path(path), FORMAT, "a file of predictors", _AGAIN, DTYPES)
+        metadata, tensors = tensor_file.read(Path(path), FORMAT, "a file of predictors", _AGAIN, DTYPES, trusted=True)
         try:
             return cls._of(metadata, tensors)
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -32,6 +32,7 @@ from vllm_spac.profiling.host_work import EXPERTS, LAYERS, MEASUREMENTS, TOP_K, 
 from vllm_spac.profiling.timing import ROWS, median
 from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.machine import Machine
+from vllm_spac.system.private_files import make_folder
 from vllm_spac.tiers.base import ExpertStore, allocate
 from vllm_spac.tiers.disk import DiskStore
 from vllm_spac.tiers.host import HostStore
@@ -212,7 +213,7 @@ def _loads(
 def _packed(kind: type[ExpertStore], size: ExpertSize, folder: Path, least: int) -> Iterator[ExpertStore]:
     folder = folder.expanduser()
     experts = max(2 * least, min(_MOST_EXPERTS, _POOL_BYTES // size.nbytes))
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with tempfile.TemporaryDirectory(prefix=".profile-", dir=folder) as scratch:
         store = kind(size.shape(experts), "profile", Path(scratch))
         try:

@@ -10,13 +10,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_spac.errors import ConfigError
+from vllm_spac.system import ownership
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.printable import brief
 from vllm_spac.system.untrusted import parse_json, read_header
 
 
 def read(
-    path: Path, format: str, what: str, remedy: str, dtypes: Collection[str]
+    path: Path, format: str, what: str, remedy: str, dtypes: Collection[str], *, trusted: bool = False
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Returns the metadata and the tensors of a file.
 
@@ -25,10 +26,13 @@ def read(
         what: what such a file is, for errors.
         remedy: what to do if it is none.
         dtypes: element types that it may have, as safetensors writes them.
+        trusted: refuse it if another user owns it or may write it: it decides what is computed.
 
     Raises:
-        ConfigError: the file cannot be read, is damaged, or is of another format.
+        ConfigError: the file cannot be read, is refused, damaged, or of another format.
     """
+    if trusted and (problem := ownership.refusal(path)):
+        raise ConfigError(f"spac: {what} is refused: {problem}")
     try:
         metadata, entries = read_header(path)
         if metadata.get("format") != format:
@@ -46,7 +50,7 @@ def read(
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes a file atomically; ``ConfigError`` when it cannot be written."""
     try:
-        with replacing(path) as partial:
+        with replacing(path, by_name=True) as partial:
             save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial, metadata)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"spac: {path} cannot be written: {error}; name another file") from error

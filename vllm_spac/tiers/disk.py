@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +30,12 @@ from torch import Tensor
 from vllm_spac.checkpoint.packed_format import FORMAT, HEADER, MARK, PAGE
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
+from vllm_spac.system import ownership
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.io_uring import ENTRIES, Ring
+from vllm_spac.system.private_files import FILE, make_folder
 from vllm_spac.tiers.base import ExpertStore, Slot
 
 _RESERVE = 256 << 20  # left free on the disk
@@ -53,6 +56,7 @@ class DiskStore(ExpertStore):
         self._paths: dict[int, Path] = {}
         self._headers: dict[int, tuple[bytes, bytes]] = {}  # before and after the checksum
         self._local = threading.local()
+        self._refuse_if(ownership.refusal(self.folder))
         self._held = {key for key in range(shape.total) if self._intact(key)}
         self._read_only = _why_unwritable(self.folder)
         if self._read_only and len(self._held) < shape.total:
@@ -86,9 +90,9 @@ class DiskStore(ExpertStore):
         header = self._header(key, xxhash.xxh3_128_hexdigest(data))
         path = self.path(key)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             # Not synced to disk: the checksum in the header detects files that a power failure left incomplete.
-            with replacing(path, durable=False) as partial, open(partial, "wb") as file:
+            with replacing(path, durable=False, mode=FILE) as partial, open(partial, "wb") as file:
                 file.write(header)
                 file.write(data)
         except OSError as error:
@@ -194,10 +198,19 @@ class DiskStore(ExpertStore):
         return header.tobytes() == self._header(key, checksum.hexdigest())
 
     def _intact(self, key: int) -> bool:
+        path = self.path(key)
         try:
-            return self.path(key).stat().st_size == self.file_bytes
+            if key % self.shape.experts == 0:
+                self._refuse_if(ownership.problem(path.parent, path.parent.stat()))
+            facts = path.stat()
         except OSError:  # absent, or unreadable: it will be packed again, and that reports what is wrong
             return False
+        self._refuse_if(ownership.problem(path, facts))
+        return facts.st_size == self.file_bytes
+
+    def _refuse_if(self, problem: str | None) -> None:
+        if problem:
+            raise StoreError(f"spac: {problem}, or name another folder with --spac-disk-dir DIR")
 
     def _problem(self, key: int) -> str | None:
         buffer = self._buffer()
@@ -237,7 +250,7 @@ class DiskStore(ExpertStore):
 
     def _mark(self) -> None:
         with contextlib.suppress(OSError):  # the error being handled is more informative
-            (self.folder / MARK).touch()
+            (self.folder / MARK).touch(FILE)
 
     def _read_file(self, path: Path, parts: Sequence[np.ndarray]) -> int:
         """Reads ``path`` into consecutive parts; returns the bytes read."""
@@ -331,25 +344,21 @@ def _data_of(serialized: bytes) -> memoryview:
 
 def _why_unwritable(folder: Path) -> str | None:
     """Returns why ``folder`` is not writable, or None if it is; creates it if it is missing."""
-    probe = folder / f".probe-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            probe.write_bytes(bytes(PAGE))  # not empty: an empty file fits on a full disk
-        finally:
-            probe.unlink(missing_ok=True)
+        make_folder(folder)
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as probe:
+            probe.write(bytes(PAGE))  # not empty: an empty file fits on a full disk
+            probe.flush()
     except OSError as error:
         return error.strerror
     return None
 
 
 def _supports_direct_in(folder: Path) -> bool:
-    probe = folder / f".probe-{os.getpid()}"
-    probe.write_bytes(bytes(PAGE))
-    try:
-        return _supports_direct(probe)
-    finally:
-        probe.unlink()
+    with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as probe:
+        probe.write(bytes(PAGE))
+        probe.flush()
+        return _supports_direct(Path(probe.name))
 
 
 def _supports_direct(path: Path) -> bool:

@@ -11,6 +11,7 @@ from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.machine import Machine
+from vllm_spac.system.private_files import make_folder
 from vllm_spac.system.untrusted import read_text
 from vllm_spac.tuning.candidate import MAY_SET, Departure, Knob, departures
 from vllm_spac.tuning.comparison import Ratio
@@ -101,7 +102,7 @@ class TunedProfile(_Frozen):
     def write(self, path: Path) -> None:
         """Writes the profile atomically; ``ConfigError`` if it cannot be written."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             with replacing(path) as partial:
                 partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:

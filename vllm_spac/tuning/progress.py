@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.atomic_write import remove_leftovers, replacing
 from vllm_spac.system.machine import Machine
+from vllm_spac.system.private_files import make_folder
 from vllm_spac.system.untrusted import read_text
 from vllm_spac.tuning.comparison import Said
 
@@ -120,7 +121,7 @@ class ProgressFile:
     def save(self) -> None:
         """Replaces the file; ``ConfigError`` if it cannot be written."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             remove_leftovers(self.path)
             with replacing(self.path, durable=False) as partial:  # a sync would disturb the next measurement
                 partial.write_text(self.content.model_dump_json() + "\n", encoding="utf-8")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 from pathlib import Path
-from typing import TextIO
 
 from vllm_spac.errors import StoreError
+from vllm_spac.system import ownership
+from vllm_spac.system.lock_file import LockFile
+from vllm_spac.system.private_files import make_folder
 
 logger = logging.getLogger("vllm.spac")
 
@@ -19,22 +20,28 @@ class StoreLock:
     """A file lock next to the packed experts: exclusive while a process packs, shared while processes use them.
 
     Args:
-        folder: of all packed experts; created if it does not exist.
+        folder: of all packed experts; created if it does not exist, for this user alone.
         name: fingerprint of the experts.
 
     Raises:
-        StoreError: the folder cannot be written to, and is not read-only either.
+        StoreError: the folder cannot be written to, and is not read-only either; or another user may write to it.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._file = _open(folder, name)
-        if self._file is None:
+        if self._file is None or self._file.take():
             return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("spac: another process packs or uses these experts in %s; sharing them with it", folder)
-            fcntl.flock(self._file, fcntl.LOCK_SH)  # waits until it has packed
+        if self._file.share(wait=False):
+            logger.info("spac: another process uses these experts in %s; sharing them with it", folder)
+            return
+        known = self._file.holder()
+        whom = (
+            f"process {known[0]} on {known[1]}" if known else f"another process (`fuser {folder / name}.lock` names it)"
+        )
+        logger.warning(
+            "spac: waiting for %s to pack these experts; this start goes on when that is done or ended", whom
+        )
+        self._file.share()
 
     def claim(self, missing: int) -> bool:
         """Takes the lock exclusively for packing if possible.
@@ -49,38 +56,39 @@ class StoreLock:
         """
         if not missing or self._file is None:
             return False
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._file.take():
             logger.warning("spac: %d packed experts are missing or damaged; packing them next to a server", missing)
-            fcntl.flock(self._file, fcntl.LOCK_SH)  # the failed attempt released it
+            self._file.share()  # the failed attempt released it
             return False
         return True
 
     def share(self) -> None:
         """Lets other processes use the experts: all are packed."""
         if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_SH)
+            self._file.share()
 
     def close(self) -> None:
         """Releases the lock."""
         if self._file is not None:
             self._file.close()
+            self._file = None
 
 
-def _open(folder: Path, name: str) -> TextIO | None:
+def _open(folder: Path, name: str) -> LockFile | None:
     """Returns the lock file; one that exists if the folder cannot be written to, else None."""
     path = folder / f"{name}.lock"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return open(path, "w")
+        make_folder(folder)
+        if problem := ownership.refusal(path):
+            raise StoreError(f"spac: {problem}, or name another folder with --spac-disk-dir DIR")
+        return LockFile(path)
     except OSError as error:
         if error.errno not in _READ_ONLY:
             raise StoreError(
                 f"spac: cannot write {path}: {error.strerror}; name another folder with --spac-disk-dir DIR"
             ) from error
         try:
-            return open(path)
+            return LockFile(path, read_only=True)
         except OSError:
             logger.warning(
                 "spac: %s cannot be written to (%s), so its experts are used without a lock: another process may "
