@@ -25,7 +25,7 @@ LARGE := .cache/toy/$(LARGE_LIKE)
 # Only these are collected: what other tests import, a GPU machine may lack.
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help setup demo demo-cluster test test-full test-gpu test-gpu-full soak families versions recipes results results-timed
+.PHONY: help setup demo demo-cluster test test-full test-gpu test-gpu-full soak lock families versions recipes results results-timed
 .PHONY: bench bench-gpu bench-gpu-full check clean
 
 help: ## show this list
@@ -57,6 +57,10 @@ test-gpu-full: setup ## the same with both runners, all ways to draft and to rea
 
 soak: setup ## 10^5 steps or an hour of mixed requests: stock's tokens, constant memory (SOAK="--steps N --minutes M")
 	@$(BIN)/python tests/soak/soak.py $(SOAK)
+
+lock: setup ## give .ci/constraints.lock the versions of .ci/constraints.txt, and the hashes of their files
+	@$(BIN)/uv pip compile --quiet --no-deps --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+		--output-file .ci/constraints.lock .ci/constraints.txt
 
 families: setup ## try every MoE architecture of this vLLM, stock against the plugin; continues where it stopped (FAMILIES="--again")
 	@$(BIN)/python tests/upstream/families.py $(FAMILIES)

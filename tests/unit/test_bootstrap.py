@@ -1,7 +1,10 @@
 """The decisions of .ci/bootstrap.py: which torch is a CPU build, what may be missing."""
 
+import hashlib
 import importlib.util
 import re
+import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -91,7 +94,7 @@ def test_every_package_is_pinned_and_the_tools_are_among_them(bootstrap):
     assert all("==" in line for line in lines)
     assert len(set(names)) == len(names)
     assert not {"torch", "vllm", *bootstrap.UNNEEDED}.intersection(names)
-    assert {line.partition("==")[0] for line in bootstrap.tool_pins(text)} == set(bootstrap.TOOLS)
+    assert {*bootstrap.TOOLS, "uv"} <= bootstrap.pins(text).keys()
 
 
 def test_what_setup_py_requires_is_pinned(bootstrap):
@@ -108,6 +111,74 @@ def test_what_setup_py_requires_is_pinned(bootstrap):
     assert needed <= pins and len(needed) > 10
 
 
+def test_the_lock_has_the_same_versions_and_a_hash_of_each(bootstrap):
+    """``make lock`` was run after the last change, and nothing was written into the lock by hand."""
+    locked = bootstrap.pins(bootstrap.LOCK.read_text())
+    wanted = bootstrap.pins(bootstrap.CONSTRAINTS.read_text())
+
+    def without_hashes(pin: str) -> str:
+        return re.sub(r"\s+", "", pin.partition("--hash")[0]).replace("'", '"')
+
+    def normal(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    assert {normal(name): without_hashes(pin) for name, pin in wanted.items()} == {
+        normal(name): without_hashes(pin) for name, pin in locked.items()
+    }
+    for name, pin in locked.items():
+        assert re.fullmatch(r"==[^\s]+( ; .*?)?( +--hash=sha256:[0-9a-f]{64})+", pin), name
+    assert "://" not in bootstrap.LOCK.read_text(), "files come from wherever pip is configured to look"
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    """A folder with one package that pip can install from it, and no network."""
+    wheel = tmp_path / "index" / "hypothesis-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("spac_tool.py", "")
+        file.writestr("hypothesis-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: hypothesis\nVersion: 1.0\n")
+        file.writestr(
+            "hypothesis-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr("hypothesis-1.0.dist-info/RECORD", "")
+    return wheel
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["right hash", "wrong hash"])
+def test_a_file_is_installed_only_with_a_hash_of_the_lock(
+    bootstrap, index, tmp_path, monkeypatch, capfd, right
+) -> None:
+    """By pip itself, from a folder."""
+    digest = hashlib.sha256(index.read_bytes() + (b"" if right else b"x")).hexdigest()
+    (lock := tmp_path / "constraints.lock").write_text(
+        f"absent==2 \\\n    --hash=sha256:{'0' * 64}\nhypothesis==1.0 \\\n    --hash=sha256:{digest}\n"
+    )
+    target, pip = tmp_path / "site", [sys.executable, "-m", "pip", "--isolated", "--no-input"]
+    monkeypatch.setattr(bootstrap, "LOCK", lock)
+    where = ["--no-index", "--find-links", str(index.parent), "--target", str(target)]
+    monkeypatch.setattr(bootstrap, "pip", lambda *given: bootstrap.call([*pip, *given, *where]))
+    if right:
+        bootstrap.pip_locked(["hypothesis"])
+        assert (target / "spac_tool.py").exists()
+        with pytest.raises(bootstrap.SetupError):
+            bootstrap.pip_locked()  # which has another package, that nobody offers
+        return
+    with pytest.raises(
+        bootstrap.SetupError, match="hashes do not match, a file is not the one that .*constraints.lock"
+    ):
+        bootstrap.pip_locked(["hypothesis"])
+    assert not target.exists() and "hypothesis==1.0" in capfd.readouterr().err
+
+
+def test_what_is_not_in_the_lock_is_not_installed(bootstrap) -> None:
+    """In particular uv, where it is needed to find torch."""
+    source = Path(bootstrap.__file__).read_text()
+    plain = re.findall(r"\bpip\(\s*\"install\".*", source)
+    allowed = ("torch==", "wheel)", "GPU_VLLM", "--editable", "*options", "--require-hashes")
+    assert len(plain) >= 5 and all(any(word in line for word in allowed) for line in plain), plain
+
+
 def test_a_new_constraint_or_device_asks_for_a_new_set_up(bootstrap, tmp_path, monkeypatch):
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("a==1\n")
@@ -116,7 +187,10 @@ def test_a_new_constraint_or_device_asks_for_a_new_set_up(bootstrap, tmp_path, m
     assert bootstrap.key("auto") == before
     assert bootstrap.key("cpu") != before
     constraints.write_text("a==2\n")
-    assert bootstrap.key("auto") != before
+    assert (changed := bootstrap.key("auto")) != before
+    (lock := tmp_path / "constraints.lock").write_text("a==2 --hash=sha256:0")
+    monkeypatch.setattr(bootstrap, "LOCK", lock)
+    assert bootstrap.key("auto") not in (changed, before)
 
 
 def test_an_interrupted_set_up_is_not_taken_for_complete(bootstrap, tmp_path, monkeypatch):
