@@ -164,19 +164,19 @@ def test_a_file_is_installed_only_with_a_hash_of_the_lock(
         with pytest.raises(bootstrap.SetupError):
             bootstrap.pip_locked()  # which has another package, that nobody offers
         return
-    with pytest.raises(
-        bootstrap.SetupError, match="hashes do not match, a file is not the one that .*constraints.lock"
-    ):
+    with pytest.raises(bootstrap.SetupError, match="hashes do not match, a file is not one that .*constraints.lock"):
         bootstrap.pip_locked(["hypothesis"])
     assert not target.exists() and "hypothesis==1.0" in capfd.readouterr().err
 
 
-def test_what_is_not_in_the_lock_is_not_installed(bootstrap) -> None:
-    """In particular uv, where it is needed to find torch."""
-    source = Path(bootstrap.__file__).read_text()
-    plain = re.findall(r"\bpip\(\s*\"install\".*", source)
-    allowed = ("torch==", "wheel)", "GPU_VLLM", "--editable", "*options", "--require-hashes")
-    assert len(plain) >= 5 and all(any(word in line for word in allowed) for line in plain), plain
+def test_uv_is_installed_by_its_hash(bootstrap, monkeypatch) -> None:
+    """Where torch is looked for with it."""
+    asked: list = []
+    monkeypatch.setattr(bootstrap, "pip", lambda *given: asked.append(Path(given[-1]).read_text()))
+    monkeypatch.setattr(bootstrap, "call", lambda command, **options: asked.append(command[0].name))
+    bootstrap.install_torch_with_uv()
+    requirement, run = asked
+    assert re.fullmatch(r"uv==[0-9.]+( +--hash=sha256:[0-9a-f]{64})+\n", requirement) and run == "uv"
 
 
 def test_a_new_constraint_or_device_asks_for_a_new_set_up(bootstrap, tmp_path, monkeypatch):
