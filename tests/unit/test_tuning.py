@@ -22,7 +22,7 @@ from vllm_spac.tuning.candidate import DEFAULT, LRU, MAY_SET, Candidate, combine
 from vllm_spac.tuning.candidates import Allowed, Budget, candidates, left_out
 from vllm_spac.tuning.comparison import NEAR, Ratio, Said, compare_tokens
 from vllm_spac.tuning.evaluated import AGREEMENT, MOST, budgets
-from vllm_spac.tuning.profile import TunedProfile, path_of
+from vllm_spac.tuning.profile import Drafts, TunedProfile, path_of
 from vllm_spac.tuning.progress import Measurement, ProgressFile, key_of
 
 ROOT = Path(__file__).parents[2]
@@ -330,15 +330,43 @@ def replace_(machine: Machine, **changes) -> Machine:
     return machine.model_copy(update=changes)
 
 
+def test_a_profile_may_set_what_candidates_set_and_nothing_else(toy: ServedModel) -> None:
+    budget = Budget(
+        "b", dict.fromkeys(("budget_ranking", "budget_coverage", "budget", "budget_mass", "budget_mass_of"), 1), ""
+    )
+    more = {"predictors": ("linear",), "predictor_file": "p", "eagle3": "/head", "io_uring": True, "slots": "25%"}
+    both = {"budgets": (budget,), "departures": frozenset({"rounding", "lossy"})}
+    large = replace(toy, checkpoint=replace(toy.checkpoint, layer_bytes={n: 64 * MIB * 64 for n in range(6)}))
+    found: set[str] = set()
+    for model, machine in ((toy, gpu(GIB, GIB)), (toy, cpu(GIB)), (large, gpu(8 * GIB, GIB))):
+        for candidate in candidates(model, machine, Allowed(**more, **both)):
+            found |= set(candidate.knobs or {})
+            if candidate.drafts is not None:
+                Drafts.check(dict(candidate.drafts))
+    assert found == MAY_SET
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"knobs": {"control": True}}, "sets no control"),
         ({"knobs": {"trace": "/x"}}, "sets no trace"),
-        ({"knobs": {"budget": 8}}, "its knobs are lossy, and it was made for exact ones"),
-        ({"knobs": {"budget": 8}, "allowed": ["rounding"]}, "lossy, and it was made for rounding ones"),
-        ({"knobs": {"store": "host", "cpu_experts": "auto"}}, "rounding"),
-        ({"knobs": {"policy": "best"}}, "best"),
+        ({"knobs": {"budget": 8}, "allowed": ["lossy"]}, "allowed: Extra inputs are not permitted"),
+        ({"knobs": {"policy": "best"}}, "policy='best' is the name of no policy of this package"),
+        ({"knobs": {"policy": "json:JSONDecoder"}}, "policy='json:JSONDecoder' is the name of no policy"),
+        ({"knobs": {"policy": "utility@upper=1"}}, "is the name of no policy"),
+        ({"knobs": {"prefetch": "/x"}}, "prefetch='/x' is the name of no predictor"),
+        (
+            {"speculative_config": {"method": "custom_class", "model": "json:JSONDecoder"}},
+            "drafts|method: Input should be",
+        ),
+        ({"speculative_config": {"model": "json.JSONDecoder"}}, "method: Field required"),
+        ({"speculative_config": {"method": "eagle3"}}, "drafts of eagle3 need a model"),
+        (
+            {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
+            "rejection_sample_method",
+        ),
+        ({"engine": {"max_num_seqs": "8"}}, "max_num_seqs of its engine is no number"),
         ({"format": "spac-tuned-0"}, "format"),
     ],
 )
@@ -352,6 +380,9 @@ def test_a_profile_that_says_more_than_it_may_is_none(tmp_path: Path, changes: d
 def test_other_files_are_no_profiles(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no tuned profile.*vllm-spac tune MODEL"):
         TunedProfile.read(tmp_path / "absent.json")
+    (tmp_path / "p.json").write_bytes(b" " * (2 << 20))
+    with pytest.raises(ConfigError, match="cannot be read: it has 2097152 bytes, more than 1048576"):
+        TunedProfile.read(tmp_path / "p.json")
     (tmp_path / "p.json").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
         TunedProfile.read(tmp_path / "p.json")

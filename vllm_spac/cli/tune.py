@@ -100,6 +100,8 @@ def tune(
     options, drafts = options_of(engine, "--engine"), options_of(speculative_config, "--speculative-config")
     if Path(drafts.get("model", "")).is_dir() and drafts.get("model"):
         drafts["model"] = str(Path(drafts["model"]).absolute())  # vllm serve may be started elsewhere
+    if drafts:
+        _check_drafts(drafts)
     if context is not None:
         options.setdefault("max_model_len", context)
     served = ServedModel.read(model, "slots", on_cpu=not gpu_names())
@@ -244,6 +246,7 @@ class _Run:
             file.remove()
         if outcome.choice.group != "baseline":
             where = "" if disk_dir is None else f" --spac-disk-dir {disk_dir}"
+            where += f" --spac-tuned-allow {allow}" if (allow := _allowed(outcome.choice)) else ""
             console.print(f"[green]run:[/] vllm serve {shown(self._model)} --plugin spac{shown(where)}", soft_wrap=True)
             by_hand = report.command(self._model, outcome.choice, disk_dir)
             console.print(f"[dim]the same by hand: {shown(by_hand)}[/]", highlight=False, soft_wrap=True)
@@ -255,7 +258,7 @@ class _Run:
 
     def _profile(self, outcome: Outcome, rows: Sequence[Measured]) -> TunedProfile:
         from vllm_spac.system.provenance import now
-        from vllm_spac.tuning.profile import TunedProfile
+        from vllm_spac.tuning.profile import TunedProfile, digest
 
         kept = outcome.choice if outcome.choice.group != "baseline" else None
         return TunedProfile(
@@ -263,12 +266,14 @@ class _Run:
             identity=self._identity,
             machine=self._here,
             versions=self._versions,
-            allowed=tuple(sorted(self._allowed.departures)),
             choice=outcome.choice.name,
             knobs=dict(kept.knobs or {}) if kept else {},
             speculative_config=dict(kept.drafts) if kept and kept.drafts else None,
             ratio=outcome.ratio,
             measured=tuple(rows),
+            files={str(path): digest(Path(path))}
+            if kept and (path := (kept.knobs or {}).get("predictor_file"))
+            else {},
             engine=self._options,
             arguments=self._arguments,
             command=shlex.join(["vllm-spac", *sys.argv[1:]]),
@@ -297,6 +302,22 @@ def _table(model: str, rows: Sequence[Measured]) -> Table:
         )
         table.add_row(shown(row.name), *cells)
     return table
+
+
+def _allowed(choice: Candidate) -> str | None:
+    """Returns what a server has to allow for the choice to be used; None: nothing."""
+    return next((level for level in ("lossy", "rounding") if level in choice.departures), None)
+
+
+def _check_drafts(drafts: dict[str, Any]) -> None:
+    from vllm_spac.tuning.profile import Drafts
+
+    try:
+        Drafts.check(drafts)
+    except ValueError as error:
+        raise ConfigError(
+            f"--speculative-config has what a profile may not set ({error}); tune without it, and serve with it"
+        ) from None
 
 
 def _checked_slots(slots: str | None) -> str | None:

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 
 from vllm_spac.errors import flag as flag
 from vllm_spac.system.untrusted import path_of
@@ -100,3 +100,12 @@ CpuExpertsText = Annotated[str, BeforeValidator(lambda value: str(no_bool(value)
 
 
 TunedText = Annotated[str, BeforeValidator(lambda value: value if value in ("off", "auto") else str(path_of(value)))]
+
+
+TunedAllow = Annotated[
+    Literal["exact", "rounding", "lossy"],
+    Field(
+        description="What a tuned profile may set: exact, exact knobs alone; rounding, also knobs that are exact up to "
+        "rounding; lossy, also budgets. One that sets more is not used."
+    ),
+]

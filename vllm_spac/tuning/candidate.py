@@ -14,12 +14,12 @@ Knob = str | int | float | bool
 
 DEFAULT, LRU = "default", "policy=lru"  # names of the baselines
 
-# Knobs that a tuned profile may set: those that decide speed, and none that opens or writes anything.
+# Knobs that candidates, and so a tuned profile, may set: those that decide speed, and none that writes anything.
 MAY_SET = frozenset(
     {
-        "slots", "store", "host_memory", "policy", "prefetch", "predictor_file", "soft_pins", "prefetch_extra", "guard",
-        "tree", "cpu_experts", "balancer", "io_threads", "io_submit", "execution", "admission",
-        "budget", "budget_mass", "budget_mass_of", "budget_ranking", "budget_coverage", "budget_when",
+        "slots", "store", "host_memory", "policy", "prefetch", "predictor_file", "guard", "tree", "cpu_experts",
+        "balancer", "io_threads", "io_submit", "execution", "budget", "budget_mass", "budget_mass_of", "budget_ranking",
+        "budget_coverage",
     }
 )  # fmt: skip
 _LOSSY = ("budget", "budget_mass", "budget_file")

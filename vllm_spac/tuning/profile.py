@@ -5,19 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_spac.config import SpacConfig
+from vllm_spac import components
+from vllm_spac.config import component_knobs
 from vllm_spac.errors import ConfigError
+from vllm_spac.system import ownership
 from vllm_spac.system.atomic_write import replacing
 from vllm_spac.system.machine import Machine
+from vllm_spac.system.printable import brief
 from vllm_spac.system.private_files import make_folder
-from vllm_spac.system.untrusted import read_text
-from vllm_spac.tuning.candidate import MAY_SET, Departure, Knob, departures
+from vllm_spac.system.untrusted import open_file, read_text
+from vllm_spac.tuning.candidate import MAY_SET, Knob
 from vllm_spac.tuning.comparison import Ratio
 from vllm_spac.tuning.identity import changed
 
-FORMAT: Final = "spac-tuned-1"
+FORMAT: Final = "spac-tuned-2"
+_MOST_BYTES = 1 << 20  # of a file: one of a hundred candidates has 50 KB
 _AGAIN = "run vllm-spac tune again"
 
 
@@ -46,30 +51,58 @@ class Measured(_Frozen):
     problem: str = ""
 
 
+class Drafts(BaseModel):
+    """What a profile may say of drafts, of vLLM's ``speculative_config``: no class, no code, nothing that is lossy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    method: Literal["ngram", "eagle", "eagle3", "mtp", "draft_model", "medusa", "mlp_speculator"]
+    model: str | None = None
+    num_speculative_tokens: int | None = Field(None, ge=1, le=1024)
+    prompt_lookup_max: int | None = Field(None, ge=1, le=1024)
+    prompt_lookup_min: int | None = Field(None, ge=1, le=1024)
+    draft_tensor_parallel_size: int | None = Field(None, ge=1, le=1024)
+    max_model_len: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Drafts:
+        if self.model is None and self.method not in ("ngram", "mtp"):
+            raise ValueError(f"drafts of {self.method} need a model")
+        return self
+
+    @classmethod
+    def check(cls, config: dict[str, Any]) -> None:
+        """Raises ``ValueError``, in one line, if a profile may not say ``config``."""
+        try:
+            cls.model_validate(config)
+        except ValidationError as error:
+            raise ValueError(_listed(error, "drafts")) from None
+
+
 class TunedProfile(_Frozen):
     """A tuned profile.
 
     Attributes:
         model: as it was named; ``identity``: its content, as of ``identity.identity``.
-        allowed: how ``knobs`` may depart from vLLM's tokens, as the user agreed when they were measured.
         choice: name of the candidate; ``default`` if none was faster.
         knobs: that ``vllm serve`` adds; ``speculative_config``: likewise. Both empty with ``default``.
         ratio: of the choice over the default, in turns; None if no candidate came to that.
+        files: xxh3_128 of the content of each file that a knob names.
         engine: further arguments of the engines that were measured.
         arguments: of the command, that decide what was measured.
     """
 
-    format: Literal["spac-tuned-1"] = FORMAT
+    format: Literal["spac-tuned-2"] = FORMAT
     model: str
     identity: str
     machine: Machine
     versions: dict[str, str]
-    allowed: tuple[Departure, ...] = ()
     choice: str
     knobs: dict[str, Knob]
     speculative_config: dict[str, Any] | None = None
     ratio: Ratio | None = None
     measured: tuple[Measured, ...] = ()
+    files: dict[str, str] = {}
     engine: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     command: str = ""
@@ -79,22 +112,31 @@ class TunedProfile(_Frozen):
     def _consistent(self) -> TunedProfile:
         if odd := sorted(self.knobs.keys() - MAY_SET):
             raise ValueError(f"a tuned profile sets no {', '.join(odd)}")
-        if found := sorted(departures(self.knobs) - set(self.allowed)):
-            asked = " and ".join(self.allowed) or "exact"
-            raise ValueError(f"its knobs are {' and '.join(found)}, and it was made for {asked} ones")
-        SpacConfig.parse(self.knobs)
+        for name, kind in component_knobs().items():
+            value = self.knobs.get(name)
+            if value is not None and value not in (*kind.others, *components.names(kind.family)):  # nothing is imported
+                raise ValueError(f"{name}={brief(value)} is the name of no {kind.noun} of this package")
+        if self.speculative_config is not None:
+            Drafts.check(self.speculative_config)
+        for name in ("tensor_parallel_size", "max_num_seqs"):
+            if type(self.engine.get(name, 1)) is not int:
+                raise ValueError(f"{name} of its engine is no number")
         return self
 
     @classmethod
     def read(cls, path: Path) -> TunedProfile:
-        """Reads a profile; ``ConfigError`` if there is none, or it is none."""
+        """Reads a profile, and imports nothing that it names; ``ConfigError`` if there is none, or it is none.
+
+        Also if another user owns it or may write it.
+        """
+        if problem := ownership.refusal(path):
+            raise ConfigError(problem)
         try:
-            return cls.model_validate_json(read_text(path))
+            return cls.model_validate_json(read_text(path, _MOST_BYTES))
         except FileNotFoundError as error:
             raise ConfigError(f"there is no tuned profile {path}; make it with vllm-spac tune MODEL") from error
         except ValidationError as error:
-            found = error.errors()[:3]
-            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in found)
+            problems = _listed(error, "file")
             raise ConfigError(f"{path} is no tuned profile of format {FORMAT}: {problems}; {_AGAIN}") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"the tuned profile {path} cannot be read: {error}; {_AGAIN}") from error
@@ -117,6 +159,21 @@ class TunedProfile(_Frozen):
     @property
     def keeps_default(self) -> bool:
         return not self.knobs and self.speculative_config is None
+
+
+def digest(path: Path) -> str:
+    """Returns xxh3_128 of a file's content; ``OSError`` if it cannot be read."""
+    found = xxhash.xxh3_128()
+    with open_file(path) as file:
+        while block := file.read(_MOST_BYTES):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _listed(error: ValidationError, whole: str) -> str:
+    """The first problems in one line; ``whole``: what one of no field in particular is of."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[:3]
+    return "; ".join(f"{'.'.join(map(str, each['loc'])) or whole}: {each['msg']}" for each in found)
 
 
 def path_of(folder: Path, identity: str) -> Path:

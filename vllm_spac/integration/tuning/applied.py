@@ -12,46 +12,43 @@ from vllm_spac.checkpoint.headers import find_folder
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.integration import device
+from vllm_spac.system import ownership
 from vllm_spac.system.machine import Machine
+from vllm_spac.system.printable import printable
+from vllm_spac.system.untrusted import path_of as path_given
 from vllm_spac.tuning import identity
-from vllm_spac.tuning.profile import TunedProfile, path_of
+from vllm_spac.tuning.candidate import departures
+from vllm_spac.tuning.profile import TunedProfile, digest, path_of
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.spac")
 
-_KEEP = ("off", "auto")
+_AGAIN = "run vllm-spac tune again, or set --spac-tuned off"
+_LEVELS = ("exact", "rounding", "lossy")  # each allows what those before it do
 
 
 def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     """Returns the configuration with a tuned profile's knobs, which are also added to ``engine_args``.
 
     With ``tuned=auto`` the profile is looked for beside the packed experts, for ``vllm serve`` alone: what a program
-    configures is not changed by what somebody measured, unless it asks for that.
-
-    Raises:
-        ConfigError: ``tuned`` names a file that is no profile, is of another model, or cannot be used here.
+    configures is not changed by what somebody measured, unless it asks for that. A profile is data and decides nothing
+    that matters: one that cannot be used, for any reason, is a warning, and the engine starts untuned.
     """
     if getattr(engine_args, "spac_tuned", False):  # this configuration has the knobs already
         return config
-    asked = config.tuned not in _KEEP
-    path = Path(config.tuned).expanduser() if asked else _beside(engine_args, config)
+    path = _beside(engine_args, config) if config.tuned in ("auto", "off") else Path(config.tuned)
     if path is None:
         return config
     try:
         profile = TunedProfile.read(path)
-        if asked:
-            _check_model(engine_args, profile)
+        problem = _problem(engine_args, config, profile)
     except ConfigError as error:
-        if asked:
-            raise _naming(config, error) from error
-        logger.warning("spac: %s; it is ignored", error)
-        return config
-    if problem := _problem(engine_args, config, profile):
-        if asked:
-            raise _naming(config, problem)
-        logger.warning("spac: the tuned profile %s is ignored: %s", path, problem)
+        problem = str(error).removeprefix("spac: ")
+    if problem:
+        text = f"spac: the tuned profile {path} is not used, and the server starts untuned: {problem}"
+        logger.warning("%s", printable(text))
         return config
     if profile.keeps_default:
         logger.info("spac: tuned=%s: nothing was faster than the default", path)
@@ -67,7 +64,7 @@ def _beside(engine_args: EngineArgs, config: SpacConfig) -> Path | None:
     if (name := _identity(engine_args)) is None:
         return None
     path = path_of(config.folder, name)
-    return path if path.exists() else None
+    return path if os.path.lexists(path) else None
 
 
 def _identity(engine_args: EngineArgs) -> str | None:
@@ -78,22 +75,70 @@ def _identity(engine_args: EngineArgs) -> str | None:
         return None
 
 
-def _check_model(engine_args: EngineArgs, profile: TunedProfile) -> None:
-    if _identity(engine_args) != profile.identity:
-        raise ConfigError(
-            f"it was made for another model ({profile.model}) than {engine_args.model}; run vllm-spac tune for this one"
-        )
-
-
 def _problem(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile) -> str | None:
     """Returns why the profile cannot be used as it was measured, and what to do; None if it can."""
+    if _identity(engine_args) != profile.identity:
+        return f"it was made for another model ({profile.model}) than {engine_args.model}; {_AGAIN}"
     here = Machine.here(config.folder, device.names())
     if differences := profile.differences(here, identity.relevant_versions()):
-        return f"it was measured with {'; '.join(differences)}; run vllm-spac tune again, or set --spac-tuned off"
-    if missing := _missing(profile):
-        return f"it uses {missing}, which is not there any more; run vllm-spac tune again, or set --spac-tuned off"
+        return f"it was measured with {'; '.join(differences)}; {_AGAIN}"
+    return (
+        _not_allowed(config, profile)
+        or _file_problem(profile)
+        or _draft_problem(engine_args, profile)
+        or _contradiction(engine_args, config, profile)
+    )
+
+
+def _not_allowed(config: SpacConfig, profile: TunedProfile) -> str | None:
+    found = departures(profile.knobs)
+    if found <= set(_LEVELS[: _LEVELS.index(config.tuned_allow) + 1]):
+        return None
+    level = max(found, key=_LEVELS.index)
+    what = {"rounding": "exact up to rounding", "lossy": "lossy"}[level]
+    return f"its knobs are {what}, which the command line does not allow; add --spac-tuned-allow {level}, or {_AGAIN}"
+
+
+def _file_problem(profile: TunedProfile) -> str | None:
+    """Returns what is wrong with the predictors that the profile names."""
+    if (named := profile.knobs.get("predictor_file")) is None:
+        return None
+    try:
+        path = path_given(named)
+        if problem := ownership.refusal(path):
+            return f"it uses predictors that are refused: {problem}"
+        if digest(path) == profile.files.get(str(named)):
+            return None
+        return f"its predictors {path} are not those that were measured; {_AGAIN}"
+    except FileNotFoundError:
+        return f"it uses {named}, which is not there any more; {_AGAIN}"
+    except (OSError, ValueError) as error:
+        return f"it uses {named}, which cannot be read: {error}; {_AGAIN}"
+
+
+def _draft_problem(engine_args: EngineArgs, profile: TunedProfile) -> str | None:
+    """Returns what is wrong with the draft model that the profile names; one that has to be downloaded is missing."""
+    if (named := (profile.speculative_config or {}).get("model")) is None or profile.speculative_config is None:
+        return None
+    if profile.speculative_config["method"] == "ngram":
+        return "its ngram drafts name a model; " + _AGAIN
+    if getattr(engine_args, "trust_remote_code", False):
+        return f"with --trust-remote-code its draft model {named} could run code; give --speculative-config yourself"
+    try:
+        if (find_folder(named) / "config.json").is_file():
+            return None
+    except (UnsupportedError, OSError, ValueError):  # no name that a file system or a hub can have
+        pass
+    return f"it uses the draft model {named}, which is not there any more; {_AGAIN}"
+
+
+def _contradiction(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile) -> str | None:
+    """Returns which of the user's own arguments the profile does not go with."""
+    try:
+        theirs = SpacConfig.parse(profile.knobs)
+    except ConfigError as error:
+        return f"its knobs are none: {str(error).removeprefix('spac: ')}; {_AGAIN}"
     given = {name: getattr(config, name) for name in config.model_fields_set if name in profile.knobs}
-    theirs = SpacConfig.parse(profile.knobs)
     own = [name for name, value in given.items() if value != getattr(theirs, name)]
     flags = [f"--spac-{name.replace('_', '-')}" for name in sorted(own)]
     if profile.speculative_config is not None and engine_args.speculative_config is not None:
@@ -113,13 +158,6 @@ def _problem(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile)
     return None
 
 
-def _missing(profile: TunedProfile) -> str | None:
-    """Returns a file or folder that the profile names and that does not exist."""
-    named = [profile.knobs.get("predictor_file"), (profile.speculative_config or {}).get("model")]
-    paths = [str(path) for path in named if path]
-    return next((path for path in paths if os.path.isabs(path) and not os.path.exists(path)), None)
-
-
 def _applied(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile, path: Path) -> SpacConfig:
     spac = _merged(engine_args, profile) | {"tuned": str(path)}
     engine_args.additional_config = {**engine_args.additional_config, "spac": spac}
@@ -131,14 +169,9 @@ def _applied(engine_args: EngineArgs, config: SpacConfig, profile: TunedProfile,
         drafts = profile.speculative_config
         knobs.append(f"drafts={drafts.get('method', '')} {drafts.get('num_speculative_tokens', '')}".strip())
     measured = "" if profile.ratio is None else f"; measured: {profile.ratio} times the default's tokens per second"
-    logger.info("spac: tuned=%s sets %s%s", path, ", ".join(knobs), measured)
+    logger.info("%s", printable(f"spac: tuned={path} sets {', '.join(knobs)}{measured}"))
     return SpacConfig.parse(spac)
 
 
 def _merged(engine_args: EngineArgs, profile: TunedProfile) -> dict:
     return {**profile.knobs, **engine_args.additional_config["spac"]}
-
-
-def _naming(config: SpacConfig, problem: object) -> ConfigError:
-    text = str(problem).removeprefix("spac: ")
-    return ConfigError(f"spac: tuned={config.tuned} (--spac-tuned): {text}")
