@@ -40,6 +40,8 @@ def server(tmp_path_factory):
 
 def ask(server: Server, method: str, path: str, key: str | None, body: bytes | None = None) -> tuple[int, str]:
     request = urllib.request.Request(server.url + path, body, method=method)
+    if body is not None:
+        request.add_header("Content-Type", "application/json")
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
     try:

@@ -80,8 +80,9 @@ def test_stats_and_metrics_agree(server):
 
 
 def test_the_budget_changes_while_serving(server, answers):
-    def change(body: str) -> dict:
-        request = urllib.request.Request(f"{server.url}/spac/budget", body.encode(), method="POST")
+    def change(body: str, **more: str) -> dict:
+        headers = {"Content-Type": "application/json"} | more
+        request = urllib.request.Request(f"{server.url}/spac/budget", body.encode(), headers, method="POST")
         return json.loads(urllib.request.urlopen(request, timeout=PATIENCE).read())
 
     assert change('{"budget": 8, "when": "decode"}')["workers"][0]["budget"] == 8
@@ -98,8 +99,13 @@ def test_the_budget_changes_while_serving(server, answers):
         with pytest.raises(urllib.error.HTTPError) as refused:
             change(body)
         assert refused.value.code == 400 and text in refused.value.read().decode()
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    for headers, code in ((form, 415), ({"Origin": "http://evil.test"}, 403), ({"Origin": "null"}, 403)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            change("{}", **headers)
+        assert refused.value.code == code and "spac: " in refused.value.read().decode()
     assert json.loads(server.get("/spac/stats"))["workers"][0]["mode"] == "lossy", "a refused change changes nothing"
-    change("{}")
+    change("{}", Origin=server.url)
     assert first_difference(server.complete_all(), answers) is None
     assert "mode=lossy (budget 8" in server.log.read_text()
 

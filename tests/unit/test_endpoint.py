@@ -36,6 +36,9 @@ VALUES = (
 )
 
 
+AS_JSON = {"Content-Type": "application/json"}
+
+
 class Engine:
     """Answers as an engine client does, but has no worker that could be looked at."""
 
@@ -73,7 +76,7 @@ def test_control_is_closed_unless_it_was_opened(app: FastAPI) -> None:
     response = TestClient(app).post("/spac/budget", json={"budget": 4})
     assert response.status_code == 200
     assert response.json()["workers"][0]["asked"] == "spac_try_budget"
-    assert TestClient(app).post("/spac/budget", content=b"{").status_code == 400
+    assert TestClient(app).post("/spac/budget", content=b"{", headers=AS_JSON).status_code == 400
 
 
 def test_a_change_of_budget_empties_the_prefix_cache(app: FastAPI) -> None:
@@ -119,8 +122,8 @@ def guarded(monkeypatch, flag: list[str] | None, variable: str | None) -> TestCl
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if variable is not None:
         monkeypatch.setenv("VLLM_API_KEY", variable)
-    names = ("allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers", "middleware")
-    args = SimpleNamespace(**dict.fromkeys(names, []), api_key=flag, enable_request_id_headers=False)
+    cors = {"allowed_origins": ["*"], "allowed_methods": ["*"], "allowed_headers": ["*"], "allow_credentials": False}
+    args = SimpleNamespace(**cors, middleware=[], api_key=flag, enable_request_id_headers=False)
     init_entrypoints_middleware(args, app, ())
     app.get("/v1/models")(lambda: {})
     app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), True, {"router"}
@@ -165,6 +168,72 @@ def test_without_a_key_all_may_ask(monkeypatch) -> None:
     assert [client.request(method, path, json={}).status_code for method, path in ROUTES] == [200] * len(ROUTES)
 
 
+# --- from where -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "status"),
+    [
+        (None, "box:8000", 200),  # programs
+        ("http://box:8000", "box:8000", 200),
+        ("https://Box", "box", 200),  # a proxy that ends TLS
+        ("http://[::1]:8000", "[::1]:8000", 200),
+        ("http://evil.test", "box:8000", 403),
+        ("http://box:9000", "box:8000", 403),
+        ("http://box", "box:8000", 403),
+        ("http://box:8000.evil.test", "box:8000", 403),
+        ("http://evil.test/box:8000", "box:8000", 403),
+        ("http://[", "box:8000", 403),
+        ("null", "box:8000", 403),
+        ("null", "", 403),
+        ("", "box:8000", 403),
+        ("file://", "", 403),
+        ("http://\x1b[31m", "box:8000", 403),
+    ],
+)
+def test_only_the_servers_own_page_may_change_something(monkeypatch, origin, host, status) -> None:
+    """With vLLM's default CORS, which lets any site send JSON."""
+    client = guarded(monkeypatch, None, None)
+    headers = {"Host": host} | ({} if origin is None else {"Origin": origin})
+    answer = client.post("/spac/budget", json={"budget": 4}, headers=headers)
+    assert answer.status_code == status
+    if status == 403:
+        said = answer.json()["detail"]
+        assert "only this server's own page" in said and "Host" in said and said.isprintable()
+    assert client.get("/spac/stats", headers=headers).status_code == 200, "reading is as vLLM's own routes have it"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        (None, 415),
+        ("", 415),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("text/plain; application/json", 415),
+        ("application/jsonp", 415),
+    ],
+)
+def test_only_json_changes_something(monkeypatch, kind, status) -> None:
+    """What a form, or a page that asks nobody first, may send is one of the others."""
+    client = guarded(monkeypatch, None, None)
+    headers = {} if kind is None else {"Content-Type": kind}
+    answer = client.post("/spac/budget", content=b'{"budget": 4}', headers=headers)
+    assert answer.status_code == status
+    assert status == 200 or "-H 'Content-Type: application/json'" in answer.json()["detail"]
+
+
+def test_every_route_that_changes_something_is_for_this_servers_page_alone(app: FastAPI) -> None:
+    changing = [route for route in app.routes if set(getattr(route, "methods", None) or ()) - {"GET", "HEAD"}]
+    ours = [route for route in changing if route.path.startswith("/spac")]
+    assert len(ours) == 1
+    for route in ours:
+        assert {endpoint._from_here, endpoint._is_json} <= {d.call for d in route.dependant.dependencies}
+
+
 # --- what they may send -----------------------------------------------------------------------------------------------
 
 LAYER = BudgetedLayer("layers.0", 16, 4, RoutingRule())
@@ -207,7 +276,7 @@ def open_server() -> TestClient:
 
 def refusal(server: TestClient, body: bytes) -> tuple[int, str]:
     before = server.app.state.spac_client.worker.runtime.budget.settings
-    answer = server.post("/spac/budget", content=body)
+    answer = server.post("/spac/budget", content=body, headers=AS_JSON)
     assert server.app.state.spac_client.worker.runtime.budget.settings is before, "a refused change changes nothing"
     return answer.status_code, answer.json()["detail"]
 
@@ -293,7 +362,7 @@ def test_a_request_imports_nothing(open_server, tmp_path, monkeypatch) -> None:
 @settings(max_examples=200, deadline=None)
 def test_any_body_is_a_budget_or_one_line(open_server, body) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = open_server.post("/spac/budget", content=content)
+    answer = open_server.post("/spac/budget", content=content, headers=AS_JSON)
     if answer.status_code != 200:
         assert answer.status_code == 400 and answer.json()["detail"].isprintable()
     open_server.app.state.spac_client.worker.spac_budget({})

@@ -232,6 +232,9 @@ def test_a_file_that_is_no_profile(folder: Path, caplog) -> None:
     ):
         assert serve(folder, tuned=str(given))[1].policy == "reuse"
         assert re.search(says, ignored(caplog))
+    path.unlink()
+    path.symlink_to(folder / "absent")
+    assert serve(folder)[1].policy == "reuse" and "there is no tuned profile" in ignored(caplog)
 
 
 def test_a_profile_of_another_user_is_not_used(folder: Path, caplog) -> None:

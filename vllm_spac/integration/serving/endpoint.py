@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from prometheus_client import REGISTRY
@@ -221,7 +222,7 @@ class SpacEndpoint:
             workers = await _client(request).collective_rpc("spac_stats")
             return {"workers": workers, "total": metrics.total(workers), "requests": requests.read()}
 
-        @router.post("/budget")
+        @router.post("/budget", dependencies=_CONTROL)
         async def budget(request: Request) -> dict:
             """Changes the budget; the body is a ``BudgetSettings``, e.g. {"budget": 16}; {} restores exact mode.
 
@@ -287,6 +288,44 @@ def _has_key(request: Request) -> bool:
             if not guard.verify_token(request.headers):
                 return False
     return True
+
+
+def _from_here(request: Request) -> None:
+    """Refuses a request that the page of another site made in somebody's browser; 403.
+
+    Browsers name the origin of the page in all requests but plain GETs; programs name none. CORS is no protection: by
+    default vLLM lets all origins send what they like.
+    """
+    origin = request.headers.get("origin")
+    if origin is None:
+        return
+    try:
+        host = urlsplit(origin).netloc.lower()
+    except ValueError:
+        host = ""
+    if not host or host != request.headers.get("host", "").lower():
+        raise HTTPException(
+            403,
+            printable(
+                f"spac: this request comes from a page of {brief(origin)}, and only this server's own page may change "
+                "something; a proxy between them has to pass on the header Host"
+            ),
+        )
+
+
+def _is_json(request: Request) -> None:
+    """Requires JSON as vLLM's own routes do: a page of another site may send any other type without being asked; 415."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(
+            415,
+            printable(
+                f"spac: a budget is application/json, not {brief(kind)}; add -H 'Content-Type: application/json'"
+            ),
+        )
+
+
+_CONTROL = [Depends(_from_here), Depends(_is_json)]  # of each route that changes something
 
 
 async def _forget_prefixes(client: EngineClient) -> None:
