@@ -80,4 +80,4 @@ def test_vllm_is_configured_as_a_profile_says(tmp_path: Path) -> None:
     other = process(*serve, "--max-model-len", 512, "--spac-policy", "lfu")
     spac, length = json.loads(other.stdout.splitlines()[-1])
     assert spac == {"disk_dir": str(tmp_path), "policy": "lfu"} and length is None
-    assert "is ignored: you set --spac-policy" in other.stdout + other.stderr
+    assert "starts untuned: you set --spac-policy" in other.stdout + other.stderr

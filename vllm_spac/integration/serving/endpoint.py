@@ -314,7 +314,7 @@ def _from_here(request: Request) -> None:
 
 
 def _is_json(request: Request) -> None:
-    """Requires JSON as vLLM's own routes do: a page of another site may send any other type without being asked; 415."""
+    """Requires JSON, as vLLM's own routes do: what a form sends, without asking anybody, is another type; 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(
