@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -19,7 +20,7 @@ from vllm_spac.system.machine import Machine
 from vllm_spac.tuning import session
 from vllm_spac.tuning.candidate import Candidate
 from vllm_spac.tuning.comparison import NEAR
-from vllm_spac.tuning.profile import TunedProfile
+from vllm_spac.tuning.profile import TunedProfile, digest
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
 MINUTES = 30
@@ -238,6 +239,22 @@ def test_a_default_that_does_not_start_is_an_error(world: ModuleType, folder: Pa
     world.Imagined.fails = set()
     run(folder)
     assert written(folder) == ["tuned"], "it is tried again"
+
+
+def test_a_choice_is_kept_with_what_a_server_needs_to_use_it(
+    world: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = [({}, None), ({"execution": "pointers"}, "rounding"), ({"budget": 8, "cpu_experts": 2}, "lossy")]
+    for knobs, level in levels:
+        assert Candidate("c", "g", knobs).allowance == level
+    (file := tmp_path / "p").write_bytes(b"predictors")
+    monkeypatch.setattr(
+        importlib.import_module("vllm_spac.cli.tune"), "_predictors", lambda path: ("linear",) if path else ()
+    )
+    world.Imagined.rate = staticmethod(lambda c: 30.0 if (c.knobs or {}).get("prefetch") == "linear" else 10.0)
+    run(folder, "--predictor-file", file)
+    assert profile(folder).knobs["prefetch"] == "linear" and profile(folder).files == {str(file): digest(file)}
+    assert "--spac-tuned-allow" not in run(folder)
 
 
 def test_rounding_and_lossy_choices_need_consent(world: ModuleType, folder: Path, tmp_path: Path) -> None:

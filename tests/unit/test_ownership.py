@@ -18,6 +18,7 @@ from packed_experts import FINGERPRINT, packed
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.per_layer import read_budgets
 from vllm_spac.checkpoint.packed import remove
+from vllm_spac.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.integration.loading.store_lock import StoreLock
@@ -172,6 +173,15 @@ def test_a_folder_that_all_may_write_to_gets_no_lock(tmp_path: Path) -> None:
         StoreLock(tmp_path, FINGERPRINT)
     assert list(tmp_path.iterdir()) == []
     StoreLock(tmp_path / "below", FINGERPRINT).close()  # the way out where the folder itself cannot be changed
+
+
+def test_a_server_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    preflight = pytest.importorskip("vllm_spac.integration.preflight", reason="vLLM is not installed")
+    config = SpacConfig.parse({"slots": "25%", "store": "disk", "disk_dir": str(tmp_path)})
+    preflight._check_folder(config, 8)
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="disk_dir=.*--spac-disk-dir.*every user.*chmod go-w.*name another folder"):
+        preflight._check_folder(config, 8)
 
 
 # --- what is made -----------------------------------------------------------------------------------------------------

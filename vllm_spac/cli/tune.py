@@ -246,7 +246,7 @@ class _Run:
             file.remove()
         if outcome.choice.group != "baseline":
             where = "" if disk_dir is None else f" --spac-disk-dir {disk_dir}"
-            where += f" --spac-tuned-allow {allow}" if (allow := _allowed(outcome.choice)) else ""
+            where += f" --spac-tuned-allow {allow}" if (allow := outcome.choice.allowance) else ""
             console.print(f"[green]run:[/] vllm serve {shown(self._model)} --plugin spac{shown(where)}", soft_wrap=True)
             by_hand = report.command(self._model, outcome.choice, disk_dir)
             console.print(f"[dim]the same by hand: {shown(by_hand)}[/]", highlight=False, soft_wrap=True)
@@ -258,7 +258,7 @@ class _Run:
 
     def _profile(self, outcome: Outcome, rows: Sequence[Measured]) -> TunedProfile:
         from vllm_spac.system.provenance import now
-        from vllm_spac.tuning.profile import TunedProfile, digest
+        from vllm_spac.tuning.profile import TunedProfile, digests
 
         kept = outcome.choice if outcome.choice.group != "baseline" else None
         return TunedProfile(
@@ -271,9 +271,7 @@ class _Run:
             speculative_config=dict(kept.drafts) if kept and kept.drafts else None,
             ratio=outcome.ratio,
             measured=tuple(rows),
-            files={str(path): digest(Path(path))}
-            if kept and (path := (kept.knobs or {}).get("predictor_file"))
-            else {},
+            files={} if kept is None else digests(kept.knobs or {}),
             engine=self._options,
             arguments=self._arguments,
             command=shlex.join(["vllm-spac", *sys.argv[1:]]),
@@ -302,11 +300,6 @@ def _table(model: str, rows: Sequence[Measured]) -> Table:
         )
         table.add_row(shown(row.name), *cells)
     return table
-
-
-def _allowed(choice: Candidate) -> str | None:
-    """Returns what a server has to allow for the choice to be used; None: nothing."""
-    return next((level for level in ("lossy", "rounding") if level in choice.departures), None)
 
 
 def _check_drafts(drafts: dict[str, Any]) -> None:

@@ -64,6 +64,11 @@ class Candidate:
         return departures(self.knobs or {})
 
     @property
+    def allowance(self) -> Departure | None:
+        """What a server has to allow (``tuned_allow``) for the choice to be used; None: nothing."""
+        return "lossy" if "lossy" in self.departures else "rounding" if "rounding" in self.departures else None
+
+    @property
     def same_steps(self) -> bool:
         """Whether its steps have the rows that steps without drafts have, so that its tokens must be equal."""
         return self.drafts is None and not self.departures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -168,6 +169,12 @@ def digest(path: Path) -> str:
         while block := file.read(_MOST_BYTES):
             found.update(block)
     return found.hexdigest()
+
+
+def digests(knobs: Mapping[str, Knob]) -> dict[str, str]:
+    """Returns the digest of each file that ``knobs`` name, by its path; ``OSError`` if one cannot be read."""
+    named = knobs.get("predictor_file")
+    return {} if named is None else {str(named): digest(Path(str(named)))}
 
 
 def _listed(error: ValidationError, whole: str) -> str:
