@@ -191,18 +191,29 @@ def test_a_record_that_is_none(model: Path, content: str, opened: list[str], cap
     assert facts(model) == first and opened == []
 
 
+def test_a_record_that_others_may_write_is_not_believed(model: Path, opened: list[str], caplog) -> None:
+    first = facts(model)
+    (record,) = (model.parent / "packed").iterdir()
+    record.chmod(0o666)
+    opened.clear()
+    assert facts(model) == first and len(opened) == 3
+    assert f"{record} of " in caplog.text and "the files of the checkpoint are read again" in caplog.text
+    opened.clear()
+    assert facts(model) == first and opened == [], "this start has written its own"
+
+
 def test_a_folder_that_cannot_be_written_to(
     model: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Simulated, since root may write everywhere."""
-    refused, write = [model.parent / "packed"], Path.write_text
+    refused, replacing = [model.parent / "packed"], contents.replacing
 
-    def refusing(path: Path, text: str) -> int:
+    def refusing(path: Path):
         if path.parent in refused:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return write(path, text)
+        return replacing(path)
 
-    monkeypatch.setattr(Path, "write_text", refusing)
+    monkeypatch.setattr(contents, "replacing", refusing)
     files, folders = contents.weight_files(model, "auto"), [model.parent / "packed", model.parent / "second"]
     for reads in (3, 0):
         opened.clear()
