@@ -135,7 +135,7 @@ def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
         several and components.find("budget.rankings", config.budget_ranking).needs_resident,
         f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) with --tensor-parallel-size {ranks} (ranks "
         "have different experts in fast memory and would cut different ones)",
-        (use(budget_ranking="router"),),
+        (use(budget_ranking="selected"),),
     )
     yield (
         several and config.speculate != "off",

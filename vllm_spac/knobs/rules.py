@@ -207,7 +207,7 @@ def _check_workers(config: Any) -> None:
         raise _refused(
             f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) asks which experts are in fast memory, "
             f"and with {named} that is the workers'",
-            use(budget_ranking="router"),
+            use(budget_ranking="selected"),
         )
 
 
