@@ -10,10 +10,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -227,3 +229,17 @@ def _read_files(paths: Sequence[Path], size: int, direct: bool) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def over_exact(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """Returns the speed of each budgeted row over that of the same drafts at the same temperature without a budget.
+
+    Args:
+        rows: ``kind`` and number of ``drafts``, ``temperature``, ``budget`` (empty: none) and ``speed``.
+
+    Returns:
+        For each row; None for rows without drafts or budget.
+    """
+    key = itemgetter("kind", "drafts", "temperature")
+    exact = {key(row): row["speed"] for row in rows if row.get("drafts") and not row["budget"]}
+    return [row["speed"] / exact[key(row)] if row.get("drafts") and row["budget"] else None for row in rows]

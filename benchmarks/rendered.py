@@ -12,12 +12,13 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "scaled"))
 import proportions
-from common import RESULTS, ROOT
+from common import RESULTS, ROOT, over_exact
 
 from vllm_spac.traces.published import PUBLISHED
 
@@ -722,8 +723,8 @@ def resident_budgets() -> Values:
 def scaled_trees() -> Values:
     """Budgets over chains and trees, on a scaled machine."""
     content = result("scaled_trees_toy")
-    lines = []
-    for row in content["rows"]:
+    lines, ratios = [], over_exact(content["rows"])
+    for row, ratio in zip(content["rows"], ratios, strict=True):
         drafts = f"{row['kind']} of {row['drafts']}" if row["drafts"] else "none"
         settings = row["budget"]
         budget = f"B = {settings['budget']}, {settings['votes']}" if settings else "exact"
@@ -731,13 +732,15 @@ def scaled_trees() -> Values:
         numbers = (f"{row[name]:.2f}" for name in ("acceptance_length", "experts_per_step", "loads_per_token"))
         speed = _with_interval(row["speed"], row["speed_interval"])
         quality = f"{100 * row['top1_agreement']:.1f} %", kl, f"{row['perplexity']:.3f}"
-        lines.append([drafts, budget, speed, *numbers, *quality])
+        lines.append([drafts, budget, speed, "" if ratio is None else f"{ratio:.2f}", *numbers, *quality])
     budgeted = [row for row in content["rows"] if row["kind"] == "tree" and row["budget"]]
     kept = [row for row in budgeted if row["top1_agreement"] >= 0.97]
     [plain] = [row for row in content["rows"] if not row["drafts"]]
     least = min(row["loads_per_token"] for row in budgeted)
-    head = ("drafts", "budget, votes", "× no drafts (95 %)", "tokens per step", "experts per layer and step")
+    head = ("drafts", "budget, votes", "× no drafts (95 %)", "× same drafts, exact", "tokens per step")
+    head += ("experts per layer and step",)
     return {
+        "scaled_trees.over": " and ".join(_best_over(content["rows"], ratios, nodes) for nodes in (16, 63)),
         "scaled_trees": table((*head, "loads per token", "top-1 agreement", "KL", "perplexity"), lines),
         "scaled_trees.prompts": str(content["prompts"]["count"] - 1),
         "scaled_trees.tokens": str(content["output_tokens"]),
@@ -750,21 +753,30 @@ def scaled_trees() -> Values:
     }
 
 
+def _best_over(rows: list[dict[str, Any]], ratios: list[float | None], nodes: int) -> str:
+    """Returns the most that a budget gains over the exact tree of so many nodes while it keeps the first choices."""
+    of_tree = [(ratio, row) for ratio, row in zip(ratios, rows, strict=True) if row["drafts"] == nodes and ratio]
+    ratio, row = max((one for one in of_tree if one[1]["top1_agreement"] >= 0.965), key=itemgetter(0))
+    return f"{ratio:.2f} ({nodes} nodes, B = {row['budget']['budget']}, {100 * row['top1_agreement']:.1f} %)"
+
+
 def scaled_trees_sampled() -> Values:
     """Budgets over draft trees at temperature 1, on a scaled machine."""
     content = result("scaled_trees_sampled_toy")
     lines = []
-    for row in content["rows"]:
+    for row, ratio in zip(content["rows"], over_exact(content["rows"]), strict=True):
         drafts = f"{row['kind']} of {row['drafts']}" if row["drafts"] else "none"
         budget = f"B = {row['budget']['budget']}, {row['budget']['votes']}" if row["budget"] else "exact"
         speed = f"{row['speed']:.2f} ± {row['speed_deviation']:.2f}"
         quality = f"{row['perplexity']:.2f} ± {row['perplexity_deviation']:.2f}"
         numbers = [f"{row[name]:.2f}" for name in ("acceptance_length", "experts_per_step", "loads_per_token")]
-        lines.append([drafts, budget, speed, *numbers, f"{100 * row['top1_agreement']:.1f} %", quality])
+        over = "" if ratio is None else f"{ratio:.2f}"
+        lines.append([drafts, budget, speed, over, *numbers, f"{100 * row['top1_agreement']:.1f} %", quality])
     head = (
         "drafts",
         "budget, votes",
         "× no drafts",
+        "× same drafts, exact",
         "tokens per step",
         "experts per layer and step",
         "loads per token",
@@ -845,9 +857,11 @@ def tried() -> Values:
 def budgets() -> Values:
     """Quality under a budget: what each saves and costs, and the facts of the routing behind it, on both models."""
     points_shown = {
-        ("router", None, 0.98): "`router`, 0.98 of the mass of the selected",
+        ("selected", None, 0.98): "`selected`, 0.98 of the mass of the selected",
+        ("router", None, 0.98): "`router`, 0.98",
         ("coactivation", None, 0.98): "`coactivation`, 0.98",
         ("coactivation", None, 0.95): "`coactivation`, 0.95",
+        ("selected", 32, None): "`selected`, B = 32",
         ("router", 32, None): "`router`, B = 32",
         ("coactivation", 32, None): "`coactivation`, B = 32",
     }

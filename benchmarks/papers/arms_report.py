@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common import over_exact
 from rich.console import Console
 from rich.table import Table
 
@@ -13,18 +14,23 @@ from vllm_spac.system.pictures import save_picture
 
 
 def show(console: Console, rows: Sequence[dict[str, Any]], title: str, of_group: str) -> None:
-    """Prints all rows; ``of_group`` names the value that they are grouped by, as key of a row."""
+    """Prints all rows; ``of_group`` names the value that they are grouped by, as key of a row.
+
+    Of rows that draft also the speed over the same drafts, exact, is printed.
+    """
     table = Table(title=title, title_justify="left")
-    quality = ("perplexity", "top-1", "KL", "same prefix")
-    for name in (of_group, "", "speed [95 %]", "accepted", *quality, "experts/step", "loads/token", "dropped"):
+    quality, drafts = ("perplexity", "top-1", "KL", "same prefix"), ("same drafts, exact",) * ("drafts" in rows[0])
+    counted = ("experts/step", "loads/token", "dropped")
+    for name in (of_group, "", "speed [95 %]", *drafts, "accepted", *quality, *counted):
         table.add_column(name, justify="right" if name else "left")
-    for row in rows:
+    for row, ratio in zip(rows, over_exact(rows), strict=True):
         low, high = row["speed_interval"]
         spread = "" if row["perplexity_deviation"] is None else f" ± {row['perplexity_deviation']:.3f}"
         table.add_row(
             f"{row[of_group]:g}",
             row["arm"],
             f"{row['speed']:.2f} [{low:.2f} - {high:.2f}]",
+            *(["" if ratio is None else f"x {ratio:.2f}"] if drafts else []),
             f"{row['acceptance_length']:.2f}",
             f"{row['perplexity']:.3f}{spread}",
             f"{100 * row['top1_agreement']:.1f} %",

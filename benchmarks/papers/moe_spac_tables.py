@@ -5,6 +5,8 @@ Qwen3-30B-A3B in bf16. What a step and a draft token take outside of experts is 
 model. Rows with drafts replay the traces of 8 drafts of a dense model, the others those without. Exact: no row changes
 a token.
 
+Reads ahead are limited as in serving (``--spac-prefetch-extra``), but for the row that says so.
+
 Table 2: the systems' eviction and division of misses, not the systems: theirs also differ in kernels and formats.
 Table 4: MoE-SpAc's recipe without one of its parts. Figure 5 (right): the recipe by K, the greatest score. Figure 6:
 whether memory serves better as slots or for a drafter. The paper's speeds are of another model on a real RTX 4090
@@ -32,6 +34,7 @@ import spread
 from common import RESULTS, write_result
 from proportions import EXPERT_PARAMETERS, LAYERS
 
+from vllm_spac.knobs.types import EXTRA
 from vllm_spac.profiling.costs import Costs
 from vllm_spac.simulation.simulate import simulate
 from vllm_spac.system.pictures import save_picture
@@ -43,11 +46,17 @@ PLAIN, DRAFTED = "none1", "draft8_1"  # names of traces begin with these
 
 @dataclass(frozen=True)
 class System:
-    """Knobs of a row; ``drafts``: whether it speculates, with a drafter in ``drafter`` % of the experts' memory."""
+    """Knobs of a row.
+
+    Attributes:
+        extra: limit of reads ahead, as ``prefetch_extra``; None: no limit, which serving does not have.
+        drafts: whether it speculates, with a drafter in ``drafter`` % of the experts' memory.
+    """
 
     policy: str
     balancer: str = "none"
     prefetch: str = "off"
+    extra: float | None = EXTRA
     drafts: bool = False
     drafter: float = 0
 
@@ -75,6 +84,7 @@ ABLATIONS = {
     "without HetWB (threshold 2)": replace(RECIPE, balancer="threshold@fixed=2"),
     "without CPU experts": replace(RECIPE, balancer="none"),
     "without SG-Prefetcher": replace(RECIPE, prefetch="off"),
+    "without the limit of reads ahead": replace(RECIPE, extra=None),
     "without SG-Evictor (lru)": replace(RECIPE, policy="lru"),
     "without drafts": replace(RECIPE, drafts=False),
 }
@@ -149,6 +159,7 @@ def measured(traces: Sequence[Trace], system: System, costs: Costs, share: float
             policy=system.policy,
             balancer=system.balancer,
             prefetch=system.prefetch,
+            prefetch_extra=system.extra,
             expert_bytes=EXPERT_BYTES,
         )
         for trace in traces

@@ -202,9 +202,7 @@ def test_experts_have_no_order(name: str, seed: int, random) -> None:
             setattr(other, attribute, value[:, :, new] if value.ndim == 3 else value)
     place = torch.empty_like(new)
     place[new] = torch.arange(EXPERTS)
-    there = LayerContext(
-        1, context.resident[new], context.mixing[:, new], context.outputs[:, new], place[context.ids]
-    )
+    there = LayerContext(1, context.resident[new], context.mixing[:, new], context.outputs[:, new], place[context.ids])
     order = budget.rank(probs, votes, EXPERTS, context)
     assert torch.equal(new[other.rank(probs[:, new], votes, EXPERTS, there)], order)
 

@@ -85,7 +85,8 @@ def test_the_budget_changes_while_serving(server, answers):
         request = urllib.request.Request(f"{server.url}/spac/budget", body.encode(), headers, method="POST")
         return json.loads(urllib.request.urlopen(request, timeout=PATIENCE).read())
 
-    assert change('{"budget": 8, "when": "decode"}')["workers"][0]["budget"] == 8
+    changed = change('{"budget": 8, "when": "decode"}')
+    assert changed["workers"][0]["budget"] == 8 and changed["mode"].startswith("lossy (budget 8, selected")
     assert server.complete_all() != answers
     dropped = re.compile(r'^vllm:spac_budget_dropped_weight_total{worker="0"} [1-9]', re.M)
     metrics = server.metrics_where(dropped.search)

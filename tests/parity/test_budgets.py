@@ -80,6 +80,9 @@ def test_budget(family, checkpoint, stock, tmp_path):
         assert stats["mode"] == "lossy" and 0 < stats["budget"]["dropped_share"] < 1
         with pytest.raises(Exception, match="a layer has"):
             change(budget=experts + 1, coverage="truncation")
+        change(budget=experts // 2)
+        idle = vllm_spac.stats(llm)["workers"][0]
+        assert idle["mode"] == "exact" and "add --speculative-config" in idle["budget"]["setting"], "no drafts to cut"
         change()
         assert vllm_spac.stats(llm)["workers"][0]["mode"] == "exact"
         assert first_difference(engines.say(llm), exact) is None, "no trace of a budget is left"

@@ -27,6 +27,18 @@ def test_same_tokens_whatever_the_guard_decides(tmp_path):
     assert len(run.stats["guard"]["steps"]) > 1, "one draft length only, so nothing was decided"
 
 
+def test_a_budget_that_no_step_exceeds_changes_nothing(tmp_path):
+    """One request at a time, of five rows in a verify step: 40 of 64 experts at most; votes weigh rows at will."""
+    spac = {"slots": "25%", "store": "disk", "disk_dir": str(tmp_path), "guard": "off"}
+    bound = {"budget": 5 * 8, "budget_votes": "path"}
+    options = {"speculative_config": METHODS["eagle3"], "max_tokens": 32, "max_num_seqs": 1}
+    stock, run = compare(TOY / "target", [None, spac | bound], **options)
+    assert_same_tokens(run, stock)
+    counted = run.stats["budget"]
+    assert run.stats["mode"] == "lossy" and counted["rows"] > 500, "nothing was under the budget"
+    assert (counted["dropped_weight"], counted["emptied"], counted["unweighted"]) == (0, 0, 0)
+
+
 def test_a_moe_draft_stays_stock(tmp_path):
     """The target drafting for itself: every draft is accepted, and the draft's experts are not managed."""
     draft = {"method": "draft_model", "model": str(TOY / "target"), "num_speculative_tokens": 3}

@@ -139,3 +139,15 @@ def test_a_file_system_without_direct_reads_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "_MAX_FILES", 2)
     rates = common.disk_read_rates(tmp_path, 5000, threads=2, repeats=1)
     assert {rate.details["direct"] for rate in rates.values()} == {False}
+
+
+def test_speed_over_the_same_drafts_exact():
+    """Not over other drafts, nor at another temperature."""
+    kinds = ("none", 0, 0.0), ("tree", 16, 0.0), ("tree", 63, 0.0), ("tree", 16, 1.0)
+    rows = [
+        {"kind": kind, "drafts": drafts, "temperature": warm, "budget": budget, "speed": speed * factor}
+        for (kind, drafts, warm), speed in zip(kinds, (1.0, 0.5, 0.25, 2.0), strict=True)
+        for budget, factor in (({}, 1.0), ({"budget": 24}, 1.5))
+    ]
+    assert common.over_exact(rows) == [None, None, None, 1.5, None, 1.5, None, 1.5]
+    assert common.over_exact([{"batch": 8, "budget": {}, "speed": 1.0}]) == [None], "no row says how it drafts"

@@ -159,7 +159,9 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     held = _held(probs.numpy(), *(part.numpy() for part in routed), None, mass_of)
     shortlist = leading(order, held, 0.85, 1).tolist()
     assert set(shortlist) == kept and shortlist[0] == 0
-    assert budget.settings.describe() == f"lossy (budget 0.85 of the mass {mass_of}, selected, substitution, verify rows)"
+    assert (
+        budget.settings.describe() == f"lossy (budget 0.85 of the mass {mass_of}, selected, substitution, verify rows)"
+    )
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
@@ -219,7 +221,9 @@ def test_layers_have_their_own_budgets() -> None:
 def test_resident_experts_are_preferred() -> None:
     logits, weights, ids = routing()
     selected = torch.bincount(ids[4:10].flatten(), minlength=EXPERTS) > 0
-    wanted = logits[4:10].softmax(-1).sum(0).masked_fill(~selected, 9).argsort()[:2]  # of the selected, the least wanted
+    wanted = (
+        logits[4:10].softmax(-1).sum(0).masked_fill(~selected, 9).argsort()[:2]
+    )  # of the selected, the least wanted
     resident = torch.zeros(EXPERTS, dtype=torch.bool)
     resident[wanted] = True
     budget = control(resident=lambda: resident)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -13,10 +14,14 @@ from typer.testing import CliRunner
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers")]
-moe_spac, moe_spac_reuse, moe_spec, od_moe, spread = (
-    importlib.import_module(name) for name in ("moe_spac", "moe_spac_reuse", "moe_spec", "od_moe", "spread")
+moe_spac, moe_spac_reuse, moe_spac_tables, moe_spec, od_moe, spread = (
+    importlib.import_module(name)
+    for name in ("moe_spac", "moe_spac_reuse", "moe_spac_tables", "moe_spec", "od_moe", "spread")
 )
 
+from vllm_spac.config import SpacConfig  # noqa: E402
+from vllm_spac.knobs.types import EXTRA  # noqa: E402
+from vllm_spac.profiling.costs import Costs  # noqa: E402
 from vllm_spac.traces.synthetic import synthetic_trace  # noqa: E402
 from vllm_spac.traces.text import Text  # noqa: E402
 
@@ -128,6 +133,21 @@ def test_from_a_folder_of_traces(script, tmp_path: Path) -> None:
     synthetic_trace(layers=2, experts=16, top_k=4, steps=10).save(tmp_path / "short.trace")
     refused = CliRunner().invoke(script.app, [str(tmp_path / "short.trace")], env={"COLUMNS": "300"})
     assert refused.exit_code == 2 and "record" in refused.output
+
+
+def test_the_tables_read_ahead_within_the_limit_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the row that says so; the limit reaches the simulator."""
+    rows = [row for systems in moe_spac_tables.TABLES.values() for row in systems.items()]
+    free = {name for name, system in rows if system.extra is None}
+    assert free == {"without the limit of reads ahead"} and {system.extra for _, system in rows} == {None, EXTRA}
+    assert SpacConfig.parse({"prefetch": "utility"}).prefetch_share == EXTRA
+    asked, real = [], moe_spac_tables.simulate
+    monkeypatch.setattr(moe_spac_tables, "simulate", lambda *a, **k: asked.append(k["prefetch_extra"]) or real(*a, **k))
+    trace, costs = synthetic_trace(layers=2, experts=16, top_k=4, steps=30, drafts=2), Costs.read("rtx4090")
+    recipe = moe_spac_tables.RECIPE
+    for system in (recipe, dataclasses.replace(recipe, extra=None)):
+        moe_spac_tables.measured([trace], system, costs, 25.0)
+    assert asked == [EXTRA, None]
 
 
 def test_traces_of_two_models_are_refused(tmp_path: Path) -> None:
