@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
@@ -114,6 +114,16 @@ def test_no_more_selected_than_may_run(case, ranking, coverage, votes, more) -> 
         assert torch.equal(weights, given[1]) and torch.equal(ids, given[2]), plane
         counted = control.counters.snapshot()
         assert (counted["rows"], counted["dropped_weight"], counted["emptied"]) == (len(ids), 0.0, 0), plane
+
+
+@settings(max_examples=100, **BUSY)
+@given(case=steps(), ranking=st.sampled_from(RANKINGS), coverage=st.sampled_from(COVERAGES))
+def test_one_fewer_is_cut(case, ranking, coverage) -> None:
+    """The bound is one: all planes then run that many."""
+    rule, step, given, outputs = case
+    assume((most := len(given[2].unique())) > TOP_K)
+    for plane, control in controls(rule, budget=most - 1, ranking=ranking, **coverage):
+        assert len(routed(plane, control, step, given, outputs)[1].unique()) <= most - 1, plane
 
 
 @settings(max_examples=300, **BUSY)

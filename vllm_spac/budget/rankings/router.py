@@ -1,4 +1,9 @@
-"""MoE-Spec's ranking (Eq. 5): the router mass of the rows that vote, weighted by their votes."""
+"""MoE-Spec's ranking (Eq. 5): the router mass of the rows that vote, weighted by their votes.
+
+The paper cuts all experts but the first B of this order, also selected ones where fewer than B are selected. Here, as
+by every ranking, those that no row selected come after the others (``Ranking``); they can fill a shortlist up, and
+never displace an expert that a row needs.
+"""
 
 from __future__ import annotations
 
