@@ -738,12 +738,12 @@ def scaled_trees() -> Values:
     kept = [row for row in budgeted if row["top1_agreement"] >= 0.97]
     [plain] = [row for row in content["rows"] if not row["drafts"]]
     least = min(row["loads_per_token"] for row in budgeted)
-    head = ("drafts", "budget, votes", "× no drafts (95 %)", "× same drafts, exact", "tokens per step")
-    head += ("experts per layer and step",)
+    head = "drafts", "budget, votes", "× no drafts (95 %)", "× same drafts, exact", "tokens per step"
+    counted = "experts per layer and step", "loads per token"
     return {
         "scaled_trees.floor": f"{100 * _KEPT:.1f} %",
         "scaled_trees.over": " and ".join(_best_over(content["rows"], ratios, nodes) for nodes in (16, 63)),
-        "scaled_trees": table((*head, "loads per token", "top-1 agreement", "KL", "perplexity"), lines),
+        "scaled_trees": table((*head, *counted, "top-1 agreement", "KL", "perplexity"), lines),
         "scaled_trees.prompts": str(content["prompts"]["count"] - 1),
         "scaled_trees.tokens": str(content["output_tokens"]),
         "scaled_trees.slots": _spaced(content["slots"]),

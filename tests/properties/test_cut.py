@@ -34,10 +34,10 @@ def cuts(draw) -> tuple[tuple, dict]:
     substitute, mass = draw(st.booleans()), draw(st.none() | st.sampled_from([0.1, 0.5, 0.9, 1.0]))
     least = TOP_K if substitute else 1
     order = torch.randperm(EXPERTS, generator=random)
-    order = order[: draw(st.integers(least, EXPERTS))] if mass is None else order
     votes = draw(st.none() | st.lists(st.integers(1, 4096), min_size=rows, max_size=rows))
     votes = None if votes is None else torch.tensor(votes, dtype=torch.float64) / 4096
     options = {
+        "bound": draw(st.integers(least, EXPERTS)) if mass is None else None,
         "mass": mass,
         "mass_of": draw(st.sampled_from(["selected", "scores"])),
         "least": least,
