@@ -877,6 +877,7 @@ def budgets() -> Values:
             point = points[key]
             saved, change = 1 - point["distinct"] / natural, point["perplexity_change"]
             line += [f"{100 * saved:.1f} %", f"{100 * change:+.2f} %", f"{100 * point['agreement']:.1f} %"]
+        values["spared"].append(f"{100 * points['selected', 48, None]['agreement']:.1f} %")
         half = content["facts"]["experts"] // 2
         curves = {size["size"]: 100 * size["curve"][half - 1] for size in content["routing"]["sizes"]}
         values["natural"].append(f"{natural:.1f}")
