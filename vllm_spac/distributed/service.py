@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -21,7 +18,6 @@ from vllm_spac.system.provenance import versions
 _FINGERPRINT = r"^[0-9a-f]{32}$"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
-WORKER, ENGINE, VISITOR = "worker", "engine", "visitor"  # who proves to know the secret
 _SAME = ("vllm_spac", "vllm", "torch", "cpu")
 
 
@@ -140,21 +136,3 @@ def difference(ours: Mapping[str, str], theirs: Any) -> str | None:
         return "its facts are missing"
     parts = [f"{name} {value} here and {brief(theirs.get(name))} there" for name, value in ours.items()]
     return "; ".join(text for text, name in zip(parts, ours, strict=True) if ours[name] != theirs.get(name)) or None
-
-
-def proof(secret: bytes, role: str, challenge: str, own: str) -> str:
-    """Returns what only a holder of ``secret`` can compute: HMAC-SHA256 of the role and both nonces.
-
-    Args:
-        role: ``WORKER``, ``ENGINE`` or ``VISITOR``; a proof of one cannot be used as another's.
-        challenge: the nonce of the other side.
-        own: the nonce of this side.
-    """
-    return hmac.new(secret, "\0".join(("spac", role, challenge, own)).encode(), hashlib.sha256).hexdigest()
-
-
-def proved(secret: bytes, role: str, challenge: str, own: str, given: Any) -> bool:
-    """Whether ``given`` is the ``proof`` of the other side; compared in constant time."""
-    if not isinstance(given, str) or not re.fullmatch(r"[0-9a-f]{64}", given):
-        return False
-    return hmac.compare_digest(proof(secret, role, challenge, own), given)
