@@ -487,24 +487,30 @@ def test_a_damaged_expert_at_a_worker(client) -> None:
     assert found.shares.workers[0].rows_lost >= 6 and found.shares.workers[1].rows > 0
 
 
-def test_an_answer_that_is_no_number_counts_as_lost(client) -> None:
-    """If its rows were finite; rows that are not may have such a result in stock vLLM, too."""
-    spoiled = threading.Event()
+@pytest.mark.parametrize("given", ["rows", "weights", "nothing"])
+@pytest.mark.parametrize("spoiled", ["all", "another row"])
+def test_an_answer_that_is_no_number_counts_as_lost(client, given: str, spoiled: str) -> None:
+    """Row by row: only one whose input is no number may have such a result in stock vLLM, too."""
+    wrong: list[int] = []
 
-    def spoiling(*given):
-        out = row_by_row(*given)
-        if spoiled.is_set():
-            out[-1, -1] = torch.inf
+    def spoiling(*arguments):
+        out = row_by_row(*arguments)
+        out[wrong] = torch.nan
         return out
 
     found = client(Threads(1, spoiling), copy=full_copy())
-    spoiled.set()
-    assert_right(found, 0, rows=4)
+    x, weights, ids = layer_input(4)
+    if given != "nothing":
+        {"rows": x, "weights": weights}[given][1, 0] = torch.inf
+    honest = here(0, x, weights, ids)
+    assert bool(honest[1].isfinite().all()) == (given == "nothing")
+    wrong[:] = range(4) if spoiled == "all" else [2]
+    right = found.compute(Forward(1), 0, x, weights, ids)
     assert found.shares.workers[0].rows_lost == 4 and found.shares.elsewhere == 4
-    x, weights, ids = layer_input(2)
-    x[0, 0] = torch.nan
-    assert found.compute(Forward(2), 0, x, weights, ids).isnan().any()
-    assert found.shares.workers[0].rows == 2
+    torch.testing.assert_close(right, honest, rtol=0, atol=0, equal_nan=True)
+    wrong[:] = [1]
+    found.compute(Forward(2), 0, x, weights, ids)
+    assert found.shares.workers[0].rows == (0 if given == "nothing" else 4)
 
 
 def test_a_worker_with_another_kernel_is_not_admitted(client) -> None:
