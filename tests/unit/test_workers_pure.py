@@ -123,6 +123,7 @@ def test_a_service_is_read_as_it_was_written() -> None:
         {"tensors": {"w": {"shape": [1 << 24, 1 << 24], "dtype": "float32"}}},
         {"tensors": {}},
         {"divides": True, "experts": 1 << 15},
+        {"experts": 1 << 20},
         {"surprise": 1},
     ],
     ids=str,

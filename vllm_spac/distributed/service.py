@@ -18,6 +18,7 @@ from vllm_spac.system.provenance import versions
 _FINGERPRINT = r"^[0-9a-f]{32}$"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
+_MOST_EXPERTS = 1 << 20  # at one worker
 _SAME = ("vllm_spac", "vllm", "torch", "cpu")
 
 
@@ -79,11 +80,10 @@ class Service(BaseModel):
             raise ConfigError(f"spac: a service of the layers {brief(service.mine)} of {len(service.layers)}")
         if unknown := [spec.dtype for spec in service.tensors.values() if spec.dtype not in _DTYPES]:
             raise ConfigError(f"spac: expert workers compute {', '.join(_DTYPES)}, not {brief(unknown[0])}")
-        if service.divides and len(service.keys) > MOST_SERVED:
-            raise ConfigError(
-                f"spac: {len(service.keys)} experts at a worker, and one whose group divides experts serves at most "
-                f"{MOST_SERVED}; use more workers"
-            )
+        served, most = len(service.mine) * service.experts, MOST_SERVED if service.divides else _MOST_EXPERTS
+        if served > most:
+            divides = ", and one whose group divides experts serves" if service.divides else ", which serves"
+            raise ConfigError(f"spac: {served} experts at a worker{divides} at most {most}; use more workers")
         if (nbytes := service.shape.expert_bytes) > MOST_BYTES:
             raise ConfigError(
                 f"spac: experts of {gib(nbytes)} do not fit a frame of expert workers ({gib(MOST_BYTES)})"
