@@ -361,6 +361,7 @@ def test_what_peers_with_the_secret_send_harms_nobody(
     places: Threads, context: zmq.Context, data: st.DataObject, role: str
 ) -> None:
     """Arbitrary messages and frames, in a session or before: answered, refused or dropped, and the next is answered."""
+    assert places.running[0].thread.is_alive()
     link = Link(context, places.addresses()[0], SECRET, facts(), "engine")
     try:
         if role == "visitor":

@@ -67,7 +67,7 @@ class Listener:
         self._door.start()
         self._door.configure_curve_callback(_DOMAIN, keys)
         self.socket = _configure(self._context.socket(zmq.ROUTER), keys)
-        for option, value in {
+        options: dict[int, int | bytes] = {
             zmq.CURVE_SERVER: 1,
             zmq.ZAP_DOMAIN: _DOMAIN.encode(),
             zmq.ZAP_ENFORCE_DOMAIN: 1,  # nobody comes in if nobody is there to ask
@@ -75,7 +75,8 @@ class Listener:
             zmq.HANDSHAKE_IVL: _HANDSHAKE,
             zmq.BACKLOG: _BACKLOG,
             zmq.SNDHWM: _QUEUE,
-        }.items():
+        }
+        for option, value in options.items():
             self.socket.setsockopt(option, value)
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ def _configure(socket: zmq.Socket, keys: _Keys) -> zmq.Socket:
 
     zmq's own threads exchange the heartbeats, also while a worker computes; a stopped process sends none.
     """
-    for option, value in {
+    options: dict[int, int | bytes] = {
         zmq.CURVE_PUBLICKEY: keys.public,
         zmq.CURVE_SECRETKEY: keys.secret,
         zmq.LINGER: 0,
@@ -145,6 +146,7 @@ def _configure(socket: zmq.Socket, keys: _Keys) -> zmq.Socket:
         zmq.RCVHWM: _QUEUE,
         zmq.HEARTBEAT_IVL: HEARTBEAT,
         zmq.HEARTBEAT_TIMEOUT: SILENCE,
-    }.items():
+    }
+    for option, value in options.items():
         socket.setsockopt(option, value)
     return socket
