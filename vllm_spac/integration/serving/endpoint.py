@@ -155,6 +155,7 @@ class WorkerCollector:
                 yield self._each(CounterMetricFamily, name, text)
             for name, text in _EXPERT_WORKER_GAUGES.items():
                 yield self._each(GaugeMetricFamily, name, text)
+        yield self._stopped()
         yield self._labelled("bytes", "path", "Bytes of experts moved, by the store they came from.")
         yield self._labelled("steps", "kind", "Forwards of the target model, by kind.")
 
@@ -176,6 +177,14 @@ class WorkerCollector:
         for index, worker in enumerate(self._counting("expert_workers")):
             for called, counts in worker["expert_workers"].items():
                 metric.add_metric([str(index), called], counts[name])
+        return metric
+
+    def _stopped(self) -> Family:
+        text = "1 for a recording (trace, timeline) that could not be written and stopped; the log has the reason."
+        metric = GaugeMetricFamily("vllm:spac_recording_stopped", text, labels=["worker", "recording"])
+        for index, worker in enumerate(self._counting("stopped")):
+            for name in worker["stopped"]:
+                metric.add_metric([str(index), name], 1)
         return metric
 
     def _labelled(self, name: str, label: str, text: str) -> CounterMetricFamily:
