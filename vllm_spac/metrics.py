@@ -32,6 +32,8 @@ class Counters:
         loads: experts moved into a slot on demand: misses whose load was not in flight, including reloads of experts
             evicted between two waves of the same forward. Reads that fill the slots at the start do not count.
         host_loads: loads that host memory beside the store served (``--spac-host-memory``).
+        read_retries: reads of an expert that failed (or gave what was not packed) and were tried again, since the store
+            was opened.
         bytes: bytes moved, by the store they came from. Prefetched bytes are counted under ``<store> ahead``, bytes
             that kernels read directly from the store's memory under ``<store> streamed``.
         stall_seconds: time that layers waited for experts, read on demand or prefetched.
@@ -55,6 +57,7 @@ class Counters:
     misses: int = 0
     loads: int = 0
     host_loads: int = 0
+    read_retries: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
     stall_seconds: float = 0.0
     waves: int = 0
@@ -94,6 +97,7 @@ _BYTES = {"bytes", "slot_bytes"}
 _AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds", "cpu_stops", "prefetch_stops"}
 _EXPERTS = {
     *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),
+    "read_retries",
     *("prefetches", "prefetch_hits", "prefetch_late", "prefetch_wasted", "prefetch_harmful", "prefetch_failed"),
     *("cpu_experts", "cpu_rows"),
 }

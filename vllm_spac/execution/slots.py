@@ -162,6 +162,7 @@ class SlotExecution(Execution):
     def snapshot(self) -> dict:
         if self.holds_all:
             self._count_hits()
+        self.counters.read_retries = self.store.retries
         return self.counters.snapshot()
 
     def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:

@@ -46,6 +46,7 @@ _COUNTERS = {
     "misses": "Experts that were not in fast memory when a layer needed them.",
     "loads": "Experts loaded into fast memory.",
     "host_loads": "Experts loaded into fast memory from host memory beside a disk.",
+    "read_retries": "Reads of experts that failed and were tried again.",
     "stall_seconds": "Seconds that layers waited for experts.",
     "waves": "Waves in which MoE layers ran: more than one per forward where the slots were too few.",
     "prefetches": "Experts prefetched into fast memory.",
