@@ -44,7 +44,8 @@ class Counters:
         prefetch_hits: prefetches that were used before they were evicted.
         prefetch_late: prefetch hits that a layer had to wait for; they count as misses.
         prefetch_wasted: prefetches that were evicted unused.
-        prefetch_harmful: experts that a layer had to load because a prefetch, unused until then, had evicted them.
+        prefetch_harmful: experts that had to be loaded, or computed on the CPU, because a prefetch, unused until then,
+            had evicted them.
         prefetch_failed: prefetch reads that failed; the expert is read again when it is needed.
         prefetch_stops: times that ``prefetch=auto`` stopped reading ahead because steps with it were not shorter.
         cpu_experts: distinct experts per layer and forward that were computed on the CPU, from the store's memory.
