@@ -272,6 +272,13 @@ class Runtime:
             if DRAFTING & execution.looks_at:
                 execution.draft(tokens, read)
 
+    def drafted(self, drafts: int, seconds: float) -> None:
+        """The drafter took ``seconds`` to propose up to ``drafts`` tokens for each request, one after another."""
+        if drafts and not self.in_prompt:  # whose rows the drafter reads, too
+            for execution in self.executions:
+                if execution.balancer is not None:
+                    execution.balancer.drafted(seconds / drafts)
+
     @property
     def counts_tokens(self) -> bool:
         """Whether ``end_step`` uses the numbers of tokens, so that it is worth waiting for them."""
