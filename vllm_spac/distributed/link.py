@@ -154,7 +154,7 @@ class Link:
             if self._ended.is_set():
                 raise Lost("spac: the engine ends")
             if why := self.broken():
-                raise Lost(f"spac: the worker at {self.address} is lost: {why}")
+                raise Lost(f"spac: the worker at {self.address} cannot be used: {why}")
             if not self.socket.poll(int(1000 * min(left, 0.2)) + 1):
                 continue
             try:
