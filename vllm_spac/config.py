@@ -249,11 +249,7 @@ class SpacConfig(BaseModel):
         None,
         description="File from vllm-spac calibrate, for the rankings static and coactivation and the policy pinned.",
     )
-    tuned: types.TunedText = Field(
-        "auto",
-        description="A profile of vllm-spac tune, whose knobs are used if you set none of them: auto, with vllm serve "
-        "the one beside the packed experts; off; or a file.",
-    )
+    tuned: types.TunedText = "auto"
     tuned_allow: types.TunedAllow = "exact"
     page: bool = Field(
         False,

@@ -80,6 +80,11 @@ class Step:
         return any(request.kind == RowKind.PREFILL for request in self.requests)
 
     @property
+    def leading(self) -> int:
+        """Number of rows before the first prefill row: all that generate, where a runner puts those first."""
+        return min((request.start for request in self.requests if request.kind == RowKind.PREFILL), default=self.rows)
+
+    @property
     def generating(self) -> list[slice]:
         """The rows of requests that decode or verify, in as few slices as possible; prefill rows are left out."""
         parts: list[slice] = []

@@ -32,6 +32,8 @@ class Counters:
         loads: experts moved into a slot on demand: misses whose load was not in flight, including reloads of experts
             evicted between two waves of the same forward. Reads that fill the slots at the start do not count.
         host_loads: loads that host memory beside the store served (``--spac-host-memory``).
+        read_retries: reads of an expert that failed (or gave what was not packed) and were tried again, since the store
+            was opened.
         bytes: bytes moved, by the store they came from. Prefetched bytes are counted under ``<store> ahead``, bytes
             that kernels read directly from the store's memory under ``<store> streamed``.
         stall_seconds: time that layers waited for experts, read on demand or prefetched.
@@ -42,7 +44,8 @@ class Counters:
         prefetch_hits: prefetches that were used before they were evicted.
         prefetch_late: prefetch hits that a layer had to wait for; they count as misses.
         prefetch_wasted: prefetches that were evicted unused.
-        prefetch_harmful: experts that a layer had to load because a prefetch, unused until then, had evicted them.
+        prefetch_harmful: experts that had to be loaded, or computed on the CPU, because a prefetch, unused until then,
+            had evicted them.
         prefetch_failed: prefetch reads that failed; the expert is read again when it is needed.
         prefetch_stops: times that ``prefetch=auto`` stopped reading ahead because steps with it were not shorter.
         cpu_experts: distinct experts per layer and forward that were computed on the CPU, from the store's memory.
@@ -55,6 +58,7 @@ class Counters:
     misses: int = 0
     loads: int = 0
     host_loads: int = 0
+    read_retries: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
     stall_seconds: float = 0.0
     waves: int = 0
@@ -94,6 +98,7 @@ _BYTES = {"bytes", "slot_bytes"}
 _AT_ONCE = {"layers", "waves", "steps", "stall_seconds", "cpu_wait_seconds", "cpu_stops", "prefetch_stops"}
 _EXPERTS = {
     *("experts", "slots", "resident", "pinned", "host_experts", "hits", "misses", "loads", "host_loads"),
+    "read_retries",
     *("prefetches", "prefetch_hits", "prefetch_late", "prefetch_wasted", "prefetch_harmful", "prefetch_failed"),
     *("cpu_experts", "cpu_rows"),
 }

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from vllm_spac.budget.control import BudgetControl
@@ -19,13 +17,12 @@ from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
 from vllm_spac.execution.pointers.streams import capturing
 from vllm_spac.predictors.base import DRAFTING, Signal
+from vllm_spac.recordings import Recordings
 from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.closing import Closer
 from vllm_spac.timeline.recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, now
 from vllm_spac.timeline.writer import TimelineWriter
 from vllm_spac.traces.writer import TraceWriter
-
-_SAVE_SECONDS = 5.0
 
 
 class Listener(Protocol):
@@ -58,6 +55,7 @@ class Runtime:
 
     Attributes:
         timeline: records events of the forward thread; None: nobody records.
+        recordings: the files that are recorded, and why one of them stopped.
     """
 
     def __init__(
@@ -75,23 +73,20 @@ class Runtime:
         self.budget = budget
         self.guard = guard
         self.listeners: list[Listener] = []
-        self.trace = trace
-        self.saved = saved
+        self.recordings = Recordings(trace, saved, clock)
         self.timeline: Timeline | None = None
         self._clock = clock
         self._failed = failed
         self._step: Step | None = None  # while its layers run
-        self._chosen: list[tuple[int, Tensor, Tensor]] = []  # by the routers of the step, recorded after it
         self._rows = 0  # of that step
         self._warming = False
         self._replayed = False
         self._timed: tuple[Step, int, float] | None = None  # step, draft length it runs under, start
         self._drafts = 0
-        self._save_at = -math.inf
         self._began = 0  # when the step began, in the timeline
         self._first_layer: dict[Execution, int] = {}  # of all layers, by execution; for the timeline
         # Finishes the trace, stops threads and closes stores: once, when called, garbage-collected or at exit.
-        self.close = Closer(self, partial(_close, trace, saved, tuple(executions)))
+        self.close = Closer(self, partial(_close, self.recordings, tuple(executions)))
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -121,9 +116,7 @@ class Runtime:
         votes = self.budget.begin_step(step)
         for execution in self.executions:
             execution.begin_step(votes)
-        self._chosen.clear()
-        if self.trace is not None:
-            self.trace.begin_step(step)
+        self.recordings.begin_step(step)
 
     def route(self, layer: int, hidden: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the weights and ids [rows, k] that layer number ``layer`` of the model must run.
@@ -152,7 +145,7 @@ class Runtime:
             UnsupportedError: a trace, a listener or a budget has to run on the host in each layer.
         """
         self._replayed = True
-        if self.trace is not None or self.listeners or (self.budget.active and not self.budget.captured):
+        if self.recordings.trace is not None or self.listeners or (self.budget.active and not self.budget.captured):
             self.require_host("a trace, a listener or this budget")
 
     def require_host(self, what: str) -> None:
@@ -207,7 +200,7 @@ class Runtime:
             self.captured()
         real = self.rows(len(x))
         as_routed = self._step is not None and real == len(x) and not self.budget.active
-        rows = Rows(real, as_routed, None if self.trace is None else self._record)
+        rows = Rows(real, as_routed, None if self.recordings.trace is None else self._record)
         timeline = None if self._step is None else self.timeline
         start = 0 if timeline is None else now()
         try:
@@ -223,7 +216,7 @@ class Runtime:
     def _record(self, layer: int, ids: Tensor, weights: Tensor) -> None:
         """Keeps the experts and weights that a layer is about to run, both [rows, top_k] without padding."""
         if self._step is not None:
-            self._chosen.append((layer, ids.clone(), weights.clone()))  # the originals may be overwritten
+            self.recordings.chose(layer, ids, weights)
 
     def end_forward(self) -> None:
         """Called when the layers have finished or failed; what runs until the next step (profiling, warm-up) is not
@@ -279,11 +272,18 @@ class Runtime:
             if DRAFTING & execution.looks_at:
                 execution.draft(tokens, read)
 
+    def drafted(self, drafts: int, seconds: float) -> None:
+        """The drafter took ``seconds`` to propose up to ``drafts`` tokens for each request, one after another."""
+        if drafts and not self.in_prompt:  # whose rows the drafter reads, too
+            for execution in self.executions:
+                if execution.balancer is not None:
+                    execution.balancer.drafted(seconds / drafts)
+
     @property
     def counts_tokens(self) -> bool:
         """Whether ``end_step`` uses the numbers of tokens, so that it is worth waiting for them."""
         return self._timed is not None and (
-            self.trace is not None or self.guard is not None or self.timeline is not None
+            self.recordings.trace is not None or self.guard is not None or self.timeline is not None
         )
 
     def end_step(self, tokens: Sequence[int] | None, paths: Sequence[Sequence[int]] | None = None) -> None:
@@ -298,47 +298,19 @@ class Runtime:
             count = UNKNOWN if tokens is None else sum(tokens)
             self.timeline.add(Kind.STEP, self._began, STEP_KINDS.index(timed[0].kind), count)
         self._began = 0
-        if self.trace is not None:
-            self._write(self.trace)
-            self.trace.end_step(tokens, paths)
-        self._save_sometimes()
         if self.guard is not None and tokens is not None and timed is not None:
             step, drafts, start = timed
             emitted = [
                 count for count, r in zip(tokens, step.requests, strict=True) if r.kind != RowKind.PREFILL and count
             ]
             self.guard.observe(drafts, emitted, len(step.requests), self._clock() - start)
-
-    def _write(self, trace: TraceWriter) -> None:
-        """Writes what the routers of a step chose, for all layers at once.
-
-        Inside a layer each call into torch would add a microsecond per token, and on a GPU a copy would wait for the
-        layer's kernels.
-        """
-        if self._chosen:
-            layers, ids, weights = zip(*self._chosen, strict=True)
-            self._chosen.clear()
-            trace.observe(layers, torch.stack(ids).cpu().numpy(), torch.stack(weights).float().cpu().numpy())
-
-    def _save_sometimes(self) -> None:
-        """Saves trace and timeline every few seconds, so that a killed server loses little; takes at most 0.5 % of the
-        time."""
-        if self.trace is None and self.saved is None:
-            return
-        start = self._clock()
-        if start >= self._save_at:
-            if self.trace is not None:
-                self.trace.save()
-            if self.saved is not None:
-                self.saved.save()
-            done = self._clock()
-            self._save_at = done + max(_SAVE_SECONDS, 200 * (done - start))
+        saved = self.recordings.timeline
+        self.recordings.end_step(tokens, paths)
+        if self.recordings.timeline is not saved:  # nobody will read what is recorded; a live page begins anew
+            self.watch(None)
 
 
-def _close(trace: TraceWriter | None, saved: TimelineWriter | None, executions: Sequence[Execution]) -> None:
-    if trace is not None:
-        trace.finish()
-    if saved is not None:
-        saved.save()
+def _close(recordings: Recordings, executions: Sequence[Execution]) -> None:
+    recordings.finish()
     for execution in executions:
         execution.close()

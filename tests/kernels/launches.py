@@ -21,6 +21,10 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.execution.pointers import execution
 from vllm_spac.execution.pointers.admissions.base import Kernels
 from vllm_spac.execution.pointers.execution import PointerExecution
+from vllm_spac.execution.pointers.streams import CallerStream
+from vllm_spac.prediction.file import Identity, PredictorFile, kinds
+from vllm_spac.predictors._maps import Maps
+from vllm_spac.predictors._trained import Sizes
 
 KERNELS = {
     "gate_up": (grouped_gemm, "_gate_up_kernel"),
@@ -53,7 +57,8 @@ class Device(TorchDispatchMode):
     Attributes:
         launched: names.
         keys: of kernels, the name and what Triton compiles for.
-        cold: keys that a capture was the first to launch.
+        ran: of torch's operations, the name and the types and sizes of its tensors: a library may choose by them.
+        cold: keys that a capture was the first to launch, of either.
         capturing: whether launches go into a graph.
     """
 
@@ -61,6 +66,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.launched: list[str] = []
         self.keys: set[tuple] = set()
+        self.ran: set[tuple] = set()
         self.cold: list[tuple] = []
         self.capturing = False
         self._binders: dict[str, Callable] = {}
@@ -75,6 +81,7 @@ class Device(TorchDispatchMode):
         launchers = grouped_gemm.grouped_gemm, admit.admit, fetch.fetch, grouped_gemm.rows_to_compile
         patch.setattr(execution, "_kernels", lambda device: Kernels(*launchers))
         patch.setattr(execution, "capturing", lambda tensor: self.capturing)
+        patch.setattr(execution, "streams", lambda device: (CallerStream(), CallerStream()))  # this mode is a thread's
 
     def _launch(self, name: str, arguments: tuple, named: dict) -> None:
         self.launched.append(name)
@@ -89,6 +96,11 @@ class Device(TorchDispatchMode):
         name = func._schema.name
         if not func.is_view and not name.startswith(("aten::empty", "aten::new_empty", "aten::_unsafe_view")):
             self.launched.append(name)
+            given = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, torch.Tensor)]
+            key = name, *((value.dtype, tuple(value.shape)) for value in given)
+            if self.capturing and key not in self.ran:
+                self.cold.append(key)
+            self.ran.add(key)
         return result
 
 
@@ -117,6 +129,20 @@ def pool(
     for _ in made.fill():
         pass
     return made
+
+
+def predictor(name: str, experts: int, top_k: int, layers: int = 2) -> Maps:
+    """Looks one layer ahead, with tensors of zeros."""
+    sizes = Sizes(layers, experts, top_k, D, 1, 8)
+    tensors = {
+        part: {key: torch.zeros(size, dtype=dtype) for key, (dtype, size) in kinds()[part].specs(sizes).items()}
+        for part in ("token_table", "gate", "quasi_hidden", "linear")
+    }
+    tensors["token_table"]["tokens"] += torch.arange(sizes.words)
+    names = tuple(map(str, range(layers)))
+    found = PredictorFile(Identity("f", "m", names), sizes, 1, tensors, {}, dict.fromkeys(tensors, {})).build(name)
+    assert isinstance(found, Maps)
+    return found
 
 
 def forward(pool: PointerExecution, rows: int) -> None:

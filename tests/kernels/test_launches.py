@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
 
-from launches import D, Device, forward, pool  # noqa: E402
+from launches import D, Device, forward, pool, predictor  # noqa: E402
 from vllm_spac.kernels.cover import cover  # noqa: E402
 from vllm_spac.kernels.formats import Format  # noqa: E402
 from vllm_spac.kernels.shortlist import shortlist  # noqa: E402
@@ -85,6 +85,35 @@ def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, mos
     made.close()
 
 
+@pytest.mark.parametrize("warms_up", [True, False], ids=["a forward before each capture", "none"])
+@pytest.mark.parametrize("name", ["gate", "quasi_hidden", "linear", None])
+def test_no_operation_is_launched_for_the_first_time_in_a_capture(device, name, warms_up):
+    """Neither a kernel nor one of torch's operations, of which libraries choose some by their sizes.
+
+    vLLM runs a forward of each size before it captures that, by default. Where it does not, each operation and type has
+    run at least once, for some size.
+    """
+    ahead = None if name is None else predictor(name, *MODELS["the toy"])
+    made = pool(*MODELS["the toy"], BATCHED, predictor=ahead, extra=0.1)
+    with device:
+        forward(made, BATCHED)
+        before = set(map(of_any_size, device.ran))
+        for rows in captured(256):
+            if warms_up:
+                forward(made, rows)
+            device.capturing = True
+            forward(made, rows)
+            device.capturing = False
+    assert ("aten::addmm" in device.launched) is ("aten::topk" in device.launched) is (name is not None)
+    assert [key for key in device.cold if warms_up or of_any_size(key) not in before] == []
+    made.close()
+
+
+def of_any_size(key: tuple) -> tuple:
+    """What was launched, of torch's operations without the sizes of tensors."""
+    return tuple(part[0] if isinstance(part, tuple) else part for part in key)
+
+
 @pytest.mark.parametrize(
     "packed", [Format("e2m1", 32), Format("e2m1", 16), Format("int4", 16, zeros=True), Format("e4m3")], ids=str
 )
@@ -107,11 +136,13 @@ def test_nothing_of_packed_experts_compiles_in_a_capture(device, packed):
 
 
 def test_what_is_compiled_decides_and_moves_nothing(device):
-    """In a step that has offers and counts of other layers: all is as it was."""
-    made = pool(8, 2, 64)
+    """In a step that has offers and counts of other layers, and reads ahead: all is as it was."""
+    made = pool(8, 2, 64, predictor=predictor("gate", 8, 2), extra=1.0)
+    made.admission.offering.allowance.loaded(100)
     made.begin_step(Step((RequestRows(0, 4, RowKind.DECODE),)))
     admission = made.admission
-    state = [*admission._experts, *admission._offers, admission.counts, made._live]
+    assert made._ahead._live.item() > 0
+    state = [*admission._experts, *admission._offers, admission.counts, made._live, made._ahead._live]
     before = [tensor.clone() for tensor in state]
     made._compile(0, torch.zeros(4, D), "silu", captured=False)
     assert device.keys and all(map(torch.equal, state, before))
@@ -180,8 +211,9 @@ def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverag
         return torch.zeros(rows, experts), torch.ones(rows, top_k), torch.zeros(rows, top_k, dtype=torch.int32)
 
     for layer in range(2):
-        budget.compile(layer, *routed(BATCHED))
-    compiled = set(device.keys)
+        with device:
+            budget.compile(layer, *routed(BATCHED))
+    compiled, before_captures = set(device.keys), set(map(of_any_size, device.ran))
     for rows in captured(512):
         for layer in range(2):
             given = routed(rows)
@@ -192,7 +224,7 @@ def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverag
             device.capturing = False
             names = [name.removeprefix("aten::") for name in device.launched]
             assert names == ["eq", "_softmax", "masked_fill_", "mul", *CHOICE, *before, "shortlist", "cover", "tally"]
-    assert device.cold == [] and device.keys == compiled
+    assert device.keys == compiled and {of_any_size(key) for key in device.cold} <= before_captures
     assert sorted(name for name, *_ in compiled) == ["cover", "shortlist", "tally"]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -105,6 +107,30 @@ def test_damage_while_serving_stops_the_engine_and_is_gone_after_a_restart(famil
     assert 0 < len(aside) < len(damaged) == 40
     assert_same_tokens(engines.generate(checkpoint(family), tiers), stock(family))
     assert len(list(Path(tiers["disk_dir"]).rglob("*.corrupt"))) == 40
+
+
+def test_reads_that_fail_for_a_moment_change_nothing_but_a_counter(family, checkpoint, stock, tiers, monkeypatch):
+    """Every fifth read, at the start and while serving: by an error, or by bytes that were damaged on the way."""
+    from vllm_spac.tiers import _retries
+    from vllm_spac.tiers.disk import DiskStore
+
+    engines.generate(checkpoint(family), tiers)
+    real, reads = DiskStore._read_file, itertools.count(1)
+
+    def unsteady(self, path, parts):
+        if (number := next(reads)) % 10 == 5:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        size = real(self, path, parts)
+        parts[-2 if len(parts) > 1 else 0][100] ^= number % 10 == 0
+        return size
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "_read_file", unsteady)
+        patch.setattr(_retries.time, "sleep", lambda seconds: None)
+        run = engines.generate(checkpoint(family), tiers)
+    assert_same_tokens(run, stock(family))
+    assert run.stats["read_retries"] == (next(reads) - 1) // 5 > 20 and run.stats["prefetch_failed"] == 0
+    assert not list(Path(tiers["disk_dir"]).rglob("*.corrupt"))
 
 
 def test_another_checkpoint_with_the_old_times(family, checkpoint, knobs, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -103,11 +104,15 @@ def test_workers_that_ran_before_the_engine(dtype, checkpoint, tmp_path) -> None
     """Started by the command, with a replica of each layer; one is stopped in the middle, and goes on later."""
     file = tmp_path / "cluster.json"
     options = ["--file", str(file), "--disk-dir", str(tmp_path / "packed"), "--threads", "1"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
     started = CliRunner().invoke(app, ["cluster", "start", "--workers", "3", *options])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert started.exit_code == 0, started.output
     try:
         pids = [place.pid for place in ClusterFile.read(file).workers]
         assert oct(file.stat().st_mode).endswith("600")
+        assert all(psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard) for pid in pids)
         stock = engines.generate(checkpoint("qwen3_moe"), dtype=dtype)
         spac = {"slots": "100%", "executor": "processes", "cluster": str(file), "replicas": 1}
         spac["disk_dir"] = str(tmp_path / "of the engine")

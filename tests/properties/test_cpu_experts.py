@@ -109,12 +109,13 @@ class Layers:
         policy: str = "lru",
         executor: type[Watched] = Watched,
         checked: bool = False,
+        ahead: PrefetchSettings | None = None,
         **knobs,
     ) -> None:
         tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in SPECS.items()}
         self.store, self.executor, self.calls = Slow(delay), executor(), 0
         built = components.build("policies", policy)
-        options = {"io_threads": 2, "path": "double", "ahead": PrefetchSettings(poison=True)}
+        options = {"io_threads": 2, "path": "double", "ahead": ahead or PrefetchSettings(poison=True)}
         self.pool = SlotExecution(SHAPE, slots, built, self.store, tensors, **options)
         chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
         self.pool.balance(chosen, ExecutorThread(self.executor), checked)
@@ -230,6 +231,25 @@ def test_policy_hears_of_what_ran_on_the_cpu(make) -> None:
         layers.pool.end_forward()
     assert layers.pool.residency.resident == 0 and layers.pool.counters.cpu_experts == 6
     assert layers.pool.residency.policy._estimator is not None
+
+
+def test_what_the_cpu_computes_is_needed_so_that_reads_ahead_may_begin(make) -> None:
+    """MoE-SpAc's arrangement: the CPU computes each miss, and only what was to be read ahead has a slot."""
+    ahead = PrefetchSettings(prefetch="utility", extra=0.1, poison=True)
+    layers = make(4, count=EXPERTS, policy="utility", ahead=ahead)
+    for seed in range(44):
+        layers.pool.begin_step(Step((RequestRows(0, 7, RowKind.VERIFY, 6),)))
+        for layer in range(LAYERS):
+            x, weights, _ = routed(7, seed)
+            ids = torch.tensor([[0, 1]] * 7, dtype=torch.int32)
+            out = layers.forward(layer, x, weights, ids)
+            assert torch.equal(out, layers.all_hot(layer, x, weights, ids))
+        layers.pool.end_forward()
+    counters = layers.pool.counters
+    assert counters.prefetch_hits > 0 and counters.cpu_experts > 0
+    needed = counters.cpu_experts + counters.loads + counters.prefetch_hits - counters.prefetch_harmful
+    in_flight = len(layers.pool._transfers.ahead.keys)
+    assert counters.prefetches - counters.prefetch_hits + in_flight <= 0.1 * needed
 
 
 def test_threshold_has_scores_where_neither_policy_nor_prefetcher_keeps_them(make) -> None:

@@ -248,11 +248,62 @@ def test_no_layer_waits_for_those_before_it(made):
 @every_admission
 def test_prompts_decide_nothing(made, admission):
     pool, rng = made(6, admission=admission), torch.Generator().manual_seed(0)
-    for _ in range(3):
-        pool.check(PROMPT, rng)
-        pool.settle()
+    step = Step((RequestRows(0, 9, RowKind.PREFILL),))
+    used = sum((pool.check(step, rng), pool.settle())[0] for _ in range(3))
     stats = pool.snapshot()
-    assert not moved(stats, shape()) and stats["misses"] > 0
+    assert not moved(stats, shape()) and stats["misses"] > 0 and stats["hits"] + stats["misses"] == used
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_beside_a_prompt_get_slots_and_the_prompt_none(made, policy):
+    """What the first rows need gets slots, and nothing else does; all experts are counted."""
+    pool, rng = made(10, policy=policy), torch.Generator().manual_seed(0)
+    used = 0
+    for _ in range(30):
+        before = set(np.flatnonzero(pool.admission.slots() != NOWHERE).tolist())
+        ids = torch.randint(0, EXPERTS, (9, TOP_K), generator=rng)
+        used += pool.check(PROMPT, rng, ids=ids)
+        after = set(np.flatnonzero(pool.admission.slots() != NOWHERE).tolist())
+        wanted = {layer * EXPERTS + expert for layer in range(LAYERS) for expert in ids[:2].flatten().tolist()}
+        assert after - before <= wanted
+        pool.admission.check_integrity()
+    stats = pool.snapshot()
+    assert stats["hits"] + stats["misses"] == used
+    assert moved(stats, shape())
+
+
+def test_hits_beside_a_prompt_are_those_of_the_same_rows_alone(made):
+    """Four rows that choose among few experts, and one of a prompt, which chooses among others."""
+
+    def loads(steps: list[Step]) -> tuple[int, int]:
+        pool, rng = made(10), torch.Generator().manual_seed(0)
+        for number, step in enumerate(steps):
+            if number == 20:
+                before = pool.snapshot()["loads"], pool.snapshot()["misses"]
+            mine = torch.randint(0, 3, (4, 1), generator=rng)
+            ids = 5 + torch.cat((mine, (mine + 1) % 3), 1)  # not those that slots are filled with
+            others = torch.randint(0, 5, (step.rows - 4, TOP_K), generator=rng)
+            pool.check(step, rng, ids=torch.cat((ids, others)))
+            pool.admission.slots()
+        slots = pool.admission.slots().reshape(LAYERS, EXPERTS)
+        assert (slots[:, 5:] != NOWHERE).all(), "what the rows choose has slots"
+        after = pool.snapshot()
+        return after["loads"] - before[0], after["misses"] - before[1]
+
+    rows = tuple(RequestRows(row, row + 1, RowKind.DECODE) for row in range(4))
+    alone, mixed = Step(rows), Step((*rows, RequestRows(4, 5, RowKind.PREFILL)))
+    assert loads([alone] * 40) == (0, 0), "all are there after a while"
+    moved, missed = loads([mixed] * 40)
+    assert moved == 0 < missed, "the same with a prompt, whose own experts are read where they are"
+
+
+def test_rows_after_a_prompt_get_no_slots(made):
+    step = Step((RequestRows(0, 2, RowKind.PREFILL), RequestRows(2, 5, RowKind.DECODE)))
+    assert step.leading == 0
+    pool, rng = made(6), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        pool.check(step, rng)
+    assert not moved(pool.snapshot(), shape())
 
 
 @every_admission

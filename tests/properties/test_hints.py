@@ -47,7 +47,7 @@ class Hints(RuleBasedStateMachine):
         knobs = {"slots": slots, "policy": policy, "hidden": HIDDEN, "hints": True, "pins": pins}
         service = Service.of(SHAPE, FINGERPRINT, MINE, **knobs)
         store = content()
-        self.worker = Worker(b"secret", lambda _: kernel, lambda *_: store, 1 << 20)
+        self.worker = Worker(bytes(32), lambda _: kernel, lambda *_: store, 1 << 20)
         self.pool = ExpertPool(service, store, kernel, 1 << 20)
         limits = Limits(hidden=HIDDEN, top_k=TOP_K, experts=EXPERTS, expert_bytes=SHAPE.expert_bytes)
         self.worker._session = _Session(PEER, "engine", EPOCH, service, store, self.pool, limits)

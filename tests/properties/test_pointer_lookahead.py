@@ -172,6 +172,33 @@ def test_it_names_what_the_predictor_guesses(made, name: str) -> None:
         assert torch.equal(out, guess.scores.topk(TOP_K).indices.int())
 
 
+def test_what_warms_up_moves_nothing(made) -> None:
+    """Before any step, and in the middle of one that may read ahead: slots, offers and guesses stay what they were."""
+    pool = made(10, predictor=predictor(), extra=1.0)
+    admission, ahead, rng = pool.admission, pool._ahead, torch.Generator().manual_seed(0)
+    state = [*admission._experts, *admission._offers, admission._guessed, ahead._live]
+
+    def warm_up() -> None:
+        before = [tensor.clone() for tensor in state]
+        for layer in range(LAYERS):
+            x, weights = torch.randn(3, D, generator=rng), torch.rand(3, TOP_K, generator=rng)
+            ahead.compile(layer, x, torch.full((3, TOP_K), -1, dtype=torch.int32), weights)
+            ahead.join()
+        pool._ahead._copy.record().wait()
+        assert all(map(torch.equal, state, before))
+
+    warm_up()
+    x = torch.randn(3, D, generator=rng)
+    pool.run(0, x, torch.rand(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int32), "silu", torch.empty_like(x))
+    admission.check_integrity()
+    for _ in range(5):
+        pool.check(DECODE, rng)
+    pool.begin_step(DECODE)
+    assert ahead._live.item() > 0 and admission._offers.state[1] > 0
+    warm_up()
+    pool.end_forward()
+
+
 def test_padding_names_nothing(made) -> None:
     """Whatever it holds: other rows, experts that there are not, and numbers that are none."""
     pool, named = made(LAYERS * EXPERTS - 4, predictor=predictor("quasi_hidden"), extra=1.0), predictor("quasi_hidden")

@@ -310,6 +310,21 @@ def test_scores_are_those_of_the_predictor_that_was_asked_for(policy: str) -> No
         assert np.flatnonzero(prefetcher.scores).tolist() == hot
 
 
+@pytest.mark.parametrize(
+    ("spec", "gamma"), [("utility", 2), ("utility@gamma=6", 6), ("utility@variant=literal", 8), ("off", 2)]
+)
+def test_gamma_is_the_number_of_drafts_whatever_the_policy(spec: str, gamma: int) -> None:
+    """Unless it is given. Boundaries begin at gamma / 2: with two drafts one row is hot, with eight four are."""
+    variant = "literal" if "literal" in spec else "paper"
+    found = PrefetchSettings.of(spec, drafts=2).predictor_beside(components.build("policies", "lru"), 9)
+    expected = UtilityEstimator(9, gamma, variant=variant)
+    others = [UtilityEstimator(9, other, variant=variant) for other in {2, 6, 8} - {gamma}]
+    for each in (expected, found, *others):
+        each.observe_step(np.arange(9))
+    assert (found.scores == expected.scores).all()
+    assert all((found.scores != other.scores).any() for other in others)
+
+
 def test_a_policy_lends_its_scores() -> None:
     lent = prefetcher_of("utility", "utility")
     counts = np.full(SHAPE.total, 9)

@@ -48,6 +48,7 @@ LEVELS = {
     "profiling.fit": 2,
     "profiling.timing": 2,
     "profiling.serving": 2,
+    "recordings": 2,
     "runtime": 3,
     # tools
     "profiling": 4,

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_spac.integration.stepping import draft_planning
 from vllm_spac.integration.stepping.draft_planning import PlannedDrafts, attach
+from vllm_spac.speculation.batch_guard import halved
 from vllm_spac.speculation.guard import Guard
 
 
@@ -129,3 +131,110 @@ def test_it_settles_where_tokens_come_fastest(ahead: int, accepted: float, draft
             tokens += 1
         assert scheduler.update_from_output(step, said := result(a=tokens)) is said
     assert guard.steps[best] > 0.9 * sum(guard.steps), "a look at other lengths is all else that runs"
+
+
+# -- graphs: vLLM's own candidates and dispatch ------------------------------------------------------------------------
+
+
+def configured(requests: int, most: int, mode: str, asked=None):
+    """What vLLM's graph manager reads of its configuration."""
+    from vllm.config import CUDAGraphMode
+
+    speculation = SimpleNamespace(
+        num_speculative_tokens_per_batch_size=asked,
+        uses_dynamic_speculative_decoding=lambda: bool(speculation.num_speculative_tokens_per_batch_size),
+    )
+    sizes = [1, 2, 4, *range(8, 257, 8)]
+    return SimpleNamespace(
+        instance_id=f"{requests} {most} {mode} {asked}",
+        num_speculative_tokens=most,
+        speculative_config=speculation,
+        scheduler_config=SimpleNamespace(max_num_seqs=requests),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode[mode], cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=256
+        ),
+    )
+
+
+@pytest.fixture
+def managers(monkeypatch):
+    """vLLM's graph managers of engines with drafts, as if all graphs had been captured."""
+    utils = pytest.importorskip("vllm.v1.worker.gpu.cudagraph_utils")
+    monkeypatch.setattr(utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
+    monkeypatch.setattr(utils, "is_breakable_cudagraph_enabled", lambda: False)
+    monkeypatch.setattr(type(utils.current_platform), "get_global_graph_pool", lambda self: None, raising=False)
+
+    def make(config):
+        mode = config.compilation_config.cudagraph_mode
+        manager = utils.CudaGraphManager(config, None, mode, decode_query_len=1 + config.num_speculative_tokens)
+        manager._graphs_captured = True
+        return manager
+
+    return make
+
+
+def offered(config) -> Guard:
+    guard = Guard(config.num_speculative_tokens)
+    try:
+        draft_planning.offer(config, guard)
+    finally:
+        draft_planning._waiting.clear()
+    return guard
+
+
+def lengths_run(guard: Guard, seconds) -> set[int]:
+    """The lengths that a guard runs in a while, where a step takes ``seconds`` (of its length)."""
+    rng, ran = random.Random(0), set()
+    for _ in range(6000):
+        length = guard.choose(1)
+        ran.add(length)
+        guard.observe(length, [1 + sum(rng.random() < 0.5 for _ in range(length))], 1, seconds(length))
+    return ran
+
+
+@pytest.mark.parametrize("requests", [2, 3, 4, 8, 256])
+@pytest.mark.parametrize("most", [1, 3, 5, 8])
+def test_each_length_that_the_guard_chooses_has_a_full_graph(managers, requests: int, most: int, caplog) -> None:
+    from vllm.config import CUDAGraphMode
+
+    config = configured(requests, most, "FULL_AND_PIECEWISE")
+    with caplog.at_level("INFO", "vllm.spac"):
+        guard, manager = offered(config), managers(config)
+    ran = lengths_run(guard, lambda length: 1 + 0.01 * length) | lengths_run(offered(config), lambda length: 1 + length)
+    assert {0, most} <= ran and (requests <= len(halved(most)) or guard._settings.lengths == tuple(halved(most)))
+    for length in ran:
+        found = manager.dispatch(1, 1 + length, 1 + length, 0)
+        assert found.cg_mode == CUDAGraphMode.FULL and found.uniform_token_count == 1 + length, length
+    (said,) = {record.getMessage() for record in caplog.records if "guard" in record.getMessage()}
+    assert "all have full CUDA graphs" in said and all(str(length) in said for length in ran)
+
+
+def test_one_request_at_a_time_has_graphs_with_all_drafts_only(managers, caplog) -> None:
+    """vLLM's schedule has a length for each batch size, and there is one. The log says so, and what to do."""
+    config = configured(1, 4, "FULL_AND_PIECEWISE")
+    with caplog.at_level("WARNING", "vllm.spac"):
+        guard, manager = offered(config), managers(config)
+    assert lengths_run(guard, lambda length: 1 + 0.01 * length) == {0, 4}
+    assert "--max-num-seqs 2" in caplog.text and "no full CUDA graphs" in caplog.text
+    assert manager.dispatch(1, 5, 5, 0).cg_mode.name == "FULL"
+    assert manager.dispatch(1, 1, 1, 0).cg_mode.name == "PIECEWISE"
+
+
+@pytest.mark.parametrize(
+    ("asked", "lengths", "warns"), [([(1, 4, 2), (5, 8, 0)], {0, 2}, False), ([(1, 8, 3)], {0, 3}, True)]
+)
+def test_a_schedule_of_the_user_s_own_says_which_lengths_have_graphs(asked, lengths, warns, caplog) -> None:
+    config = configured(8, 4, "FULL_AND_PIECEWISE", asked)
+    with caplog.at_level("WARNING", "vllm.spac"):
+        guard = offered(config)
+    assert lengths_run(guard, lambda length: 1 + 0.01 * length) == lengths
+    assert config.speculative_config.num_speculative_tokens_per_batch_size == asked
+    assert ("no full CUDA graphs" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+def test_where_all_lengths_run_alike_none_is_left_out(mode: str, caplog) -> None:
+    guard = offered(configured(8, 5, mode))
+    assert guard._settings.lengths == () and "guard" not in caplog.text

@@ -423,13 +423,14 @@ def test_the_sum_over_workers_is_the_engine_s(divided: str, hits: list[int], loa
     """Two ranks: what both count alike is exported once, with the label of the first."""
     collector = WorkerCollector(Busy(None))
     facts = dict.fromkeys([*endpoint._GAUGES, *endpoint._COUNTERS], 1) | {"divided": divided, "mode": "exact"}
-    facts |= {"budget": dict.fromkeys(endpoint._BUDGET, 2), "steps": {"decode": 7}}
+    facts |= {"budget": dict.fromkeys(endpoint._BUDGET, 2), "steps": {"decode": 7}, "stopped": {"trace": "no room"}}
     collector.workers = [facts | {"hits": 3, "bytes": {"disk": 9}}, facts | {"hits": 5, "bytes": {"disk": 9}}]
     found = {family.name: {s.labels["worker"]: s.value for s in family.samples} for family in collector.collect()}
     assert found["vllm:spac_hits"] == {str(n): value for n, value in enumerate(hits)}
     assert found["vllm:spac_bytes"] == {str(n): value for n, value in enumerate(loads)}
     assert found["vllm:spac_steps"] == {"0": 7} and found["vllm:spac_budget_rows"] == {"0": 2}
     assert found["vllm:spac_slot_bytes"] == {"0": 1, "1": 1} and found["vllm:spac_lossy"] == {"0": 0}
+    assert found["vllm:spac_recording_stopped"] == {"0": 1}, "only the first rank records"
 
 
 def test_a_question_is_not_repeated_while_it_is_open(monkeypatch) -> None:

@@ -1,31 +1,45 @@
-"""An engine's side and real workers over loopback: threads, with a kernel in torch whose rows are independent."""
+"""An engine's side and real workers over loopback, see ``worker_threads``."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import zmq
 from torch import Tensor
+from worker_threads import (
+    ANOTHER,
+    EXPERTS,
+    FINGERPRINT,
+    HIDDEN,
+    LAYERS,
+    SECRET,
+    SHAPE,
+    TOP_K,
+    Threads,
+    assert_right,
+    connected,
+    full_copy,
+    here,
+    layer_input,
+    row_by_row,
+    until,
+)
 
-from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.distributed import schedule, visits
+from vllm_spac.distributed import visits
 from vllm_spac.distributed.client import WorkerClient
 from vllm_spac.distributed.expert_divider import ExpertDivider, Rates
 from vllm_spac.distributed.layer_call import Forward, LayerCall
 from vllm_spac.distributed.link import Link, Lost
-from vllm_spac.distributed.patience import Patience
-from vllm_spac.distributed.places import ClusterFile, Places
+from vllm_spac.distributed.places import ClusterFile
 from vllm_spac.distributed.pool import ExpertPool
 from vllm_spac.distributed.roster import Roster
-from vllm_spac.distributed.service import VISITOR, Service, facts
+from vllm_spac.distributed.service import facts
 from vllm_spac.distributed.wire import (
-    HEADER_BYTES,
     Header,
     Kind,
     Limits,
@@ -34,132 +48,10 @@ from vllm_spac.distributed.wire import (
     hint_payload,
     raw,
     resident_payload,
-    run_payload,
 )
-from vllm_spac.distributed.worker import Worker
 from vllm_spac.distributed.worker_counts import WorkerCounts
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.profiling import peer
-from vllm_spac.tiers.memory import MemoryStore
-
-LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 2, 8, 4
-SPECS = {
-    "w13_weight": TensorSpec((2 * INTERMEDIATE, HIDDEN), torch.float32),
-    "w2_weight": TensorSpec((HIDDEN, INTERMEDIATE), torch.float32),
-}
-SHAPE = MoEShape(tuple(f"layers.{i}" for i in range(LAYERS)), EXPERTS, TOP_K, SPECS)
-FINGERPRINT = "5a" * 16
-SECRET = b"the secret of these workers ...."
-
-
-def row_by_row(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
-    """A kernel whose result for a row does not depend on the other rows, like vLLM's."""
-    out = torch.zeros_like(x)
-    for row, chosen in enumerate(ids.tolist()):
-        for place, expert in enumerate(chosen):
-            gate, up = (experts["w13_weight"][expert] @ x[row]).chunk(2)
-            acted = torch.nn.functional.silu(gate) * up
-            out[row] += weights[row, place] * (experts["w2_weight"][expert] @ acted)
-    return out
-
-
-def expert(key: int) -> dict[str, Tensor]:
-    rng = torch.Generator().manual_seed(key)
-    return {name: torch.randn(spec.shape, generator=rng, dtype=spec.dtype) for name, spec in SPECS.items()}
-
-
-def layer_input(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=rng)[:TOP_K] for _ in range(rows)]).int()
-    return torch.randn(rows, HIDDEN, generator=rng), torch.rand(rows, TOP_K, generator=rng), ids
-
-
-def here(layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """The layer's output with all of its experts in this thread."""
-    all_of_it = [expert(layer * EXPERTS + number) for number in range(EXPERTS)]
-    return row_by_row(x, weights, ids, {name: torch.stack([each[name] for each in all_of_it]) for name in SPECS})
-
-
-@dataclass
-class Running:
-    """A worker in a thread."""
-
-    worker: Worker
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        self.worker.serve(self.stop.is_set)
-        self.worker.close()
-
-    def end(self) -> None:
-        """Ends it as a killed process ends: connections close, without a word."""
-        self.stop.set()
-        self.thread.join(30)
-
-
-class Threads(Places):
-    """Workers in threads of this process, each with its own store, which outlives it like a disk."""
-
-    def __init__(self, count: int, kernel: Callable = row_by_row) -> None:
-        self.secret, self.kernel = SECRET, kernel
-        self.stores = [MemoryStore(SHAPE, FINGERPRINT) for _ in range(count)]
-        self.running = [self._start(number) for number in range(count)]
-        self.may_return = True
-
-    def _start(self, number: int) -> Running:
-        return Running(Worker(self.secret, lambda service: self.kernel, lambda *_: self.stores[number], 1 << 20))
-
-    def addresses(self) -> list[str]:
-        return [f"tcp://127.0.0.1:{running.worker.port}" for running in self.running]
-
-    def again(self, worker: int) -> str:
-        if not self.may_return:
-            raise SpacError("spac: it stays away")
-        if self.running[worker].stop.is_set():
-            self.running[worker] = self._start(worker)
-        return self.addresses()[worker]
-
-    def describe(self) -> str:
-        return f"{len(self.running)} threads"
-
-    def close(self) -> None:
-        for running in self.running:
-            running.end()
-
-
-def services(count: int, replicas: int = 0, size: int = 1, **knobs) -> list[Service]:
-    layers = [schedule.layers_of(worker, LAYERS, count, replicas, size) for worker in range(count)]
-    knobs["divides"] = size > 1
-    knobs = {"slots": "50%", "policy": "lru", "hidden": HIDDEN} | knobs
-    return [Service.of(SHAPE, FINGERPRINT, mine, **knobs) for mine in layers]
-
-
-def connected(
-    places: Threads,
-    replicas: int = 0,
-    copy: MemoryStore | None = None,
-    kernel: Callable = row_by_row,
-    size: int = 1,
-    **knobs,
-) -> WorkerClient:
-    """A client whose experts are packed and whose workers are admitted."""
-    given = services(len(places.running), replicas, size, **knobs)
-    client = WorkerClient(places, given, replicas, kernel, torch.float32, lambda: copy, size)
-    client.roster = Roster(len(given), replicas, given[0].digest, lambda: Patience(0.5, 2.0), size)
-    try:
-        client.open()
-        for key in range(SHAPE.total):
-            if not client.holds(key):
-                client.put(key, expert(key))
-        client.fill()
-    except BaseException:
-        client.close()
-        raise
-    return client
 
 
 @pytest.fixture(autouse=True)
@@ -186,23 +78,6 @@ def client() -> Iterator[Callable[..., WorkerClient]]:
     yield get
     for each in made:
         each.close()
-
-
-def full_copy() -> MemoryStore:
-    store = MemoryStore(SHAPE, FINGERPRINT)
-    for key in range(SHAPE.total):
-        store.put(key, expert(key))
-    return store
-
-
-def assert_right(found: WorkerClient, layer: int, rows: int = 3, seed: int = 0, step: int = 1) -> None:
-    """The bits of one process; where experts are divided, a row's two results are added in another order."""
-    given = layer_input(rows, seed)
-    computed, right = found.compute(Forward(step), layer, *given), here(layer, *given)
-    if found.divides:
-        torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
-    else:
-        assert torch.equal(computed, right)
 
 
 @pytest.mark.parametrize("slots", ["3", "50%", "100%"])
@@ -489,24 +364,30 @@ def test_a_damaged_expert_at_a_worker(client) -> None:
     assert found.shares.workers[0].rows_lost >= 6 and found.shares.workers[1].rows > 0
 
 
-def test_an_answer_that_is_no_number_counts_as_lost(client) -> None:
-    """If its rows were finite; rows that are not may have such a result in stock vLLM, too."""
-    spoiled = threading.Event()
+@pytest.mark.parametrize("given", ["rows", "weights", "nothing"])
+@pytest.mark.parametrize("spoiled", ["all", "another row"])
+def test_an_answer_that_is_no_number_counts_as_lost(client, given: str, spoiled: str) -> None:
+    """Row by row: only one whose input is no number may have such a result in stock vLLM, too."""
+    wrong: list[int] = []
 
-    def spoiling(*given):
-        out = row_by_row(*given)
-        if spoiled.is_set():
-            out[-1, -1] = torch.inf
+    def spoiling(*arguments):
+        out = row_by_row(*arguments)
+        out[wrong] = torch.nan
         return out
 
     found = client(Threads(1, spoiling), copy=full_copy())
-    spoiled.set()
-    assert_right(found, 0, rows=4)
+    x, weights, ids = layer_input(4)
+    if given != "nothing":
+        {"rows": x, "weights": weights}[given][1, 0] = torch.inf
+    honest = here(0, x, weights, ids)
+    assert bool(honest[1].isfinite().all()) == (given == "nothing")
+    wrong[:] = range(4) if spoiled == "all" else [2]
+    right = found.compute(Forward(1), 0, x, weights, ids)
     assert found.shares.workers[0].rows_lost == 4 and found.shares.elsewhere == 4
-    x, weights, ids = layer_input(2)
-    x[0, 0] = torch.nan
-    assert found.compute(Forward(2), 0, x, weights, ids).isnan().any()
-    assert found.shares.workers[0].rows == 2
+    torch.testing.assert_close(right, honest, rtol=0, atol=0, equal_nan=True)
+    wrong[:] = [1]
+    found.compute(Forward(2), 0, x, weights, ids)
+    assert found.shares.workers[0].rows == (0 if given == "nothing" else 4)
 
 
 def test_a_worker_with_another_kernel_is_not_admitted(client) -> None:
@@ -549,7 +430,7 @@ def test_an_engine_that_was_killed_gives_way_to_the_next() -> None:
 def test_a_worker_of_another_cluster_is_found_out() -> None:
     places = Threads(1)
     context = zmq.Context()
-    link = Link(context, places.addresses()[0], b"another", facts(), "engine")
+    link = Link(context, places.addresses()[0], ANOTHER, facts(), "engine")
     with pytest.raises(SpacError, match="has another secret"):
         link.join(20)
     link.drop()
@@ -685,7 +566,7 @@ def test_a_visitor_reads_counters_beside_the_engine(client) -> None:
     assert isinstance(first, dict) and isinstance(second, str) and "HELLO" in second
     assert (first["serving"], first["calls"], first["rows"], first["layers"]) == (True, 2, 6, 3), "one row tested it"
     assert first["memory_bytes"] > 0
-    [refused] = visits.counts(places.addresses()[:1], b"another", 5.0)
+    [refused] = visits.counts(places.addresses()[:1], ANOTHER, 5.0)
     assert "another secret" in str(refused)
     context = zmq.Context()
     link = Link(context, places.addresses()[0], SECRET)
@@ -698,18 +579,6 @@ def test_a_visitor_reads_counters_beside_the_engine(client) -> None:
     link.close()
     context.destroy(linger=0)
     assert_right(found, 0, seed=1, step=2)
-
-
-def test_a_proof_of_a_visitor_makes_no_engine(client) -> None:
-    """Its proof is bound to its role, so that who overhears one cannot turn it into the other."""
-    places = Threads(1)
-    context = zmq.Context()
-    link = Link(context, places.addresses()[0], SECRET, facts(), "engine")
-    with pytest.raises(Lost, match="the secret is another one"):
-        link._prove(VISITOR, {"facts": facts(), "engine": "engine"}, 20)
-    link.drop()
-    context.destroy(linger=0)
-    places.close()
 
 
 def test_counters_go_on_with_a_pool_and_start_again_without_one() -> None:
@@ -740,43 +609,3 @@ def test_round_trips_to_a_worker_are_measured(tmp_path) -> None:
     places.close()
     assert list(points) == list(peer.SIZES) and len(told) == len(points)
     assert all(0 < seconds < 30 for seconds in points.values())
-
-
-def test_what_strangers_send_changes_nothing(client) -> None:
-    """Noise, a wrong proof, frames of a guessed session: at most a refusal, and the engine is served on."""
-    places = Threads(1)
-    found = client(places)
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.connect(places.addresses()[0])
-    x, weights, ids = layer_input(2)
-    epoch = found.roster.epoch(0)
-    assert epoch is not None
-    runs = [
-        encode(
-            Header(Kind.RUN, guess, 1, 1, 0, 2, HIDDEN, TOP_K, torch.float32, fingerprint=bytes.fromhex(FINGERPRINT)),
-            run_payload(x, weights, ids),
-        )
-        for guess in (12345, epoch)  # also one that was overheard: it is of another connection
-    ]
-    messages = [
-        [b""], [b"x" * HEADER_BYTES, b""], [b"a"] * 7, *runs, encode(Header(Kind.LEAVE, epoch)),
-        encode(Header(Kind.PROOF), b'{"proof": 5}'), encode(Header(Kind.HELLO), b"[]"),
-    ]  # fmt: skip
-    for message in messages:
-        socket.send_multipart(message)
-    socket.send_multipart(encode(Header(Kind.HELLO), b'{"nonce": "n"}'))
-    socket.send_multipart(encode(Header(Kind.PROOF), b'{"proof": "%s"}' % (b"0" * 64)))
-    frames = [decode(socket.recv_multipart(), Limits()) for _ in range(3)]
-    assert [frame.header.kind for frame in frames] == [Kind.REFUSED, Kind.CHALLENGE, Kind.REFUSED]
-    assert "the secret is another one" in frames[2].why()
-    context.destroy(linger=0)
-    assert_right(found, 0)
-
-
-def until(done: Callable[[], object]) -> None:
-    """Waits for what another thread does."""
-    end = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < end, "it never happens"
-        time.sleep(0.01)

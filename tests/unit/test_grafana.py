@@ -37,6 +37,7 @@ def exported() -> dict[str, set[str]]:
             **gauges,
             **trees,
             "mode": "exact",
+            "stopped": {"timeline": "no room"},
             "guard": {"draft_length": 2},
             "budget": dict.fromkeys(names, 1),
             "expert_workers": {"worker-0": {"present": 1, **WorkerCounts().of(0), **asdict(Share())}},

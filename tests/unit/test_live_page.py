@@ -334,3 +334,24 @@ def test_a_timeline_that_the_user_wants_goes_on() -> None:
     view.report()
     view.close()
     assert execution.watching is experts.runtime.timeline is saved.timeline
+
+
+def test_a_page_looks_on_when_the_timeline_cannot_be_written() -> None:
+    """The timeline stops; what the page shows of steps goes on, and ends with the page."""
+
+    def fails() -> None:
+        raise OSError("no room")
+
+    execution, saved = Execution(), SimpleNamespace(timeline=Timeline(16), save=fails)
+    experts, view = viewed(execution, saved)
+    runtime = experts.runtime
+    for _ in range(2):
+        for _ in range(2):
+            runtime.begin_step(Step((RequestRows(0, 1, RowKind.DECODE),)))
+            runtime.end_forward()
+            runtime.end_step([1])
+        report = view.report()
+    assert runtime.recordings.stopped and report["time"]["steps"] == 2
+    assert runtime.timeline is not saved.timeline
+    view.close()
+    assert runtime.timeline is execution.watching is None

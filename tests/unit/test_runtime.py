@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_spac.balancers.base import LayerState
 from vllm_spac.budget.control import BudgetControl, BudgetedLayer
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.budget.settings import BudgetSettings
-from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.components import build
+from vllm_spac.core import Rates, RequestRows, RowKind, Step
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.serving.worker import SpacWorker
 from vllm_spac.runtime import Runtime
@@ -57,6 +59,44 @@ def test_guard_hears_of_the_length_that_the_step_ran_under() -> None:
     assert [told[1] for told in guard.told] == [[1, 1], [3, 1], [1, 1]]
     assert all(told[2:] == (2, 1.0) for told in guard.told)
     assert guard.asked == [2, 2, 2]
+
+
+def test_balancers_learn_what_a_draft_token_takes() -> None:
+    """MoE-SpAc's Eq. 10: reads ahead may go on while drafts are made; those of steps with prompts read them, too."""
+    balancer = build("balancers", "threshold", rates=Rates(1e-4, 2e-4, 1e-4), layers=4, top_k=2, gamma=4)
+    nothing = {"begin_step": lambda step: None, "end_forward": lambda: None, "close": lambda: None}
+    run = Runtime(
+        [SimpleNamespace(balancer=balancer, **nothing), SimpleNamespace(balancer=None, **nothing)], BudgetControl([])
+    )
+    assert balancer.rates.draft == 0
+    for step, drafts, seconds in ((VERIFY, 4, 8e-3), (MIXED, 4, 9.0), (VERIFY, 2, 2e-3), (VERIFY, 0, 1.0)):
+        run.begin_step(step)
+        run.end_forward()
+        run.drafted(drafts, seconds)
+        run.end_step([1, 1])
+    assert balancer.rates.draft == pytest.approx(1.5e-3), "the mean of 2 and 1 ms"
+    assert balancer.rates.stream == 2e-4
+
+
+def test_a_draft_time_that_was_given_stays() -> None:
+    balancer = build("balancers", "threshold", rates=Rates(1e-4, 2e-4, 1e-4, draft=5e-3), layers=4, top_k=2)
+    balancer.drafted(1.0)
+    assert balancer.rates.draft == 5e-3
+    build("balancers", "none", rates=None, layers=4, top_k=2).drafted(1.0)  # weighs nothing
+
+
+def test_the_time_of_drafts_widens_the_window_of_loads() -> None:
+    """With slow drafts more of what the CPU would compute is loaded: a lower threshold."""
+    rows = np.zeros(8, dtype=np.int64)
+    rows[[0, 1, 2, 3]] = 3
+    state = LayerState(0, rows, np.zeros(8, dtype=bool), np.array([4, 3, 2, 1, 0, 0, 0, 0]), 8)
+    found = []
+    for seconds in (None, 1.0):
+        balancer = build("balancers", "threshold", rates=Rates(1e-4, 1e-2, 5e-3), layers=4, top_k=2, gamma=4)
+        if seconds is not None:
+            balancer.drafted(seconds)
+        found.append(len(balancer.plan(state).stream))
+    assert found[0] < found[1]
 
 
 def test_prompts_emit_nothing_that_the_guard_counts() -> None:

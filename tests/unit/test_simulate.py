@@ -238,6 +238,18 @@ def test_reads_ahead_by_hand():
         assert off.stall_seconds - ahead.stall_seconds == pytest.approx(saved)
 
 
+def test_reads_ahead_beside_a_cpu_that_computes_all_misses():
+    """As in serving, the limit counts what the CPU computes; there are no other misses."""
+    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=60, drafts=3)
+    options = {"policy": "utility", "balancer": "fixed@count=16", "prefetch": "utility"}
+    limited, none = (simulate(trace, 12, COSTS, **options, prefetch_extra=extra) for extra in (0.1, 0.0))
+    assert none.prefetches == none.misses == 0 < none.cpu and limited.prefetches > 0
+    unused = limited.prefetches - limited.prefetch_hits
+    assert unused + limited.prefetch_harmful <= 0.1 * (
+        limited.cpu + limited.loads + limited.prefetch_hits - limited.prefetch_harmful
+    )
+
+
 @pytest.mark.parametrize("balancer", components.names("balancers"))
 @pytest.mark.parametrize("slots", [5, 12, 30])
 def test_what_holds_with_reads_ahead(balancer: str, slots: int):

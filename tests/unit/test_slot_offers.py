@@ -7,7 +7,7 @@ import pytest
 from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
 
 from vllm_spac.cache.allowance import Allowance
-from vllm_spac.execution.pointers.slot_offers import Offering
+from vllm_spac.execution.pointers.slot_offers import Offering, with_prompts
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.lfu import LFU
 from vllm_spac.policies.lru import LRU
@@ -27,7 +27,8 @@ def filled(policy, keys: int = 5, slots: int = 3) -> Offering:
 
 def learn(offering: Offering, sources: list[int], owner: list[int], prompts: bool = False) -> tuple[int, int]:
     counts = np.array(sources) != UNUSED
-    return offering.learn(counts.astype(np.int32), np.array(sources), np.array(owner), prompts=prompts)[:2]
+    counts = counts.astype(np.int32)
+    return offering.learn(counts, np.array(sources), np.array(owner), generating=None if prompts else counts)[:2]
 
 
 def test_the_one_used_longest_ago_is_offered_first() -> None:
@@ -56,7 +57,7 @@ def test_what_became_of_reads_ahead() -> None:
 
     def step(sources: list[int], owner: list[int], guessed: list[int]) -> list[int]:
         counts = (np.array(sources) != UNUSED).astype(np.int32)
-        found = offering.learn(counts, np.array(sources), np.array(owner), np.array(guessed), prompts=False)
+        found = offering.learn(counts, np.array(sources), np.array(owner), np.array(guessed), generating=counts)
         assert found.ahead == guessed.count(ADMITTED)
         counters = offering._counters
         return [
@@ -89,6 +90,17 @@ def test_prompts_are_counted_and_say_nothing() -> None:
     before = offering.offer().owners.tolist()
     assert learn(offering, [HIT, UNUSED, UNUSED, STREAMED, STREAMED], [0, 1, 2], prompts=True) == (2, 0)
     assert offering.offer().owners.tolist() == before
+
+
+def test_beside_prompts_the_rows_that_generate_are_learned_of() -> None:
+    """0 is used by a row that generates and 1 by one of a prompt: only 0 becomes the one used last."""
+    offering = filled(LRU())
+    counts, generating = np.array([2, 1, 0, 1, 0]), np.array([1, 0, 0, 0, 0])
+    sources = with_prompts(counts, np.array([HIT, UNUSED, UNUSED, UNUSED, UNUSED]), np.array([0, 1, 2]))
+    assert sources.tolist() == [HIT, HIT, UNUSED, STREAMED, UNUSED], "3 has no slot"
+    assert offering.learn(counts, sources, np.array([0, 1, 2]), generating=generating)[:2] == (1, 0)
+    assert offering.offer().owners.tolist() == [1, 2, 0]
+    assert (offering._counters.hits, offering._counters.misses) == (2, 1)
 
 
 def test_slots_change_owners_at_once() -> None:

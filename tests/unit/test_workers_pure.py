@@ -1,4 +1,4 @@
-"""Decisions about workers that need no worker: owners, deadlines, proofs, the description of a service."""
+"""Decisions about workers that need no worker: owners, deadlines, the description of a service."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from vllm_spac.distributed.division import Load, sent
 from vllm_spac.distributed.patience import Patience
 from vllm_spac.distributed.roster import Roster
 from vllm_spac.distributed.schedule import Cycle, layers_of, owners
-from vllm_spac.distributed.service import Service, difference, proof, proved
+from vllm_spac.distributed.service import Service, difference
 from vllm_spac.errors import ConfigError
 
 SPECS = {"w13_weight": TensorSpec((8, 4), torch.bfloat16), "w2_weight": TensorSpec((4, 4), torch.bfloat16)}
 SHAPE = MoEShape(("a", "b", "c"), 4, 2, SPECS)
-SECRET = bytes(32)
 
 
 @given(workers=st.integers(1, 8), layers=st.integers(1, 20), data=st.data())
@@ -90,20 +89,6 @@ def test_a_slow_worker_is_tried_again() -> None:
     assert roster.pace(1) is None
 
 
-def test_a_proof_is_of_one_secret_role_and_pair_of_nonces() -> None:
-    right = proof(SECRET, "worker", "theirs", "own")
-    assert proved(SECRET, "worker", "theirs", "own", right)
-    for other in (
-        (b"\1" * 32, "worker", "theirs", "own"),
-        (SECRET, "engine", "theirs", "own"),
-        (SECRET, "worker", "own", "theirs"),
-        (SECRET, "worker", "theirsown", ""),
-    ):
-        assert not proved(*other, right)
-    for given_proof in (None, 5, "", right[:-1], right.upper(), "é" * 64):
-        assert not proved(SECRET, "worker", "theirs", "own", given_proof)
-
-
 def test_what_differs_is_named() -> None:
     ours = {"vllm": "0.32", "cpu": "AVX512+AMX"}
     assert difference(ours, dict(ours)) is None
@@ -138,6 +123,7 @@ def test_a_service_is_read_as_it_was_written() -> None:
         {"tensors": {"w": {"shape": [1 << 24, 1 << 24], "dtype": "float32"}}},
         {"tensors": {}},
         {"divides": True, "experts": 1 << 15},
+        {"experts": 1 << 20},
         {"surprise": 1},
     ],
     ids=str,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 
 from vllm_spac.core import Rates
+
+_DRAFTS = 64  # over which the seconds of a draft token are averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,18 @@ class Balancer(ABC):
         self.gamma = gamma
         self.upper = upper
         self.expert_bytes = expert_bytes
+        self._draft_given = rates is not None and rates.draft > 0
+        self._drafts = 0  # of which ``rates.draft`` is a mean
 
     @abstractmethod
     def plan(self, state: LayerState) -> Plan:
         """Splits the active experts (``rows > 0``) of a layer; ``hit`` is exactly those that are resident."""
+
+    def drafted(self, seconds: float) -> None:
+        """A draft token took ``seconds``: ``rates.draft`` becomes a mean of the last, unless it was given."""
+        if self.rates is not None and not self._draft_given:
+            self._drafts = min(_DRAFTS, self._drafts + 1)
+            self.rates = replace(self.rates, draft=self.rates.draft + (seconds - self.rates.draft) / self._drafts)
 
     def threshold(self, layer: int) -> int:
         """Returns the lowest score worth prefetching for ``layer`` (MoE-SpAc's tau), from 1 to ``upper``."""

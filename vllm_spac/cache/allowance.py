@@ -15,9 +15,10 @@ PAUSE = 1024  # steps without reads ahead, until they are tried again
 class Allowance:
     """Limits reads ahead so that all reads together stay below (1 + ``extra``) times what layers need.
 
-    They need what they load or find because of a read ahead, less what they load only because a read ahead that was
-    not used yet had evicted it: about what they would load without reads ahead. A read ahead that no layer has used is
-    extra, and so is a load of what one evicted. Extra reads may be at most ``extra`` times the needed ones.
+    They need what they load, what the CPU computes in place of a load, and what they find because of a read ahead, less
+    what they miss only because a read ahead that was not used yet had evicted it: about what they would miss without
+    reads ahead. A read ahead that no layer has used is extra, and so is a miss of what one evicted. Extra reads may be
+    at most ``extra`` times the needed ones.
 
     Reads ahead pause for ``PAUSE`` steps when layers used less than ``PAYS`` of them.
 
@@ -47,7 +48,7 @@ class Allowance:
         return 0 if self._pause or more < 0 else max(0, int(more - (self._read - self._used) + 1))
 
     def loaded(self, count: int, harm: int = 0) -> None:
-        """Layers loaded ``count`` experts on demand, ``harm`` of them because reads ahead had evicted them."""
+        """Layers missed ``count`` experts, ``harm`` of them because reads ahead had evicted them."""
         self._loaded += count
         self._harm += harm
 

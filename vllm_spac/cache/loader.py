@@ -143,6 +143,10 @@ class ExpertLoader:
             named = use.name(following, rows, self.residency.slot_of[keys.start : keys.stop] == NOWHERE)
             self._prefetcher.stream((named + first).tolist(), keys)
 
+    def computed(self, keys: Sequence[int]) -> None:
+        """As ``Prefetcher.computed``."""
+        self._prefetcher.computed(keys)
+
     def admit(self, keys: Iterable[int]) -> None:
         """Starts to load ``keys``, which were just used without a slot, where the policy prefers them to others.
 

@@ -46,6 +46,8 @@ class PrefetchSettings:
         stops: nothing is read ahead while steps are not shorter with it, see ``Payback``; for a predictor that was not
             named.
         next_layer: in forwards with many rows, also what the next layer is expected to use is read, see ``LayerUse``.
+        drafts: draft tokens of a request in a speculative step, for a predictor that ``follows_drafts`` and has no
+            argument ``gamma``; None: not known.
         poison: fill slots with NaN before they are loaded; for tests.
 
     Raises:
@@ -64,6 +66,7 @@ class PrefetchSettings:
     extra: float | None = None
     stops: bool = False
     next_layer: bool = False
+    drafts: int | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -100,7 +103,8 @@ class PrefetchSettings:
         """Returns the settings ``name@argument=value@...``: those of ``SETTINGS``, and arguments of the predictor.
 
         Args:
-            more: settings that the spec cannot have: ``built``, ``pins``, ``extra``, ``stops``, ``next_layer``.
+            more: settings that the spec cannot have: ``built``, ``pins``, ``extra``, ``stops``, ``next_layer``,
+                ``drafts``.
 
         Raises:
             ConfigError: as the constructor, also for arguments that the predictor refuses.
@@ -115,10 +119,10 @@ class PrefetchSettings:
             raise ConfigError(f"spac: prefetch={brief(spec)} cannot be built: {error}") from error
 
     @classmethod
-    def configured(cls, config: SpacConfig, spec: str, built: Predictor | None, stops: bool = False) -> Self:
-        """Returns the settings ``spec``, as in ``of``, with those of the other knobs; raises as ``of``."""
+    def configured(cls, config: SpacConfig, spec: str, built: Predictor | None, **more: Any) -> Self:
+        """Returns the settings ``spec``, as in ``of``, with those of the other knobs and ``more``; raises as ``of``."""
         knobs = {"pins": config.soft_pins != "off", "extra": config.prefetch_share}
-        return cls.of(spec, built=built, **knobs, stops=stops, next_layer=config.layer_ahead == "on")
+        return cls.of(spec, built=built, **knobs, next_layer=config.layer_ahead == "on", **more)
 
     @cached_property
     def looks(self) -> bool:
@@ -132,8 +136,7 @@ class PrefetchSettings:
         """Returns a predictor of ``experts`` experts."""
         if self.built is not None:
             return self.built
-        name = "utility" if self.prefetch == "off" else self.prefetch
-        return components.build("predictors", name, num_experts=experts, **self.options)
+        return self._build("utility" if self.prefetch == "off" else self.prefetch, experts, self.options)
 
     def predictor_beside(self, policy: Policy, experts: int) -> Predictor:
         """Returns the predictor whose scores the prefetcher reads, or a balancer even if nothing is prefetched.
@@ -144,7 +147,12 @@ class PrefetchSettings:
         options: Mapping[str, Any] = {} if self.looks else self.options
         if policy.predictor == name and not options:
             return _Lent(policy)
-        return components.build("predictors", name, num_experts=experts, **options)
+        return self._build(name, experts, options)
+
+    def _build(self, name: str, experts: int, options: Mapping[str, Any]) -> Predictor:
+        follows = self.drafts is not None and components.find("predictors", name).follows_drafts(options)
+        given = {"gamma": self.drafts} if follows else {}
+        return components.build("predictors", name, num_experts=experts, **given | dict(options))
 
 
 class _Lent(Predictor):

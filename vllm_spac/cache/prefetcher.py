@@ -183,6 +183,10 @@ class Prefetcher:
         self.placed(placement)
         self._demanded([key for key, _ in placement.loads])
 
+    def computed(self, keys: Sequence[int]) -> None:
+        """Records that the CPU computes ``keys``, which a layer needs and no slot has: needed as if it loaded them."""
+        self._demanded(keys)
+
     def placed(self, placement: Placement) -> None:
         """Records a placement: counts evicted unused prefetches, and poisons the new slots if set."""
         wasted = self.unused.intersection(placement.victims)
@@ -242,7 +246,7 @@ class Prefetcher:
         self._guessed.difference_update(keys)
 
     def _demanded(self, keys: Sequence[int]) -> None:
-        """Records that a layer loads ``keys``, and which of them it has to because of a read ahead without use."""
+        """Records that a layer needs ``keys`` from the store, some because of a read ahead that nothing has used."""
         harm = 0
         for key in self._evicted_for.keys() & set(keys):
             harm += self._evicted_for.pop(key) in self._guessed

@@ -49,7 +49,7 @@ _File = Annotated[Path, typer.Option("--file", help="The cluster's file: its wor
 def start(
     workers: Annotated[int, typer.Option(min=1, max=64, help="Workers to start on this machine.")] = 1,
     bind: Annotated[
-        str, typer.Option(help="Address to listen on. Frames are not encrypted: use a private network.")
+        str, typer.Option(help="Address to listen on, with which other machines reach the workers.")
     ] = "127.0.0.1",
     disk_dir: Annotated[
         Path, typer.Option(help="Folder of the packed experts.", show_default=str(DISK_DIR))

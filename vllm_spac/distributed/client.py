@@ -171,7 +171,7 @@ class WorkerClient:
                 Kind.HINT, epoch, step, self.roster.sequence(), layer, top_k=len(mine),
                 fingerprint=self.roster.fingerprint,
             )  # fmt: skip
-            self._links[worker].offer(encode(header, hint_payload(mine)))
+            self._links[worker].send(encode(header, hint_payload(mine)))
 
     def compute(
         self,
@@ -201,7 +201,8 @@ class WorkerClient:
         call = LayerCall(self.roster, forward, layer, x, weights, ids, self._limits, divider=self._divider)
         while not call.done:
             for worker, message in call.outgoing(time.monotonic()):
-                self._links[worker].send(message)
+                if not self._links[worker].send(message):
+                    call.gone(worker, "it takes no messages")
             if meanwhile is not None:
                 meanwhile()
                 meanwhile = None
@@ -353,8 +354,8 @@ class WorkerClient:
         for worker, link in self._links.items():
             if link.socket in ready:
                 call.incoming(worker, link.receive(), time.monotonic())
-            if link.monitor in ready and link.broken:
-                call.gone(worker, "its connection ended")
+            if link.monitor in ready and (why := link.broken()):
+                call.gone(worker, why)
 
     def _elsewhere(self, call: LayerCall, part: int) -> Tensor:
         if self._copy is None:

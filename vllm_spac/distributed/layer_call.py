@@ -65,6 +65,11 @@ class _Part:
     def done(self) -> bool:
         return self.out is not None
 
+    @property
+    def finite(self) -> Tensor:
+        """Whether each row has neither NaN nor infinities, also in its weights: bool [n]."""
+        return self.x.isfinite().all(dim=1) & self.weights.isfinite().all(dim=1)
+
 
 @dataclass(frozen=True)
 class _Request:
@@ -251,8 +256,9 @@ class LayerCall:
     def _take(self, frame: Frame, request: _Request, now: float) -> bool:
         part, worker = request.part, request.worker
         rows = frame.rows()
-        if not bool(rows.isfinite().all()) and bool(part.x.isfinite().all()):
-            self._lose(request, frame.header.sequence, "its answer had NaN or infinities, and the rows had none")
+        spoiled = ~rows.isfinite().all(dim=1)
+        if bool(spoiled.any()) and bool((spoiled & part.finite).any()):
+            self._lose(request, frame.header.sequence, "its answer had NaN or infinities for a row that had none")
             self.roster.failed(worker, self.reasons[worker])
             return False
         del self._open[frame.header.sequence]

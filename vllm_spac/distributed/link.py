@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -14,12 +12,16 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from vllm_spac.distributed.service import ENGINE, VISITOR, WORKER, Service, proof, proved
-from vllm_spac.distributed.sockets import as_text, configure
+from vllm_spac.distributed import sockets
+from vllm_spac.distributed.service import Service
+from vllm_spac.distributed.sockets import as_text
 from vllm_spac.distributed.wire import Frame, FrameError, Header, Kind, Limits, decode, encode
 from vllm_spac.errors import SpacError
 
 logger = logging.getLogger("vllm.spac")
+
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSAL = "it has another secret or is of another release; use its cluster's file, and one release for all"
 
 
 class Lost(SpacError):
@@ -57,26 +59,25 @@ class Link:
         ended: threading.Event | None = None,
     ) -> None:
         self._ended = ended or threading.Event()
-        self.address, self._secret, self._facts, self._engine = address, secret, facts or {}, engine
-        self.socket = configure(context.socket(zmq.DEALER))
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.address, self._facts, self._engine = address, facts or {}, engine
+        self.socket = sockets.dealer(context, secret)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self.socket.connect(address)
         self.epoch = 0
         self.limits = Limits()
         self._sequence = 1 << 62  # requests of ``ask``; those of layers are numbered from 1
 
     def join(self, seconds: float) -> None:
-        """Proves to know the secret, and has the worker prove it.
+        """Begins a session.
 
         Raises:
-            Lost: no answer, or the worker refuses; ``Busy`` if another engine has it.
-            SpacError: the worker does not know the secret.
+            Lost: no answer, it has another secret, or the worker refuses; ``Busy`` if another engine has it.
         """
-        self._prove(ENGINE, {"facts": self._facts, "engine": self._engine}, seconds)
+        self._meet({"facts": self._facts, "engine": self._engine}, seconds)
 
     def visit(self, seconds: float) -> None:
         """As ``join``, to ask for ``STATS`` and ``ECHO`` only, beside an engine that the worker may serve."""
-        self._prove(VISITOR, {"visits": True}, seconds)
+        self._meet({"visits": True}, seconds)
 
     def serve(self, service: Service, seconds: float) -> list[int]:
         """Tells the worker what to serve; returns the keys of the experts that it has."""
@@ -103,27 +104,25 @@ class Link:
             raise SpacError(frame.why())
         return frame
 
-    def send(self, message: tuple[bytes, bytes]) -> None:
-        """Sends a frame without waiting for an answer."""
-        self.socket.send_multipart(message)
+    def send(self, message: tuple[bytes, bytes]) -> bool:
+        """Sends a frame; returns False, and drops it, if the worker has not taken many earlier ones."""
+        try:
+            sockets.send(self.socket, message)
+        except zmq.Again:
+            return False
+        return True
 
-    def offer(self, message: tuple[bytes, bytes]) -> None:
-        """Sends a frame that may get lost: not to a worker that has not taken many earlier ones."""
-        with contextlib.suppress(zmq.Again):
-            self.socket.send_multipart(message, zmq.NOBLOCK)
-
-    def receive(self) -> list[bytes]:
+    def receive(self) -> list[Any]:
         """Returns a message that has arrived."""
-        return self.socket.recv_multipart(zmq.NOBLOCK)
+        return sockets.receive(self.socket)
 
-    @property
-    def broken(self) -> bool:
-        """Whether the connection ended since the last call."""
-        found = False
+    def broken(self) -> str:
+        """Returns why the connection ended since the last call, or was none; empty if it stands."""
+        why = ""
         while self.monitor.poll(0):
-            recv_monitor_message(self.monitor)
-            found = True
-        return found
+            event = recv_monitor_message(self.monitor)["event"]
+            why = why or (_REFUSAL if event & _REFUSED else "its connection ended")
+        return why
 
     def close(self) -> None:
         """Ends the session and the connection."""
@@ -138,14 +137,8 @@ class Link:
         self.monitor.close()
         self.socket.close()
 
-    def _prove(self, role: str, given: Mapping[str, Any], seconds: float) -> None:
-        nonce, end = secrets.token_hex(16), time.monotonic() + seconds
-        challenge = self._answer(Header(Kind.HELLO), as_text({"nonce": nonce}), end).text()
-        own = str(challenge.get("nonce"))[:64]
-        if not proved(self._secret, WORKER, nonce, own, challenge.get("proof")):
-            raise SpacError(f"spac: the worker at {self.address} has another secret; use its cluster's file")
-        mine = {"proof": proof(self._secret, role, own, nonce), **given}
-        answer = self._answer(Header(Kind.PROOF), as_text(mine), end)
+    def _meet(self, given: Mapping[str, Any], seconds: float) -> None:
+        answer = self._answer(Header(Kind.HELLO), as_text(given), time.monotonic() + seconds)
         if answer.header.kind != Kind.WELCOME:
             kind = Busy if answer.header.kind == Kind.REFUSED and answer.text().get("busy") else Lost
             raise kind(f"spac: the worker at {self.address} refused: {answer.why()}")
@@ -155,12 +148,13 @@ class Link:
         """Sends a frame and waits for the answer to it; what answers anything else is dropped."""
         self._sequence += 1
         header = replace(header, sequence=self._sequence)
-        self.send(encode(header, payload))
+        if not self.send(encode(header, payload)):
+            raise Lost(f"spac: the worker at {self.address} takes no messages")
         while (left := end - time.monotonic()) > 0:
             if self._ended.is_set():
                 raise Lost("spac: the engine ends")
-            if self.broken:
-                raise Lost(f"spac: the worker at {self.address} closed the connection")
+            if why := self.broken():
+                raise Lost(f"spac: the worker at {self.address} cannot be used: {why}")
             if not self.socket.poll(int(1000 * min(left, 0.2)) + 1):
                 continue
             try:

@@ -59,6 +59,10 @@ class SomeLayers(ExpertStore):
     def read(self, key: int, into: Mapping[str, Tensor]) -> int:
         return self._store.read(self._key(key), into)
 
+    @property
+    def retries(self) -> int:
+        return self._store.retries
+
     def describe(self) -> str:
         return self._store.describe()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -21,7 +18,7 @@ from vllm_spac.system.provenance import versions
 _FINGERPRINT = r"^[0-9a-f]{32}$"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
-WORKER, ENGINE, VISITOR = "worker", "engine", "visitor"  # who proves to know the secret
+_MOST_EXPERTS = 1 << 20  # at one worker
 _SAME = ("vllm_spac", "vllm", "torch", "cpu")
 
 
@@ -83,11 +80,10 @@ class Service(BaseModel):
             raise ConfigError(f"spac: a service of the layers {brief(service.mine)} of {len(service.layers)}")
         if unknown := [spec.dtype for spec in service.tensors.values() if spec.dtype not in _DTYPES]:
             raise ConfigError(f"spac: expert workers compute {', '.join(_DTYPES)}, not {brief(unknown[0])}")
-        if service.divides and len(service.keys) > MOST_SERVED:
-            raise ConfigError(
-                f"spac: {len(service.keys)} experts at a worker, and one whose group divides experts serves at most "
-                f"{MOST_SERVED}; use more workers"
-            )
+        served, most = len(service.mine) * service.experts, MOST_SERVED if service.divides else _MOST_EXPERTS
+        if served > most:
+            divides = ", and one whose group divides experts serves" if service.divides else ", which serves"
+            raise ConfigError(f"spac: {served} experts at a worker{divides} at most {most}; use more workers")
         if (nbytes := service.shape.expert_bytes) > MOST_BYTES:
             raise ConfigError(
                 f"spac: experts of {gib(nbytes)} do not fit a frame of expert workers ({gib(MOST_BYTES)})"
@@ -140,21 +136,3 @@ def difference(ours: Mapping[str, str], theirs: Any) -> str | None:
         return "its facts are missing"
     parts = [f"{name} {value} here and {brief(theirs.get(name))} there" for name, value in ours.items()]
     return "; ".join(text for text, name in zip(parts, ours, strict=True) if ours[name] != theirs.get(name)) or None
-
-
-def proof(secret: bytes, role: str, challenge: str, own: str) -> str:
-    """Returns what only a holder of ``secret`` can compute: HMAC-SHA256 of the role and both nonces.
-
-    Args:
-        role: ``WORKER``, ``ENGINE`` or ``VISITOR``; a proof of one cannot be used as another's.
-        challenge: the nonce of the other side.
-        own: the nonce of this side.
-    """
-    return hmac.new(secret, "\0".join(("spac", role, challenge, own)).encode(), hashlib.sha256).hexdigest()
-
-
-def proved(secret: bytes, role: str, challenge: str, own: str, given: Any) -> bool:
-    """Whether ``given`` is the ``proof`` of the other side; compared in constant time."""
-    if not isinstance(given, str) or not re.fullmatch(r"[0-9a-f]{64}", given):
-        return False
-    return hmac.compare_digest(proof(secret, role, challenge, own), given)

@@ -1,6 +1,6 @@
 """Frames between an engine and its expert workers: a fixed header, then raw tensors or JSON. Pure, no pickle.
 
-A message has two parts, header and payload. ``decode`` checks a header by itself, then the payload against it, and only
+A frame has two parts, header and payload. ``decode`` checks a header by itself, then the payload against it, and only
 then makes tensors: a frame that states a wrong size, kind, dtype or checksum is refused before memory is taken for it.
 The checksum covers both parts, so that every changed bit is noticed.
 """
@@ -22,9 +22,9 @@ from vllm_spac.core import MoEShape
 from vllm_spac.errors import SpacError
 from vllm_spac.system.untrusted import parse_json
 
-MAGIC, VERSION = b"SPAC", 3
+MAGIC, VERSION = b"SPAC", 4
 MOST_TEXT = 4 << 20  # bytes of JSON
-MOST_BYTES = 1 << 29  # of any part of a message; the sockets close a connection that announces more
+MOST_BYTES = 1 << 29  # of a payload
 MOST_SERVED = (1 << 16) - 1  # experts of which an answer may say whether they have a slot
 NO_FINGERPRINT = bytes(16)
 # magic, version, kind, dtype, prompts, epoch, step, sequence, layer, rows, hidden, top_k, payload,
@@ -45,9 +45,7 @@ class FrameError(SpacError):
 class Kind(IntEnum):
     """What a frame is. Each request has one answer; ``FAILED`` may answer any."""
 
-    HELLO = 1  # an engine asks for a challenge
-    CHALLENGE = 2
-    PROOF = 3  # it knows the secret
+    HELLO = 1  # an engine wants a session, or a visitor
     WELCOME = 4  # with the epoch of its session
     REFUSED = 5
     SERVE = 6  # what the worker is to serve
@@ -72,7 +70,7 @@ class Kind(IntEnum):
 
 
 _TEXTS = {
-    *(Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME, Kind.REFUSED, Kind.SERVE, Kind.HELD, Kind.READY),
+    *(Kind.HELLO, Kind.WELCOME, Kind.REFUSED, Kind.SERVE, Kind.HELD, Kind.READY),
     *(Kind.FAILED, Kind.COUNTS),
 }
 _EXPERTS = {Kind.PUT, Kind.EXPERT}

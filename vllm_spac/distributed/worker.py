@@ -13,10 +13,11 @@ import psutil
 import zmq
 
 from vllm_spac.core import MoEShape
+from vllm_spac.distributed import sockets
 from vllm_spac.distributed.layer_call import Forward
 from vllm_spac.distributed.pool import ExpertPool
-from vllm_spac.distributed.service import ENGINE, VISITOR, WORKER, Service, difference, facts, proof, proved
-from vllm_spac.distributed.sockets import as_text, configure
+from vllm_spac.distributed.service import Service, difference, facts
+from vllm_spac.distributed.sockets import as_text
 from vllm_spac.distributed.wire import (
     Frame,
     FrameError,
@@ -35,14 +36,13 @@ from vllm_spac.tiers.base import ExpertStore, allocate
 
 logger = logging.getLogger("vllm.spac")
 
-_MOST_STRANGERS = 64  # connections that have not proved anything
 _MOST_VISITORS = 64
 _POLL = 0.2  # seconds
 
 
 @dataclass
 class _Session:
-    """One engine, or a visitor, which knows the secret too, but is not served.
+    """One engine, or a visitor, which has the secret too, but is not served.
 
     Attributes:
         peer: its connection.
@@ -62,7 +62,7 @@ class Worker:
     """Answers the frames of one engine after another. All methods are called by one thread.
 
     Args:
-        secret: what an engine must know.
+        secret: of the cluster, 32 bytes; nobody else's frames arrive.
         kernel: returns the kernel that a service names.
         store: opens the store of a shape under a fingerprint.
         memory: bytes that slots may take.
@@ -82,18 +82,16 @@ class Worker:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        self._secret, self._kernel, self._open_store, self._memory = secret, kernel, store, memory
+        self._kernel, self._open_store, self._memory = kernel, store, memory
         self._facts = facts()
-        self._strangers: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # peer -> (its nonce, ours)
         self._visitors: OrderedDict[bytes, _Session] = OrderedDict()
         self._session: _Session | None = None
-        self._context = zmq.Context()
-        self._socket = configure(self._context.socket(zmq.ROUTER))
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to send to an engine that is gone is an error
+        self._listener = sockets.Listener(secret)
+        self._socket = self._listener.socket
         try:
             self.port = self._bind(host, port)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._listener.close()
             raise SpacError(
                 f"spac: a worker cannot bind {host}:{port}: {error}; name another --bind or --port"
             ) from None
@@ -102,12 +100,12 @@ class Worker:
         """Answers until ``ended`` returns true, which is asked a few times per second."""
         while not ended():
             if self._socket.poll(int(1000 * _POLL)):
-                self.answer(self._socket.recv_multipart())
+                self.answer([self._socket.recv(), *sockets.receive(self._socket)])
 
     def close(self) -> None:
         """Ends the session and closes the socket."""
         self._end_session()
-        self._context.destroy(linger=0)
+        self._listener.close()
 
     def answer(self, message: list[bytes]) -> None:
         """Answers one message [peer, header, payload]; a damaged one, or one of nobody known, has no answer."""
@@ -120,7 +118,7 @@ class Worker:
             logger.warning("%s; dropped", error)
             return
         header = frame.header
-        if header.kind in (Kind.HELLO, Kind.PROOF):
+        if header.kind == Kind.HELLO:
             self._meet(peer, frame)
         elif session is not None and ours and header.epoch == session.epoch:
             self._serve(session, frame, self._acts)
@@ -132,28 +130,18 @@ class Worker:
     def _meet(self, peer: bytes, frame: Frame) -> None:
         try:
             given = frame.text()
-        except FrameError:
+        except FrameError as error:
+            logger.warning("%s; dropped", error)
             return
-        if frame.header.kind == Kind.HELLO:
-            theirs, own = str(given.get("nonce"))[:64], secrets.token_hex(16)
-            self._strangers[peer] = theirs, own
-            while len(self._strangers) > _MOST_STRANGERS:
-                self._strangers.popitem(last=False)
-            answer = {"nonce": own, "proof": proof(self._secret, WORKER, theirs, own)}
-            self._say(peer, frame.header, Kind.CHALLENGE, as_text({**answer, "serving": self._session is not None}))
-            return
-        theirs, own = self._strangers.pop(peer, ("", ""))
-        visits = given.get("visits") is True
-        if not theirs or not proved(self._secret, VISITOR if visits else ENGINE, own, theirs, given.get("proof")):
-            self._refuse(peer, frame.header, "the secret is another one")
-        elif visits:
+        engine = str(given.get("engine"))
+        if given.get("visits") is True:
             self._receive(peer, frame.header)
         elif (unlike := difference(self._facts, given.get("facts"))) is not None:
             self._refuse(peer, frame.header, f"results could differ in bits: {unlike}")
-        elif self._busy(str(given.get("engine"))):
+        elif self._busy(engine):
             self._refuse(peer, frame.header, "it serves another engine; stop that, or start further workers", True)
         else:
-            self._welcome(peer, frame.header, str(given.get("engine")))
+            self._welcome(peer, frame.header, engine)
 
     def _busy(self, engine: str) -> bool:
         """Whether another engine has the worker, and is still connected."""
@@ -305,9 +293,11 @@ class Worker:
         self._send(peer, encode(header, payload))
 
     def _send(self, peer: bytes, message: tuple[bytes, bytes]) -> bool:
-        """Sends a frame; returns whether the peer is connected."""
+        """Sends a frame; returns whether the peer is connected. One that leaves its answers unread gets no more."""
         try:
-            self._socket.send_multipart([peer, *message])
+            sockets.send(self._socket, message, peer)
+        except zmq.Again:
+            logger.warning("spac: an engine does not read its answers; dropped")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -132,6 +132,7 @@ class SlotLayers:
         if counters is not None:
             counters.cpu_experts += len(plan.cpu)
             counters.cpu_rows += int(pairs[:real].sum())
+            self.loader.computed([here.start + expert for expert in plan.cpu])
         return pairs
 
     def admit(self) -> None:

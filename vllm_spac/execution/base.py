@@ -122,6 +122,7 @@ class ExecutionContext:
         exchange: copies small tensors between device and host; None on a CPU.
         local_of: as in ``Execution``.
         predictor: trained, for ``config.prefetch``; None with one that is built from its name.
+        drafts: as in ``PrefetchSettings``.
     """
 
     shape: MoEShape
@@ -136,6 +137,7 @@ class ExecutionContext:
     exchange: Exchange | None = None
     local_of: Tensor | None = None
     predictor: Predictor | None = None
+    drafts: int | None = None
 
 
 class Execution(ABC):
@@ -162,6 +164,7 @@ class Execution(ABC):
         host: host memory between the slots and the store, if any.
         local_of: int64 [experts of the model], the number of each in ``shape``, -1 if another rank holds it; None: this
             process holds all of them.
+        balancer: decides which missing experts the CPU computes; None: it computes none.
         looks_at: what a predictor is passed of steps and layers.
     """
 
@@ -181,6 +184,7 @@ class Execution(ABC):
     holds_all: bool
     host: HostRows | None = None
     local_of: Tensor | None = None
+    balancer: Balancer | None = None
     looks_at: frozenset[Signal] = frozenset()
 
     @classmethod

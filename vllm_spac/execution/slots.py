@@ -117,7 +117,7 @@ class SlotExecution(Execution):
             context.tensors,
             io_threads=config.io_threads,
             path=context.path,
-            ahead=PrefetchSettings.configured(config, config.named_prefetch, context.predictor),
+            ahead=PrefetchSettings.configured(config, config.named_prefetch, context.predictor, drafts=context.drafts),
             exchange=context.exchange,
             host=context.host,
             local_of=context.local_of,
@@ -162,10 +162,12 @@ class SlotExecution(Execution):
     def snapshot(self) -> dict:
         if self.holds_all:
             self._count_hits()
+        self.counters.read_retries = self.store.retries
         return self.counters.snapshot()
 
     def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
         """As in ``Execution``; the store must be addressable. From now on results are exact up to rounding."""
+        self.balancer = balancer
         self._layers.balance(balancer, CpuCheck(self.counters, self._transfers.clock) if checked else None)
         self._cpu = thread
         self.keeps_bits = False

@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format=f"spac worker {os.getpid()}: %(message)s", stream=sys.stderr)
     secret = bytes.fromhex(sys.stdin.buffer.readline().decode().strip())
+    allow_connections()
     cpu_affinity.unbind()
     torch.set_num_threads(given.threads)
     compat.request_amx()
@@ -61,6 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         worker.close()
     return 0
+
+
+def allow_connections() -> None:
+    """Lets this process have as many descriptors as it may: connections of strangers take some until they are ended."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Stores:

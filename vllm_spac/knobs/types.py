@@ -99,7 +99,14 @@ SlotsText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slot
 CpuExpertsText = Annotated[str, BeforeValidator(lambda value: str(no_bool(value))), AfterValidator(_check_cpu_experts)]
 
 
-TunedText = Annotated[str, BeforeValidator(lambda value: value if value in ("off", "auto") else str(path_of(value)))]
+TunedText = Annotated[
+    str,
+    BeforeValidator(lambda value: value if value in ("off", "auto") else str(path_of(value))),
+    Field(
+        description="A profile of vllm-spac tune, whose knobs are used if you set none of them: auto, with vllm serve "
+        "the one beside the packed experts; off; or a file."
+    ),
+]
 
 
 TunedAllow = Annotated[

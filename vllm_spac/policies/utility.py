@@ -48,9 +48,7 @@ class Utility(SortedPolicy):
 
     @classmethod
     def of(cls, context: PolicyContext, **knobs: Any) -> Self:
-        if (
-            context.drafts is not None and knobs.get("variant", "paper") == "paper"
-        ):  # literal: see its note on gamma < 2
+        if context.drafts is not None and UtilityEstimator.follows_drafts(knobs):
             knobs = {"gamma": context.drafts} | knobs
         return cls(**knobs)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -118,6 +118,11 @@ class Predictor(ABC):
     def looks_at_layers(cls) -> bool:
         """Whether it is asked in steps and layers, rather than told counts after each step."""
         return cls.needs_file or Signal.COUNTS not in cls.needs
+
+    @classmethod
+    def follows_drafts(cls, options: Mapping[str, Any]) -> bool:
+        """Whether it takes ``gamma``, the draft tokens of a step, with these arguments, if that is not one of them."""
+        return False
 
     @abstractmethod
     def guesses(self, seen: Seen) -> Iterable[Guess]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,6 +43,10 @@ class UtilityEstimator(Predictor):
     Raises:
         ValueError: an argument out of range.
     """
+
+    @classmethod
+    def follows_drafts(cls, options: Mapping[str, Any]) -> bool:
+        return options.get("variant", "paper") == "paper"  # literal: see its note on gamma < 2
 
     def __init__(
         self,

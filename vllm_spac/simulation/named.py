@@ -99,7 +99,8 @@ def build_prefetch(
         own = {argument: knobs.pop(argument) for argument in set(knobs) - set(SETTINGS)}
         built = components.build_with("predictors", name, own, kind, num_experts=trace.facts.total)
         spec = "@".join([name, *(f"{argument}={value}" for argument, value in knobs.items())])
-    settings = PrefetchSettings.of(spec, built=built, pins=pins, extra=extra, next_layer=next_layer)
+    more = {"pins": pins, "extra": extra, "next_layer": next_layer, "drafts": most_drafts(trace)}
+    settings = PrefetchSettings.of(spec, built=built, **more)
     has = {Signal.FUTURE} | ({Signal.ROUTING} if trace.weights is not None else set())
     lacks = settings.build(trace.facts.total).needs - {Signal.COUNTS} - has
     if spec != "off" and lacks:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from vllm_spac.execution.pointers.slot_offers import Offering
+from vllm_spac.execution.pointers.slot_offers import Offering, with_prompts
 from vllm_spac.kernels.reference.admit import admit
-from vllm_spac.kernels.types import ADMITTED, STREAMED, Experts, Offers
+from vllm_spac.kernels.types import ADMITTED, STREAMED, UNUSED, Experts, Offers
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
 from vllm_spac.profiling.costs import Costs
@@ -45,8 +46,9 @@ class AdmittedReplay(Replay[list[Part]]):
         self.experts = Experts(slot_of, owner, *no_addresses, torch.zeros(0, outcome.slots, dtype=torch.int64))
         self.offers = Offers(*(torch.zeros(0) for _ in Offers._fields))
         self._copies = torch.zeros(1 + 2 * trace.facts.experts, dtype=torch.int32)
-        self._counts, self._sources = (torch.zeros(keys, dtype=torch.int32) for _ in range(2))
-        self._prompts = False
+        self._counts, self._sources, self._decided = (torch.zeros(keys, dtype=torch.int32) for _ in range(3))
+        self._leading = 0  # rows of the step that slots are for
+        self._number = 0  # records before the next layer
 
     def fill(self, keys: Sequence[int]) -> None:
         residency = self.offering.residency
@@ -58,20 +60,24 @@ class AdmittedReplay(Replay[list[Part]]):
         self.experts.owner.copy_(torch.from_numpy(residency.owner))
 
     def begin_step(self, step: int, drafting: float, layers: int) -> None:
-        self._prompts = self.has_prompts(step)
+        self._leading = self.leading(step)
         offered = self.offering.offer()
-        end = 0 if self._prompts else len(offered.slots)
+        end = len(offered.slots) if self._leading else 0
         self.offers = Offers(torch.tensor([0, end], dtype=torch.int32), *map(torch.from_numpy, offered))
         self._counts.fill_(-1)
-        self._sources.fill_(-1)
+        self._decided.fill_(-1)
+        self._sources.fill_(UNUSED)
 
     def layer(self, layer: int, work: list[Part]) -> None:
         (part,), outcome = work, self.outcome
         first = layer * self.trace.facts.experts
-        ids = torch.tensor(part.keys)[:, None] - first
-        admit(ids, torch.ones(ids.shape), first, self.experts, self.offers, self._counts, self._sources, self._copies)
+        start = self.trace.record_start[self._number]
+        self._number += 1
+        ids = torch.from_numpy(self.trace.ids[start : start + self._leading].astype(np.int32))
+        admit(ids, torch.ones(ids.shape), first, self.experts, self.offers, self._decided, self._sources, self._copies)
+        self._counts[first : first + self.trace.facts.experts] = 0
         self._counts[part.keys] = torch.tensor(part.rows, dtype=torch.int32)
-        sources = self._sources[part.keys].tolist()
+        sources = self._read_from()[part.keys].tolist()
         computed = sum(self.fast[rows] for rows, source in zip(part.rows, sources, strict=True) if source != STREAMED)
         copied, streamed = sources.count(ADMITTED), sources.count(STREAMED)
         load = float(self.costs.load.ideal(self.nbytes))
@@ -83,9 +89,14 @@ class AdmittedReplay(Replay[list[Part]]):
         missed = copied + streamed
         outcome.bound_seconds += self.costs.bound(self.nbytes, len(part.keys) - missed, missed, 0)
 
+    def _read_from(self) -> np.ndarray:
+        """Returns int [keys], how each expert was read by the layers that have run."""
+        return with_prompts(*(tensor.numpy() for tensor in (self._counts, self._sources, self.experts.owner)))
+
     def end_step(self) -> None:
-        reported = (tensor.numpy().copy() for tensor in (self._counts, self._sources, self.experts.owner))
-        streamed = self.offering.learn(*reported, prompts=self._prompts).streamed
+        counts, owner, decided = (tensor.numpy().copy() for tensor in (self._counts, self.experts.owner, self._decided))
+        generating = decided if self._leading else None
+        streamed = self.offering.learn(counts, self._read_from(), owner, generating=generating).streamed
         outcome, counters = self.outcome, self.counters
         outcome.hits, outcome.misses, outcome.loads = counters.hits, counters.misses, counters.loads
         outcome.bytes = outcome.loads * self.nbytes

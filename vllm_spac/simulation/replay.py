@@ -137,6 +137,11 @@ class Replay(ABC, Generic[Work]):
         rows = slice(self.trace.row_start[step], self.trace.row_start[step + 1])
         return bool((self.trace.row_kind[rows] == PREFILL).any())
 
+    def leading(self, step: int) -> int:
+        """As ``Step.leading``."""
+        prompts = self.trace.row_kind[self.trace.row_start[step] : self.trace.row_start[step + 1]] == PREFILL
+        return int(prompts.argmax()) if prompts.any() else len(prompts)
+
     def _drafting(self, step: int) -> float:
         """Returns the seconds that drafting a step's tokens took: requests draft concurrently, a tree by levels."""
         depths = self._depths[self.trace.row_start[step] : self.trace.row_start[step + 1]]

@@ -30,17 +30,27 @@ _PRIOR = 1  # steps of the expected length, averaged with those since the change
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """Limits on a guard's trials; attributes as the arguments of ``Guard``."""
+    """Limits on a guard's trials; attributes as the arguments of ``Guard``.
+
+    ``lengths``: ascending, the draft lengths that may run, 0 among them; empty: all up to ``max_drafts``.
+    """
 
     max_drafts: int
     share: float = 0.03
     loss: float = 0.005
     margin: float = 0.05
     memory: int = 100
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        assert not self.lengths or (self.lengths[0] == 0 < self.lengths[-1] <= self.max_drafts)
         assert self.max_drafts >= 1 and 0 < self.share < 1 and 0 < self.loss < 1
         assert self.margin >= 0 and self.memory >= 1
+
+
+def halved(most: int) -> list[int]:
+    """Returns 0, and ``most`` halved again and again down to 1; ascending."""
+    return [0, *sorted({max(1, most >> power) for power in range(8)})]
 
 
 class BatchGuard:
@@ -58,8 +68,9 @@ class BatchGuard:
     def __init__(self, settings: GuardSettings, acceptance: Acceptance) -> None:
         self._settings, self._acceptance = settings, acceptance
         self._costs = TrialCosts(settings.max_drafts + 1)
-        self._ladder = [0, *sorted({max(1, settings.max_drafts >> power) for power in range(8)})]
-        self._first = [settings.max_drafts >> 1, settings.max_drafts] if settings.max_drafts > 1 else [1]
+        self._lengths = settings.lengths or range(settings.max_drafts + 1)
+        self._ladder = list(settings.lengths or halved(settings.max_drafts))
+        self._first = self._ladder[1:][-2:]
         self._trial: Trial | None = None
         self._recent: deque[float] = deque(maxlen=_LEVEL)  # seconds of the current length's last steps
         self._seen = dict.fromkeys(self._ladder, -1)  # step of the last trial
@@ -196,8 +207,10 @@ class BatchGuard:
         length = max(since, key=since.__getitem__, default=0)
         if min(since.values(), default=0) >= self._interval and self._affords(length, part=_ROUTINE):
             self._start(length)
-        elif self.current == 0 and self.steps - self._probed >= _PROBE and self._affords(1, _PROBE_STEPS, _PROBING):
-            self._start(1, steps=_PROBE_STEPS)
+        elif self.current or self.steps - self._probed < _PROBE:
+            return
+        elif self._affords(least := self._ladder[1], _PROBE_STEPS, _PROBING):
+            self._start(least, steps=_PROBE_STEPS)
 
     def _start(self, length: int, *, first: bool = False, steps: int = BLOCK, urgent: bool = False) -> None:
         before = list(self._recent)[-BLOCK:]
@@ -275,7 +288,7 @@ class BatchGuard:
         self.switches += 1
 
     def _others(self) -> Iterable[int]:
-        return (length for length in range(self._settings.max_drafts + 1) if length != self.current)
+        return (length for length in self._lengths if length != self.current)
 
     def _least(self, length: int) -> float:
         """The least gain at which a length becomes the current one: any for no speculation, a sure one for others."""

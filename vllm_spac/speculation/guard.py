@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from vllm_spac.speculation.acceptance import Acceptance
 from vllm_spac.speculation.batch_guard import BatchGuard, GuardSettings
@@ -65,6 +66,13 @@ class Guard:
         self._batch = self._batch_of(1)
         self._last: tuple[int, BatchGuard] | None = None
         self._began: float | None = None
+
+    def restrict(self, lengths: Iterable[int]) -> None:
+        """Chooses 0 or one of ``lengths`` only; called before any step."""
+        assert not any(self.steps), "steps have run"
+        self._settings = replace(self._settings, lengths=tuple(sorted({0, *lengths})))
+        self._batches.clear()
+        self._batch = self._batch_of(1)
 
     def choose(self, requests: int | None = None) -> int:
         """Draft tokens per request for the next step; ``requests``: its batch size, None for that of the last step."""

@@ -94,6 +94,11 @@ class ExpertStore(ABC):
         raise StoreError(f"spac: experts in {self.describe()} are read one by one")
 
     @property
+    def retries(self) -> int:
+        """Reads that failed and were tried again, since the store was opened."""
+        return 0
+
+    @property
     def suspect(self) -> bool:
         """Whether experts that an earlier run packed may be damaged, so that ``verify`` should come before ``read``."""
         return False

@@ -2,8 +2,8 @@
 
 Each file is a valid safetensors file whose header is padded to one page, so that the data can be read with
 O_DIRECT. The header contains the fingerprint, the layer, the expert and the checksum of the data; a read
-returns exactly what was packed, or fails. A file that fails the check is moved aside and the folder is marked,
-so that the next start checks all files and repacks the damaged ones from the checkpoint.
+returns exactly what was packed, or is tried again, or fails. A file that fails the check each time is moved aside and
+the folder is marked, so that the next start checks all files and repacks the damaged ones from the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from vllm_spac.system.cpu_affinity import unbind
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.io_uring import ENTRIES, Ring
 from vllm_spac.system.private_files import FILE, make_folder
+from vllm_spac.tiers._retries import PAUSES, Failure, Retries
 from vllm_spac.tiers.base import ExpertStore, Slot
 
 _RESERVE = 256 << 20  # left free on the disk
@@ -57,6 +58,7 @@ class DiskStore(ExpertStore):
         self._headers: dict[int, tuple[bytes, bytes]] = {}  # before and after the checksum
         self._local = threading.local()
         self._refuse_if(ownership.refusal(self.folder))
+        self._retries = Retries()
         self._held = {key for key in range(shape.total) if self._intact(key)}
         self._read_only = _why_unwritable(self.folder)
         if self._read_only and len(self._held) < shape.total:
@@ -127,6 +129,10 @@ class DiskStore(ExpertStore):
                 yield first + number, result
 
     @property
+    def retries(self) -> int:
+        return self._retries.count
+
+    @property
     def suspect(self) -> bool:
         """As in ``ExpertStore``: after a failed read, or if some but not all experts are missing."""
         return (self.folder / MARK).exists() or 0 < len(self._held) < self.shape.total
@@ -172,6 +178,8 @@ class DiskStore(ExpertStore):
                     left -= 1
                     (key, into), (header, *tensors, _) = reads[number], parts[number]
                     intact = size == self.file_bytes and self._matches(key, header, tensors)
+                    if not intact:
+                        self._retries.begin(self.path(key), f"{self.path(key)} could not be read by io_uring")
                     yield number, self.shape.expert_bytes if intact else self._outcome(key, into)
         finally:
             ring.drain()
@@ -229,24 +237,33 @@ class DiskStore(ExpertStore):
     def _check(self, key: int, parts: Sequence[np.ndarray], header: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
         """Reads the file of an expert into consecutive ``parts`` and checks the header and tensors in them.
 
+        What fails is tried again, as ``Retries`` does.
+
         Raises:
             StoreError: it cannot be read, or is not what was packed.
         """
+        failure = self._retries.run(self.path(key), lambda: self._attempt(key, parts, header, tensors))
+        if failure is not None:
+            self._mark()
+            if failure.error is None:
+                self._set_aside(self.path(key))
+            tried = "" if failure.lasts else f", tried {1 + len(PAUSES)} times"
+            raise StoreError(f"spac: {failure.what}{tried}; {self._remedy(key)}") from failure.error
+
+    def _attempt(
+        self, key: int, parts: Sequence[np.ndarray], header: np.ndarray, tensors: Sequence[np.ndarray]
+    ) -> Failure | None:
+        """Reads as ``_check``, once; returns what is wrong."""
         path = self.path(key)
         try:
             size = self._read_file(path, parts)
         except OSError as error:
-            self._mark()
-            raise StoreError(f"spac: cannot read {path}: {error.strerror}; {self._remedy(key)}") from error
-        problem = None
+            return Failure(f"cannot read {path}: {error.strerror}", error)
         if size != self.file_bytes:
-            problem = f"has {size} bytes, not {self.file_bytes}"
-        elif not self._matches(key, header, tensors):
-            problem = "is not what was packed (checksum or header differ)"
-        if problem is not None:
-            self._mark()
-            self._set_aside(path)
-            raise StoreError(f"spac: {path} {problem}; {self._remedy(key)}")
+            return Failure(f"{path} has {size} bytes, not {self.file_bytes}")
+        if not self._matches(key, header, tensors):
+            return Failure(f"{path} is not what was packed (checksum or header differ)")
+        return None
 
     def _mark(self) -> None:
         with contextlib.suppress(OSError):  # the error being handled is more informative

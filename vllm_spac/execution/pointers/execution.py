@@ -293,7 +293,7 @@ class PointerExecution(Execution):
     def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
         """Launches each kernel variant that forwards like ``x`` need, over padding only; decides and moves nothing.
 
-        Writes to the counts of ``layer``, whose own launch comes next and overwrites them.
+        Writes to the counts of ``layer`` and the next one, whose own launches come next and overwrite them.
         """
         assert not (captured and self._sizes), "a forward must run before one is captured"
         start = time.perf_counter()
@@ -302,6 +302,8 @@ class PointerExecution(Execution):
             ids = torch.full((rows, self.shape.top_k), -1, dtype=torch.int32, device=x.device)
             routed = ids, torch.zeros(ids.shape, device=x.device), self._all
             self.admission.enter(layer, *routed)
+            if self._ahead is not None:
+                self._ahead.compile(layer, padding, *routed[:2])
             self._launch(self._tables_of(layer), layer, padding, *routed, activation, torch.empty_like(padding))
         self._compiled.add(activation)
         if self._sizes:

@@ -49,7 +49,8 @@ class Lookahead:
         self._known = torch.zeros(self.rows, self._last, sizes.experts, device=device)
         self._named = torch.zeros(self.rows, sizes.top_k, dtype=torch.int32, device=device)
         self._live = torch.zeros(1, dtype=torch.int32, device=device)  # pairs that count
-        self._pairs = 0  # in ``_live``
+        self._nothing = torch.zeros_like(self._live)
+        self._pairs: int | None = None  # in ``_live``; None before the first step: forwards warm up
         self._arrives: Event | None = None
         self._kept: tuple[Tensor, ...] = ()  # inputs that the copy stream reads, which must not be freed meanwhile
         self._by_token = Signal.TOKENS in predictor.needs
@@ -66,16 +67,31 @@ class Lookahead:
             self._compute.submit(self._live.fill_, pairs)
         self._pairs = pairs
 
+    def compile(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """Launches on the copy stream all that ``start`` may launch later, for no pair: nothing is named or moved.
+
+        A capture must launch nothing for the first time: libraries load kernels and get their memory then, which a
+        capture forbids, and they do it for each stream.
+        """
+        if self._last and len(x) <= self.rows:
+            self._launch(min(layer, self._last - 1), x, ids, weights, self._nothing)
+            self.join()
+
     def start(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, *, captured: bool) -> None:
         """Called between a layer's admission and its kernel; arguments as of ``PointerExecution.run``.
+
+        Forwards before the first step do the same for no pair: vLLM runs one of each size before it captures it.
 
         Args:
             captured: whether launches are captured into a graph, whose replays may read ahead.
         """
-        if layer < self._last and len(x) <= self.rows and (captured or self._pairs):
-            self._copy.wait(self._compute.record())
-            self._copy.submit(self._look, layer, x, ids, weights)
-            self._arrives, self._kept = self._copy.record(), (x, ids, weights)
+        if layer < self._last and len(x) <= self.rows and (captured or self._pairs != 0):
+            self._launch(layer, x, ids, weights, self._live)
+
+    def _launch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
+        self._copy.wait(self._compute.record())
+        self._copy.submit(self._look, layer, x, ids, weights, live)
+        self._arrives, self._kept = self._copy.record(), (x, ids, weights)
 
     def join(self) -> None:
         """What is launched from now on runs after what was started. Called before a layer, and when a step ends."""
@@ -92,10 +108,10 @@ class Lookahead:
             self._known[: len(tokens)] = self._predictor.of_step(there).unflatten(1, self._known.shape[1:])
 
     @torch.inference_mode()
-    def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
         named = self._named[: len(x)]
         self.name(layer, x, ids, weights, named)
-        self._admission.ahead(layer + 1, named, self._live)
+        self._admission.ahead(layer + 1, named, live)
 
     def name(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
         """Writes the experts of layer ``layer + 1`` that are likeliest for each row into ``out``, int32 [rows, k]."""

@@ -17,9 +17,24 @@ import numpy as np
 
 from vllm_spac.cache.allowance import Allowance
 from vllm_spac.cache.residency import NOWHERE, Residency
-from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED
+from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
 from vllm_spac.metrics import Counters
 from vllm_spac.policies.base import Policy
+
+
+def with_prompts(counts: np.ndarray, sources: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """Returns ``sources`` (as of ``Offering.learn``) of all rows of a step whose layers reported those of its first.
+
+    Later rows take no slot, and no layer takes the slot of an expert that it or one before it uses for other rows, so
+    that an expert that only they used was read from its slot if it has one at the end of the step.
+
+    Args:
+        counts: int [keys], rows that selected each expert.
+        sources: of the experts that the first rows selected.
+        owner: int [slots], the expert in each slot at the end.
+    """
+    has_slot = np.isin(np.arange(len(counts)), owner)
+    return np.where((counts > 0) & (sources == UNUSED), np.where(has_slot, HIT, STREAMED), sources)
 
 
 class Offered(NamedTuple):
@@ -87,7 +102,7 @@ class Offering:
         owner: np.ndarray,
         guessed: np.ndarray | None = None,
         *,
-        prompts: bool,
+        generating: np.ndarray | None,
     ) -> Learned:
         """Applies the report of a finished step.
 
@@ -96,16 +111,17 @@ class Offering:
             sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, or not at all.
             owner: int [slots], the expert in each slot at the end of the step.
             guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
-            prompts: whether the step had prefill rows, which predict little about the next step.
+            generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
+                they are not known, or there are none.
         """
         hits, streamed, admitted = (np.flatnonzero(sources == source) for source in (HIT, STREAMED, ADMITTED))
         self._counters.hits += len(hits)
         self._counters.misses += len(streamed) + len(admitted)
         self._counters.loads += len(admitted)
         policy = self.residency.policy
-        if not prompts:
-            self.residency.observe(counts)
-            for key in hits[self.residency.slot_of[hits] != NOWHERE].tolist():
+        if generating is not None:
+            self.residency.observe(generating)
+            for key in hits[(generating[hits] > 0) & (self.residency.slot_of[hits] != NOWHERE)].tolist():
                 policy.touch(key)
         changed = np.flatnonzero(owner != self.residency.owner)
         ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)

@@ -102,7 +102,13 @@ def predictor(
 
 
 def choose_for(
-    config: SpacConfig, execution: Execution, layer: ManagedExperts, file: PredictorFile, store: str, drafter: str
+    config: SpacConfig,
+    execution: Execution,
+    layer: ManagedExperts,
+    file: PredictorFile,
+    store: str,
+    drafter: str,
+    most: int | None = None,
 ) -> Choice:
     """Chooses the predictor of ``prefetch=auto`` for ``execution``, which reads ahead by it from now on, if any.
 
@@ -111,6 +117,7 @@ def choose_for(
         file: the predictors.
         store: name of the store, for a profile.
         drafter: fingerprint of the drafter whose states can be read; empty if none can.
+        most: draft tokens of a request in a step; None: not known.
     """
     if execution.holds_all:
         return Choice(None, "every expert has a slot")
@@ -120,7 +127,7 @@ def choose_for(
     choice = choose(recalls, nbytes, _costs(config, execution, layer, store))
     if choice.predictor is not None:
         built = file.build(choice.predictor)
-        execution.read_ahead(PrefetchSettings.configured(config, choice.predictor, built, stops=True))
+        execution.read_ahead(PrefetchSettings.configured(config, choice.predictor, built, stops=True, drafts=most))
     return choice
 
 

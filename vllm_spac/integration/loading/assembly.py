@@ -298,7 +298,9 @@ def _balancer(
     rates, costs = None, "weighs no costs"
     if components.find("balancers", name).needs_rates:
         rates, origin = _rates(config, execution, layer, thread, in_slots)
-        costs = ", ".join(f"{what} {1e3 * value:.3f} ms" for what, value in asdict(rates).items()) + f"; {origin}"
+        known = {what: value for what, value in asdict(rates).items() if value or what != "draft"}
+        costs = ", ".join(f"{what} {1e3 * value:.3f} ms" for what, value in known.items()) + f"; {origin}"
+        costs += "" if "draft" in known else ", draft while serving"
     while_serving = ", while steps are shorter with them" if _is_checked(config) else ""
     logger.info("spac: CPU experts by %s%s (%s): %s", name, while_serving, thread.describe(), costs)
     return components.build("balancers", name, rates=rates, **knobs)

@@ -57,7 +57,7 @@ def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None)
         "execution": config.execution_name,
         "policy": config.policy,
     }
-    total = _add(total, counts(runtime.executions))
+    total = _add(total, counts(runtime.executions)) | {"stopped": dict(runtime.recordings.stopped)}
     if guard is not None:
         total["guard"] = guard.facts()
     return total | {"budget": {"setting": runtime.budget.describe(), **runtime.budget.counters.snapshot()}}

@@ -199,7 +199,7 @@ class ModelExperts:
                 read = not self.config.tree and drafts.unread(self.vllm_config) is None
                 drafter = self._drafter() if read and self._predictors.drafter else ""
                 args = self.config, execution, first, self._predictors, self.store_name, drafter
-                prefetch = ahead.choose_for(*args).describe()
+                prefetch = ahead.choose_for(*args, drafts.most(self.vllm_config)).describe()
             mode = self._budget.describe() if self._budget.active else description.mode(self._budget, executions)
             choices = description.choices(self.config, execution, prefetch)
             described = description.describe(execution)
@@ -347,8 +347,7 @@ class ModelExperts:
 
     def _fill(self, shape: MoEShape, room: Room) -> Execution:
         store = self._stores[shape.layers[0]]
-        total = sum(other.total * other.expert_bytes for other in self._shapes)
-        share = shape.total * shape.expert_bytes / total
+        share = shape.total * shape.expert_bytes / sum(each.total * each.expert_bytes for each in self._shapes)
         most = drafts.most(self.vllm_config)
         host = assembly.host_rows(self.config, shape, room.slots, most, share / self.ranks.size, self.device)
         local_of = self._layer_of(shape).local_of
@@ -367,6 +366,7 @@ class ModelExperts:
                 exchange=self._exchange,
                 local_of=local_of,
                 predictor=self._predictor,
+                drafts=most,
             )
         )
         try:

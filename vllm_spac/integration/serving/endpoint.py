@@ -46,6 +46,7 @@ _COUNTERS = {
     "misses": "Experts that were not in fast memory when a layer needed them.",
     "loads": "Experts loaded into fast memory.",
     "host_loads": "Experts loaded into fast memory from host memory beside a disk.",
+    "read_retries": "Reads of experts that failed and were tried again.",
     "stall_seconds": "Seconds that layers waited for experts.",
     "waves": "Waves in which MoE layers ran: more than one per forward where the slots were too few.",
     "prefetches": "Experts prefetched into fast memory.",
@@ -155,6 +156,7 @@ class WorkerCollector:
                 yield self._each(CounterMetricFamily, name, text)
             for name, text in _EXPERT_WORKER_GAUGES.items():
                 yield self._each(GaugeMetricFamily, name, text)
+        yield self._stopped()
         yield self._labelled("bytes", "path", "Bytes of experts moved, by the store they came from.")
         yield self._labelled("steps", "kind", "Forwards of the target model, by kind.")
 
@@ -176,6 +178,14 @@ class WorkerCollector:
         for index, worker in enumerate(self._counting("expert_workers")):
             for called, counts in worker["expert_workers"].items():
                 metric.add_metric([str(index), called], counts[name])
+        return metric
+
+    def _stopped(self) -> Family:
+        text = "1 for a recording (trace, timeline) that could not be written and stopped; the log has the reason."
+        metric = GaugeMetricFamily("vllm:spac_recording_stopped", text, labels=["worker", "recording"])
+        for index, worker in enumerate(self._counting("stopped")):
+            for name in worker["stopped"]:
+                metric.add_metric([str(index), name], 1)
         return metric
 
     def _labelled(self, name: str, label: str, text: str) -> CounterMetricFamily:

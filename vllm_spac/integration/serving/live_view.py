@@ -32,10 +32,7 @@ class LiveView:
     def __init__(self, experts: ModelExperts) -> None:
         assert experts.runtime is not None
         self._experts, self._runtime = experts, experts.runtime
-        layers = len(experts.timeline_facts.layers)
-        self._timeline = self._runtime.timeline or Timeline(capacity_of(_STEPS, layers))
-        if self._runtime.timeline is None:
-            self._runtime.watch(self._timeline)
+        self._watched()
         self._slots: dict[Execution, np.ndarray] = {}
         for execution in self._runtime.executions:
             execution.residency.activity = ExpertActivity(execution.shape.total)
@@ -72,7 +69,7 @@ class LiveView:
 
     def close(self) -> None:
         """Ends watching; a timeline that the user asked for goes on."""
-        saved = self._runtime.saved
+        saved = self._runtime.recordings.timeline
         self._runtime.watch(None if saved is None else saved.timeline)
         for execution in self._runtime.executions:
             execution.residency.activity = None
@@ -94,8 +91,15 @@ class LiveView:
         self._slots[execution] = slots
         return codes
 
+    def _watched(self) -> Timeline:
+        """Returns what the engine records its steps in; begins it where nobody does, or no longer does."""
+        if self._runtime.timeline is None:
+            self._runtime.watch(Timeline(capacity_of(_STEPS, len(self._experts.timeline_facts.layers))))
+        assert self._runtime.timeline is not None
+        return self._runtime.timeline
+
     def _time(self) -> Split:
-        return split(Recording.of(self._timeline, self._experts.timeline_facts, _STEPS), GENERATING)
+        return split(Recording.of(self._watched(), self._experts.timeline_facts, _STEPS), GENERATING)
 
     def _budget(self) -> dict[str, Any]:
         control = self._runtime.budget

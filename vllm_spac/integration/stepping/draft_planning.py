@@ -8,12 +8,14 @@ results that the scheduler receives.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_spac.integration import patches
+from vllm_spac.speculation.batch_guard import halved
 from vllm_spac.speculation.guard import Guard
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
+
+logger = logging.getLogger("vllm.spac")
 
 
 class PlannedDrafts:
@@ -69,20 +73,68 @@ class PlannedDrafts:
 def offer(vllm_config: VllmConfig, guard: Guard) -> None:
     """Lets ``guard`` plan the drafts of an engine whose worker runs in this process.
 
-    The scheduler is created after the worker, so the guard is kept until then. vLLM captures full CUDA graphs for the
-    draft lengths in its schedule; if the user configured none, one with the lengths 0 and ``max_drafts`` is set, so
-    that both have graphs.
+    The scheduler is created after the worker, so the guard is kept until then.
     """
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     speculation, requests = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
-    asked, most = speculation.num_speculative_tokens_per_batch_size, None
-    if asked:
+    most = None
+    if asked := speculation.num_speculative_tokens_per_batch_size:
         most = build_dynamic_sd_schedule_lookup(asked, requests, guard.max_drafts)
     elif requests > 1:
-        speculation.num_speculative_tokens_per_batch_size = [(1, 1, 0), (2, requests, guard.max_drafts)]
+        speculation.num_speculative_tokens_per_batch_size = schedule(guard.max_drafts, requests)
+    if _has_decode_graphs(vllm_config):
+        _restrict(guard, [guard.max_drafts] if requests == 1 and most is None else _scheduled(vllm_config, guard))
     _waiting[vllm_config.instance_id] = PlannedDrafts(guard, most)
     patches.wrap(f"{patches.SCHEDULER}.__init__", _starting)
+
+
+def schedule(most: int, requests: int) -> list[tuple[int, int, int]]:
+    """Returns a schedule of vLLM that has as many draft lengths as batch sizes allow, ``most`` and 0 among them.
+
+    vLLM captures full CUDA graphs for the lengths in its schedule, whatever batch sizes they stand beside: the guard
+    takes the place of its lookup.
+
+    Args:
+        most: the greatest length.
+        requests: the greatest batch size, at least 2.
+
+    Returns:
+        Ranges of batch sizes (first, last, length), for vLLM's ``num_speculative_tokens_per_batch_size``.
+    """
+    *fewer, last = [0, *halved(most)[1:][-(requests - 1) :]]
+    return [*((size, size, length) for size, length in enumerate(fewer, 1)), (len(fewer) + 1, requests, last)]
+
+
+def _has_decode_graphs(vllm_config: VllmConfig) -> bool:
+    """Whether steps that only generate run in full graphs that are captured for one draft length each."""
+    from vllm.config import CUDAGraphMode
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
+
+
+def _scheduled(vllm_config: VllmConfig, guard: Guard) -> list[int]:
+    """Returns the draft lengths that vLLM captures graphs for."""
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    asked = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    return build_dynamic_sd_schedule_lookup(asked, vllm_config.scheduler_config.max_num_seqs, guard.max_drafts)[1:]
+
+
+def _restrict(guard: Guard, captured: Sequence[int]) -> None:
+    """Lets ``guard`` choose only lengths that have full graphs, and 0; says what that means."""
+    guard.restrict(captured)
+    lengths = ", ".join(map(str, sorted({0, *captured})))
+    if 0 in captured:
+        logger.info("spac: the guard chooses among %s drafts, which all have full CUDA graphs", lengths)
+    else:
+        logger.warning(
+            "spac: the guard chooses among %s drafts; steps without drafts have no full CUDA graphs and take longer "
+            "than they need to, so that drafts seem to pay: use --max-num-seqs 2 or more, and 0 among the lengths of "
+            "num_speculative_tokens_per_batch_size (--speculative-config) if you set it",
+            lengths,
+        )
 
 
 _waiting: dict[str, PlannedDrafts] = {}  # by id of the engine's configuration, until its scheduler is created

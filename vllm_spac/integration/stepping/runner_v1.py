@@ -65,16 +65,18 @@ def _proposing(propose: Callable):
 
 
 def _recorded(propose: Callable):
-    """Adds the drafter's time to the timeline, if there is one."""
+    """Tells the runtime how long the drafter takes (on a GPU, to launch it), and the timeline, if there is one."""
 
     def proposed(self, *args: Any, **kwargs: Any):
         experts = managed_experts(self)
-        timeline = None if experts is None else experts.runtime.timeline
-        if timeline is None:
+        if experts is None:
             return propose(self, *args, **kwargs)
         start = now()
         drafts = propose(self, *args, **kwargs)
-        timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
+        runtime = experts.runtime
+        runtime.drafted(max(map(len, drafts), default=0), (now() - start) / 1e9)
+        if runtime.timeline is not None:
+            runtime.timeline.add(Kind.DRAFT, start, sum(map(len, drafts)), len(drafts))
         return drafts
 
     return proposed

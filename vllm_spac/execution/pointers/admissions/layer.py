@@ -14,7 +14,7 @@ from vllm_spac.cache.pauses import PauseNotice
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import Step
 from vllm_spac.execution.pointers.admissions.base import Admission, Parts
-from vllm_spac.execution.pointers.slot_offers import Offering
+from vllm_spac.execution.pointers.slot_offers import Offering, with_prompts
 from vllm_spac.kernels.types import HIT, STREAMED, UNUSED, Experts, Offers
 
 _WORD = 8  # bytes
@@ -24,8 +24,9 @@ class InLayers(Admission[np.ndarray | None]):
     """Two launches before the kernel of a layer: one assigns slots to the experts that it misses, one copies them.
 
     The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admit``. Everything is ordered by one
-    stream; the result is reported to the host after the step. Steps with prompts get no offers: they would fill the
-    slots with experts that only they need. The same two launches for guesses about a layer take slots ahead of need.
+    stream; the result is reported to the host after the step. Slots are for the rows before the first of a prompt:
+    those of prompts would fill them with experts that only they need, and read theirs where they are. The same two
+    launches for guesses about a layer take slots ahead of need.
     """
 
     looks_ahead: ClassVar[bool] = True
@@ -47,6 +48,9 @@ class InLayers(Admission[np.ndarray | None]):
         state, slots, owners, kept, used = self._said.split([2, *[parts.slots] * 3, shape.total])
         self._offers = Offers(state, slots, owners, kept.view(torch.float32), used.view(torch.float32))
         self._sources = torch.full((shape.total,), NOWHERE, **made)
+        self._served = torch.zeros(1, **made)  # pairs of the step that slots are for: the first ones
+        self._served_pairs = 0  # in ``_served``
+        self._decided = torch.zeros_like(self.counts)  # ``counts`` of these pairs only
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
         self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
@@ -90,7 +94,7 @@ class InLayers(Admission[np.ndarray | None]):
             self.parts.kernels,
             ids.new_ones(ids.shape, dtype=torch.float32),
         )
-        given = self._experts, self._offers, self.counts, self._guessed, self._copies
+        given = self._experts, self._offers, self._decided, self._guessed, self._copies
         kernels.admit(ids, weights, first, *given, live)
         kernels.fetch(self._copies, self._experts, self._words)
 
@@ -98,7 +102,11 @@ class InLayers(Admission[np.ndarray | None]):
         self.take()
         if self._guessed is not None:
             self.parts.compute.submit(self._guessed.fill_, UNUSED)
-        if self._holds_all or step.prompts:
+        pairs = step.leading * self.parts.shape.top_k
+        if pairs != self._served_pairs:
+            self.parts.compute.submit(self._served.fill_, pairs)
+        self._served_pairs = pairs
+        if self._holds_all or not step.leading:
             return
         offered = self.offering.offer()
         said = torch.zeros(self._said.shape, dtype=torch.int32, pin_memory=self._said.is_cuda)
@@ -119,7 +127,8 @@ class InLayers(Admission[np.ndarray | None]):
         if not self._holds_all:
             first = layer * self.parts.shape.experts
             kernels, copies = self.parts.kernels, self._copies
-            kernels.admit(ids, weights, first, self._experts, self._offers, self.counts, self._sources, copies, live)
+            given = self._experts, self._offers, self._decided, self._sources, copies
+            kernels.admit(ids, weights, first, *given, self._served)
             kernels.fetch(copies, self._experts, self._words)
 
     def end(self, step: Step, *, staged: bool) -> None:
@@ -136,7 +145,8 @@ class InLayers(Admission[np.ndarray | None]):
         assert (table == expected).all(), "a pointer is not where its expert is"
 
     def _tells(self) -> Sequence[Tensor]:
-        return [self.counts, self._sources, self._experts.owner, *([] if self._guessed is None else [self._guessed])]
+        guessed = [] if self._guessed is None else [self._guessed]
+        return [self.counts, self._sources, self._experts.owner, self._decided, *guessed]
 
     def _known(self, staged: bool) -> np.ndarray | None:
         """Returns bool [keys], experts with a slot in the step, if it was staged or every expert has one; else None.
@@ -147,10 +157,14 @@ class InLayers(Admission[np.ndarray | None]):
         return self.residency.slot_of != NOWHERE if staged or self._holds_all else None
 
     def _learn(self, told: Sequence[np.ndarray], known: np.ndarray | None, *, prompts: bool) -> int:
-        counts, sources, owner, *guessed = told
+        counts, sources, owner, decided, *guessed = told
         if known is not None:
             sources = np.where(counts > 0, np.where(known, HIT, STREAMED), UNUSED)
-        learned = self.offering.learn(counts, sources, owner, *guessed, prompts=prompts)
+            generating = None if prompts else counts
+        else:
+            sources = with_prompts(counts, sources, owner)
+            generating = decided if decided.any() else None
+        learned = self.offering.learn(counts, sources, owner, *guessed, generating=generating)
         nbytes = self.parts.shape.expert_bytes
         self.parts.counters.moved(self.parts.path, learned.admitted * nbytes)
         if guessed:

@@ -1,0 +1,185 @@
+"""Expert workers in threads, with a kernel in torch whose rows are independent, and an engine's side of them."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.distributed import schedule
+from vllm_spac.distributed.client import WorkerClient
+from vllm_spac.distributed.layer_call import Forward
+from vllm_spac.distributed.patience import Patience
+from vllm_spac.distributed.places import Places
+from vllm_spac.distributed.roster import Roster
+from vllm_spac.distributed.service import Service
+from vllm_spac.distributed.worker import Worker
+from vllm_spac.errors import SpacError
+from vllm_spac.tiers.memory import MemoryStore
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 2, 8, 4
+SPECS = {
+    "w13_weight": TensorSpec((2 * INTERMEDIATE, HIDDEN), torch.float32),
+    "w2_weight": TensorSpec((HIDDEN, INTERMEDIATE), torch.float32),
+}
+SHAPE = MoEShape(tuple(f"layers.{i}" for i in range(LAYERS)), EXPERTS, TOP_K, SPECS)
+FINGERPRINT = "5a" * 16
+SECRET, ANOTHER = b"the secret of these workers ....", bytes(32)
+
+
+def row_by_row(x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+    """A kernel whose result for a row does not depend on the other rows, like vLLM's."""
+    out = torch.zeros_like(x)
+    for row, chosen in enumerate(ids.tolist()):
+        for place, expert in enumerate(chosen):
+            gate, up = (experts["w13_weight"][expert] @ x[row]).chunk(2)
+            acted = torch.nn.functional.silu(gate) * up
+            out[row] += weights[row, place] * (experts["w2_weight"][expert] @ acted)
+    return out
+
+
+def expert(key: int) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(key)
+    return {name: torch.randn(spec.shape, generator=rng, dtype=spec.dtype) for name, spec in SPECS.items()}
+
+
+def layer_input(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=rng)[:TOP_K] for _ in range(rows)]).int()
+    return torch.randn(rows, HIDDEN, generator=rng), torch.rand(rows, TOP_K, generator=rng), ids
+
+
+def here(layer: int, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """The layer's output with all of its experts in this thread."""
+    all_of_it = [expert(layer * EXPERTS + number) for number in range(EXPERTS)]
+    return row_by_row(x, weights, ids, {name: torch.stack([each[name] for each in all_of_it]) for name in SPECS})
+
+
+@dataclass
+class Running:
+    """A worker in a thread."""
+
+    worker: Worker
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.worker.serve(self.stop.is_set)
+        self.worker.close()
+
+    def end(self) -> None:
+        """Ends it as a killed process ends: connections close, without a word."""
+        self.stop.set()
+        self.thread.join(30)
+
+
+class Threads(Places):
+    """Workers in threads of this process, each with its own store, which outlives it like a disk."""
+
+    def __init__(self, count: int, kernel: Callable = row_by_row) -> None:
+        self.secret, self.kernel = SECRET, kernel
+        self.stores = [MemoryStore(SHAPE, FINGERPRINT) for _ in range(count)]
+        self.running = [self._start(number) for number in range(count)]
+        self.may_return = True
+
+    def _start(self, number: int) -> Running:
+        return Running(Worker(self.secret, lambda service: self.kernel, lambda *_: self.stores[number], 1 << 20))
+
+    def addresses(self) -> list[str]:
+        return [f"tcp://127.0.0.1:{running.worker.port}" for running in self.running]
+
+    def again(self, worker: int) -> str:
+        if not self.may_return:
+            raise SpacError("spac: it stays away")
+        if self.running[worker].stop.is_set():
+            self.running[worker] = self._start(worker)
+        return self.addresses()[worker]
+
+    def describe(self) -> str:
+        return f"{len(self.running)} threads"
+
+    def close(self) -> None:
+        for running in self.running:
+            running.end()
+
+
+def services(count: int, replicas: int = 0, size: int = 1, **knobs) -> list[Service]:
+    layers = [schedule.layers_of(worker, LAYERS, count, replicas, size) for worker in range(count)]
+    knobs["divides"] = size > 1
+    knobs = {"slots": "50%", "policy": "lru", "hidden": HIDDEN} | knobs
+    return [Service.of(SHAPE, FINGERPRINT, mine, **knobs) for mine in layers]
+
+
+def connected(
+    places: Threads,
+    replicas: int = 0,
+    copy: MemoryStore | None = None,
+    kernel: Callable = row_by_row,
+    size: int = 1,
+    **knobs,
+) -> WorkerClient:
+    """A client whose experts are packed and whose workers are admitted."""
+    given = services(len(places.running), replicas, size, **knobs)
+    client = WorkerClient(places, given, replicas, kernel, torch.float32, lambda: copy, size)
+    client.roster = Roster(len(given), replicas, given[0].digest, lambda: Patience(0.5, 2.0), size)
+    try:
+        client.open()
+        for key in range(SHAPE.total):
+            if not client.holds(key):
+                client.put(key, expert(key))
+        client.fill()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def full_copy() -> MemoryStore:
+    store = MemoryStore(SHAPE, FINGERPRINT)
+    for key in range(SHAPE.total):
+        store.put(key, expert(key))
+    return store
+
+
+def assert_right(found: WorkerClient, layer: int, rows: int = 3, seed: int = 0, step: int = 1) -> None:
+    """The bits of one process; where experts are divided, a row's two results are added in another order."""
+    given = layer_input(rows, seed)
+    computed, right = found.compute(Forward(step), layer, *given), here(layer, *given)
+    if found.divides:
+        torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(computed, right)
+
+
+def until(done: Callable[[], object]) -> None:
+    """Waits for what another thread does."""
+    end = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < end, "it never happens"
+        time.sleep(0.01)
+
+
+def main() -> None:
+    """A worker as a process, with as many files as its argument says; it ends when its input is closed."""
+    for limit in map(int, sys.argv[1:]):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    ended = threading.Event()
+    worker = Worker(SECRET, lambda service: row_by_row, lambda *_: MemoryStore(SHAPE, FINGERPRINT), 1 << 20)
+    print(worker.port, flush=True)
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    worker.serve(ended.is_set)
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()
