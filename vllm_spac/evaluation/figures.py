@@ -13,7 +13,7 @@ _MARKS = {"substitution": "o", "truncation": "x"}
 _LINES = {"substitution": "-", "truncation": "--"}
 _COLORS = {
     "oracle": "k",
-    "selected": "tab:red",
+    "selected": "tab:purple",
     "coactivation": "tab:green",
     "router": "tab:blue",
     "resident": "tab:orange",
