@@ -1,11 +1,12 @@
 """Chooses the shortlist of a layer: its best experts by score, a given number or enough to hold a share of a mass.
 
-    i comes before j   <=>   s_i > s_j, or s_i = s_j and i < j
+    i comes before j   <=>   i is selected and j is not, or else s_i > s_j, or s_i = s_j and i < j
     count              =     B,  or  max(least, 1 + #{i : mass of i and of all before it < share * mass of all})
     shortlist          =     the first ``count`` experts
 
-With a mass of the experts that rows selected, those that no row selected come last. One program, whose lanes are
-experts, without sorting: expert i is a member if fewer than ``count`` experts come before it. Sums are float64.
+So a selected expert is cut only where more are selected than ``count``. One program, whose lanes are experts, without
+sorting: expert i is a member if fewer than ``count`` experts come before it. Sums are float64. Scores may be pairs, of
+which the second decide where the first are equal.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from torch import Tensor
 
 from .route import MAX_EXPERTS
 
-_PAIRS = 4096  # pairs of experts that a program compares at once
+_COMPARED = 4096  # pairs of experts that a program compares at once
 
 
-@triton.jit(do_not_specialize_on_alignment=["scores", "bound"])
+@triton.jit(do_not_specialize_on_alignment=["scores", "selected", "bound"])
 def _shortlist_kernel(
-    scores, bound, held, share, members, best, n_experts, least,
-    EMPTY_LAST: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    scores, selected, bound, held, share, members, best, n_experts, least,
+    PAIRS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BINS)
     live = i < n_experts
     mine = tl.load(scores + i, mask=live, other=0).to(tl.float64)
+    wanted = tl.load(selected + i, mask=live, other=0) != 0
+    if PAIRS:
+        second = tl.load(scores + n_experts + i, mask=live, other=0).to(tl.float64)
     before = tl.zeros((BINS,), tl.int32)
     mass_before = tl.zeros((BINS,), tl.float64)
     if held is not None:
@@ -35,12 +39,16 @@ def _shortlist_kernel(
     for start in range(0, n_experts, CHUNK):
         j = start + tl.arange(0, CHUNK)
         other = tl.load(scores + j, mask=j < n_experts, other=0).to(tl.float64)
-        ahead = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
+        level, ahead = other[None, :] == mine[:, None], j[None, :] < i[:, None]
+        if PAIRS:
+            next_to = tl.load(scores + n_experts + j, mask=j < n_experts, other=0).to(tl.float64)
+            ahead = (next_to[None, :] > second[:, None]) | ((next_to[None, :] == second[:, None]) & ahead)
+        ahead = (other[None, :] > mine[:, None]) | (level & ahead)
+        theirs_wanted = tl.load(selected + j, mask=j < n_experts, other=0) != 0
+        alike = theirs_wanted[None, :] == wanted[:, None]
+        ahead = (alike & ahead) | (theirs_wanted[None, :] & ~wanted[:, None])
         if held is not None:
             theirs = tl.load(held + j, mask=j < n_experts, other=0.0)
-            if EMPTY_LAST:
-                empty, emptied = (mass == 0.0)[:, None], (theirs == 0.0)[None, :]
-                ahead = (empty & ~emptied) | ((empty == emptied) & ahead)
             mass_before += tl.sum(tl.where(ahead & (j < n_experts)[None, :], theirs[None, :], 0.0), 1)
         before += tl.sum((ahead & (j < n_experts)[None, :]).to(tl.int32), 1)
     if held is not None:
@@ -56,34 +64,36 @@ def _shortlist_kernel(
 
 def shortlist(
     scores: Tensor,
+    selected: Tensor,
     bound: Tensor | None,
     held: Tensor | None = None,
     share: Tensor | None = None,
     least: int = 1,
-    empty_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of a layer; one launch.
 
     Args:
-        scores: [N] float64 or int64 below 2**53, the scores that experts are ranked by; N <= 1024.
+        scores: [N] float64 or int64 below 2**53, the scores that experts are ranked by; N <= 1024. Or [2, N], of which
+            the second decide where the first are equal.
+        selected: [N] bool, the experts that voting rows selected, which come before all others.
         bound: [] int64, number of experts to choose; None with ``held``.
         held: [N] float64, the mass of each expert, to choose as many as hold ``share``; default: choose ``bound``.
         share: [] float64, share of the mass, above 0; from 1.0 on all experts are chosen.
         least: minimum number of experts with ``held``.
-        empty_last: rank experts without mass after those with mass.
 
     Returns:
         bool [N], the members, and int64 [], the best member.
     """
-    experts = len(scores)
-    assert scores.shape == (experts,) and scores.dtype in (torch.float64, torch.int64) and scores.is_contiguous()
+    experts, pairs = len(selected), scores.ndim == 2
+    assert scores.shape == ((2, experts) if pairs else (experts,)) and scores.is_contiguous()
+    assert scores.dtype in (torch.float64, torch.int64) and selected.dtype == torch.bool and selected.is_contiguous()
     assert 1 <= experts <= MAX_EXPERTS and (bound is None) == (held is not None) == (share is not None)
     assert held is None or (held.shape == (experts,) and held.dtype == torch.float64 and held.is_contiguous())
     members = torch.empty(experts, dtype=torch.bool, device=scores.device)
     best = torch.empty((), dtype=torch.int64, device=scores.device)
     bins = max(16, triton.next_power_of_2(experts))
     _shortlist_kernel[(1,)](
-        scores, bound, held, share, members, best, experts, least, EMPTY_LAST=empty_last, BINS=bins,
-        CHUNK=min(16, _PAIRS // bins), num_warps=8, enable_fp_fusion=False,
+        scores, selected, bound, held, share, members, best, experts, least, PAIRS=pairs, BINS=bins,
+        CHUNK=min(16, _COMPARED // bins), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return members, best

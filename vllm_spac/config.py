@@ -211,7 +211,9 @@ class SpacConfig(BaseModel):
     )
     budget_file: types.SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac budgets.")
     budget_ranking: Annotated[str, ComponentName("budget.rankings", "ranking")] = Field(
-        "router", description="How experts are ranked under a budget; the first B are kept."
+        "selected",
+        description="How experts are ranked under a budget: the first B are kept, those that a token selected before "
+        "others. selected, by the scores of the tokens that selected them; router, by those of all tokens (MoE-Spec).",
     )
     budget_coverage: Literal["substitution", "truncation"] = Field(
         "substitution",

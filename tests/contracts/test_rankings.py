@@ -18,7 +18,7 @@ from vllm_spac import components
 from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
 from vllm_spac.budget.coverage import truncate
 from vllm_spac.budget.limits import mass_cut, validate
-from vllm_spac.budget.rankings import base, coactivation, oracle, resident, router, static
+from vllm_spac.budget.rankings import base, coactivation, oracle, resident, router, selected, static
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, least_residual, router_mass
 from vllm_spac.budget.votes import vote
 from vllm_spac.errors import ConfigError
@@ -59,12 +59,14 @@ def step(seed: int, rows: int = 5, voting: int = 3) -> tuple[Tensor, Tensor, Lay
     probs = scores(rows, generator)
     outputs = torch.randn(rows, EXPERTS, WIDTH, generator=generator)
     fast = torch.rand(EXPERTS, generator=generator) < 0.5
-    context = LayerContext(1, resident=fast, mixing=coactivation.natural(probs, TOP_K), outputs=outputs)
+    ids = probs.topk(TOP_K).indices
+    context = LayerContext(1, fast, coactivation.natural(probs, TOP_K), outputs, ids)
     return probs, (torch.arange(rows) < voting).double(), context
 
 
 def moved(context: LayerContext, rows: Tensor) -> LayerContext:
-    return LayerContext(context.layer, context.resident, context.mixing[rows], context.outputs[rows])
+    parts = (part[rows] for part in (context.mixing, context.outputs, context.ids))
+    return LayerContext(context.layer, context.resident, *parts)
 
 
 @every_budget
@@ -88,6 +90,7 @@ def test_only_votes_count(name: str, seed: int) -> None:
     other = moved(context, torch.arange(5))
     for tensor in (probs, other.mixing, other.outputs):
         tensor[3:] = float("nan")
+    other.ids[3:] = EXPERTS - 1
     assert torch.equal(built(name).rank(probs, votes, EXPERTS, other), order)
 
 
@@ -104,9 +107,9 @@ def test_what_can_be_replayed_is_sorted_by_its_scores(name: str, seed: int) -> N
             ranking.scores(silent, context)
         return
     found = ranking.scores(silent, context)
-    assert found.shape == (EXPERTS,) and found.dtype in (torch.float64, torch.int64)
+    assert found.shape in ((EXPERTS,), (2, EXPERTS)) and found.dtype in (torch.float64, torch.int64)
     assert torch.equal(base.best(found, EXPERTS), ranking.rank(probs, votes, EXPERTS, context))
-    assert ranking.scores(torch.zeros_like(probs), context).shape == (EXPERTS,)
+    assert ranking.scores(torch.zeros_like(probs), context).shape == found.shape
 
 
 @every_budget
@@ -165,11 +168,12 @@ def test_the_scale_of_the_votes_does_not_matter(name: str, seed: int) -> None:
     assert torch.equal(built(name).rank(probs, votes / 4, EXPERTS, context), order)
 
 
-@pytest.mark.parametrize("name", ["router", "resident", "coactivation", "oracle"])
+@pytest.mark.parametrize("name", ["router", "selected", "resident", "coactivation", "oracle"])
 def test_a_vote_decides(name: str) -> None:
     """Two rows want other experts; the first in the shortlist is that of the row with the greater vote."""
     probs = torch.tensor([[0.8, 0.2] + [0.0] * 6, [0.2, 0.8] + [0.0] * 6])
-    context = LayerContext(1, torch.zeros(8, dtype=torch.bool), probs, torch.eye(8).repeat(2, 1, 1))
+    choice = torch.tensor([[0], [1]])
+    context = LayerContext(1, torch.zeros(8, dtype=torch.bool), probs, torch.eye(8).repeat(2, 1, 1), choice)
     for votes, first in (([1, 0.5], 0), ([0.5, 1], 1), ([1, 2**-12], 0), ([2**-12, 1], 1)):
         order = built(name).rank(probs, torch.tensor(votes, dtype=torch.float64), 1, context)
         assert order.tolist() == [first]
@@ -196,7 +200,11 @@ def test_experts_have_no_order(name: str, seed: int, random) -> None:
         if isinstance(value, Tensor):
             value = value[:, new]
             setattr(other, attribute, value[:, :, new] if value.ndim == 3 else value)
-    there = LayerContext(1, context.resident[new], context.mixing[:, new], context.outputs[:, new])
+    place = torch.empty_like(new)
+    place[new] = torch.arange(EXPERTS)
+    there = LayerContext(
+        1, context.resident[new], context.mixing[:, new], context.outputs[:, new], place[context.ids]
+    )
     order = budget.rank(probs, votes, EXPERTS, context)
     assert torch.equal(new[other.rank(probs[:, new], votes, EXPERTS, there)], order)
 
@@ -204,7 +212,8 @@ def test_experts_have_no_order(name: str, seed: int, random) -> None:
 @every_budget
 def test_ties_go_by_the_lowest_id_and_nothing_is_changed(name: str) -> None:
     probs, votes = torch.full((4, 300), 1 / 300), torch.ones(4, dtype=torch.bool)
-    context = LayerContext(0, torch.ones(300, dtype=torch.bool), torch.zeros(4, 300), torch.ones(4, 300, 2))
+    ids = torch.arange(8).view(4, 2)
+    context = LayerContext(0, torch.ones(300, dtype=torch.bool), torch.zeros(4, 300), torch.ones(4, 300, 2), ids)
     budget = built(name)
     for attribute, value in vars(budget).items():
         if isinstance(value, Tensor):
@@ -224,6 +233,7 @@ def test_the_module_has_a_function_of_the_same_meaning(name: str) -> None:
         "mixing": context.mixing,
         "outputs": context.outputs,
         "resident": context.resident,
+        "ids": context.ids,
     }
     given = {key: value for key, value in extra.items() if key in inspect.signature(module.rank).parameters}
     assert torch.equal(module.rank(probs, votes, 5, **given), built(name).rank(probs, votes, 5, context))
@@ -267,6 +277,21 @@ def test_router_by_hand() -> None:
     probs = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.0, 0.0, 1.0]])
     assert router.rank(probs, torch.tensor([True, True, False]), 3).tolist() == [1, 0, 2]
     assert router.rank(probs, torch.tensor([True, True, True]), 1).tolist() == [2]
+
+
+def test_selected_by_hand() -> None:
+    """Expert 2 has most of all scores, and nobody selects it; 3 and 4 are nobody's either."""
+    probs = torch.tensor([[0.4, 0.1, 0.3, 0.2, 0.0], [0.05, 0.4, 0.3, 0.15, 0.1], [0.4, 0.1, 0.3, 0.2, 0.0]])
+    ids, ones = torch.tensor([[0], [1], [0]]), torch.ones(3, dtype=torch.float64)
+    assert selected.rank(probs, ones, 5, ids).tolist() == [0, 1, 2, 3, 4]
+    assert selected.rank(probs, None, 2, ids).tolist() == [0, 1]
+    assert selected.rank(probs, torch.tensor([0.25, 1, 0.25]).double(), 5, ids).tolist() == [1, 0, 2, 3, 4]
+    assert router.rank(probs, ones, 5).tolist() == [2, 0, 1, 3, 4]
+
+
+def test_selected_by_as_much_are_ranked_by_all_scores() -> None:
+    probs = torch.tensor([[0.4, 0.4, 0.2, 0.0], [0.1, 0.3, 0.0, 0.6]])
+    assert selected.rank(probs, None, 4, torch.tensor([[0, 1], [3, 2]])).tolist() == [3, 1, 0, 2]
 
 
 def test_static_takes_the_counts_of_its_layer() -> None:

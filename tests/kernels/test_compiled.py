@@ -223,7 +223,7 @@ def budgeted(ids, weights, count, substitute: bool) -> None:
     """What a layer launches for a budget, by a share of the mass."""
     probs, held, bias = torch.ones(len(ids), count), torch.ones(count).double(), torch.ones(count)
     votes, share = torch.ones(len(ids)).double(), torch.ones(()).double()
-    members, best = shortlist.shortlist(held, None, held, share, empty_last=True)
+    members, best = shortlist.shortlist(torch.stack((held, held)), held != 0, None, held, share)
     options = {"groups": 8, "top_groups": 4, "rescue": not substitute}
     chosen = cover.cover(probs, weights, ids, votes, members, best, substitute, True, bias, **options)
     tally.tally(torch.zeros(5).double(), votes, (weights, ids), members, chosen)

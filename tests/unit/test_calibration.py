@@ -72,14 +72,17 @@ def test_by_hand() -> None:
 
 
 def test_selected_mass_by_hand() -> None:
-    """Scores add up to .7 .5 .4 .4, so the router ranks 0 1 2 3; the weights of the two selected add up to 1."""
+    """Scores of rows that selected them add up to .6 .5 0 .35, so the order is 0 1 3 2, and all scores to .7 .5 .4 .4.
+
+    The weights of the two selected add up to 1.
+    """
     probs = torch.tensor([[0.6, 0.2, 0.15, 0.05], [0.1, 0.3, 0.25, 0.35]])
     made = CalibrationRecorder("f", "toy", ["only"], 4, 2, window=2)
     made.observe(0, probs, torch.tensor([[0.75, 0.25], [0.55, 0.45]]), torch.tensor([[0, 1], [3, 1]]))
     made.end_text()
     found = made.result()
     torch.testing.assert_close(found.curve("scores"), torch.tensor([[0.35, 0.6, 0.8, 1.0]]))
-    torch.testing.assert_close(found.curve("selected"), torch.tensor([[0.375, 0.725, 0.725, 1.0]]))
+    torch.testing.assert_close(found.curve("selected"), torch.tensor([[0.375, 0.725, 1.0, 1.0]]))
     assert choose(found, 0.7) == choose(found, 0.7, mass_of="selected") == {"only": 2}
     assert choose(found, 0.7, mass_of="scores") == {"only": 3}
 
@@ -144,7 +147,7 @@ def test_the_file_is_as_documented(tmp_path: Path) -> None:
     recorded().save(tmp_path / "a")
     with safe_open(tmp_path / "a", framework="pt") as file:
         metadata = file.metadata()
-    assert metadata["format"] == "spac-calibration-2" and json.loads(metadata["layers"]) == list(LAYERS)
+    assert metadata["format"] == "spac-calibration-3" and json.loads(metadata["layers"]) == list(LAYERS)
     assert (metadata["tokens"], metadata["window"], metadata["top_k"], metadata["experts"]) == ("33", "4", "2", "6")
     tensors = {name: (str(t.dtype), tuple(t.shape)) for name, t in load_file(tmp_path / "a").items()}
     assert tensors == {
@@ -178,7 +181,7 @@ def damaged(path: Path, metadata: dict[str, str | None], **tensors: Tensor | Non
 @pytest.mark.parametrize(
     "change",
     [
-        {"metadata": {"format": "spac-calibration-3"}},
+        {"metadata": {"format": "spac-calibration-4"}},
         {"metadata": {"format": None}},
         {"metadata": {"tokens": None}},
         {"metadata": {"tokens": "34"}},
@@ -205,11 +208,12 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: dict) -> None:
         Calibration.load(tmp_path / "a", FINGERPRINT, LAYERS, EXPERTS)
 
 
-def test_a_file_that_knows_one_mass_is_refused(tmp_path: Path) -> None:
-    """Format 1 had the curves of the routers' scores alone: its masses would be taken for others."""
+@pytest.mark.parametrize("format", [1, 2])
+def test_a_file_with_curves_of_something_else_is_refused(tmp_path: Path, format: int) -> None:
+    """Format 1 had those of the routers' scores alone, and 2 those of another order of the experts."""
     recorded().save(tmp_path / "a")
-    damaged(tmp_path / "a", {"format": "spac-calibration-1"}, curves=recorded().curve("scores").clone())
-    with pytest.raises(ConfigError, match=f"not a calibration of format spac-calibration-2 but of .*-1.; .*{AGAIN}"):
+    damaged(tmp_path / "a", {"format": f"spac-calibration-{format}"}, curves=recorded().curves.clone())
+    with pytest.raises(ConfigError, match=f"not a calibration of format .*-3 but of .*-{format}.; .*{AGAIN}"):
         Calibration.read(tmp_path / "a")
 
 

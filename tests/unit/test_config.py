@@ -234,7 +234,7 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "processes", "workers": 2, "prefetch": "linear"}, "needs predictor_file"),
         ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
         ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
-        ({"executor": "processes", "workers": 2, "budget_ranking": "resident"}, "use --spac-budget-ranking router"),
+        ({"executor": "processes", "workers": 2, "budget_ranking": "resident"}, "use --spac-budget-ranking selected"),
         ({"executor": "threads"}, "executor='threads'"),
     ],
     ids=str,

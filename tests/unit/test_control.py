@@ -35,6 +35,13 @@ def routing(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, weights / weights.sum(1, keepdim=True), ids.to(torch.int32)
 
 
+def ranked(logits: torch.Tensor, ids: torch.Tensor, votes: torch.Tensor | None = None) -> list[int]:
+    """All experts by the default ranking: by the scores of rows that selected them, then by those of all rows."""
+    scores = logits.softmax(-1).double() * (1.0 if votes is None else votes[:, None])
+    own = torch.zeros_like(scores).scatter(1, ids.long(), scores.gather(1, ids.long())).sum(0)
+    return sorted(range(EXPERTS), key=lambda i: (i not in ids, -float(own[i]), -float(scores[:, i].sum())))
+
+
 @pytest.mark.parametrize(
     ("when", "cut"),
     [("verify", range(4, 10)), ("decode", range(3, 10)), ("all", range(10))],
@@ -48,7 +55,7 @@ def test_only_the_rows_asked_for_are_cut_and_vote(when: str, cut: range, coverag
     budget.change(BudgetSettings(budget=3, when=when, coverage=coverage))
     got_weights, got_ids = budget.apply(0, logits, weights, ids, MIXED)
     assert torch.equal(got_weights[outside], weights[outside]) and torch.equal(got_ids[outside], ids[outside])
-    shortlist = logits[inside].softmax(-1).sum(0).topk(3).indices
+    shortlist = torch.tensor(ranked(logits[inside], ids[inside])[:3])
     assert torch.isin(got_ids[inside], shortlist).all()
     kept = torch.isin(ids[inside], shortlist)
     share = (weights[inside] * ~kept).sum(1) / weights[inside].sum(1)
@@ -80,7 +87,7 @@ def test_windows_rank_by_themselves() -> None:
     _, got = budget.apply(0, logits, weights, ids, MIXED)
     for start in (4, 6, 8):  # two windows of the first request, one of the second
         rows = slice(start, start + 2)
-        assert set(got[rows].unique().tolist()) == set(logits[rows].softmax(-1).sum(0).topk(2).indices.tolist())
+        assert set(got[rows].unique().tolist()) == set(ranked(logits[rows], ids[rows])[:2])
     assert budget.counters.snapshot()["shortlists"] == 3
 
 
@@ -148,11 +155,11 @@ def test_which_mass_is_held_by_hand(mass_of: str, kept: set[int]) -> None:
     routed = torch.tensor([[0.6, 0.4]] * 4), torch.tensor([[0, 1]] * 4)
     budget = control()
     budget.change(BudgetSettings(mass=0.85, mass_of=mass_of))
-    order = budget._order(0, probs, routed, EXPERTS, None, None).numpy()
+    order = budget._order(0, probs, routed, None, None).numpy()
     held = _held(probs.numpy(), *(part.numpy() for part in routed), None, mass_of)
-    shortlist = leading(order, held, 0.85, 1, mass_of).tolist()
+    shortlist = leading(order, held, 0.85, 1).tolist()
     assert set(shortlist) == kept and shortlist[0] == 0
-    assert budget.settings.describe() == f"lossy (budget 0.85 of the mass {mass_of}, router, substitution, verify rows)"
+    assert budget.settings.describe() == f"lossy (budget 0.85 of the mass {mass_of}, selected, substitution, verify rows)"
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
@@ -174,13 +181,11 @@ def test_the_selected_mass_is_held_by_the_least_experts(seed, mass, scale, renor
     kept, used = (found[verify] for found in budget.apply(0, logits, weights, ids, MIXED))
     whole = weights[verify].double().sum()
     assert kept.double().sum() >= mass * whole * (1 - 1e-12)
-    ranked = [
-        i for i in logits[verify].softmax(-1).double().sum(0).argsort(descending=True).tolist() if i in ids[verify]
-    ]
+    order = [i for i in ranked(logits[verify], ids[verify]) if i in ids[verify]]
     count = budget.counters.snapshot()["experts"]
-    assert count <= len(ranked) <= TOP_K * rows
-    assert set(used[kept > 0].tolist()) == set(ranked[:count])
-    fewer = weights[verify][torch.isin(ids[verify], torch.tensor(ranked[: count - 1]))].double().sum()
+    assert count <= len(order) <= TOP_K * rows
+    assert set(used[kept > 0].tolist()) == set(order[:count])
+    fewer = weights[verify][torch.isin(ids[verify], torch.tensor(order[: count - 1]))].double().sum()
     assert fewer < mass * whole * (1 + 1e-12)
 
 
@@ -198,9 +203,9 @@ def test_the_mass_of_all_scores_is_held() -> None:
     got_weights, got_ids = budget.apply(0, logits, weights, ids, MIXED)
     mass = logits[4:10].softmax(-1).sum(0)
     used = got_ids[4:10][got_weights[4:10] > 0].unique()
-    order = mass.sort(descending=True).indices
+    order = ranked(logits[4:10], ids[4:10])
     needed = 1 + int((mass[order].cumsum(0) < 0.8 * mass.sum()).sum())
-    assert set(used.tolist()) <= set(order[:needed].tolist())
+    assert set(used.tolist()) <= set(order[:needed]) and mass[order[:needed]].sum() >= 0.8 * mass.sum()
 
 
 def test_layers_have_their_own_budgets() -> None:
@@ -213,7 +218,8 @@ def test_layers_have_their_own_budgets() -> None:
 
 def test_resident_experts_are_preferred() -> None:
     logits, weights, ids = routing()
-    wanted = logits[4:10].softmax(-1).sum(0).argsort()[:2]  # the least wanted
+    selected = torch.bincount(ids[4:10].flatten(), minlength=EXPERTS) > 0
+    wanted = logits[4:10].softmax(-1).sum(0).masked_fill(~selected, 9).argsort()[:2]  # of the selected, the least wanted
     resident = torch.zeros(EXPERTS, dtype=torch.bool)
     resident[wanted] = True
     budget = control(resident=lambda: resident)
@@ -288,7 +294,7 @@ def test_rows_count_by_the_probability_that_they_are_reached(bound: dict, seed: 
     if bound.get("mass") and "mass_of" not in bound:
         held = torch.zeros(EXPERTS).double()
         held.index_add_(0, ids[4:10].flatten().long(), (weights[4:10].double() * VOTES[:, None]).flatten())
-    order = [i for i in mass.argsort(descending=True).tolist() if held[i] > 0]
+    order = ranked(logits[4:10], ids[4:10], VOTES)
     count, total = 3, 0.0
     if "mass" in bound:
         count = 0
@@ -316,7 +322,7 @@ def test_votes_that_are_all_the_same_change_nothing(settings: dict, window: int 
 def test_a_window_has_the_votes_of_its_rows() -> None:
     asked = []
     budget = control()
-    budget.change(BudgetSettings(budget=2, votes="path", window=3))
+    budget.change(BudgetSettings(budget=1, votes="path", window=3, coverage="truncation"))
     rank = budget._ranking.rank
     budget._ranking.rank = lambda probs, votes, *rest: asked.append(votes) or rank(probs, votes, *rest)
     budget.apply(0, *routing(), WEIGHED)
@@ -336,6 +342,20 @@ def test_requests_whose_probabilities_are_not_known_are_counted() -> None:
     assert budget.counters.snapshot()["unweighted"] == 0
 
 
+def test_a_budget_of_drafts_that_there_are_none_of_is_no_budget() -> None:
+    layers = [BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())]
+    drafting, plain = BudgetControl(layers), BudgetControl(layers, drafts=False)
+    for asked, idle in (({}, False), ({"budget": 4}, True), ({"budget": 4, "when": "decode"}, False)):
+        for budget in (drafting, plain):
+            budget.change(BudgetSettings(**asked))
+        assert plain.idle is idle and not drafting.idle
+        assert drafting.describe() == drafting.settings.describe()
+        assert (plain.describe() == plain.settings.describe()) is not idle
+    plain.change(BudgetSettings(budget=4))
+    assert plain.describe().startswith("exact (") and "--speculative-config" in plain.describe()
+    assert "--spac-budget-when decode" in plain.describe()
+
+
 def test_votes_are_refused_where_no_probabilities_are_known() -> None:
     budget = BudgetControl([BudgetedLayer("layer.0", EXPERTS, TOP_K, RoutingRule())], unweighted="because; do this")
     budget.change(BudgetSettings(budget=4))
@@ -347,7 +367,7 @@ def test_votes_are_refused_where_no_probabilities_are_known() -> None:
 
 def test_the_settings_say_how_rows_vote() -> None:
     said = BudgetSettings(budget=4, votes="path", coverage="truncation", rescue=True).describe()
-    assert said == "lossy (budget 4, router, truncation with rescue, verify rows, path votes ** 0.5)"
+    assert said == "lossy (budget 4, selected, truncation with rescue, verify rows, path votes ** 0.5)"
 
 
 # --- rescue -----------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Engine:
     async def collective_rpc(self, method: str, args: tuple = ()) -> list:
         if method == "spac_look":
             raise RuntimeError("nobody is there")
-        return [{"settings": {"asked": method, "args": list(args)}}]
+        return [{"settings": {"asked": method, "args": list(args)}, "mode": "exact"}]
 
 
 @pytest.fixture
@@ -66,19 +66,19 @@ def test_routes_answer_404_without_the_plugin(app: FastAPI) -> None:
 
 
 def test_control_is_closed_unless_it_was_opened(app: FastAPI) -> None:
-    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), False, {"router"}
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), False, {"selected"}
     response = TestClient(app).post("/spac/budget", json={"budget": 4})
     assert response.status_code == 403 and "--spac-control" in response.json()["detail"]
     app.state.spac_control = True
     response = TestClient(app).post("/spac/budget", json={"budget": 4})
     assert response.status_code == 200
-    assert response.json()["workers"][0]["asked"] == "spac_try_budget"
+    assert response.json()["workers"][0]["asked"] == "spac_try_budget" and response.json()["mode"] == "exact"
     assert TestClient(app).post("/spac/budget", content=b"{").status_code == 400
 
 
 def test_a_change_of_budget_empties_the_prefix_cache(app: FastAPI) -> None:
     """Also of requests that run; a change that is refused does not."""
-    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = engine, *_ = Engine(), True, {"router"}
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = engine, *_ = Engine(), True, {"selected"}
     assert TestClient(app).post("/spac/budget", json={"budget": 4}).status_code == 200
     assert engine.resets == ({"reset_running_requests": True, "reset_connector": True},)
     assert TestClient(app).post("/spac/budget", json={"budgets": 4}).status_code == 400
@@ -100,7 +100,7 @@ class Stuck(Engine):
 @pytest.mark.parametrize("answer", [False, RuntimeError("remote keys"), ValueError("remote keys")])
 def test_a_prefix_cache_that_cannot_be_emptied_is_a_failure_of_the_server(app: FastAPI, answer) -> None:
     """Not of the request: the budget is in force by then."""
-    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Stuck(answer), True, {"router"}
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Stuck(answer), True, {"selected"}
     response = TestClient(app).post("/spac/budget", json={"budget": 4})
     said = response.json()["detail"]
     assert response.status_code == 500 and "the budget is changed" in said
@@ -123,7 +123,7 @@ def guarded(monkeypatch, flag: list[str] | None, variable: str | None) -> TestCl
     args = SimpleNamespace(**dict.fromkeys(names, []), api_key=flag, enable_request_id_headers=False)
     init_entrypoints_middleware(args, app, ())
     app.get("/v1/models")(lambda: {})
-    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), True, {"router"}
+    app.state.spac_client, app.state.spac_control, app.state.spac_rankings = Engine(), True, {"selected"}
     app.state.spac_feed = LiveFeed(Engine(), {})
     return TestClient(app)
 
@@ -201,7 +201,7 @@ def open_server() -> TestClient:
     app = FastAPI()
     SpacEndpoint().attach_router(app)
     app.state.spac_client, app.state.spac_control = Served(), True
-    app.state.spac_rankings = {"router", "static", "outside_ranking:Ours"}
+    app.state.spac_rankings = {"selected", "static", "outside_ranking:Ours"}
     return TestClient(app)
 
 
@@ -251,7 +251,7 @@ def refusal(server: TestClient, body: bytes) -> tuple[int, str]:
         (b'{"' + b"k" * 60000 + b'": 1}', "characters"),
         (b'{"\\u001b[31m\\n": 1}', "\\x1b[31m\\n"),
         (b'{"budget": 8, "ranking": "\\ud800"}', "not JSON"),
-        (b'{"budget": 8, "ranking": "nosuch"}', "this server has outside_ranking:Ours, router, static"),
+        (b'{"budget": 8, "ranking": "nosuch"}', "this server has outside_ranking:Ours, selected, static"),
         (b'{"budget": 8, "ranking": "static"}', "calibration"),
         (b'{"budget": 8, "ranking": ["router"]}', "ranking"),
         (b"8", "mapping"),

@@ -99,8 +99,8 @@ def test_results_say_which_mass_and_old_ones_meant_the_scores() -> None:
 
 
 def test_rankings_by_default_are_those_that_can_be_had() -> None:
-    assert set(quality.rankings(None, True)) == {"oracle", "coactivation", "router", "static", "resident"}
-    assert set(quality.rankings(None, False)) == {"oracle", "router", "resident"}
+    assert set(quality.rankings(None, True)) == {"oracle", "coactivation", "selected", "router", "static", "resident"}
+    assert set(quality.rankings(None, False)) == {"oracle", "selected", "router", "resident"}
 
 
 @pytest.mark.parametrize(

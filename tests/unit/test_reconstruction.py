@@ -56,7 +56,7 @@ def test_truncation_by_hand() -> None:
     assert errors([("router", "truncation", 4)]) == [pytest.approx(lost / kept, rel=1e-6)]
 
 
-@pytest.mark.parametrize("ranking", ["router", "static", "coactivation", "resident", "oracle"])
+@pytest.mark.parametrize("ranking", ["selected", "router", "static", "coactivation", "resident", "oracle"])
 @pytest.mark.parametrize("coverage", ["truncation", "substitution"])
 def test_all_experts_lose_nothing(ranking: str, coverage: str) -> None:
     assert errors([(ranking, coverage, EXPERTS)]) == [0.0]
@@ -73,7 +73,8 @@ def test_resident_experts_are_preferred() -> None:
     held = torch.zeros(EXPERTS, dtype=torch.bool)
     plain, none = errors([("router", "truncation", 4), ("resident", "truncation", 4)])
     assert plain == none, "with nothing resident it is the router's ranking"
-    held[routed()[1].softmax(1).sum(0).argmin()] = True
+    wanted = torch.bincount(routed()[3].flatten(), minlength=EXPERTS) > 0
+    held[routed()[1].softmax(1).sum(0).masked_fill(~wanted, torch.inf).argmin()] = True
     assert errors([("resident", "truncation", 4)], resident=held)[0] > plain
 
 

@@ -12,9 +12,19 @@ def first_members(order: Tensor, count: Tensor) -> Tensor:
     return torch.empty_like(order, dtype=torch.bool).scatter_(0, order, places < count)
 
 
-def behind_empty(order: Tensor, held: Tensor) -> Tensor:
-    """Returns ``order`` with experts without mass moved after those with mass; both keep their order."""
-    return order[(held[order] == 0).sort(stable=True).indices]
+def sorted_by(scores: Tensor) -> Tensor:
+    """Returns int64 [N]: experts by ``scores``, the greatest first, ties by the lowest id.
+
+    Args:
+        scores: [N]; or [2, N], of which the second decide where the first are equal.
+    """
+    order = scores.view(-1, scores.shape[-1])[-1].sort(descending=True, stable=True).indices
+    return order if scores.ndim == 1 else order[scores[0][order].sort(descending=True, stable=True).indices]
+
+
+def selected_first(order: Tensor, selected: Tensor) -> Tensor:
+    """Returns ``order`` with the ``selected`` experts (bool [N]) before the others; both keep their order."""
+    return order[(~selected[order]).sort(stable=True).indices]
 
 
 def mass_count(order: Tensor, held: Tensor, share: Tensor, least: int) -> Tensor:
@@ -29,18 +39,17 @@ def mass_count(order: Tensor, held: Tensor, share: Tensor, least: int) -> Tensor
 
 def shortlist(
     scores: Tensor,
+    selected: Tensor,
     bound: Tensor | None,
     held: Tensor | None = None,
     share: Tensor | None = None,
     least: int = 1,
-    empty_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Twin of ``shortlist.shortlist``."""
-    order = scores.sort(descending=True, stable=True).indices
+    order = selected_first(sorted_by(scores), selected)
     if held is None:
         assert bound is not None, "a number or a share"
     else:
         assert share is not None, "a share of what is held"
-        order = behind_empty(order, held) if empty_last else order
         bound = mass_count(order, held, share, least)
     return first_members(order, bound), order[0]

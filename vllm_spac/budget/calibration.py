@@ -1,17 +1,17 @@
 """Calibrations: statistics of a model's routing on a sample of text, in one safetensors file.
 
-Format ``spac-calibration-2``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
+Format ``spac-calibration-3``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``experts`` N, ``top_k``, ``window`` M, ``tokens``. Tensors, L layers:
 
     pairs   int64   [L, N, N]  tokens that selected both experts; the diagonal counts the selections of one expert
     counts  int64   [L, N]     that diagonal
     curves  float32 [2, L, N]  share of a mass that the B best experts hold, B = 1 .. N: the mean over windows of M
-                               consecutive tokens (the rows of a verify step). In each window the ranking ``router``
+                               consecutive tokens (the rows of a verify step). In each window the ranking ``selected``
                                gives the best experts. First for the mass ``selected``, the routing weights of the
                                experts that the tokens selected, then for ``scores``, the routers' scores of all
                                experts (``MASSES``)
 
-Format 1, which had only the curves of ``scores``, is refused.
+Earlier formats are refused: 1 had only the curves of ``scores``, and in 2 another ranking gave the best experts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from vllm_spac.errors import ConfigError
 from vllm_spac.system import tensor_file
 from vllm_spac.system.tensor_file import check, layer_names
 
-FORMAT = "spac-calibration-2"
-PROGRESS_FORMAT = "spac-calibration-progress-2"
+FORMAT = "spac-calibration-3"
+PROGRESS_FORMAT = "spac-calibration-progress-3"
 _DTYPES = {"I64", "F32", "F64"}
 _AGAIN = "write it again with `vllm-spac calibrate`"
 
@@ -198,13 +198,15 @@ class CalibrationRecorder:
         self._sums["pairs"][layer] += (chosen.T @ chosen).to("cpu", torch.int64)
         self._sums["tokens"][layer] += len(probs)
         selected = torch.zeros_like(probs).scatter(1, topk_ids.long(), topk_weights.to(probs.dtype))
-        rows = torch.stack((selected, probs.detach()), 1).to("cpu", torch.float64)
+        rows = torch.stack((selected, probs.detach(), probs.detach() * chosen), 1).to("cpu", torch.float64)
         if layer in self._open:
             rows = torch.cat((self._open[layer], rows))
         whole = len(rows) // self._window
         self._open[layer] = rows[whole * self._window :].clone()
-        mass = rows[: whole * self._window].view(whole, self._window, len(MASSES), experts).sum(1)
+        mass = rows[: whole * self._window].view(whole, self._window, len(MASSES) + 1, experts).sum(1)
+        mass, own = mass[:, : len(MASSES)], mass[:, -1]
         order = mass[:, MASSES.index("scores")].sort(dim=1, descending=True, stable=True).indices
+        order = order.gather(1, own.gather(1, order).sort(dim=1, descending=True, stable=True).indices)
         held = mass.gather(2, order[:, None].expand_as(mass)).cumsum(2)
         self._sums["curves"][:, layer] += (held / held[:, :, -1:]).sum(0)
         self._sums["windows"][layer] += whole

@@ -12,6 +12,7 @@ from vllm_spac import components
 from vllm_spac.budget import device_cut, host_cut
 from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.counters import BudgetCounters
+from vllm_spac.budget.coverage import members
 from vllm_spac.budget.layer import BudgetedLayer, check_layer
 from vllm_spac.budget.limits import check_mass
 from vllm_spac.budget.rankings.base import LayerContext, Ranking, router_mass, selected_mass
@@ -20,9 +21,14 @@ from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.budget.speculated import Speculation
 from vllm_spac.budget.speculated import check as check_speculation
 from vllm_spac.budget.votes import Group, groups, unknown, voted
-from vllm_spac.core import Step
+from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.predictors.base import Predictor, Signal
+
+NO_DRAFTS = (
+    "the budget is of verify steps, and this engine does not speculate, so it cuts nothing; add --speculative-config, "
+    "or let it cut other rows (--spac-budget-when decode)"
+)
 
 
 class BudgetControl:
@@ -40,6 +46,7 @@ class BudgetControl:
         unweighted: why votes cannot be weighted in this engine, and what helps; None if they can.
         ranks_differ: several processes compute the model, and each has other experts in fast memory.
         predictor: of the next layer's experts, for speculated execution.
+        drafts: the engine verifies drafts; without them a budget of verify steps cuts nothing.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class BudgetControl:
         unweighted: str | None = None,
         ranks_differ: bool = False,
         predictor: Predictor | None = None,
+        drafts: bool = True,
     ) -> None:
         self.layers = list(layers)
         self.counters = BudgetCounters()
@@ -60,6 +68,7 @@ class BudgetControl:
         self._device = device
         self._unweighted = unweighted
         self._ranks_differ = ranks_differ
+        self._drafts = drafts
         self._speculation = None if predictor is None else Speculation(self.layers, predictor, self.counters)
         self._ranking: Ranking | None = None
         self._parts: tuple[Step | None, list[Group]] = (None, [])
@@ -72,6 +81,17 @@ class BudgetControl:
     @property
     def active(self) -> bool:
         return self.settings.active
+
+    @property
+    def idle(self) -> bool:
+        """Whether a budget is set that can cut nothing: it is of verify steps, and no drafts are verified."""
+        return self.active and not self._drafts and self.settings.kinds == (RowKind.VERIFY,)
+
+    def describe(self) -> str:
+        """A short description of what is in force, for the log and the metrics."""
+        if not self.idle:
+            return self.settings.describe()
+        return f"exact ({NO_DRAFTS})"
 
     @property
     def weighs(self) -> bool:
@@ -111,7 +131,7 @@ class BudgetControl:
             if ranking.needs_resident and self._ranks_differ:
                 raise UnsupportedError(
                     f"spac: ranking={settings.ranking} (--spac-budget-ranking) cannot work with several ranks, each of "
-                    "which has other experts in fast memory and would cut others; use router"
+                    "which has other experts in fast memory and would cut others; use selected"
                 )
             if settings.mass is not None:
                 check_mass(settings.mass)
@@ -234,20 +254,20 @@ class BudgetControl:
         self, buffers: ReplayBuffers, kernels: Kernels, index: int, logits: Tensor, weights: Tensor, ids: Tensor
     ) -> tuple[Tensor, Tensor]:
         layer, votes = self.layers[index], buffers.votes[: len(ids)]
-        silent, counts = (votes == 0)[:, None], votes[:, None]
+        silent, counts, experts = (votes == 0)[:, None], votes[:, None], layer.experts
         probs = layer.rule.probs(logits).masked_fill_(silent, 0)
-        weighted = probs * counts
-        scores = self._used_ranking.scores(weighted, self._context(index))
+        weighted, heard = probs * counts, ids.masked_fill(silent, experts).long()
+        selected = members(heard.flatten(), experts + 1)[:experts]
+        chosen = heard.clamp_(max=experts - 1)  # rows that do not vote have no weight there
+        scores = self._used_ranking.scores(weighted, self._context(index, ids=chosen))
         if self.settings.mass is None:
-            inside, best = kernels.shortlist(scores, buffers.bounds[index])
+            inside, best = kernels.shortlist(scores, selected, buffers.bounds[index])
         else:
-            selected, least = self.settings.mass_of == "selected", self._least(layer)
-            if selected:
-                given = weights.masked_fill(silent, 0) * counts, ids.masked_fill(silent, 0)
-                held = selected_mass(*given, layer.experts)
+            if self.settings.mass_of == "selected":
+                held = selected_mass(weights.masked_fill(silent, 0) * counts, chosen, experts)
             else:
                 held = router_mass(weighted)
-            inside, best = kernels.shortlist(scores, None, held, self._mass, least, empty_last=selected)
+            inside, best = kernels.shortlist(scores, selected, None, held, self._mass, self._least(layer))
         natural = weights.float().contiguous(), ids.contiguous()
         rule, substitute = layer.rule, self.settings.coverage == "substitution"
         options = {
@@ -273,13 +293,14 @@ class BudgetControl:
         """(weights, ids) of rows that vote together, within their shortlist; None if they already are."""
         layer = self.layers[index]
         bound = self._bound(layer)
-        if layer.experts == bound or self.settings.mass == 1.0:
+        if self._spares_all(layer, bound, ids):
             self.counters.add(weights, torch.ones_like(ids, dtype=torch.bool), weights, ids)
             return None
         probs = layer.rule.probs(logits)
-        order = self._order(index, probs, (weights, ids), bound or layer.experts, outputs, votes)
+        order = self._order(index, probs, (weights, ids), outputs, votes)
         settings = self.settings
         options: dict[str, Any] = {
+            "bound": bound,
             "mass_of": settings.mass_of,
             "least": self._least(layer),
             "substitute": settings.coverage == "substitution",
@@ -293,6 +314,12 @@ class BudgetControl:
         self.counters.add(weights, covered[2], covered[0], covered[1])
         return None if covered[0] is weights else covered[:2]
 
+    def _spares_all(self, layer: BudgetedLayer, bound: int | None, ids: Tensor) -> bool:
+        """Whether all that rows selected may run, as far as the host knows without waiting."""
+        if bound == layer.experts or self.settings.mass == 1.0:
+            return True
+        return self._on_host and bound is not None and int(host_cut.selected(ids.numpy(), layer.experts).sum()) <= bound
+
     def _groups(self, step: Step) -> list[Group]:
         """Rows that vote together, computed once per step."""
         if self._parts[0] is not step:
@@ -305,15 +332,15 @@ class BudgetControl:
         index: int,
         probs: Tensor,
         natural: tuple[Tensor, Tensor],
-        bound: int,
         outputs: Tensor | None,
         votes: Tensor | None,
     ) -> Tensor:
-        """int64 [bound]: the best experts for rows that all vote, the best first."""
-        mixing = None
+        """int64 [N]: all experts as rows that all vote rank them, the best first."""
+        mixing, ids = None, natural[1].long()
         if self._used_ranking.needs_mixing:
-            mixing = torch.zeros_like(probs).scatter(1, natural[1].long(), natural[0].float())
-        return self._used_ranking.rank(probs, votes, bound, self._context(index, mixing=mixing, outputs=outputs))
+            mixing = torch.zeros_like(probs).scatter(1, ids, natural[0].float())
+        context = self._context(index, mixing=mixing, ids=ids, outputs=outputs)
+        return self._used_ranking.rank(probs, votes, probs.shape[1], context)
 
     def _context(self, index: int, **known: Tensor | None) -> LayerContext:
         resident = self.layers[index].resident if self._used_ranking.needs_resident else None

@@ -10,9 +10,9 @@ from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.kernels.reference.cover import substituted, truncated, where, within_groups
 
 
-def members(shortlist: Tensor, experts: int) -> Tensor:
-    """bool [N]: whether each expert is in the shortlist."""
-    return torch.zeros(experts, dtype=torch.bool, device=shortlist.device).index_fill_(0, shortlist, True)
+def members(found: Tensor, experts: int) -> Tensor:
+    """bool [N]: whether each expert is among those ``found``, int [n], any number of times."""
+    return torch.zeros(experts, dtype=torch.bool, device=found.device).index_fill_(0, found.long(), True)
 
 
 def kept(inside: Tensor, ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from vllm_spac.budget.coverage import kept, members, selectable
 from vllm_spac.budget.rankings.base import router_mass, selected_mass, weighted
 from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.kernels.reference.cover import rescued, substituted, truncated, where
-from vllm_spac.kernels.reference.shortlist import behind_empty, first_members, mass_count
+from vllm_spac.kernels.reference.shortlist import first_members, mass_count, selected_first
 
 
 def cut(
@@ -21,6 +21,7 @@ def cut(
     votes: Tensor | None,
     rule: RoutingRule,
     *,
+    bound: int | None = None,
     mass: Tensor | None = None,
     mass_of: str = "selected",
     least: int = 1,
@@ -37,12 +38,12 @@ def cut(
         [rows, k] weights and ids, and bool [rows, k]: which of the natural ids are in the shortlist.
     """
     weights, ids = natural
+    order = selected_first(order, members(ids.flatten(), probs.shape[1]))
     if mass is None:
-        inside = members(order, probs.shape[1])
+        inside = members(order[:bound], probs.shape[1])
     else:
-        held = _held(probs, natural, votes, mass_of)
-        order = behind_empty(order, held) if mass_of == "selected" else order
-        inside = first_members(order, mass_count(order, held, mass, least))
+        count = mass_count(order, _held(probs, natural, votes, mass_of), mass, least)
+        inside = first_members(order, count)
     keeps, needed = kept(inside, ids), ids.shape[1]
     if not substitute:
         covered, needed = truncated(probs, weights, ids, keeps, order[0]), 1

@@ -28,6 +28,7 @@ def cut(
     votes: Tensor | None,
     rule: RoutingRule,
     *,
+    bound: int | None = None,
     mass: float | None = None,
     mass_of: str = "selected",
     least: int = 1,
@@ -38,12 +39,13 @@ def cut(
 
     Args:
         probs: float32 [rows, N], ``rule.probs`` of the router's logits.
-        order: int64 [B], the ranked experts that the layer may use at most, the best first; with a mass, all experts.
+        order: int64 [N], all experts as ranked, the best first; those that a row selected are put before the others.
         natural: float [rows, k] and int [rows, k], weights and ids without a budget.
         votes: float64 [rows]; None: all are 1.
         rule: of the layer.
-        mass, mass_of, least: the shortlist is the first part of ``order``, of at least ``least`` experts, that holds
-            this share of the mass; None: all of ``order``.
+        bound: number of experts in the shortlist, the first of ``order``.
+        mass, mass_of, least: instead, the shortlist is the first part of ``order``, of at least ``least`` experts, that
+            holds this share of the mass.
         substitute: coverage by substitution (Eq. 8), else by truncation (Eq. 7).
         rescue: under truncation, whether a row that keeps no expert gets its best one.
 
@@ -53,9 +55,11 @@ def cut(
         ``natural``.
     """
     scores, weights, ids = probs.numpy(), natural[0].float().numpy(), natural[1].numpy()
-    leaders = order.numpy()
+    wanted = selected(ids, scores.shape[1])[order.numpy()]
+    ranked = np.concatenate([order.numpy()[wanted], order.numpy()[~wanted]])
+    leaders = ranked[:bound]
     if mass is not None:
-        leaders = leading(leaders, _held(scores, weights, ids, votes, mass_of), mass, least, mass_of)
+        leaders = leading(ranked, _held(scores, weights, ids, votes, mass_of), mass, least)
     inside = np.zeros(scores.shape[1], dtype=np.bool_)
     inside[leaders] = True
 
@@ -75,22 +79,23 @@ def cut(
     return torch.from_numpy(taken), torch.from_numpy(chosen), torch.from_numpy(keeps)
 
 
-def leading(order: _Ids, held: NDArray[np.float64], share: float, least: int, mass_of: str) -> _Ids:
+def selected(ids: NDArray[np.integer], experts: int) -> _Bools:
+    """bool [N]: the experts that rows with this choice, int [rows, k], selected."""
+    found = np.zeros(experts, dtype=np.bool_)
+    found[ids] = True
+    return found
+
+
+def leading(order: _Ids, held: NDArray[np.float64], share: float, least: int) -> _Ids:
     """Returns the first experts of ``order``, at least ``least``, that hold ``share`` of the mass.
 
     Args:
         order: int64 [N], all experts, the best first.
         held: float64 [N], the mass of each expert.
-        mass_of: ``selected``: experts without mass come after those with mass.
     """
     if share >= 1:
         return order
-    mass = held[order]
-    if mass_of == "selected":
-        with_mass = mass != 0
-        order = np.concatenate([order[with_mass], order[~with_mass]])
-        mass = held[order]
-    found = mass.cumsum()
+    found = held[order].cumsum()
     return order[: max(least, 1 + int((found < share * found[-1]).sum()))]
 
 

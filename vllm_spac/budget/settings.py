@@ -40,7 +40,8 @@ class BudgetSettings(BaseModel):
         mass: instead of B, the share of the mass that the shortlist of each layer and forward must hold.
         mass_of: which mass. ``selected``: the routing weights of the experts selected by the voting rows; experts that
             no row selected are ranked last. ``scores``: the routers' scores of all experts (MoE-Spec's s_i).
-        ranking: name of a ranking in ``vllm_spac.budget.rankings``.
+        ranking: name of a ranking in ``vllm_spac.budget.rankings``. Whichever it is, the experts that voting rows
+            selected come first: where these are no more than the shortlist holds, nothing is cut.
         coverage: how a row is routed without an expert that is outside the shortlist.
         rescue: with truncation, a row whose experts are all outside gets the best expert of the shortlist, at that
             expert's natural weight.
@@ -60,7 +61,7 @@ class BudgetSettings(BaseModel):
     budget: _Bound | None = None
     mass: Annotated[float, BeforeValidator(_number)] | None = None
     mass_of: Literal["selected", "scores"] = "selected"
-    ranking: str = "router"
+    ranking: str = "selected"
     coverage: Literal["substitution", "truncation"] = "substitution"
     rescue: bool = False
     when: Literal["verify", "decode", "all"] = "verify"

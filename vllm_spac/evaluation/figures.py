@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
 _MARKS = {"substitution": "o", "truncation": "x"}
 _LINES = {"substitution": "-", "truncation": "--"}
-_COLORS = {"oracle": "k", "coactivation": "tab:green", "router": "tab:blue", "resident": "tab:orange"}
+_COLORS = {
+    "oracle": "k",
+    "selected": "tab:red",
+    "coactivation": "tab:green",
+    "router": "tab:blue",
+    "resident": "tab:orange",
+}
 _OTHER = "tab:red"
 _SMALL = ("axes.labelsize", "xtick.labelsize", "ytick.labelsize")
 
@@ -90,10 +96,10 @@ def _ablations(results: dict, rankings: Any, coverages: Any) -> None:
         style, over = _style(ranking, coverage), [item["budget"] for item in items]
         if coverage == shown:
             rankings.plot(over, kept, label=ranking, **style)
-        if ranking == "router":
+        if ranking == "selected":
             coverages.plot(over, kept, label=coverage, **style)
     rankings.set(title=f"5a: rankings ({shown})", xlabel="budget", ylabel="exact / budgeted perplexity, %")
-    coverages.set(title="5b: coverages (router)", xlabel="budget", ylabel="exact / budgeted perplexity, %")
+    coverages.set(title="5b: coverages (selected)", xlabel="budget", ylabel="exact / budgeted perplexity, %")
 
 
 def _groups(points: Sequence[dict]) -> Iterator[tuple[tuple[str, str, float | None], list[dict]]]:

@@ -15,7 +15,7 @@ from vllm_spac.budget.control import BudgetControl, BudgetedLayer
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 
-ORDER = ("oracle", "coactivation", "router", "static")  # by expected error, lowest first
+ORDER = ("oracle", "coactivation", "selected", "router", "static")  # by expected error, lowest first
 
 
 def whole_step(rows: int) -> Step:

@@ -130,7 +130,7 @@ def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[tuple[bool
         several and components.find("budget.rankings", config.budget_ranking).needs_resident,
         f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) with --tensor-parallel-size {ranks} (ranks "
         "have different experts in fast memory and would cut different ones)",
-        "use --spac-budget-ranking router",
+        "use --spac-budget-ranking selected",
     )
     yield (
         several and config.speculate != "off",

@@ -179,7 +179,7 @@ def _check_workers(config: Any) -> None:
     if components.find("budget.rankings", config.budget_ranking).needs_resident:
         raise ValueError(
             f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) asks which experts are in fast memory, "
-            f"and with {named} that is the workers'; use --spac-budget-ranking router"
+            f"and with {named} that is the workers'; use --spac-budget-ranking selected"
         )
 
 

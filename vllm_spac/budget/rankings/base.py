@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.errors import ConfigError
+from vllm_spac.kernels.reference.shortlist import sorted_by
 
 if TYPE_CHECKING:
     from vllm_spac.budget.calibration import Calibration
@@ -25,20 +26,26 @@ class LayerContext:
         resident: bool [N], experts in fast memory.
         mixing: float [rows, N], the natural mixing weights; 0 for experts outside a row's top-k.
         outputs: float [rows, N, d], every expert's output of every row. Offline only.
+        ids: int64 [rows, k], the natural choice; of rows that do not vote, any experts.
     """
 
     layer: int = 0
     resident: Tensor | None = None
     mixing: Tensor | None = None
     outputs: Tensor | None = None
+    ids: Tensor | None = None
 
 
 class Ranking(ABC):
     """Orders the experts of a layer. Its tensors are never modified; deterministic, ties by the lowest id.
 
+    A shortlist is the beginning of that order with the experts that voting rows selected before all others, whatever
+    the ranking (``kernels.reference.shortlist.selected_first``): where no more are selected than may run, none is cut.
+
     Attributes:
         offline: why no engine can serve with it, e.g. because it needs every expert's output; empty if one can.
         needs_calibration: it is built from a calibration file.
+        needs_ids: it ranks by ``LayerContext.ids``.
         needs_mixing: it ranks by ``LayerContext.mixing``.
         needs_resident: it ranks by ``LayerContext.resident``.
         replayable: it ranks by ``scores``, whose operations a CUDA graph can capture.
@@ -46,6 +53,7 @@ class Ranking(ABC):
 
     offline: ClassVar[str] = ""
     needs_calibration: ClassVar[bool] = False
+    needs_ids: ClassVar[bool] = False
     needs_mixing: ClassVar[bool] = False
     needs_resident: ClassVar[bool] = False
     replayable: ClassVar[bool] = False
@@ -75,7 +83,7 @@ class Ranking(ABC):
 
     @abstractmethod
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
-        """The shortlist of a layer for one forward.
+        """The best experts of a layer for one forward.
 
         Args:
             probs: float [rows, N], router scores over all experts, before any top-k, bias or renormalisation.
@@ -99,7 +107,7 @@ class Ranking(ABC):
             context: as for ``rank``.
 
         Returns:
-            float64 [N], or int64 below 2**53.
+            float64 [N], or int64 below 2**53; or [2, N], of which the second decide where the first are equal.
         """
         raise NotImplementedError
 
@@ -140,9 +148,14 @@ def selected_mass(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
 
 
 def best(scores: Tensor, budget: int) -> Tensor:
-    """int64 [budget]: the experts with the highest ``scores`` [N], the best first, ties by the lowest id."""
-    assert 1 <= budget <= len(scores), f"a budget of {budget} for {len(scores)} experts"
-    return scores.sort(descending=True, stable=True).indices[:budget]
+    """int64 [budget]: the experts with the highest ``scores``, the best first, ties by the lowest id.
+
+    Args:
+        scores: [N] or [2, N], see ``Ranking.scores``.
+        budget: from 1 to N.
+    """
+    assert 1 <= budget <= scores.shape[-1], f"a budget of {budget} for {scores.shape[-1]} experts"
+    return sorted_by(scores)[:budget]
 
 
 def least_residual(gram: Tensor, budget: int, target: Tensor | None = None, prior: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
+from vllm_spac.budget.calibration import Calibration
 from vllm_spac.budget.control import BudgetControl, BudgetedLayer
 from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
@@ -72,7 +72,7 @@ class Study:
 
         Args:
             sizes: rows per step.
-            budgets: for ``distinct``, under the ranking ``router``.
+            budgets: for ``distinct``, under the default ranking.
             coverage: of these budgets.
 
         Returns:
@@ -138,15 +138,14 @@ class Study:
         return counted["experts"] / counted["shortlists"]
 
     def _curve(self, size: int) -> list[float]:
-        layers = self._control.layers
-        names, experts, top_k = [layer.name for layer in layers], layers[0].experts, layers[0].top_k
-        recorder = CalibrationRecorder("", "", names, experts, top_k, size)
-        for number in range(len(self._texts[0])):
-            for layer, texts in enumerate(self._texts):
-                text = texts[number]
-                recorder.observe(layer, layers[layer].rule.probs(text.logits), text.weights, text.ids)
-            recorder.end_text()
-        return recorder.result().curve("scores").mean(0).tolist()
+        """MoE-Spec's figure 2c: windows of ``size`` rows, the experts with the greatest sum of scores first."""
+        shares = []
+        for layer, texts in zip(self._control.layers, self._texts, strict=True):
+            for text in (each for each in texts if len(each.logits) >= size):
+                windows = layer.rule.probs(text.logits).double().unfold(0, size, size).sum(2)
+                held = windows.sort(dim=1, descending=True).values.cumsum(1)
+                shares.append(held / held[:, -1:])
+        return torch.cat(shares).mean(0).tolist()
 
 
 def fits(layer: BudgetedLayer, coverage: str, budget: int) -> bool:

@@ -140,7 +140,7 @@ class Sweep:
         self.llm.collective_rpc("spac_budget", args=(settings,))
 
     def _everything(self, when: str, window: int | None) -> dict:
-        return Point("router", "truncation", budget=self.facts["experts"]).settings(when, window)
+        return Point("selected", "truncation", budget=self.facts["experts"]).settings(when, window)
 
 
 def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:

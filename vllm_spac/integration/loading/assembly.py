@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.balancers.base import Balancer
 from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.control import BudgetControl
+from vllm_spac.budget.control import NO_DRAFTS, BudgetControl
 from vllm_spac.budget.per_layer import read_budgets
 from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.cache.mover import HostRows
@@ -90,16 +90,13 @@ def budget(
         unweighted=drafts.unweighted(vllm_config),
         ranks_differ=several,
         predictor=predictor if predictor is not None and predictor.reach else None,
+        drafts=vllm_config.speculative_config is not None,
     )
     control.change(config.budget_settings(bound))
     if graphs.hold_budget(config):
         control.hold_in_graphs(graphs.most_rows(vllm_config))
-    bounded = control.active and config.speculate == "off"
-    if bounded and config.budget_when == "verify" and vllm_config.speculative_config is None:
-        logger.warning(
-            "spac: the budget applies to verify steps and this engine does not speculate, so it has no effect; "
-            "add --speculative-config or --spac-budget-when decode"
-        )
+    if control.idle:
+        logger.warning("spac: %s", NO_DRAFTS)
     return control
 
 

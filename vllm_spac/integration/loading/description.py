@@ -16,7 +16,7 @@ from vllm_spac.system.host_memory import gib
 
 def mode(budget: BudgetControl, executions: Sequence[Execution]) -> str:
     """``exact``, ``exact up to rounding`` (CPU experts or pointers, not vLLM's kernel) or ``lossy`` (a budget)."""
-    if budget.settings.active:
+    if budget.active and not budget.idle:
         return "lossy"
     return "exact" if all(execution.keeps_bits for execution in executions) else "exact up to rounding"
 
@@ -51,7 +51,6 @@ def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
 
 def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:
     """Settings and counters of one worker, summed over executions, as plain data."""
-    settings = runtime.budget.settings
     total: dict[str, Any] = {
         "mode": mode(runtime.budget, runtime.executions),
         "store": store if any(not execution.holds_all for execution in runtime.executions) else "resident",
@@ -61,7 +60,7 @@ def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None)
     total = _add(total, counts(runtime.executions))
     if guard is not None:
         total["guard"] = guard.facts()
-    return total | {"budget": {"setting": settings.describe(), **runtime.budget.counters.snapshot()}}
+    return total | {"budget": {"setting": runtime.budget.describe(), **runtime.budget.counters.snapshot()}}
 
 
 def counts(executions: Sequence[Execution]) -> dict[str, Any]:

@@ -199,9 +199,7 @@ class ModelExperts:
                 drafter = self._drafter() if read and self._predictors.drafter else ""
                 args = self.config, execution, first, self._predictors, self.store_name, drafter
                 prefetch = ahead.choose_for(*args).describe()
-            mode = (
-                self._budget.settings.describe() if self._budget.active else description.mode(self._budget, executions)
-            )
+            mode = self._budget.describe() if self._budget.active else description.mode(self._budget, executions)
             choices = description.choices(self.config, execution, prefetch)
             described = description.describe(execution)
             logger.info("spac: mode=%s, %s, %s%s", mode, described, choices, self.ranks.describe())

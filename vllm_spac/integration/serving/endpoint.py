@@ -225,6 +225,8 @@ class SpacEndpoint:
         async def budget(request: Request) -> dict:
             """Changes the budget; the body is a ``BudgetSettings``, e.g. {"budget": 16}; {} restores exact mode.
 
+            The answer has the settings of each worker and the mode that follows from them, in words.
+
             Keys and values computed under another budget are not reused: the prefix cache is emptied, and running
             requests are recomputed up to their current token.
             """
@@ -236,7 +238,7 @@ class SpacEndpoint:
             if refusals := [answer["refused"] for answer in answers if "refused" in answer]:
                 raise HTTPException(400, refusals[0])
             await _forget_prefixes(client)
-            return {"workers": [answer["settings"] for answer in answers]}
+            return {"mode": answers[0]["mode"], "workers": [answer["settings"] for answer in answers]}
 
         @router.get("/events")
         async def events(request: Request) -> StreamingResponse:

@@ -26,14 +26,14 @@ class SpacWorker:
         """Changes the budget (see ``BudgetSettings``) from the next step on; returns the settings now in force."""
         runtime = self._spac_experts().runtime
         runtime.change_budget(BudgetSettings.parse(settings))
-        in_force = runtime.budget.settings
-        logger.info("spac: mode=%s", in_force.describe())
-        return in_force.model_dump()
+        logger.info("spac: mode=%s", runtime.budget.describe())
+        return runtime.budget.settings.model_dump()
 
     def spac_try_budget(self, settings: dict) -> dict:
-        """``spac_budget`` for an external request: returns {"settings": …}, or {"refused": why} without logging it."""
+        """``spac_budget`` for an external request: {"settings": …, "mode": …}, or {"refused": why}, without a log."""
         try:
-            return {"settings": self.spac_budget(settings)}
+            changed = self.spac_budget(settings)
+            return {"settings": changed, "mode": self._spac_experts().runtime.budget.describe()}
         except SpacError as error:
             return {"refused": str(error)}
 
