@@ -149,14 +149,21 @@ def test_launches_of_a_layer_with_a_slot_for_each(device):
     made.close()
 
 
-SELECTED = ["masked_fill", "mul", "masked_fill", "zeros", "_to_copy", "index_add_"]
+CHOICE = ["masked_fill", "_to_copy", "zeros", "index_fill_", "clamp_"]  # who is selected
+OWN = ["gather", "zeros", "index_add_", "sum", "stack"]  # the scores of the ranking
+HELD = ["masked_fill", "mul", "zeros", "index_add_"]
 
 
 @pytest.mark.parametrize("coverage", ["substitution", "truncation"])
 @pytest.mark.parametrize(
     ("bound", "before"),
-    [({"budget": 8}, ["sum"]), ({"mass": 0.9}, ["sum", *SELECTED]), ({"mass": 0.9, "mass_of": "scores"}, ["sum"] * 2)],
-    ids=["number", "selected mass", "mass of scores"],
+    [
+        ({"budget": 8}, OWN),
+        ({"budget": 8, "ranking": "router"}, ["sum"]),
+        ({"mass": 0.9}, [*OWN, *HELD]),
+        ({"mass": 0.9, "mass_of": "scores"}, [*OWN, "sum"]),
+    ],
+    ids=["number", "router", "selected mass", "mass of scores"],
 )
 @pytest.mark.parametrize("model", ["Mixtral", "GPT-OSS-120b", "Qwen3-30B-A3B", "DeepSeek-V3"])
 def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverage):
@@ -184,7 +191,7 @@ def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverag
                 budget.capture(layer, *given)
             device.capturing = False
             names = [name.removeprefix("aten::") for name in device.launched]
-            assert names == ["eq", "_softmax", "masked_fill_", "mul", *before, "shortlist", "cover", "tally"]
+            assert names == ["eq", "_softmax", "masked_fill_", "mul", *CHOICE, *before, "shortlist", "cover", "tally"]
     assert device.cold == [] and device.keys == compiled
     assert sorted(name for name, *_ in compiled) == ["cover", "shortlist", "tally"]
 
