@@ -66,7 +66,7 @@ def main(
     slots: Annotated[str, typer.Option(help="Value of --spac-slots.")] = "25%",
     cpu: Annotated[bool, typer.Option("--cpu", help="The CPU computes a share of the missed experts.")] = False,
     budgets: Annotated[str, typer.Option(help="Experts per layer.")] = "16,24,32",
-    ranking: Annotated[str, typer.Option(help="That needs no calibration.")] = "router",
+    ranking: Annotated[str, typer.Option(help="That needs no calibration.")] = "selected",
     coverage: Annotated[str, typer.Option(help="truncation, substitution or both.")] = "substitution",
     votes: Annotated[str, typer.Option(help="uniform, path or both.")] = "uniform,path",
     chains: Annotated[str, typer.Option(help="Draft tokens of chains.")] = "5",

@@ -46,7 +46,7 @@ def main(
     model: Annotated[Path, typer.Argument(help="Folder of the model.", exists=True, file_okay=False)],
     batch: Annotated[str, typer.Option(help="Requests at once.")] = "8,16,32",
     budgets: Annotated[str, typer.Option(help="Experts per layer.")] = "16,24,32,48",
-    ranking: Annotated[str, typer.Option(help="That needs no calibration.")] = "router",
+    ranking: Annotated[str, typer.Option(help="That needs no calibration.")] = "selected",
     coverage: Annotated[str, typer.Option(help="truncation, substitution or both.")] = "substitution",
     turns: Annotated[int, typer.Option(min=2, help="Batches of each size.")] = 6,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 32,
