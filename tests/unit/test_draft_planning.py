@@ -18,6 +18,7 @@ class Told:
     """In the guard's place: answers what it is given, and remembers what it is told."""
 
     max_drafts = 4
+    ignored = 0
 
     def __init__(self, *lengths: int) -> None:
         self.lengths, self.asked, self.told = list(lengths), [], []
@@ -85,6 +86,36 @@ def test_what_a_step_is_told_as() -> None:
         clock.now += 1
         drafts.over(step, said)
     assert [told[:3] for told in guard.told] == [(2, [3, 1, 1], 3), (2, [2], 2), (0, [], 1), (2, [2], 2), (0, [], 0)]
+
+
+def test_steps_whose_drafts_vllm_leaves_out_are_not_the_guard_s() -> None:
+    """Plans in the shape of 0.33's ``SchedulerOutput``, whose ``skip_drafts`` says that no drafts are made in a step.
+
+    It lacks the drafter's time; the next has nothing to verify. Plans of 0.32 have no such attribute.
+    """
+    guard, clock = Told(), Clock()
+    drafts = PlannedDrafts(guard, clock=clock)
+    steps = [
+        (3, False),
+        (3, True),
+        (1, False),
+        (3, False),
+        (3, True),
+        (3, False),
+        (1, None),
+        (1, True),
+        (1, True),
+        (1, False),
+    ]
+    for rows, skips in steps:
+        step = plan(a=rows)
+        if skips is not None:
+            step.skip_drafts = skips
+        drafts.planned(step)
+        clock.now += 1
+        drafts.over(step, result(a=1))
+    assert [told[0] for told in guard.told] == [2, 2, 2, 0], "of those that drafted, or verified what was drafted"
+    assert guard.ignored == 6 and all(told[3] == 1 for told in guard.told)
 
 
 def test_a_schedule_of_the_user_s_own_is_the_most() -> None:

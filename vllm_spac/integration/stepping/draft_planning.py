@@ -40,7 +40,9 @@ class PlannedDrafts:
         self, guard: Guard, most: Sequence[int] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._guard, self._most, self._clock = guard, most, clock
-        self._running: deque[tuple[SchedulerOutput, float]] = deque()  # plans and when they were made
+        # Plans, when they were made, and whether vLLM left drafts out by itself.
+        self._running: deque[tuple[SchedulerOutput, float, bool]] = deque()
+        self._left_out = False  # in the last plan
         self._over = 0.0  # when the last step finished
 
     def __getitem__(self, requests: int) -> int:
@@ -48,18 +50,27 @@ class PlannedDrafts:
         return length if self._most is None else min(length, self._most[requests])
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Records a ``SchedulerOutput`` that the scheduler has made."""
-        self._running.append((plan, self._clock()))
+        """Records a ``SchedulerOutput`` that the scheduler has made.
+
+        vLLM 0.33 makes no drafts in a step whose requests could not use them (``skip_drafts``). Neither that step,
+        without the drafter's time, nor the next one, which then has nothing to verify, is what the guard chose.
+        """
+        before, self._left_out = self._left_out, getattr(plan, "skip_drafts", False)  # vLLM 0.32 never does
+        left_out = self._left_out or (before and not plan.scheduled_spec_decode_tokens)
+        self._running.append((plan, self._clock(), left_out))
 
     def over(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Reports the finished step of ``plan`` to the guard; ``result`` is its ``ModelRunnerOutput``.
 
         Its time counts from its planning or, with async scheduling, from the end of the previous step if that is later.
         """
-        running, began = self._running.popleft()
+        running, began, left_out = self._running.popleft()
         assert running is plan, "steps end in the order in which they were planned"
         now = self._clock()
         seconds, self._over = now - max(began, self._over), now
+        if left_out:
+            self._guard.ignored += 1
+            return
         drafts = plan.scheduled_spec_decode_tokens
         emitted = [
             len(result.sampled_token_ids[result.req_id_to_index[request]])
