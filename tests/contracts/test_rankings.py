@@ -467,7 +467,11 @@ def test_a_share_out_of_range_is_refused(mass: float) -> None:
 @pytest.mark.parametrize(
     ("budget", "coverage", "says"),
     [
-        (1, "substitution", r"every token 2 experts; use 2 to 8, or truncation"),
+        (
+            1,
+            "substitution",
+            r"every token 2 experts; use --spac-budget 2 to 8, or use --spac-budget-coverage truncation",
+        ),
         (0, "substitution", r"has 8 experts; use 2 to 8"),
         (9, "substitution", r"has 8 experts; use 2 to 8"),
         (0, "truncation", r"has 8 experts; use 1 to 8"),

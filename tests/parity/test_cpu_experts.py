@@ -28,10 +28,10 @@ def exact(checkpoint) -> engines.Run:
 @pytest.mark.parametrize(
     "spac",
     [
-        {"slots": 4, "cpu_experts": 2},
+        {"slots": 4, "cpu_experts": 2, "prefetch": "utility"},
         {"slots": "25%", "cpu_experts": "auto", "policy": "utility", "balancer": "threshold"},
         pytest.param({"slots": "60%", "cpu_experts": "auto"}, marks=pytest.mark.full),
-        {"slots": "60%", "cpu_experts": 64, "prefetch": "utility"},
+        {"slots": "60%", "cpu_experts": 64},
     ],
     ids=str,
 )

@@ -293,5 +293,5 @@ def test_scores_that_underflowed_give_nothing_rather_than_nan() -> None:
 
 @pytest.mark.parametrize("top_k", [3, 4])
 def test_too_short_a_list_is_refused(top_k: int) -> None:
-    with pytest.raises(ConfigError, match=rf"--spac-budget.*use {top_k} to 4, or truncation"):
+    with pytest.raises(ConfigError, match=rf"use --spac-budget {top_k} to 4, or use .*truncation"):
         substitute(torch.full((1, 4), 0.25), top_k, torch.tensor([0, 1]), True)

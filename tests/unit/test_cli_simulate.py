@@ -118,7 +118,7 @@ def test_the_next_layer_is_read_ahead_as_in_serving(tmp_path: Path) -> None:
 
 
 def test_reads_ahead(recorded: Path, tmp_path: Path) -> None:
-    numbers, spec = tmp_path / "o.json", "utility@depth=2@upper=1"
+    numbers, spec = tmp_path / "o.json", "utility@depth=2@gamma=8@upper=1"
     options = ("--profile", "h200", "--slots", "25%", "--policy", "lru", "--prefetch", spec, "--json", numbers)
     assert "ahead" in run("simulate", recorded, *options)
     (found,) = json.loads(numbers.read_text())["outcomes"]

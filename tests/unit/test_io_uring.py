@@ -187,7 +187,7 @@ def test_a_kernel_that_refuses_is_named(monkeypatch, ring) -> None:
     ("knobs", "said"),
     [
         ({"store": "host"}, "use --spac-store disk"),
-        ({"host_memory": "1GiB"}, "drop one of them"),
+        ({"host_memory": "1GiB"}, "drop --spac-host-memory, or drop --spac-io-submit"),
         ({"execution": "pointers"}, "reads none; drop --spac-io-submit"),
         ({"executor": "processes", "workers": 2}, "drop --spac-io-submit"),
     ],

@@ -74,7 +74,9 @@ async def reports(feed: LiveFeed, count: int, ended=lambda: False) -> list[tuple
     return found
 
 
-def test_workers_are_asked_only_while_somebody_looks() -> None:
+def test_workers_are_asked_only_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page.requests, "read", lambda: {"running": 2.0})
+
     async def look() -> None:
         workers = Workers()
         feed = LiveFeed(workers, {"model": "toy"})
@@ -86,7 +88,7 @@ def test_workers_are_asked_only_while_somebody_looks() -> None:
         assert found[0][1] == {
             "model": "toy",
             "seconds": 0.01,
-            "requests": None,
+            "requests": {"running": 2.0},
             "workers": [{"stats": {"hits": 1, "misses": 0}, "shown": shown}],
         }
         await until(lambda: workers.asked[-1] == "spac_look_away")

@@ -190,13 +190,17 @@ def test_calibrating_records_scores_and_not_logits() -> None:
     _, logits, weights, ids = routed(4, 0)
     Calibrating([BudgetedLayer("l", EXPERTS, TOP_K, rule)], recorder).route(0, None, logits, weights, ids)
     recorder.end_text()
-    mass = logits.double().sigmoid().view(2, 2, EXPERTS).sum(1).sort(descending=True).values
-    curve = (mass.cumsum(1) / mass.sum(1, keepdim=True)).mean(0)
-    torch.testing.assert_close(recorder.result().curve("scores")[0], curve.float())
-    order = logits.double().sigmoid().view(2, 2, EXPERTS).sum(1).sort(descending=True).indices
-    mass = torch.zeros(4, EXPERTS).scatter(1, ids, weights).view(2, 2, EXPERTS).sum(1).gather(1, order)
-    curve = (mass.cumsum(1) / mass.sum(1, keepdim=True)).mean(0)
-    torch.testing.assert_close(recorder.result().curve("selected")[0], curve.float())
+    probs = logits.double().sigmoid()
+    parts = (
+        probs,
+        probs * torch.zeros_like(probs).scatter(1, ids, 1.0),
+        torch.zeros(4, EXPERTS).scatter(1, ids, weights),
+    )
+    scores, own, selected = (part.view(2, 2, EXPERTS).sum(1) for part in parts)
+    order = torch.tensor([sorted(range(EXPERTS), key=lambda i: (-own[w, i], -scores[w, i])) for w in range(2)])
+    for name, whole in (("scores", scores), ("selected", selected)):
+        curve = (whole.gather(1, order).cumsum(1) / whole.sum(1, keepdim=True)).mean(0)
+        torch.testing.assert_close(recorder.result().curve(name)[0], curve.float())
 
 
 @pytest.mark.parametrize("action", ["call", "_keep", "__init__", "nothing", "_model"])

@@ -435,7 +435,8 @@ def test_the_command_prints_draws_and_refuses(clock, tmp_path: Path) -> None:
 def test_the_drafters_time_is_recorded(clock) -> None:
     runner_v1 = pytest.importorskip("vllm_spac.integration.stepping.runner_v1", reason="the hooks are vLLM's runner's")
     timeline = Timeline(8)
-    runner = SimpleNamespace(_spac_experts=SimpleNamespace(runtime=SimpleNamespace(timeline=timeline)))
+    runtime = SimpleNamespace(timeline=timeline, drafted=lambda drafts, seconds: None)
+    runner = SimpleNamespace(_spac_experts=SimpleNamespace(runtime=runtime))
 
     def propose(self, tokens):
         clock.time += 25
