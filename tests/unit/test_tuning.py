@@ -288,6 +288,16 @@ def test_budgets_come_with_their_quality(toy: ServedModel) -> None:
         assert budget.quality.startswith("LOSSY")
 
 
+def test_an_evaluation_imports_nothing(toy: ServedModel, tmp_path: Path, monkeypatch) -> None:
+    """Somebody else may have written it: rankings are named by the names of this package's files."""
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    path, content = tmp_path / "q.json", json.loads(QUALITY.read_text())
+    path.write_text(json.dumps(content | {"points": [p | {"ranking": "planted:Ranking"} for p in content["points"]]}))
+    with pytest.raises(ConfigError, match="no budget that keeps"):
+        budgets(path, toy)
+
+
 def test_what_is_no_evaluation_of_this_model_is_refused(toy: ServedModel, tmp_path: Path) -> None:
     path, content = tmp_path / "q.json", json.loads(QUALITY.read_text())
     with pytest.raises(ConfigError, match="evaluate some first: vllm-spac quality"):

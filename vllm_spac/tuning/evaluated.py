@@ -56,6 +56,8 @@ def budgets(path: Path, model: ServedModel) -> tuple[Budget, ...]:
 
 
 def _keeps(point: Mapping[str, Any]) -> bool:
+    if point["ranking"] not in components.names("budget.rankings"):  # from outside: nothing is imported for a file
+        return False
     kind = components.find("budget.rankings", point["ranking"])
     usable = not kind.needs_calibration and not kind.offline and point.get("votes_alpha") is None
     return usable and float(point["agreement"]) >= AGREEMENT
