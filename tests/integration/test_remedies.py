@@ -66,7 +66,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "budget_mass": (0.9,),
     "budget_mass_of": ("scores",),
     "budget_file": ("FILE",),
-    "budget_ranking": ("static", "resident"),
+    "budget_ranking": ("router", "static", "resident"),
     "budget_coverage": ("truncation",),
     "budget_rescue": (True,),
     "budget_when": ("all",),
@@ -75,6 +75,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "speculate": ("predicted", "restricted"),
     "calibration": ("FILE",),
     "tuned": ("off",),
+    "tuned_allow": ("lossy",),
     "page": (True,),
     "control": (True,),
 }
@@ -265,6 +266,10 @@ def leads_somewhere(state: State, settled: frozenset[str], of_knobs: bool, steps
 
 def shown(state: State) -> str:
     return " ".join(f"{name}={value}" for name, value in state)
+
+
+def test_every_knob_is_tried() -> None:
+    assert KNOBS.keys() == SpacConfig.model_fields.keys()
 
 
 def test_every_remedy_leads_to_what_is_accepted() -> None:
