@@ -80,7 +80,7 @@ def test_budget(family, checkpoint, stock, tmp_path):
         assert stats["mode"] == "lossy" and 0 < stats["budget"]["dropped_share"] < 1
         with pytest.raises(Exception, match="a layer has"):
             change(budget=experts + 1, coverage="truncation")
-        change(budget=experts // 2)
+        change(budget=experts // 2, coverage="truncation")
         idle = vllm_spac.stats(llm)["workers"][0]
         assert idle["mode"] == "exact" and "add --speculative-config" in idle["budget"]["setting"], "no drafts to cut"
         change()

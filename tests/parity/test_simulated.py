@@ -26,7 +26,7 @@ from vllm_spac.simulation.replay import Outcome
 from vllm_spac.simulation.slots import SlotsReplay
 from vllm_spac.traces.format import Trace
 
-RATES = Rates(fast=1e-4, stream=3e-4, cpu=2e-4, cpu_row=1e-4)
+RATES = Rates(fast=1e-4, stream=3e-4, cpu=2e-4, cpu_row=1e-4, draft=1e-3)  # given, so that drafts are not measured
 COUNTED = ("hits", "misses", "loads", "waves", "cpu_experts", "cpu_rows")
 
 
@@ -78,7 +78,9 @@ def simulated(trace: Trace, spac: dict, balancer: str, slots: int, gamma: int, b
     outcome = Outcome(spac["policy"], balancer, slots, slots / facts.total)
     policy = build_policy(spac["policy"], trace, slots, balancer=balancer)  # which knows the drafts, as an engine's
     costs = Costs.read("rtx4090")
-    replay = SlotsReplay(trace, costs, facts.expert_bytes, outcome, policy, chosen, PrefetchSettings(), "none")
+    replay = SlotsReplay(
+        trace, costs, facts.expert_bytes, outcome, policy, chosen, PrefetchSettings(drafts=gamma), "none"
+    )
     before.repeat(replay.layers)
     replay.run(rows_of_records(trace))
     return replay
