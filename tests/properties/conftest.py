@@ -1,4 +1,4 @@
-"""Puts this folder on the path of its own tests, for the module that they share."""
+"""Puts this folder on the path of its own tests, for the modules that they share."""
 
 import sys
 from pathlib import Path

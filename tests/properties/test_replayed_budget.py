@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay import Graph
+from routing_rules import rules
 
 from vllm_spac import components, runtime
 from vllm_spac.budget.control import BudgetControl, BudgetedLayer
@@ -27,14 +28,7 @@ RNG = torch.Generator().manual_seed(0)
 COUNTS = torch.randint(0, 20, (LAYERS, EXPERTS), generator=RNG)  # some are equal
 RESIDENT = torch.rand(EXPERTS, generator=RNG) < 0.4
 BIAS = torch.randn(EXPERTS, generator=RNG) / 3
-BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-RULES = [
-    RoutingRule(),
-    RoutingRule(renormalize=False, scale=2.5),
-    RoutingRule(scoring="sigmoid", bias=BIAS),
-    RoutingRule(scoring="sigmoid", bias=BIAS, groups=4, top_groups=2),
-    RoutingRule(groups=2, top_groups=1),
-]
+RULES = rules(BIAS)
 BOUNDS = [
     *({"budget": count} for count in (TOP_K, 5, 12, EXPERTS)),
     {"budget": {"layer.0": 4, "layer.1": EXPERTS}},
@@ -87,7 +81,7 @@ def same_counts(found: BudgetControl, expected: BudgetControl) -> None:
     assert found == pytest.approx(expected) and list(map(type, found.values())) == list(map(type, expected.values()))
 
 
-@settings(max_examples=400, **BUSY)
+@settings(max_examples=400)
 @given(
     rule=st.sampled_from(RULES),
     bound=st.sampled_from(BOUNDS),

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from routing_rules import rules
 
 from vllm_spac import components
 from vllm_spac.budget import device_cut
@@ -19,15 +20,8 @@ from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 
 EXPERTS, TOP_K, ROWS = 32, 3, 8
-BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 BIAS = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(0)) / 3
-RULES = [
-    RoutingRule(),
-    RoutingRule(renormalize=False, scale=2.5),
-    RoutingRule(scoring="sigmoid", bias=BIAS),
-    RoutingRule(scoring="sigmoid", bias=BIAS, groups=4, top_groups=2),
-    RoutingRule(groups=2, top_groups=1),
-]
+RULES = rules(BIAS)
 RANKINGS = [*components.names("budget.rankings"), f"{__name__}:Quietest"]
 COVERAGES = [{"coverage": "substitution"}, *({"coverage": "truncation", "rescue": each} for each in (False, True))]
 VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.5, 1.0))]
@@ -97,7 +91,7 @@ def routed(plane: str, control: BudgetControl, step: Step, given: tuple, outputs
     return control.capture(0, *given)
 
 
-@settings(max_examples=300, **BUSY)
+@settings(max_examples=300)
 @given(
     case=steps(),
     ranking=st.sampled_from(RANKINGS),
@@ -116,7 +110,7 @@ def test_no_more_selected_than_may_run(case, ranking, coverage, votes, more) -> 
         assert (counted["rows"], counted["dropped_weight"], counted["emptied"]) == (len(ids), 0.0, 0), plane
 
 
-@settings(max_examples=100, **BUSY)
+@settings(max_examples=100)
 @given(case=steps(), ranking=st.sampled_from(RANKINGS), coverage=st.sampled_from(COVERAGES))
 def test_one_fewer_is_cut(case, ranking, coverage) -> None:
     """The bound is one: all planes then run that many."""
@@ -126,7 +120,7 @@ def test_one_fewer_is_cut(case, ranking, coverage) -> None:
         assert len(routed(plane, control, step, given, outputs)[1].unique()) <= most - 1, plane
 
 
-@settings(max_examples=300, **BUSY)
+@settings(max_examples=300)
 @given(
     case=steps(),
     ranking=st.sampled_from(RANKINGS),

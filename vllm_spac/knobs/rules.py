@@ -46,10 +46,7 @@ _OF_EXECUTION = {
 }
 _PREDICTED = add(prefetch="linear", predictor_file="FILE")
 _BUDGETS = ("budget", "budget_mass", "budget_file")
-
-
-def _refused(problem: str, *remedies: Remedy) -> ConfigError:
-    return ConfigError.refused(problem, *remedies)
+_refused = ConfigError.refused
 
 
 def _check_budget(config: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm_spac.checkpoint.headers import find_folder
 from vllm_spac.config import SpacConfig
-from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.errors import ConfigError, UnsupportedError, flag
 from vllm_spac.integration import device
 from vllm_spac.system import ownership
 from vllm_spac.system.machine import Machine
@@ -140,7 +140,7 @@ def _contradiction(engine_args: EngineArgs, config: SpacConfig, profile: TunedPr
         return f"its knobs are none: {str(error).removeprefix('spac: ')}; {_AGAIN}"
     given = {name: getattr(config, name) for name in config.model_fields_set if name in profile.knobs}
     own = [name for name, value in given.items() if value != getattr(theirs, name)]
-    flags = [f"--spac-{name.replace('_', '-')}" for name in sorted(own)]
+    flags = list(map(flag, sorted(own)))
     if profile.speculative_config is not None and engine_args.speculative_config is not None:
         flags.append("--speculative-config")
     if flags:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_spac.config import SpacConfig
 from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, add, drop, use
+from vllm_spac.integration.ranks import Refusal
 from vllm_spac.integration.stepping import drafts
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ _BLOCK = 32  # tokens; vLLM's own for CPUs is 128, and scratch is counted in blo
 _HEAD = {"method": "eagle3", "model": "HEAD"}
 _EAGLE = Remedy(f"add --speculative-config '{json.dumps(_HEAD)}'", {"--speculative-config": _HEAD})
 _CHAINS = drop("tree").but(", and the drafter proposes chains")
-Refusal = tuple[bool, str, tuple[Remedy, ...]]  # whether it is in the way, what it is, what to do instead
 
 
 def request(engine_args: EngineArgs, config: SpacConfig) -> None:
