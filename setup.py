@@ -43,8 +43,8 @@ setup(
     package_dir={"vllm_spac.kernels": "triton_kernels"},
     package_data={
         "vllm_spac": ["py.typed", "*.md"],
-        "vllm_spac.profiling": ["profiles/*.json"],
-        "vllm_spac.tuning": ["prompts.jsonl"],
+        "vllm_spac.decisions": ["profiles/*.json"],
+        "vllm_spac.tools.tuning": ["prompts.jsonl"],
         "vllm_spac.integration.serving": ["grafana.json", "page/*"],
     },
     license="Apache-2.0",

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_spac.system.atomic_write import replacing
-from vllm_spac.system.huge_pages import HUGE_PAGE, huge_pages
-from vllm_spac.system.provenance import UNKNOWN, code, command, machine, now, versions
+from vllm_spac.system.files import replacing
+from vllm_spac.system.host_memory import HUGE_PAGE, huge_pages
+from vllm_spac.system.machine import UNKNOWN, code, command, machine, now, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

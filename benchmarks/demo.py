@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_spac.system.request_numbers import RequestNumbers
+from vllm_spac.tools.machine.server_stats import RequestNumbers
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "benchmarks" / "toy" / "models"

@@ -22,7 +22,7 @@ import psutil
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_spac.distributed.processes import MODULE
+from vllm_spac.methods.od_moe.places import MODULE
 
 _BACK = 180.0  # seconds for a worker to be started again and tested
 _PAUSE = 0.5

@@ -18,14 +18,14 @@ from common import ROOT
 from pydantic import ByteSize, TypeAdapter
 from tqdm import tqdm
 
-from vllm_spac.planning import routing
-from vllm_spac.planning.choice import command
-from vllm_spac.planning.machine import PlannedMachine
-from vllm_spac.planning.memory import Load
-from vllm_spac.planning.model import ServedModel
-from vllm_spac.planning.plan import Plan, Row, make_plan
-from vllm_spac.system.atomic_write import replacing
+from vllm_spac.system.files import replacing
 from vllm_spac.system.host_memory import gib
+from vllm_spac.tools.planning import planned_routing
+from vllm_spac.tools.planning.plan_choice import command
+from vllm_spac.tools.planning.planned_machine import PlannedMachine
+from vllm_spac.tools.planning.planned_memory import Load
+from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.planned_serving import Row, ServingPlan, make_plan
 
 RECIPES = ROOT / "benchmarks" / "recipes.json"
 DOCUMENT = ROOT / "vllm_spac" / "RECIPES.md"
@@ -43,12 +43,12 @@ def recipes() -> list[dict[str, Any]]:
     return json.loads(RECIPES.read_text(encoding="utf-8"))
 
 
-def planned(recipe: dict[str, Any]) -> Plan:
+def planned(recipe: dict[str, Any]) -> ServingPlan:
     """Returns the plan of one recipe."""
     model = served(recipe)
     host = int(TypeAdapter(ByteSize).validate_python(recipe["host_memory"]))
     machine = PlannedMachine.of(recipe["machine"], None, host)
-    return make_plan(model, machine, Load(recipe["context"], recipe["concurrency"]), routing.assumed())
+    return make_plan(model, machine, Load(recipe["context"], recipe["concurrency"]), planned_routing.assumed())
 
 
 def served(recipe: dict[str, Any]) -> ServedModel:
@@ -59,7 +59,7 @@ def served(recipe: dict[str, Any]) -> ServedModel:
         return replace(ServedModel.read(str(path)), name=recipe["model"])
 
 
-def document(plans: list[Plan]) -> str:
+def document(plans: list[ServingPlan]) -> str:
     """Returns the document in Markdown."""
     head = [
         "# Recipes",
@@ -76,7 +76,7 @@ def document(plans: list[Plan]) -> str:
     return "\n".join([*head, *(line for plan in plans for line in section(plan))]) + "\n"
 
 
-def section(plan: Plan) -> Iterator[str]:
+def section(plan: ServingPlan) -> Iterator[str]:
     """Yields the lines of one recipe."""
     best, machine, load = plan.best, plan.machine, plan.load
     requests = "one request" if load.concurrency == 1 else f"{load.concurrency} requests"
@@ -96,7 +96,7 @@ def section(plan: Plan) -> Iterator[str]:
     yield from ("", *reasons(plan))
 
 
-def reasons(plan: Plan) -> Iterator[str]:
+def reasons(plan: ServingPlan) -> Iterator[str]:
     """Yields why this command: what fits, where the rest is, and what the alternatives would give."""
     choice, parts = plan.best.choice, plan.split
     beside = gib(parts.fast - parts.room)
@@ -113,7 +113,7 @@ def reasons(plan: Plan) -> Iterator[str]:
             yield f"- Without {what}: {speeds} tokens/s."
 
 
-def _without(plan: Plan, **change: Any) -> Row | None:
+def _without(plan: ServingPlan, **change: Any) -> Row | None:
     """The row that differs from the best only in ``change``; None if the best has that already."""
     wanted = replace(plan.best.choice, **change)
     if wanted == plan.best.choice:

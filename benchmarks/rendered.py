@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent / "scaled"))
 import proportions
 from common import RESULTS, ROOT, over_exact
 
-from vllm_spac.traces.published import PUBLISHED
+from vllm_spac.tools.traces.locality import PUBLISHED
 
 DOCUMENTS = ("README.md", "benchmarks/README.md", "vllm_spac/USAGE.md")
 _KEPT = 0.965  # top-1 agreement of budgets that are compared with the exact tree

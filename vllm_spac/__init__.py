@@ -24,7 +24,7 @@ def stats(llm: Any) -> dict:
         llm: a ``vllm.LLM`` made with ``additional_config={"spac": {...}}``.
 
     Returns:
-        ``{"workers": [...], "total": {...}}`` in the shape of ``GET /spac/stats`` (see ``vllm_spac.metrics``). The
+        ``{"workers": [...], "total": {...}}`` in the shape of ``GET /spac/stats`` (``recording.metrics``). The
         total is the engine's: with several ranks, whose workers have a number ``rank``, it is not always their sum.
 
     Raises:
@@ -35,7 +35,7 @@ def stats(llm: Any) -> dict:
     workers = llm.collective_rpc("spac_stats") if _is_active(llm) else None
     if not workers:
         raise SpacError('this LLM runs without spac; make it with LLM(..., additional_config={"spac": {}})')
-    from vllm_spac.metrics import total
+    from vllm_spac.recording.metrics import total
 
     return {"workers": workers, "total": total(workers)}
 

@@ -1,7 +1,8 @@
 """Builds components by the name of their file: a new policy is one new file and nothing else.
 
-A family is a sub-package with a ``base.py``. Each other module of it contains one subclass of the base, or is a folder
-whose module ``<family>.py`` contains it. Modules whose names begin with an underscore are shared by the family.
+``FAMILIES`` names the families. A component is a module with one subclass of its family's base: ``NAME.py`` in the
+folder of its family, or ``NAME_NOUN.py`` in a folder of ``methods/`` or in ``execution/``, e.g. ``utility_policy.py``.
+In a family's folder, modules whose names begin with an underscore are shared.
 ``package.module:Class`` names a component outside this package. No engine can serve with a component whose ``offline``
 is not empty; it holds the reason.
 
@@ -19,11 +20,37 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_spac.errors import ConfigError
-from vllm_spac.system.printable import brief
+from vllm_spac.errors import ConfigError, brief
 
 OUTSIDE = "package.module:Class"
 WITH_ARGUMENTS = "name@argument=value"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of components.
+
+    Attributes:
+        base: module with the abstract class, below ``vllm_spac``.
+        noun: ends the names of its modules in shared folders.
+        folder: holds nothing else than this family; None: there is none.
+    """
+
+    base: str
+    noun: str
+    folder: str | None = None
+
+
+FAMILIES = {
+    "policies": Family("decisions.policies.base", "policy", "decisions.policies"),
+    "stores": Family("storage.base", "store", "storage"),
+    "balancers": Family("decisions.balancers.base", "balancer", "decisions.balancers"),
+    "cpu_kernels": Family("cpu_kernels.base", "cpu_kernel", "cpu_kernels"),
+    "predictors": Family("decisions.predictors.base", "predictor", "decisions.predictors"),
+    "rankings": Family("methods.moe_spec.rankings", "ranking"),
+    "executions": Family("execution.base", "execution"),
+    "admissions": Family("execution.admission", "admission"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +58,7 @@ class ComponentName:
     """The type of a knob that names a component, as metadata of ``str``; pydantic validates it.
 
     Attributes:
-        family: folder below ``vllm_spac``, with dots.
+        family: a key of ``FAMILIES``.
         noun: what its components are called in an error.
         others: accepted values in addition to the names of components.
         arguments: whether ``name@argument=value`` is accepted.
@@ -84,14 +111,27 @@ class ComponentName:
         return f"use one of {', '.join([*self.others, *serving(self.family)])}"
 
 
+def modules(family: str) -> dict[str, str]:
+    """Returns the names of the components of ``family``, sorted, with their modules."""
+    kind = FAMILIES[family]
+    found = {}
+    if kind.folder is not None:
+        own = importlib.import_module(f"vllm_spac.{kind.folder}")
+        for module in pkgutil.iter_modules(own.__path__):
+            if module.name != "base" and not module.name.startswith("_") and not module.ispkg:
+                found[module.name] = f"{own.__name__}.{module.name}"
+    methods = importlib.import_module("vllm_spac.methods")
+    shared = [f"{methods.__name__}.{module.name}" for module in pkgutil.iter_modules(methods.__path__) if module.ispkg]
+    for package in ("vllm_spac.execution", *shared):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            if (name := module.name.removesuffix(f"_{kind.noun}")) != module.name:
+                found[name] = f"{package}.{module.name}"
+    return dict(sorted(found.items()))
+
+
 def names(family: str) -> list[str]:
     """Returns the names of the components of ``family``, sorted."""
-    package = importlib.import_module(f"vllm_spac.{family}")
-    return sorted(
-        module.name
-        for module in pkgutil.iter_modules(package.__path__)
-        if module.name != "base" and not module.name.startswith("_")
-    )
+    return list(modules(family))
 
 
 def serving(family: str) -> list[str]:
@@ -147,24 +187,22 @@ def find(family: str, spec: str) -> type[Any]:
     name = spec.partition("@")[0]
     if ":" in name:
         return _outside(family, name)
-    if name not in names(family):
-        raise ConfigError(f"spac: {family} has no {name!r}; use one of {', '.join(names(family))}")
-    module = importlib.import_module(f"vllm_spac.{family}.{name}")
-    if getattr(module, "__path__", None) is not None:  # a folder
-        module = importlib.import_module(f"{module.__name__}.{family.rpartition('.')[2]}")
+    if name not in (known := modules(family)):
+        raise ConfigError(f"spac: {family} has no {name!r}; use one of {', '.join(known)}")
+    module = importlib.import_module(known[name])
     found = [
         value
         for _, value in inspect.getmembers(module, inspect.isclass)
         if value.__module__ == module.__name__ and issubclass(value, base(family))
     ]
     if len(found) != 1:
-        raise ConfigError(f"vllm_spac.{family}.{name} must hold one component, found {len(found)}")
+        raise ConfigError(f"{module.__name__} must hold one component, found {len(found)}")
     return found[0]
 
 
 def base(family: str) -> type[Any]:
     """Returns the abstract class that each component of ``family`` derives from."""
-    module = importlib.import_module(f"vllm_spac.{family}.base")
+    module = importlib.import_module(f"vllm_spac.{FAMILIES[family].base}")
     abstract = inspect.getmembers(module, inspect.isabstract)
     [found] = [value for _, value in abstract if value.__module__ == module.__name__]
     return found

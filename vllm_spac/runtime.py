@@ -6,23 +6,21 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from vllm_spac.budget.control import BudgetControl
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RowKind, Step
+from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.predictors.base import DRAFTING, Signal
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
-from vllm_spac.execution.pointers.streams import capturing
-from vllm_spac.predictors.base import DRAFTING, Signal
-from vllm_spac.recordings import Recordings
-from vllm_spac.speculation.guard import Guard
-from vllm_spac.system.closing import Closer
-from vllm_spac.timeline.recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, now
-from vllm_spac.timeline.writer import TimelineWriter
-from vllm_spac.traces.writer import TraceWriter
+from vllm_spac.execution.exchange import capturing
+from vllm_spac.recording.recordings import Recordings
+from vllm_spac.recording.timeline_file import TimelineWriter
+from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, now
+from vllm_spac.recording.trace_writer import TraceWriter
+from vllm_spac.system.threads import Closer
 
 
 class Listener(Protocol):
@@ -37,6 +35,54 @@ class Listener(Protocol):
             logits: router logits, [rows, N].
             weights, ids: what the router chose, [rows, k].
         """
+
+
+class Asked(Protocol):
+    """Settings of a budget, as ``Runtime.change_budget`` looks at them."""
+
+    @property
+    def active(self) -> bool:
+        """Whether they change any routing."""
+
+    @property
+    def alpha(self) -> float | None:
+        """Exponent of the rows' votes; None for uniform ones."""
+
+
+class Rerouting(Protocol):
+    """Changes what routers chose: a budget (``methods.moe_spec``), or nothing."""
+
+    @property
+    def active(self) -> bool:
+        """Whether ``apply`` changes anything."""
+
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs hold its launches."""
+
+    @property
+    def looks_at(self) -> frozenset[Signal]:
+        """What it must be passed of steps."""
+
+    def change(self, settings: Any) -> None:
+        """Uses ``settings`` from the next step on; changes nothing if it raises."""
+
+    def begin_step(self, step: Step) -> Step:
+        """Begins a forward; returns ``step`` with the rows' votes."""
+
+    def end_step(self) -> None:
+        """Ends it."""
+
+    def apply(
+        self, index: int, logits: Tensor, weights: Tensor, ids: Tensor, step: Step, *, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the weights and ids [rows, k] to run in layer ``index``; see ``Listener.route``."""
+
+    def capture(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``apply`` as launches that a CUDA graph can hold."""
+
+    def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+        """Launches in a dummy forward what will be captured."""
 
 
 class Runtime:
@@ -61,7 +107,7 @@ class Runtime:
     def __init__(
         self,
         executions: Sequence[Execution],
-        budget: BudgetControl,
+        budget: Rerouting,
         trace: TraceWriter | None = None,
         guard: Guard | None = None,
         saved: TimelineWriter | None = None,
@@ -160,14 +206,14 @@ class Runtime:
                 """start it with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
             )
 
-    def change_budget(self, settings: BudgetSettings) -> None:
+    def change_budget(self, settings: Asked) -> None:
         """Uses ``settings`` from the next step on; changes nothing if it raises.
 
         Raises:
-            ConfigError, UnsupportedError: as ``BudgetControl.change``, because layers are replayed from CUDA graphs
+            ConfigError, UnsupportedError: as ``Rerouting.change``, because layers are replayed from CUDA graphs
                 that were captured without a budget, or because a policy would not count the votes.
         """
-        blind = [each for each in self.executions if settings.votes == "path" and not each.counts_votes]
+        blind = [each for each in self.executions if settings.alpha is not None and not each.counts_votes]
         if any(each.residency.policy.predictor is not None for each in blind):
             raise UnsupportedError(
                 "spac: votes=path (--spac-budget-votes) cannot work here: this engine's policy counts selections, and "

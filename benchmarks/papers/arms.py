@@ -21,7 +21,7 @@ from paired import PAUSE, Side, interval, orders
 from processes import LiveEngine
 from run import Settings
 
-from vllm_spac.budget.settings import BudgetSettings
+from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
 Advance = Callable[[str, int], None]
 CANDIDATES = 20  # whose log-probabilities an answer has at each position, for its divergence: vLLM's own limit

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import spread
 from common import RESULTS, write_result
 
-from vllm_spac.predictors.utility import UtilityEstimator
+from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
+from vllm_spac.recording.trace_file import DRAFT, STEP_KINDS, Trace
 from vllm_spac.system.pictures import save_picture
-from vllm_spac.traces.format import DRAFT, STEP_KINDS, Trace
 
 UPPER = 4  # K
 _VERIFY = STEP_KINDS.index("verify")

@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import spread
 from common import RESULTS, write_result
 
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.simulate import simulate
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.recording.trace_file import ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 from vllm_spac.system.pictures import save_picture
-from vllm_spac.traces.format import ROW_KINDS, STEP_KINDS, Trace, TraceFacts
-from vllm_spac.traces.text import Text
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.trace_text import Text
 
 DRAFTS = (0, 1, 2, 3, 4, 6, 8)  # gamma
 ALPHAS = (0.6, 0.8)

@@ -34,11 +34,11 @@ import spread
 from common import RESULTS, write_result
 from proportions import EXPERT_PARAMETERS, LAYERS
 
-from vllm_spac.knobs.types import EXTRA
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.simulate import simulate
+from vllm_spac.config.types import EXTRA
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.recording.trace_file import Trace
 from vllm_spac.system.pictures import save_picture
-from vllm_spac.traces.format import Trace
+from vllm_spac.tools.traces.simulation import simulate
 
 EXPERT_BYTES = 2 * EXPERT_PARAMETERS
 PLAIN, DRAFTED = "none1", "draft8_1"  # names of traces begin with these

@@ -1,7 +1,7 @@
 """MoE-Spec's figures 2b and 2c and its Eq. 9, from recorded routing.
 
 2b: distinct experts per layer by the rows of a step. 2c: share of the routing mass that the best B experts hold. The
-rows are consecutive tokens of a text (``vllm_spac/traces/text.py``), the paper's are those of a draft tree. The paper's
+rows are consecutive tokens of a text (``trace_text.py``), the paper's are those of a draft tree. The paper's
 mass is that of the routers' scores over all experts; a trace has the selected experts only, hence the mass is that of
 their routing weights where all traces have them, and the number of selections otherwise. Eq. 9: how often the pair of
 experts that is selected together most is selected, over what pairs of uniformly random selections would have; the
@@ -22,7 +22,7 @@ import spread
 from common import RESULTS, write_result
 
 from vllm_spac.system.pictures import save_picture
-from vllm_spac.traces.text import Text
+from vllm_spac.tools.traces.trace_text import Text
 
 SIZES = (1, 3, 5, 9, 17, 33, 63, 127)
 CURVES = (9, 63)  # rows of 2c

@@ -34,8 +34,8 @@ from paired import Side
 from processes import EngineError
 from run import Settings
 
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.errors import SpacError
+from vllm_spac.methods.moe_spec.settings import BudgetSettings
 from vllm_spac.system.pictures import save_picture
 
 EXACT = "exact"

@@ -28,10 +28,10 @@ from common import provenance, write_result
 from executions import stack
 from policies import facts
 
-from vllm_spac.profiling.costs import Costs, Network
-from vllm_spac.simulation.workers import LayerTimes, cached, cacheless
-from vllm_spac.traces.format import Trace
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.decisions.costs import Costs, Network
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.simulated_workers import LayerTimes, cached, cacheless
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 PAPER, RESIDENT = 3.69, 4.89
 MIXTRAL = {"layers": 32, "top_k": 2, "groups": 4, "fan": 2, "row_bytes": 4096 * 4}

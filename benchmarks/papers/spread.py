@@ -13,7 +13,7 @@ import numpy as np
 from common import ROOT, TRACES, is_toy, provenance, sha256, trace_files
 
 from vllm_spac.errors import ConfigError
-from vllm_spac.traces.format import Trace
+from vllm_spac.recording.trace_file import Trace
 
 
 class Recorded(NamedTuple):

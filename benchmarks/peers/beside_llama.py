@@ -41,9 +41,9 @@ from paired import Side
 from processes import EngineError, LiveEngine, LiveProcess
 from run import PACKED, PackedFolder, Settings
 
-from vllm_spac.checkpoint.headers import Checkpoint, read_checkpoint
+from vllm_spac.decisions.comparison import interval, orders
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.tuning.comparison import interval, orders
+from vllm_spac.storage.checkpoint.headers import Checkpoint, read_checkpoint
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vllm_spac.system.atomic_write import replacing
+from vllm_spac.system.files import replacing
 
 _LAYER = {
     "input_layernorm": "attn_norm",

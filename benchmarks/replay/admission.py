@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.parts import Part
-from vllm_spac.simulation.replay import Outcome, Replay
-from vllm_spac.traces.format import Trace
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 
 # Microseconds on an H100 in a graph, from flashlib's own cost model (measured by its authors): for K ids beyond 8;
 # and for the search for victims by number of slots, (once, per missing id). Without a miss a call takes _NO_MISS.

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import RESULTS, ROOT, TRACES, is_toy, provenance, sha256, write_result
 from executions import stack
 
-from vllm_spac.knobs.types import EXTRA
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.traces.format import Trace
+from vllm_spac.config.types import EXTRA
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.simulation import simulate
 
 EXAMPLES = """[bold]Examples[/]
 

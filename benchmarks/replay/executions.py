@@ -25,12 +25,11 @@ from admission import AdmissionReplay
 from common import RESULTS, ROOT, TRACES, is_toy, provenance, write_result
 from policies import facts
 
-from vllm_spac.execution.pointers.planner import STEP_BYTES, most_moves
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.parts import filling, parts
-from vllm_spac.simulation.replay import Outcome
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.traces.format import PREFILL, Trace, TraceFacts
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.execution.moves import STEP_BYTES, most_moves
+from vllm_spac.recording.trace_file import PREFILL, Trace, TraceFacts
+from vllm_spac.tools.traces.replayed import Outcome, filling, parts
+from vllm_spac.tools.traces.simulation import simulate
 
 EXAMPLES = """[bold]Examples[/]
 

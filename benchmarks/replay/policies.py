@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, ROOT, is_toy, provenance, sha256, trace_files, write_result
 
 from vllm_spac import components
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.policies.reuse import Reuse
 from vllm_spac.errors import ConfigError
-from vllm_spac.policies.reuse import Reuse
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.traces.format import Trace
-from vllm_spac.traces.statistics import accuracy, agreement, as_last_step, nothing_is_hot
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.trace_statistics import accuracy, agreement, as_last_step, nothing_is_hot
 
 POLICIES = (
     "lru",

@@ -26,7 +26,7 @@ from common import ROOT, TOY, TRACES, exit_on_sigterm, provenance, sha256, write
 from processes import run_engine
 from run import Settings
 
-from vllm_spac.traces.format import Trace
+from vllm_spac.recording.trace_file import Trace
 
 CASES = {  # name -> speculation, drafts, batch
     "none1": ("none", 0, 1),

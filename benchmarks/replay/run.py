@@ -33,14 +33,14 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import ConfigError, SpacError
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.simulation.named import build_policy
-from vllm_spac.simulation.parts import filling, parts
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.recording.trace_file import DRAFT, PADDING, PREFILL, ROW_KINDS, Trace
+from vllm_spac.storage.base import ExpertStore
+from vllm_spac.storage.disk import DiskStore
+from vllm_spac.storage.host import HostStore
 from vllm_spac.system.host_memory import available_host_bytes, gib
-from vllm_spac.tiers.base import ExpertStore
-from vllm_spac.tiers.disk import DiskStore
-from vllm_spac.tiers.host import HostStore
-from vllm_spac.traces.format import DRAFT, PADDING, PREFILL, ROW_KINDS, Trace
+from vllm_spac.tools.traces.replayed import filling, parts
+from vllm_spac.tools.traces.simulated_components import build_policy
 
 
 class _Host(HostStore):

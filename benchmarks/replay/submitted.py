@@ -34,12 +34,12 @@ from common import RESULTS, ROOT, provenance, write_result
 from inflate import parse_bytes
 
 from vllm_spac.cache.transfers import Transfers
-from vllm_spac.checkpoint.packed_format import HEADER, PAGE
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.decisions.comparison import interval, orders
+from vllm_spac.storage.base import Slots, allocate
+from vllm_spac.storage.checkpoint.packed_folder import HEADER, PAGE
+from vllm_spac.storage.disk import DiskStore
 from vllm_spac.system.io_uring import Ring
-from vllm_spac.tiers.base import Slots, allocate
-from vllm_spac.tiers.disk import DiskStore
-from vllm_spac.tuning.comparison import interval, orders
 
 WAYS = ("threads", "io_uring", "bare")
 _NAME = "w"

@@ -20,13 +20,12 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, TRACES, provenance, sha256, write_result
 
-from vllm_spac.policies.reuse import Reuse
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.named import build_prefetch
-from vllm_spac.simulation.parts import filling, rows_of_records
-from vllm_spac.simulation.replay import Outcome
-from vllm_spac.simulation.slots import SlotsReplay
-from vllm_spac.traces.format import Trace
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.policies.reuse import Reuse
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.replayed import Outcome, filling, rows_of_records
+from vllm_spac.tools.traces.simulated_components import build_prefetch
+from vllm_spac.tools.traces.simulated_slots import SlotsReplay
 
 MINIMA = (0.25, 0.5, 0.75)
 NAMES = ("none1", "none8", "eagle4_1")

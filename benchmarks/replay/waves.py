@@ -20,9 +20,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, TRACES, provenance, sha256, write_result
 
-from vllm_spac.execution._waves import row_waves
-from vllm_spac.simulation.parts import rows_of_records
-from vllm_spac.traces.format import Trace
+from vllm_spac.execution.slot_layers import row_waves
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.replayed import rows_of_records
 
 FEWEST_ROWS = 64  # of a record that is taken for a prompt's
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)

@@ -11,8 +11,8 @@ from pacing import COMPUTATIONS, Pace
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
-from vllm_spac.executors.base import Kernel
-from vllm_spac.executors.native import Native
+from vllm_spac.cpu_kernels.base import Kernel
+from vllm_spac.cpu_kernels.native import Native
 
 
 class UnpacedExperts(Native):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from vllm_spac.errors import ConfigError
 
-Points = dict[str, dict[int, float]]  # of ``vllm_spac.profiling.host_work``
+Points = dict[str, dict[int, float]]  # of ``vllm_spac.tools.machine.host_work``
 
 
 def measure(core: int, io_threads: int, environment: Mapping[str, str], seconds: float = 2.0) -> Points:
@@ -40,7 +40,7 @@ def main(core: int, io_threads: int, seconds: float) -> Points:
     """Measures in this process."""
     import torch
 
-    from vllm_spac.profiling.host_work import measure_host_work
+    from vllm_spac.tools.machine.host_work import measure_host_work
 
     os.sched_setaffinity(0, {core})
     return measure_host_work(torch.device("cpu"), io_threads, seconds)

@@ -16,9 +16,9 @@ from paired import Arm, Side, take_turns
 from run import Settings
 from scale import RESIDENT
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.decisions.comparison import interval
 from vllm_spac.errors import ConfigError
-from vllm_spac.tuning.comparison import interval
 
 DISTURBED = 0.05  # of a deadline: a mean delay beyond it is reported
 # Two I/O threads: while one sleeps until its load has passed the link, the next load is on it already.

@@ -84,14 +84,14 @@ def main(expert_bytes: int, top_k: int, dtype: str) -> Speeds:
     """Measures in this process, whose core and threads are set from outside."""
     import torch
 
-    from vllm_spac.integration.layers import cpu_kernel
-    from vllm_spac.profiling.expert_size import ExpertSize
-    from vllm_spac.profiling.timing import median
+    from vllm_spac.decisions.costs import ExpertSize
+    from vllm_spac.system.timing import median
+    from vllm_spac.tools.machine.vllm_kernel import cpu_kernel
 
     kind = getattr(torch, dtype)
     size = ExpertSize.of(expert_bytes * 2 // kind.itemsize)
     count = max(2 * top_k, _CACHES // expert_bytes)
-    kernel = cpu_kernel.to_profile()
+    kernel = cpu_kernel()
     if kernel is None:
         raise ConfigError("this vLLM was not built for the CPU")
 

@@ -10,9 +10,9 @@ from typing import Self
 
 from machine import ScaledMachine
 
+from vllm_spac.decisions import costs
+from vllm_spac.decisions.costs import Costs
 from vllm_spac.errors import ConfigError
-from vllm_spac.profiling import costs
-from vllm_spac.profiling.costs import Costs
 
 LAYERS, TOP_K = 48, 8  # of Qwen3-30B-A3B
 EXPERT_PARAMETERS = 3 * 2048 * 768

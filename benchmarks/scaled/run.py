@@ -43,9 +43,9 @@ from proportions import Proportions, names
 from run import PACKED, PackedFolder, Settings
 from scale import Cores, Scale, engines_at_once, head, on
 
-from vllm_spac.checkpoint.headers import read_checkpoint
+from vllm_spac.config.types import SlotCount
 from vllm_spac.errors import SpacError
-from vllm_spac.knobs.types import Slots
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 _DRAFT_OFF = 1.5  # a draft token that takes this many times as long as on the real machine, or 1 / as long, is reported
 _RUNGS = "layer_lru,reuse,prefetch,cpu,drafts,tree"
@@ -105,7 +105,7 @@ def main(
         cores, real, sizes = Cores.here(), Proportions.of(machine), plan.split(slots)
         steps = ladders.rungs(plan.split(rungs), predictor, predictor_file) if ladder else ladders.pacing_cost()
         for size in sizes:
-            Slots.parse(size)
+            SlotCount.parse(size)
         for rung in steps:
             drafts.settings(rung.speculation)
         settings = Settings(

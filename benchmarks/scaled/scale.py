@@ -24,8 +24,8 @@ from processes import LiveEngine
 from prompts import Prompts
 from run import Settings
 
-from vllm_spac.checkpoint.headers import read_checkpoint
 from vllm_spac.errors import ConfigError
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 RESIDENT = Side("resident", {"slots": "100%"})
 _ENGINE_BYTES = 2 << 30  # of an engine without its experts: vLLM, torch and the KV cache

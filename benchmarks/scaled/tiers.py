@@ -10,7 +10,7 @@ from pacing import LOADS, Link, Pace
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
-from vllm_spac.tiers.host import HostStore
+from vllm_spac.storage.host import HostStore
 
 
 class PacedStore(HostStore):

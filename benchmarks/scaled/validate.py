@@ -34,15 +34,14 @@ from proportions import Proportions, names
 from run import PACKED, Settings
 from scale import Cores, Scale, head, on
 
+from vllm_spac.config.types import SlotCount
+from vllm_spac.decisions.costs import FORMAT, Costs, ExpertSize, HostWork, Provenance, Rate
 from vllm_spac.errors import SpacError
-from vllm_spac.knobs.types import Slots
-from vllm_spac.profiling.costs import FORMAT, Costs, HostWork, Provenance, Rate
-from vllm_spac.profiling.expert_size import ExpertSize
-from vllm_spac.profiling.host_work import host_work
-from vllm_spac.simulation.replay import Outcome
-from vllm_spac.simulation.simulate import simulate
+from vllm_spac.recording.trace_file import Trace
 from vllm_spac.system.machine import Machine
-from vllm_spac.traces.format import Trace
+from vllm_spac.tools.machine.host_work import host_work
+from vllm_spac.tools.traces.replayed import Outcome
+from vllm_spac.tools.traces.simulation import simulate
 
 DECISIONS, TIMES = 0.02, 0.10  # the greatest relative differences
 _EPILOG = """[bold]Examples[/]
@@ -139,7 +138,7 @@ def compare(size: str, balancer: str, costs: Costs, settings: Settings, ids: lis
     with closing(LiveEngine(side.job(settings), False, settings.timeout)) as engine:
         answers = [engine.turn(prompt, settings.output_tokens) for prompt in ids]
     trace = Trace.load(recorded)
-    share = Slots.parse(size).share
+    share = SlotCount.parse(size).share
     assert share is not None, "checked when the command started"
     outcome = simulate(trace, math.ceil(share * trace.facts.total), costs, policy="reuse", balancer=balancer)
     measured, simulated = Figures.measured(answers), Figures.simulated(outcome)
@@ -179,7 +178,7 @@ def main(
     try:
         cores, real, sizes = Cores.here(), Proportions.of(machine), plan.split(slots)
         for size in sizes:
-            if Slots.parse(size).share is None:
+            if SlotCount.parse(size).share is None:
                 raise plan.PlanError(f"--slots {size}: use a percentage of all experts")
         drafts = plan.Drafts(1, model, model)
         settings = Settings(

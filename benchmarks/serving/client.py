@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from openai import AsyncOpenAI
 
-from vllm_spac.system.server_stats import fetch
+from vllm_spac.tools.machine.server_stats import fetch
 
 SERVED_NAME = "benchmark"
 ALONE = 4  # prompts that are sent one after the other

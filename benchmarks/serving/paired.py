@@ -44,9 +44,9 @@ from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
 from processes import EngineError, LiveEngine
 from run import PACKED, PackedFolder, Settings
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.decisions.comparison import interval, orders
 from vllm_spac.errors import ConfigError
-from vllm_spac.tuning.comparison import interval, orders
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_spac.checkpoint.headers import Checkpoint
-from vllm_spac.knobs.types import Slots
+from vllm_spac.config.types import SlotCount
+from vllm_spac.storage.checkpoint.headers import Checkpoint
 
 FULL = "100%"
 # Suffixes of a policy's name, and the knobs that they set. MoE-SpAc is utility+prefetch+cpu+threshold.
@@ -83,7 +83,7 @@ class Configuration:
         """
         if self.offload is None:
             return {}
-        share = Slots.parse(self.slots or "").share
+        share = SlotCount.parse(self.slots or "").share
         assert share is not None, "offloading is asked for with a percentage"
         outside, layers = 1 - share, len(checkpoint.layer_bytes)
         if self.offload == "uva":
@@ -161,7 +161,7 @@ def configurations(
         ValueError: a number of slots is not understood.
     """
     for count in slots:
-        Slots.parse(count)
+        SlotCount.parse(count)
     if unknown := set(speculations) - set(SPECULATIONS):
         raise PlanError(f"no speculation is called {', '.join(sorted(unknown))}; use {', '.join(SPECULATIONS)}")
     if budgets and set(speculations) == {"none"}:
@@ -175,7 +175,7 @@ def configurations(
     plan = []
     if unknown := set(offloads) - set(OFFLOADS):
         raise PlanError(f"stock offloads by {' or '.join(OFFLOADS)}, not by {', '.join(sorted(unknown))}")
-    if odd := [size for size in slots if offloads and Slots.parse(size).share is None]:
+    if odd := [size for size in slots if offloads and SlotCount.parse(size).share is None]:
         raise PlanError(f"--offload keeps a share of the experts: --slots {odd[0]} is none, use e.g. 25%")
     for speculation in speculations:
         plan += [Configuration(None, None, speculation), Configuration(FULL, policies[0], speculation)]

@@ -29,17 +29,17 @@ from inflate import inflate, parse_bytes
 from run import Settings
 from simulated import between, engines
 
-from vllm_spac.integration import vllm_step
-from vllm_spac.integration.layers import cpu_kernel
-from vllm_spac.planning import routing
-from vllm_spac.planning.choice import Choice
-from vllm_spac.planning.machine import PlannedMachine
-from vllm_spac.planning.memory import Load
-from vllm_spac.planning.model import ServedModel
-from vllm_spac.planning.predict import Prediction, predict
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.profiling.measure import measure
-from vllm_spac.traces.format import Trace
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.machine import vllm_step
+from vllm_spac.tools.machine.measure import measure
+from vllm_spac.tools.machine.vllm_kernel import cpu_kernel
+from vllm_spac.tools.planning import planned_routing
+from vllm_spac.tools.planning.plan_choice import Choice
+from vllm_spac.tools.planning.planned_machine import PlannedMachine
+from vllm_spac.tools.planning.planned_memory import Load
+from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.predict import Prediction, predict
 
 WITHIN = 0.25  # of the measured speed: what a plan should keep
 _EPILOG = """[bold]Examples[/]
@@ -105,8 +105,8 @@ def predictions(
     assert costs.capacity is not None, "it was measured"
     machine = PlannedMachine("here", costs, costs.capacity.gpu, costs.capacity.host)
     choice, load = Choice(percent, "disk"), Load(context, 1)
-    found = {one.name: predict(choice, model, machine, load, one) for one in routing.assumed()}
-    return found | {"trace": predict(choice, model, machine, load, routing.recorded(trace, model, source)[0])}
+    found = {one.name: predict(choice, model, machine, load, one) for one in planned_routing.assumed()}
+    return found | {"trace": predict(choice, model, machine, load, planned_routing.recorded(trace, model, source)[0])}
 
 
 @app.command(help=__doc__, epilog=_EPILOG)
@@ -188,7 +188,7 @@ def _one(
     own = {layers: vllm_step.seconds_per_token(layers) for layers in vllm_step.LAYERS}
 
     def profile() -> Costs:
-        found = measure(model.expert_bytes, disk_dir, store="disk", seconds=0.4, kernel=cpu_kernel.to_profile())
+        found = measure(model.expert_bytes, disk_dir, store="disk", seconds=0.4, kernel=cpu_kernel())
         return vllm_step.added(found, own)
 
     measured: dict[int, dict] = {}

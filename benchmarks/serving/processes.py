@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_spac.system.live_process import LiveProcess, end, ending, start
-from vllm_spac.system.live_process import LiveProcessError as EngineError
+from vllm_spac.tools.tuning.measurer import LiveProcess, end, ending, start
+from vllm_spac.tools.tuning.measurer import LiveProcessError as EngineError
 
 __all__ = ["EngineError", "LiveEngine", "LiveProcess", "run_engine"]
 

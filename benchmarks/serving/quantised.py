@@ -33,9 +33,9 @@ from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
 from processes import LiveEngine
 from run import PACKED, PackedFolder, Settings
 
-from vllm_spac.checkpoint.headers import read_checkpoint
-from vllm_spac.checkpoint.quantisation import Kernels
-from vllm_spac.tuning.comparison import interval, orders
+from vllm_spac.decisions.comparison import interval, orders
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
+from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 
 PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
 FORMATS = ("fp8", "int8", "int4")
@@ -64,7 +64,7 @@ class Arm:
 
     @classmethod
     def of(cls, name: str, folder: Path) -> Arm:
-        (nbytes,) = read_checkpoint(folder, Kernels.CPU if name != "bf16" else None).expert_bytes
+        (nbytes,) = read_checkpoint(folder, FormatKernels.CPU if name != "bf16" else None).expert_bytes
         return cls(name, folder, nbytes)
 
     def percent(self, percent: int, bf16: Arm) -> int:

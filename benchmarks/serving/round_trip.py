@@ -22,9 +22,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, ROOT, exit_on_sigterm, provenance, write_result
 
-from vllm_spac.profiling.fit import fit_network
-from vllm_spac.profiling.peer import LOOPBACK, round_trips
-from vllm_spac.profiling.timing import median
+from vllm_spac.decisions.costs import fit_network
+from vllm_spac.system.timing import median
+from vllm_spac.tools.machine.peer import LOOPBACK, round_trips
 
 AIM = 150e-6  # seconds for a row of 4 KiB
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)

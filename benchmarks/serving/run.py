@@ -37,7 +37,7 @@ from common import (
 )
 from processes import run_engine
 
-from vllm_spac.checkpoint.headers import read_checkpoint
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 TOY_MODEL = TOY / "models" / "target"
 PACKED = ROOT / ".cache" / "serving"

@@ -29,12 +29,12 @@ from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_res
 from processes import run_engine
 from run import Settings
 
-from vllm_spac.checkpoint.headers import read_checkpoint
-from vllm_spac.integration.layers import cpu_kernel
-from vllm_spac.profiling.costs import Costs, HostWork, Rate
-from vllm_spac.profiling.measure import measure
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.traces.format import Trace
+from vllm_spac.decisions.costs import Costs, HostWork, Rate
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
+from vllm_spac.tools.machine.measure import measure
+from vllm_spac.tools.machine.vllm_kernel import cpu_kernel
+from vllm_spac.tools.traces.simulation import simulate
 
 _EPILOG = """[bold]Examples[/]
 
@@ -70,7 +70,7 @@ def main(
     total, (nbytes,) = layout.total, layout.expert_bytes
 
     def profile() -> Costs:
-        return measure(nbytes, disk_dir, store="disk", seconds=0.4, kernel=cpu_kernel.to_profile())
+        return measure(nbytes, disk_dir, store="disk", seconds=0.4, kernel=cpu_kernel())
 
     ids = prompts.load(model, count, prompt_tokens, 0).ids
     speculations, policies, sizes = plan.split(speculation), plan.split(policy), plan.split(slots)

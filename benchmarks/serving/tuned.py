@@ -30,14 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
 
-from vllm_spac.checkpoint.headers import find_folder
-from vllm_spac.evaluation.prompts import read
-from vllm_spac.integration.tuning.measurer import ProcessMeasurer
-from vllm_spac.tuning import identity
-from vllm_spac.tuning.candidate import Candidate
-from vllm_spac.tuning.comparison import Ratio, orders
-from vllm_spac.tuning.measurer import Answer, Engine, Measurer, MeasuringError
-from vllm_spac.tuning.profile import TunedProfile, path_of
+from vllm_spac.config import tuned_profile
+from vllm_spac.config.tuned_profile import Candidate, TunedProfile, path_of
+from vllm_spac.decisions.comparison import Ratio, orders
+from vllm_spac.storage.checkpoint.headers import find_folder
+from vllm_spac.tools.evaluation.prompts import read
+from vllm_spac.tools.tuning.measurer import Answer, Engine, Measurer, MeasuringError, ProcessMeasurer
 
 ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, "dtype": "float32"}
 PROMPT_TOKENS = 512  # longer prompts are cut, as tune does
@@ -177,7 +175,7 @@ def tuned(
     Raises:
         CalledProcessError: it failed.
     """
-    path = path_of(disk_dir, identity.identity(find_folder(str(model))))
+    path = path_of(disk_dir, tuned_profile.identity(find_folder(str(model))))
     path.unlink(missing_ok=True)
     asked = ["--minutes", str(minutes), "--slots", limit.slots, "--disk-dir", str(disk_dir), "--fresh"]
     asked += ["--output-tokens", str(tokens), "--engine", json.dumps(ENGINE)]
@@ -200,7 +198,7 @@ def one(
     tell: Any,
 ) -> dict[str, Any]:
     """Returns the result under one limit."""
-    prompts = read(Path(str(files("vllm_spac.tuning").joinpath("prompts.jsonl"))))
+    prompts = read(Path(str(files("vllm_spac.tools.tuning").joinpath("prompts.jsonl"))))
     tell("vllm-spac tune")
     profile = tuned(model, eagle3, limit, disk_dir, minutes, tokens)
     default = Candidate("default", "hand", {"slots": limit.slots})

@@ -36,7 +36,7 @@ import prompts
 from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
 from run import PACKED, PackedFolder
 
-from vllm_spac.distributed.processes import MODULE
+from vllm_spac.methods.od_moe.places import MODULE
 
 _ENVIRONMENT = {  # before vLLM is imported: the engine is in this process
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -27,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, provenance, write_result
 from texts import chosen
 
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
 MODELS = Path(__file__).parent / "models"
 EXPERTS, TOP_K, LAYERS, DRAFTS = 64, 8, 6, 8
@@ -109,7 +108,7 @@ def timed(runtime):
 
 def in_an_engine(model: Path, slots: str, prompts: int, new_tokens: int) -> list[dict]:
     """Measures the milliseconds of a verify step from its inputs to its tokens, and the budget's share of them."""
-    from vllm_spac.integration.evaluation import engine as offline
+    from vllm_spac.tools.evaluation import engine as offline
 
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     pieces = [text["prompt_token_ids"] for text in chosen(False, prompts, _PROMPT)]

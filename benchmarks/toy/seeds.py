@@ -31,8 +31,8 @@ from validation import TOKENS, validate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, provenance, write_result
 
-from vllm_spac.traces.locality import LARGE_CACHE, SMALL_CACHE, lru_hits
-from vllm_spac.traces.text import Text
+from vllm_spac.tools.traces.locality import LARGE_CACHE, SMALL_CACHE, lru_hits
+from vllm_spac.tools.traces.trace_text import Text
 
 _WINDOWS = 8  # of each kind of text, in which an LRU cache is followed token by token
 

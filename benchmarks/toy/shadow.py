@@ -28,10 +28,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, TOY, provenance, write_result
 
-from vllm_spac.checkpoint.quantising import Rounding
-from vllm_spac.predictors._recall import Hits
-from vllm_spac.predictors._samples import Samples
-from vllm_spac.predictors.base import START
+from vllm_spac.decisions.predictors._recall import Hits
+from vllm_spac.decisions.predictors._samples import Samples
+from vllm_spac.decisions.predictors.base import START
+from vllm_spac.storage.checkpoint.quantising import Rounding
 
 MODELS = {"flat": "models/target", "local": "models/local/target"}
 SHADOWS = {"int8": Rounding("int8", linears="all"), "int4": Rounding("int4", group=32, linears="all")}

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_spac.predictors._samples import SampleRecorder, Samples
-from vllm_spac.predictors._trained import Gates, Material, Sizes
+from vllm_spac.decisions.predictors._samples import SampleRecorder, Samples
+from vllm_spac.decisions.predictors._trained import Gates, Material, Sizes
 
 LAYERS, EXPERTS, TOP_K, WIDTH, WORDS, DRAFT = 4, 12, 3, 8, 20, 6
 NAMES = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS))

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.balancers.base import Balancer, LayerState, Plan, split
-from vllm_spac.budget.rankings.base import LayerContext, Ranking
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import Step
+from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
+from vllm_spac.decisions.balancers.base import Balancer, LayerState, Plan, split
+from vllm_spac.decisions.policies.base import Policy, Standing
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
 from vllm_spac.errors import StoreError
-from vllm_spac.execution.pointers.admissions.base import Admission, Parts
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.executors.base import CpuExperts, Kernel
-from vllm_spac.policies.base import Policy, Standing
-from vllm_spac.predictors.base import START, Guess, Predictor, Seen
-from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.execution.admission import Admission, Parts
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
+from vllm_spac.storage.base import ExpertStore
 
 CALLS: Counter[str] = Counter()
 

@@ -19,8 +19,8 @@ from vllm_spac.kernels.reference import grouped_gemm as reference
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.cpu_kernels.base import CpuExperts, check_same
 from vllm_spac.errors import ConfigError
-from vllm_spac.executors.base import CpuExperts, check_same
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 6, 3, 96, 64
 CASES = {
@@ -121,12 +121,12 @@ def vllm_kernel(layer: Layer):
 
 def build(name: str, layer: Layer, threads: int = 1) -> tuple[CpuExperts, dict[str, Tensor]]:
     """The executor, and the experts as it wants them."""
-    kind = components.find("executors", name)
+    kind = components.find("cpu_kernels", name)
     kernel, experts = vllm_kernel(layer) if kind.layout == "kernel" else (None, layer.experts)
     return kind(layer.shape, threads, layer.activation, kernel), experts
 
 
-NAMES = [*(name for name in components.names("executors") if name != "kt"), "outside:RowByRow"]
+NAMES = [*(name for name in components.names("cpu_kernels") if name != "kt"), "outside:RowByRow"]
 every = pytest.mark.parametrize("name", NAMES)
 
 
@@ -188,12 +188,12 @@ def same_threads() -> Iterator[None]:
 
 def test_torch_refuses_an_activation_that_it_does_not_know() -> None:
     with pytest.raises(ConfigError, match="'situ'.*--spac-cpu-experts off"):
-        components.build("executors", "torch", shape=make("silu").shape, threads=1, activation="situ")
+        components.build("cpu_kernels", "torch", shape=make("silu").shape, threads=1, activation="situ")
 
 
 def test_native_needs_a_kernel() -> None:
     with pytest.raises(ConfigError, match="use torch"):
-        components.build("executors", "native", shape=make("silu").shape, threads=1, activation="silu")
+        components.build("cpu_kernels", "native", shape=make("silu").shape, threads=1, activation="silu")
 
 
 @pytest.mark.parametrize("wrong", ["zeros", "NaN", "another expert", "none"])
@@ -214,7 +214,7 @@ def test_results_that_differ_are_refused(wrong: str) -> None:
 
 
 def kt(layer: Layer) -> CpuExperts:
-    return components.build("executors", "kt", shape=layer.shape, threads=1, activation=layer.activation)
+    return components.build("cpu_kernels", "kt", shape=layer.shape, threads=1, activation=layer.activation)
 
 
 class FakeWrapper:
@@ -230,7 +230,7 @@ class FakeWrapper:
         self.experts = {"w13_weight": torch.cat([gate, up], dim=1), "w2_weight": down}
 
     def forward(self, x, ids, weights, stream):
-        executor = components.build("executors", "torch", shape=make("silu").shape, threads=1, activation="silu")
+        executor = components.build("cpu_kernels", "torch", shape=make("silu").shape, threads=1, activation="silu")
         return (self.answer * executor.run(x, weights, ids, self.experts)).to(x.dtype)
 
 
@@ -271,7 +271,7 @@ def test_kt_is_refused_when_it_differs_from_torch(answer: float, gpu, monkeypatc
     executor = kt(layer)
     if answer == 1.0:
         executor.prepare(layer.experts)
-        expected = components.build("executors", "torch", shape=layer.shape, threads=1, activation="silu")
+        expected = components.build("cpu_kernels", "torch", shape=layer.shape, threads=1, activation="silu")
         arguments = layer.x, layer.weights, layer.ids, layer.experts
         assert torch.equal(executor.run(*arguments), expected.run(*arguments).bfloat16())
     else:

@@ -6,7 +6,7 @@ import outside
 import pytest
 
 from vllm_spac import components
-from vllm_spac.config import SpacConfig, component_knobs
+from vllm_spac.config.config import SpacConfig, component_knobs
 from vllm_spac.errors import ConfigError
 
 CLASSES = {

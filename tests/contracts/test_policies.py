@@ -16,13 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_spac import components
 from vllm_spac.cache.residency import Residency
-from vllm_spac.policies._next_use import NextUse
-from vllm_spac.policies.base import Policy, PolicyContext
-from vllm_spac.policies.belady import Belady
-from vllm_spac.policies.lfu import LFU
-from vllm_spac.policies.lru import LRU
-from vllm_spac.policies.utility import Utility
-from vllm_spac.predictors.utility import UtilityEstimator
+from vllm_spac.decisions.policies.base import Policy, PolicyContext
+from vllm_spac.decisions.policies.belady import Belady
+from vllm_spac.decisions.policies.lfu import LFU
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.decisions.policies.reuse import NextUse
+from vllm_spac.methods.moe_spac.utility_policy import Utility
+from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 KEYS = 8

@@ -14,12 +14,11 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.core import NOT_RUN
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, check_tensors, closure, kinds, needed
+from vllm_spac.decisions.predictors._samples import Samples
+from vllm_spac.decisions.predictors._trained import Trained
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Signal
 from vllm_spac.errors import ConfigError
-from vllm_spac.prediction.file import Identity, PredictorFile, check_tensors, kinds, needed
-from vllm_spac.prediction.training import Training, closure
-from vllm_spac.predictors._samples import Samples
-from vllm_spac.predictors._trained import Trained
-from vllm_spac.predictors.base import START, Guess, Predictor, Signal
 
 KEYS = made.LAYERS * made.EXPERTS
 NAMES = [*components.names("predictors"), "outside:Same"]

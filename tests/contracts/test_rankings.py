@@ -15,18 +15,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
-from vllm_spac.budget.coverage import truncate
-from vllm_spac.budget.limits import mass_cut, validate
-from vllm_spac.budget.rankings import base, coactivation, oracle, resident, router, selected, static
-from vllm_spac.budget.rankings.base import LayerContext, Ranking, least_residual, router_mass
-from vllm_spac.budget.votes import vote
 from vllm_spac.errors import ConfigError
+from vllm_spac.methods.moe_spec import (
+    coactivation_ranking,
+    oracle_ranking,
+    rankings,
+    resident_ranking,
+    router_ranking,
+    selected_ranking,
+    static_ranking,
+)
+from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
+from vllm_spac.methods.moe_spec.cut import truncate
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, least_residual, router_mass
+from vllm_spac.methods.moe_spec.settings import mass_cut, validate
+from vllm_spac.methods.moe_spec.votes import vote
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 LAYERS, EXPERTS, TOP_K, WIDTH = 2, 8, 2, 6
 
-every_budget = pytest.mark.parametrize("name", [*components.names("budget.rankings"), "outside:Loudest"])
+every_budget = pytest.mark.parametrize("name", [*components.names("rankings"), "outside:Loudest"])
 seeds = st.integers(0, 2**32)
 
 
@@ -50,7 +58,7 @@ assert all(len(set(row)) == EXPERTS for row in CALIBRATED.counts.tolist()), "tie
 
 
 def built(name: str) -> Ranking:
-    return components.find("budget.rankings", name).of(CALIBRATED)
+    return components.find("rankings", name).of(CALIBRATED)
 
 
 def step(seed: int, rows: int = 5, voting: int = 3) -> tuple[Tensor, Tensor, LayerContext]:
@@ -60,7 +68,7 @@ def step(seed: int, rows: int = 5, voting: int = 3) -> tuple[Tensor, Tensor, Lay
     outputs = torch.randn(rows, EXPERTS, WIDTH, generator=generator)
     fast = torch.rand(EXPERTS, generator=generator) < 0.5
     ids = probs.topk(TOP_K).indices
-    context = LayerContext(1, fast, coactivation.natural(probs, TOP_K), outputs, ids)
+    context = LayerContext(1, fast, coactivation_ranking.natural(probs, TOP_K), outputs, ids)
     return probs, (torch.arange(rows) < voting).double(), context
 
 
@@ -101,14 +109,14 @@ def test_what_can_be_replayed_is_sorted_by_its_scores(name: str, seed: int) -> N
     """With scores of 0 in rows that do not vote; also where none does."""
     probs, votes, context = step(seed)
     votes = votes * votes_of(seed)
-    ranking, silent = built(name), base.weighted(probs, votes)
+    ranking, silent = built(name), rankings.weighted(probs, votes)
     if not ranking.replayable:
         with pytest.raises(NotImplementedError):
             ranking.scores(silent, context)
         return
     found = ranking.scores(silent, context)
     assert found.shape in ((EXPERTS,), (2, EXPERTS)) and found.dtype in (torch.float64, torch.int64)
-    assert torch.equal(base.best(found, EXPERTS), ranking.rank(probs, votes, EXPERTS, context))
+    assert torch.equal(rankings.best(found, EXPERTS), ranking.rank(probs, votes, EXPERTS, context))
     assert ranking.scores(torch.zeros_like(probs), context).shape == found.shape
 
 
@@ -137,8 +145,8 @@ def test_without_weights_votes_are_what_they_were(name: str, seed: int, alpha: f
     probs, voting, context = step(seed)
     weighed = voting * torch.tensor([vote(float(p), 0.0) for p in probs[:, 0]], dtype=torch.float64)
     assert torch.equal(weighed, voting)
-    assert torch.equal(base.router_mass(probs, weighed), base.router_mass(probs, voting != 0))
-    assert torch.equal(base.router_mass(probs, weighed), probs[:3].sum(0, dtype=torch.float64))
+    assert torch.equal(rankings.router_mass(probs, weighed), rankings.router_mass(probs, voting != 0))
+    assert torch.equal(rankings.router_mass(probs, weighed), probs[:3].sum(0, dtype=torch.float64))
     alone = built(name).rank(probs[:3], None, EXPERTS, moved(context, torch.arange(3)))
     assert torch.equal(built(name).rank(probs, weighed, EXPERTS, context), alone)
 
@@ -220,14 +228,14 @@ def test_ties_go_by_the_lowest_id_and_nothing_is_changed(name: str) -> None:
         assert budget.rank(probs, votes, 300, context).tolist() == list(range(300))
 
 
-@pytest.mark.parametrize("name", components.names("budget.rankings"))
+@pytest.mark.parametrize("name", components.names("rankings"))
 def test_the_module_has_a_function_of_the_same_meaning(name: str) -> None:
-    module = importlib.import_module(f"vllm_spac.budget.rankings.{name}")
+    module = importlib.import_module(components.modules("rankings")[name])
     assert list(inspect.signature(module.rank).parameters)[:3] == ["probs", "votes", "budget"]
     probs, votes, context = step(7)
     extra = {
         "counts": CALIBRATED.counts[1],
-        "alike": coactivation.similarity(CALIBRATED.pairs[1], CALIBRATED.tokens),
+        "alike": coactivation_ranking.similarity(CALIBRATED.pairs[1], CALIBRATED.tokens),
         "mixing": context.mixing,
         "outputs": context.outputs,
         "resident": context.resident,
@@ -256,7 +264,7 @@ def test_no_list_of_no_or_more_than_all_experts(name: str, budget: int) -> None:
 
 @every_budget
 def test_what_needs_a_calibration_says_so(name: str) -> None:
-    kind = components.find("budget.rankings", name)
+    kind = components.find("rankings", name)
     if kind.needs_calibration:
         with pytest.raises(ConfigError, match=f"{name} needs a calibration file.*vllm-spac calibrate"):
             kind.of(None)
@@ -266,34 +274,34 @@ def test_what_needs_a_calibration_says_so(name: str) -> None:
 
 
 def test_which_are_offline_and_which_are_calibrated() -> None:
-    kinds = {name: components.find("budget.rankings", name) for name in components.names("budget.rankings")}
+    kinds = {name: components.find("rankings", name) for name in components.names("rankings")}
     assert {name for name, kind in kinds.items() if kind.offline} == {"oracle"}
     assert {name for name, kind in kinds.items() if kind.needs_calibration} == {"coactivation", "static"}
 
 
 def test_router_by_hand() -> None:
     probs = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.0, 0.0, 1.0]])
-    assert router.rank(probs, torch.tensor([True, True, False]), 3).tolist() == [1, 0, 2]
-    assert router.rank(probs, torch.tensor([True, True, True]), 1).tolist() == [2]
+    assert router_ranking.rank(probs, torch.tensor([True, True, False]), 3).tolist() == [1, 0, 2]
+    assert router_ranking.rank(probs, torch.tensor([True, True, True]), 1).tolist() == [2]
 
 
 def test_selected_by_hand() -> None:
     """Expert 2 has most of all scores, and nobody selects it; 3 and 4 are nobody's either."""
     probs = torch.tensor([[0.4, 0.1, 0.3, 0.2, 0.0], [0.05, 0.4, 0.3, 0.15, 0.1], [0.4, 0.1, 0.3, 0.2, 0.0]])
     ids, ones = torch.tensor([[0], [1], [0]]), torch.ones(3, dtype=torch.float64)
-    assert selected.rank(probs, ones, 5, ids).tolist() == [0, 1, 2, 3, 4]
-    assert selected.rank(probs, None, 2, ids).tolist() == [0, 1]
-    assert selected.rank(probs, torch.tensor([0.25, 1, 0.25]).double(), 5, ids).tolist() == [1, 0, 2, 3, 4]
-    assert router.rank(probs, ones, 5).tolist() == [2, 0, 1, 3, 4]
+    assert selected_ranking.rank(probs, ones, 5, ids).tolist() == [0, 1, 2, 3, 4]
+    assert selected_ranking.rank(probs, None, 2, ids).tolist() == [0, 1]
+    assert selected_ranking.rank(probs, torch.tensor([0.25, 1, 0.25]).double(), 5, ids).tolist() == [1, 0, 2, 3, 4]
+    assert router_ranking.rank(probs, ones, 5).tolist() == [2, 0, 1, 3, 4]
 
 
 def test_selected_by_as_much_are_ranked_by_all_scores() -> None:
     probs = torch.tensor([[0.4, 0.4, 0.2, 0.0], [0.1, 0.3, 0.0, 0.6]])
-    assert selected.rank(probs, None, 4, torch.tensor([[0, 1], [3, 2]])).tolist() == [3, 1, 0, 2]
+    assert selected_ranking.rank(probs, None, 4, torch.tensor([[0, 1], [3, 2]])).tolist() == [3, 1, 0, 2]
 
 
 def test_static_takes_the_counts_of_its_layer() -> None:
-    budget = static.Static(counts=torch.tensor([[5, 1, 3], [0, 9, 9]]))
+    budget = static_ranking.Static(counts=torch.tensor([[5, 1, 3], [0, 9, 9]]))
     probs, votes = torch.eye(3), torch.ones(3, dtype=torch.bool)
     assert budget.rank(probs, votes, 3).tolist() == [0, 2, 1]
     assert budget.rank(probs, votes, 3, LayerContext(layer=1)).tolist() == [1, 2, 0]
@@ -303,14 +311,16 @@ def test_static_takes_the_counts_of_its_layer() -> None:
 def test_resident_lifts_what_is_in_fast_memory(bonus: float, order: list[int]) -> None:
     """Mean mass 0.25, so the last has 0.1 + 0.25 * bonus."""
     probs, fast = torch.tensor([[0.45, 0.25, 0.2, 0.1]]), torch.tensor([False, False, False, True])
-    assert resident.rank(probs, torch.tensor([True]), 4, fast, bonus).tolist() == order
-    assert resident.rank(torch.cat((probs, probs)), torch.tensor([True, True]), 4, fast, bonus).tolist() == order
+    assert resident_ranking.rank(probs, torch.tensor([True]), 4, fast, bonus).tolist() == order
+    assert (
+        resident_ranking.rank(torch.cat((probs, probs)), torch.tensor([True, True]), 4, fast, bonus).tolist() == order
+    )
 
 
 @pytest.mark.parametrize("bonus", [-1.0, float("nan")])
 def test_resident_refuses_a_wrong_bonus(bonus: float) -> None:
     with pytest.raises(ConfigError, match="use 0 or more"):
-        resident.Resident(bonus=bonus)
+        resident_ranking.Resident(bonus=bonus)
 
 
 @settings(max_examples=40, **BUSY)
@@ -327,7 +337,7 @@ def test_oracle_is_greedy_by_the_definition(seed: int) -> None:
             i: float((whole - parts[:, [*chosen, i]].sum(1)).square().sum()) for i in range(EXPERTS) if i not in chosen
         }
         chosen.append(min(errors, key=lambda i: (round(errors[i], 8), -mass[i])))
-    found = oracle.rank(probs, votes, EXPERTS, context.outputs, context.mixing)
+    found = oracle_ranking.rank(probs, votes, EXPERTS, context.outputs, context.mixing)
     assert found.tolist() == chosen
 
 
@@ -336,15 +346,15 @@ def test_coactivation_skips_the_partner_of_one_it_has() -> None:
     mixing = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.6, 0.0], [0.0, 0.0, 0.0, 0.1]])
     votes, alike = torch.ones(3, dtype=torch.bool), torch.eye(4)
     alike[0, 1] = alike[1, 0] = 1.0
-    assert coactivation.rank(mixing, votes, 4, torch.eye(4)).tolist() == [2, 0, 1, 3]
-    assert coactivation.rank(mixing, votes, 4, alike).tolist() == [0, 2, 1, 3]
+    assert coactivation_ranking.rank(mixing, votes, 4, torch.eye(4)).tolist() == [2, 0, 1, 3]
+    assert coactivation_ranking.rank(mixing, votes, 4, alike).tolist() == [0, 2, 1, 3]
 
 
 @settings(max_examples=40, **BUSY)
 @given(seed=seeds)
 def test_coactivation_is_greedy_by_its_formula(seed: int) -> None:
     probs, votes, context = step(seed)
-    rho = coactivation.similarity(CALIBRATED.pairs[1], CALIBRATED.tokens).tolist()
+    rho = coactivation_ranking.similarity(CALIBRATED.pairs[1], CALIBRATED.tokens).tolist()
     rows = context.mixing[:3].double().tolist()
 
     def loss(kept: list[int]) -> float:
@@ -354,27 +364,27 @@ def test_coactivation_is_greedy_by_its_formula(seed: int) -> None:
     chosen: list[int] = []
     while len(chosen) < EXPERTS and loss(chosen) > 1e-12:
         chosen.append(min((i for i in range(EXPERTS) if i not in chosen), key=lambda i: loss([*chosen, i])))
-    found = coactivation.rank(probs, votes, EXPERTS, torch.tensor(rho), context.mixing, prior=0.0)
+    found = coactivation_ranking.rank(probs, votes, EXPERTS, torch.tensor(rho), context.mixing, prior=0.0)
     assert found.tolist()[: len(chosen)] == chosen
 
 
 def test_coactivation_ranks_those_that_nobody_selected_by_the_router() -> None:
     probs = torch.tensor([[0.5, 0.1, 0.0, 0.15, 0.25]])
-    budget = coactivation.Coactivation(alike=torch.eye(5)[None], top_k=1)
+    budget = coactivation_ranking.Coactivation(alike=torch.eye(5)[None], top_k=1)
     assert budget.rank(probs, torch.tensor([True]), 5).tolist() == [0, 4, 3, 1, 2]
 
 
 def test_coactivation_takes_the_similarity_of_its_layer() -> None:
     alike = torch.eye(4).repeat(2, 1, 1)
     alike[1, 0, 1] = alike[1, 1, 0] = 1.0
-    budget = coactivation.Coactivation(alike=alike, top_k=2)
+    budget = coactivation_ranking.Coactivation(alike=alike, top_k=2)
     probs, votes = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.6, 0.0]]), torch.ones(2, dtype=torch.bool)
     assert [budget.rank(probs, votes, 1, LayerContext(layer)).tolist() for layer in (0, 1)] == [[2], [0]]
 
 
 def test_similarity_is_the_squared_correlation_of_selections() -> None:
     chosen = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 1, 0], [0, 1, 1, 0]])
-    found = coactivation.similarity(chosen.T @ chosen, 5)
+    found = coactivation_ranking.similarity(chosen.T @ chosen, 5)
     expected = torch.corrcoef(chosen[:, :3].T.double()).clamp(min=0).square()
     torch.testing.assert_close(found[:3, :3], expected)
     assert found[3].tolist() == [0, 0, 0, 1], "never selected: like nobody"
@@ -383,7 +393,7 @@ def test_similarity_is_the_squared_correlation_of_selections() -> None:
 def test_similarity_does_not_overflow() -> None:
     """10^10 tokens: products of int64 counts must not be taken in int64."""
     pairs = torch.tensor([[5, 4], [4, 5]]) * 10**9
-    assert coactivation.similarity(pairs, 10**10)[0, 1] == pytest.approx(0.36)
+    assert coactivation_ranking.similarity(pairs, 10**10)[0, 1] == pytest.approx(0.36)
 
 
 @settings(max_examples=60, **BUSY)
@@ -428,7 +438,7 @@ def test_rankings_in_order_of_their_error(budget: int) -> None:
             probs, _ = run(16)
             recorder.observe(0, probs, *probs.topk(top_k))
             recorder.end_text()
-        rankings = {name: components.find("budget.rankings", name).of(recorder.result()) for name in lost}
+        rankings = {name: components.find("rankings", name).of(recorder.result()) for name in lost}
         for _ in range(8):
             probs, outputs = run(16)
             weights, ids = probs.topk(top_k)
@@ -445,7 +455,7 @@ def test_rankings_in_order_of_their_error(budget: int) -> None:
 @given(seed=seeds, mass=st.floats(0.01, 0.999))
 def test_mass_cut_is_the_smallest_prefix(seed: int, mass: float) -> None:
     probs, votes, _ = step(seed)
-    held, order = router_mass(probs, votes), router.rank(probs, votes, EXPERTS)
+    held, order = router_mass(probs, votes), router_ranking.rank(probs, votes, EXPERTS)
     count = mass_cut(order, held, mass)
     assert held[order[:count]].sum() >= mass * held.sum() * (1 - 1e-12)
     assert held[order[: count - 1]].sum() < mass * held.sum() * (1 + 1e-12)
@@ -495,4 +505,4 @@ def test_budgets_that_can_be_met(budget: int, coverage: str) -> None:
 
 
 def test_the_base_holds_no_component() -> None:
-    assert "base" not in components.names("budget.rankings") and inspect.isabstract(base.Ranking)
+    assert "base" not in components.names("rankings") and inspect.isabstract(rankings.Ranking)

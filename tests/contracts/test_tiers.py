@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
-from vllm_spac.tiers.base import ExpertStore, Slots
+from vllm_spac.storage.base import ExpertStore, Slots
 
 LAYERS, EXPERTS = 2, 3
 SPECS = {
@@ -40,7 +40,7 @@ SPECS = {
     },
 }
 
-every_store = pytest.mark.parametrize("name", [*components.names("tiers"), "outside:Blocks"])
+every_store = pytest.mark.parametrize("name", [*components.names("stores"), "outside:Blocks"])
 every_layout = pytest.mark.parametrize("layout", SPECS)
 
 
@@ -80,7 +80,7 @@ def shape_of(layout: str = "weights and biases in bf16") -> MoEShape:
 
 
 def open_store(name: str, folder: Path, layout: str = "weights and biases in bf16") -> ExpertStore:
-    return components.build("tiers", name, shape=shape_of(layout), fingerprint="0123abcd" * 4, folder=folder)
+    return components.build("stores", name, shape=shape_of(layout), fingerprint="0123abcd" * 4, folder=folder)
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_close(name: str, store: ExpertStore) -> None:
 
 @pytest.mark.parametrize("available", ["1.9 GiB", "0.0 KiB"])
 def test_host_store_says_what_it_needs(available: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_spac.tiers import host
+    from vllm_spac.storage import host
 
     free = int(float(available.split()[0]) * 2**30)
     monkeypatch.setattr(host, "available_host_bytes", lambda: free)

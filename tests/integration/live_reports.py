@@ -18,11 +18,11 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-from vllm_spac.integration.serving import requests
+from vllm_spac.integration.serving import live_page
 from vllm_spac.integration.serving.endpoint import SpacEndpoint
 from vllm_spac.integration.serving.live_page import LiveFeed
 from vllm_spac.integration.serving.live_view import EVICTED, HOST, LOADED, ON_CPU, SLOT, STORE
-from vllm_spac.metrics import Counters
+from vllm_spac.recording.metrics import Counters
 
 PARTS = {
     "waiting for loads": 9_000_000,
@@ -175,7 +175,7 @@ class Served:
 def served(client: Imagined, **options: Any) -> Iterator[Served]:
     """A server that is gone when the block ends."""
     server = Served(client, **options)
-    with patch.object(requests, "get_prometheus_registry", lambda: client.registry):
+    with patch.object(live_page, "get_prometheus_registry", lambda: client.registry):
         server.start()
         try:
             yield server

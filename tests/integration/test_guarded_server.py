@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
-from vllm_spac.traces.format import Trace
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import RowKind
-from vllm_spac.integration.layers import host
+from vllm_spac.integration.hooks import model_host
 from vllm_spac.integration.loading.head_experts import _HeadRuntime, target_of
 
 DRAFT = SimpleNamespace(model="/model", runner_type="draft")
@@ -28,7 +28,7 @@ def target(knobs: dict | None = None, **changes) -> SimpleNamespace:
 
 
 def chosen(of: SimpleNamespace | None, draft: SimpleNamespace = DRAFT) -> bool:
-    with host.drafting_for(of):
+    with model_host.drafting_for(of):
         return target_of(draft) is of and of is not None
 
 

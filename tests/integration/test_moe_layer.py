@@ -12,19 +12,18 @@ import pytest
 import torch
 
 from vllm_spac import components, runtime
-from vllm_spac.budget.control import BudgetControl
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
-from vllm_spac.execution._exchange import Exchange
-from vllm_spac.execution._row_shares import runnable
-from vllm_spac.execution.pointers.execution import PointerExecution
-from vllm_spac.execution.pointers.streams import CallerStream
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.integration.graphs import with_moe_layer
+from vllm_spac.execution.exchange import CallerStream, Exchange
+from vllm_spac.execution.pointers_execution import PointerExecution
+from vllm_spac.execution.row_shares import runnable
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.integration.hooks.graphs import with_moe_layer
 from vllm_spac.integration.layers import custom_ops, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts, SlotKernel
+from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.runtime import Runtime
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.storage.memory import MemoryStore
 
 EXPERTS, TOP_K, WIDTH = 8, 2, 3
 SHAPE = MoEShape(("layer",), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.float32)})

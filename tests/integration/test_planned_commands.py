@@ -21,19 +21,19 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_spac.checkpoint.quantisation import Capability
+from vllm_spac.decisions.costs import Capacity, Costs, names
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.planning import machine as machines
-from vllm_spac.planning import plan as plans
-from vllm_spac.planning import routing
-from vllm_spac.planning.choice import command
-from vllm_spac.planning.machine import HERE, UTILIZATION, PlannedMachine
-from vllm_spac.planning.memory import Load, slot_bytes
-from vllm_spac.planning.model import ServedModel
-from vllm_spac.planning.plan import Plan, make_plan
-from vllm_spac.planning.predict import Prediction
-from vllm_spac.profiling.costs import Capacity, Costs, names
+from vllm_spac.storage.checkpoint.quantisation import Capability
 from vllm_spac.system.machine import Machine
+from vllm_spac.tools.planning import planned_machine as machines
+from vllm_spac.tools.planning import planned_routing
+from vllm_spac.tools.planning import planned_serving as plans
+from vllm_spac.tools.planning.plan_choice import command
+from vllm_spac.tools.planning.planned_machine import HERE, UTILIZATION, PlannedMachine
+from vllm_spac.tools.planning.planned_memory import Load, slot_bytes
+from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.planned_serving import ServingPlan, make_plan
+from vllm_spac.tools.planning.predict import Prediction
 
 GIB, MIB = 1 << 30, 1 << 20
 LAYERS = 16
@@ -137,7 +137,7 @@ def here(folder: Path) -> None:
     (folder / machines.PROFILE).write_text(profile.model_dump_json())
 
 
-def planned(model: Path, machine: str, memory: tuple[int | None, int], folder: Path) -> Plan:
+def planned(model: Path, machine: str, memory: tuple[int | None, int], folder: Path) -> ServingPlan:
     """The plan as the command line makes it."""
     fast, host = memory
     if fast == TINY:
@@ -148,7 +148,7 @@ def planned(model: Path, machine: str, memory: tuple[int | None, int], folder: P
         found = PlannedMachine.of(machine, fast, host)
     else:
         found = PlannedMachine.of(HERE, None, host if fast is None else fast, folder)
-    return make_plan(served(model, not found.gpu, found.capability), found, Load(2048, 1), (routing.LOW,))
+    return make_plan(served(model, not found.gpu, found.capability), found, Load(2048, 1), (planned_routing.LOW,))
 
 
 def printed(model: Path, machine: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], list[str]]:
@@ -174,8 +174,7 @@ def claimed(capability: Capability | None, v2: bool = True) -> Iterator[None]:
     """The plugin's checks see a GPU of this capability; None: a CPU with AMX, which need not be there."""
     from vllm import platforms
 
-    from vllm_spac.integration import device
-    from vllm_spac.integration.stepping import drafts
+    from vllm_spac.integration.hooks import device, drafts
 
     with pytest.MonkeyPatch.context() as patch:
         if capability is None:
@@ -214,7 +213,8 @@ class Started:
         from vllm.plugins import load_general_plugins
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        from vllm_spac.integration import graphs, preflight
+        from vllm_spac.integration import preflight
+        from vllm_spac.integration.hooks import graphs
 
         load_general_plugins()
         serve, word, model, *options = shlex.split(line)
@@ -316,7 +316,7 @@ def built(config: Any) -> Any:
 
 def check_kernel(config: Any, capability: Capability | None) -> None:
     """Takes the layer that vLLM would build through the plugin's checks of layers."""
-    from vllm_spac.config import config_of
+    from vllm_spac.config.config import config_of
     from vllm_spac.integration.layers import quant_schemes
     from vllm_spac.integration.layers.staged_experts import StagedExperts
 

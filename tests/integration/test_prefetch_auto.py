@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
+from vllm_spac.decisions.predictors._trained import Sizes
+from vllm_spac.decisions.predictors.base import Signal
+from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.integration.loading import ahead
-from vllm_spac.prediction.file import Identity, PredictorFile, kinds
-from vllm_spac.predictors._trained import Sizes
-from vllm_spac.predictors.base import Signal
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.storage.memory import MemoryStore
 
 SHAPE = MoEShape(("0", "1"), 16, 4, {"w": TensorSpec((8,), torch.float32)})
 PROFILE = {

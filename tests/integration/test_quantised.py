@@ -18,22 +18,22 @@ from torch import Tensor
 from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
 
 from vllm_spac import components
-from vllm_spac.budget.control import BudgetControl
-from vllm_spac.checkpoint import headers
-from vllm_spac.checkpoint import quantisation as quantised
-from vllm_spac.checkpoint.contents import Checkpoint
-from vllm_spac.checkpoint.quantisation import Kernels
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
-from vllm_spac.execution.pointers.execution import PointerExecution
+from vllm_spac.execution.pointers_execution import PointerExecution
 from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.integration.loading import managed_load
 from vllm_spac.integration.loading.fingerprint import fingerprint
 from vllm_spac.integration.loading.model_experts import ModelExperts
+from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.runtime import Runtime
+from vllm_spac.storage.checkpoint import headers
+from vllm_spac.storage.checkpoint import quantisation as quantised
+from vllm_spac.storage.checkpoint.contents import CheckpointContents
+from vllm_spac.storage.checkpoint.quantisation import FormatKernels
+from vllm_spac.storage.memory import MemoryStore
 from vllm_spac.system.host_memory import release_freed_memory
-from vllm_spac.tiers.memory import MemoryStore
 
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 256, 128
 GROUP = {"strategy": "group", "group_size": 32, "num_bits": 4, "type": "int", "symmetric": True}
@@ -610,7 +610,7 @@ def test_packed_experts_are_told_apart():
                         moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(**alone | rank)),
                     )
                     for weights in ("one", "two"):
-                        names.add(fingerprint(vllm_config, shape, layer, Checkpoint([weights])))
+                        names.add(fingerprint(vllm_config, shape, layer, CheckpointContents([weights])))
     assert len(names) == 3 * 2 * 2 * len(ranks) * 2
 
 
@@ -826,7 +826,7 @@ def served(layer, slots: int) -> PointerExecution:
     """The layer's experts behind a table of pointers, and the layer attached to them."""
     shape = MoEShape((layer.layer_name,), EXPERTS, TOP_K, layer.probe(), layer.spac_packed)
     PointerExecution.check_shape(shape)
-    store = components.build("tiers", "host", shape=shape, fingerprint="")
+    store = components.build("stores", "host", shape=shape, fingerprint="")
     for start, stop in ((0, 1), (1, 4), (4, EXPERTS)):
         part = layer.convert(start, stop)
         for key in range(start, stop):
@@ -910,14 +910,14 @@ def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
             last.replace(".", "_"): torch.stack([tensors[f"{e}.{last}"] for e in range(EXPERTS)]) for last in lasts
         }
     save_file({f"model.layers.0.mlp.experts.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    found, layer = headers.read_checkpoint(tmp_path, Kernels.OURS), build_packed(name)
+    found, layer = headers.read_checkpoint(tmp_path, FormatKernels.OURS), build_packed(name)
     stand_in(layer)
     (counted,), stored = found.expert_bytes, sum(spec.nbytes for spec in layer.probe().values())
     assert counted == stored or ("blocks" in name and counted < stored < counted + 2 * 4 * 4 * 2)
-    assert quantised.refusal(found.quantisation, Kernels.OURS) is None
+    assert quantised.refusal(found.quantisation, FormatKernels.OURS) is None
     named = "nvfp4" in name or "fp8" in name or name == "gpt-oss"  # where vLLM's own choice may build other layers
     marlin = ("--moe-backend marlin",) if named else ()
-    assert quantised.flags(found.quantisation, Kernels.OURS) == ("--spac-execution pointers", *marlin)
+    assert quantised.flags(found.quantisation, FormatKernels.OURS) == ("--spac-execution pointers", *marlin)
     assert quantised.only_ours(found.quantisation) == (name in ONLY_PACKED)
     if name in ONLY_PACKED:
         assert headers.read_checkpoint(tmp_path) == found

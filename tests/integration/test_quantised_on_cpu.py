@@ -18,20 +18,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.budget.control import BudgetControl
-from vllm_spac.checkpoint import cpu_layouts, quantisation
-from vllm_spac.checkpoint.headers import read_checkpoint
-from vllm_spac.checkpoint.quantisation import Kernels
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import SpacError
-from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.integration.layers import cpu_kernel, quant_schemes
 from vllm_spac.integration.loading import managed_load
 from vllm_spac.integration.loading.model_experts import ModelExperts
+from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.runtime import Runtime
-from vllm_spac.tiers.base import allocate
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.storage.base import allocate
+from vllm_spac.storage.checkpoint import cpu_layouts, quantisation
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
+from vllm_spac.storage.checkpoint.quantisation import FormatKernels
+from vllm_spac.storage.memory import MemoryStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
@@ -226,11 +226,11 @@ def test_inspect_counts_the_bytes_of_a_slot(scheme: str, tmp_path: Path) -> None
     else:
         tensors = checkpoint(scheme)
     save_file({f"model.layers.0.mlp.experts.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    (counted,) = read_checkpoint(tmp_path, Kernels.CPU).expert_bytes
+    (counted,) = read_checkpoint(tmp_path, FormatKernels.CPU).expert_bytes
     layer = build(scheme)
     stand_in(layer)
     assert counted == sum(spec.nbytes for spec in layer.probe().values())
-    assert quantisation.refusal(entry, Kernels.CPU) is None and quantisation.flags(entry, Kernels.CPU) == ()
+    assert quantisation.refusal(entry, FormatKernels.CPU) is None and quantisation.flags(entry, FormatKernels.CPU) == ()
     if scheme != MXFP4:  # whose biases are no part of a weight
         sizes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
         assert counted == sum(cpu_layouts.stored_bytes(entry, size) for size in sizes)

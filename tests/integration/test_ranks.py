@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import ConfigError
+from vllm_spac.integration.hooks.ranks import Ranks
 from vllm_spac.integration.loading import assembly, fast_memory
-from vllm_spac.integration.ranks import Ranks
 
 AGREEING = """
 import sys
 from types import SimpleNamespace
 import torch
 from vllm.distributed import parallel_state
-from vllm_spac.integration.ranks import Ranks
+from vllm_spac.integration.hooks.ranks import Ranks
 rank, file = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
 parallel_state._TP = SimpleNamespace(cpu_group=torch.distributed.group.WORLD)
@@ -33,7 +33,7 @@ print(found)
 FAILING = """
 import sys
 from vllm_spac.errors import StoreError
-from vllm_spac.integration.ranks import Ranks
+from vllm_spac.integration.hooks.ranks import Ranks
 Ranks(int(sys.argv[1]), 2).failed(StoreError("spac: no such file"))
 print("goes on")
 """

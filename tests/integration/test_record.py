@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_spac.traces.format import DRAFT, ROW_KINDS, Trace
+from vllm_spac.recording.trace_file import DRAFT, ROW_KINDS, Trace
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "replay" / "record.py"
 

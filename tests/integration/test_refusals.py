@@ -17,12 +17,12 @@ import forked
 import pytest
 import torch
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile
+from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError
-from vllm_spac.integration import room
-from vllm_spac.prediction.file import Identity, PredictorFile
-from vllm_spac.predictors._trained import Sizes
+from vllm_spac.integration import preflight
 
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -124,10 +124,10 @@ def test_bad_knobs(moe, spac, named):
 
 
 OUTSIDE = """
-from vllm_spac.budget.rankings import oracle
-from vllm_spac.policies.base import Policy
-from vllm_spac.policies.belady import Belady
-from vllm_spac.policies.lru import LRU
+from vllm_spac.methods.moe_spec import oracle_ranking
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.decisions.policies.belady import Belady
+from vllm_spac.decisions.policies.lru import LRU
 
 
 class Fine(LRU):
@@ -194,8 +194,8 @@ def outside(tmp_path, monkeypatch) -> Path:
     [
         ({"policy": "spac_nowhere:X"}, r"policy='spac_nowhere:X' \(--spac-policy\).*No module named.*PYTHONPATH"),
         ({"policy": "spac_outside:Nope"}, "--spac-policy.*has no attribute 'Nope'"),
-        ({"policy": "spac_outside:instance"}, "--spac-policy.*derive it from vllm_spac.policies.base.Policy"),
-        ({"policy": "spac_outside:Oracle"}, "--spac-policy.*derive it from vllm_spac.policies.base.Policy"),
+        ({"policy": "spac_outside:instance"}, "--spac-policy.*derive it from vllm_spac.decisions.policies.base.Policy"),
+        ({"policy": "spac_outside:Oracle"}, "--spac-policy.*derive it from vllm_spac.decisions.policies.base.Policy"),
         ({"policy": "os:path"}, "--spac-policy.*derive it from"),
         ({"policy": "spac_outside:Abstract"}, "--spac-policy.*cannot be built.*abstract"),
         ({"policy": "spac_outside:Demanding"}, "--spac-policy.*cannot be built.*size.*give them defaults"),
@@ -204,7 +204,7 @@ def outside(tmp_path, monkeypatch) -> Path:
         ({"policy": "spac_broken:X"}, "--spac-policy.*SyntaxError"),
         ({"policy": "spac_exits:X"}, "--spac-policy.*SystemExit"),
         ({"policy": ":"}, "--spac-policy.*package.module:Class"),
-        ({"budget_ranking": "spac_outside:Fine"}, "--spac-budget-ranking.*vllm_spac.budget.rankings.base.Ranking"),
+        ({"budget_ranking": "spac_outside:Fine"}, "--spac-budget-ranking.*vllm_spac.methods.moe_spec.rankings.Ranking"),
         ({"budget_ranking": "spac_outside:Oracle"}, "--spac-budget-ranking.*every expert"),
         ({"budget": 8, "budget_ranking": "spac_nowhere:X"}, "--spac-budget-ranking.*cannot load .*No module named"),
         ({"trace": "/no/such/folder/t"}, "--spac-trace.*No such file or directory; name another file"),
@@ -358,7 +358,7 @@ def refused_engine(moe, value):
 
 def test_what_may_be_served(moe, outside, caplog):
     """A class from outside; a trace in place of a trace, with a warning; a packed folder that cannot be written to."""
-    from vllm_spac.traces.synthetic import synthetic_trace
+    from vllm_spac.tools.traces.synthetic import synthetic_trace
 
     synthetic_trace(layers=2, experts=8, top_k=2, steps=2).save(outside / "old.trace")
     with caplog.at_level("WARNING", "vllm.spac"):
@@ -396,11 +396,14 @@ def test_a_packed_folder_may_be_read_only(moe, tmp_path, monkeypatch):
         ),
         ({"enable_lora": True}, "--enable-lora"),
         ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
-        ({"worker_extension_cls": "collections.OrderedDict"}, "vllm_spac.integration.serving.worker.SpacWorker"),
+        (
+            {"worker_extension_cls": "collections.OrderedDict"},
+            "vllm_spac.integration.serving.worker_extension.SpacWorker",
+        ),
         ({"worker_extension_cls": "spac_nowhere.X"}, "--worker-extension-cls spac_nowhere.X cannot be imported"),
         ({"worker_extension_cls": "collections.Nope"}, "--worker-extension-cls collections.Nope cannot be imported"),
         ({"worker_extension_cls": "nodots"}, "--worker-extension-cls nodots cannot be imported"),
-        ({"worker_extension_cls": "os.getcwd"}, "vllm_spac.integration.serving.worker.SpacWorker"),
+        ({"worker_extension_cls": "os.getcwd"}, "vllm_spac.integration.serving.worker_extension.SpacWorker"),
         ({"worker_extension_cls": "."}, "cannot be imported"),
     ],
     ids=str,
@@ -489,7 +492,7 @@ def test_a_kv_cache_that_is_larger_than_memory(monkeypatch):
         engine_config(TOY, {})
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     engine_config(TOY, {}, kv_cache_memory_bytes=1 << 30)
-    monkeypatch.setattr(room, "available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(preflight, "available_host_bytes", lambda: 1 << 20)
     with pytest.raises(
         ConfigError, match=r"the KV cache of 4 requests of --max-model-len 128 takes .*, and 1\.0 MiB of"
     ):
@@ -506,7 +509,7 @@ def test_a_dense_model(tmp_path):
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> None:
     """The checks of quantised experts take this machine for one with a GPU."""
-    from vllm_spac.integration import device
+    from vllm_spac.integration.hooks import device
 
     monkeypatch.setattr(device, "is_cpu", lambda: False)
 
@@ -562,7 +565,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 )
 def test_quantised_models_on_a_cpu(tmp_path, monkeypatch, amx, spac, named):
     """Before anything is loaded, and with what works here."""
-    from vllm_spac.integration import device
+    from vllm_spac.integration.hooks import device
 
     monkeypatch.setattr(device, "is_cpu", lambda: True)
     monkeypatch.setattr(device, "runs_quantised_experts", lambda: amx)
@@ -588,7 +591,7 @@ def test_quantised_models_on_a_cpu(tmp_path, monkeypatch, amx, spac, named):
     ids=["FP8 by other blocks", "FP8 by tensors", "GPTQ of 8 bits", "GPTQ for a GPU", "NVFP4"],
 )
 def test_quantised_models_that_no_kernel_of_a_cpu_runs(tmp_path, monkeypatch, quantisation, options, named):
-    from vllm_spac.integration import device
+    from vllm_spac.integration.hooks import device
 
     monkeypatch.setattr(device, "is_cpu", lambda: True)
     monkeypatch.setattr(device, "runs_quantised_experts", lambda: True)
@@ -608,7 +611,7 @@ def test_quantised_models_that_no_kernel_of_a_cpu_runs(tmp_path, monkeypatch, qu
     ],
 )
 def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ranks, remedy):
-    from vllm_spac.config import SpacConfig
+    from vllm_spac.config.config import SpacConfig
     from vllm_spac.integration import preflight
 
     config = SimpleNamespace(
@@ -638,7 +641,7 @@ def test_the_guard_where_draft_lengths_are_fixed(v2, executor, asynchronous, ran
     ],
 )
 def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
-    from vllm_spac.config import SpacConfig
+    from vllm_spac.config.config import SpacConfig
     from vllm_spac.integration import preflight
 
     drafts = SimpleNamespace(
@@ -670,7 +673,7 @@ def test_votes_that_cannot_be_weighted(knobs, v2, method, remedy):
     ids=str,
 )
 def test_pinned_memory_is_asked_for_only_where_experts_lie_in_it(spac, needed):
-    from vllm_spac.config import SpacConfig
+    from vllm_spac.config.config import SpacConfig
     from vllm_spac.integration import preflight
 
     assert preflight.keeps_on_the_host(SpacConfig(**spac), experts=16) == needed
@@ -704,8 +707,8 @@ def test_without_asking_nothing_changes(moe):
 )
 def test_layers_that_our_kernels_do_not_compute(facts, named):
     from vllm_spac.execution.base import LayerFacts
-    from vllm_spac.execution.pointers.execution import PointerExecution
-    from vllm_spac.execution.slots import SlotExecution
+    from vllm_spac.execution.pointers_execution import PointerExecution
+    from vllm_spac.execution.slots_execution import SlotExecution
 
     plain = LayerFacts("layers.3", "silu")
     PointerExecution.check_layer(plain)
@@ -717,9 +720,9 @@ def test_layers_that_our_kernels_do_not_compute(facts, named):
 def test_a_worker_extension_built_on_ours_is_kept(moe):
     name = f"{__name__}.OwnExtension"
     from vllm_spac.integration import preflight
-    from vllm_spac.integration.serving import worker
+    from vllm_spac.integration.serving import worker_extension
 
-    class OwnExtension(worker.SpacWorker):
+    class OwnExtension(worker_extension.SpacWorker):
         pass
 
     import vllm.utils.import_utils as import_utils

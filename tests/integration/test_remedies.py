@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import Remedy, SpacError, flag
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
@@ -184,9 +184,9 @@ def check(config: SpacConfig, engine: dict[str, Any]) -> None:
     from vllm import platforms
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_spac.integration import device, graphs, preflight
-    from vllm_spac.integration.stepping import drafts
-    from vllm_spac.integration.stepping.trees import arguments as trees
+    from vllm_spac.integration import preflight
+    from vllm_spac.integration.hooks import device, drafts, graphs
+    from vllm_spac.integration.stepping import tree_arguments as trees
 
     gpu, graph = engine.pop("gpu", False), engine.pop("--compilation-config.cudagraph_mode", "NONE")
     v2 = engine.pop("VLLM_USE_V2_MODEL_RUNNER", "1") != "0" and gpu

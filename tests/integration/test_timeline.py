@@ -15,22 +15,21 @@ from engines import PROMPTS
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.budget.control import BudgetControl
 from vllm_spac.cache.host_tier import HostTier
-from vllm_spac.cache.mover import HostRows
 from vllm_spac.cache.prefetcher import PrefetchSettings
+from vllm_spac.cache.transfers import HostRows
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.executors._thread import ExecutorThread
-from vllm_spac.executors.base import CpuExperts
+from vllm_spac.cpu_kernels._thread import ExecutorThread
+from vllm_spac.cpu_kernels.base import CpuExperts
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.methods.moe_spec.control import BudgetControl
+from vllm_spac.recording.timeline_file import Recording, TimelineFacts, TimelineWriter
+from vllm_spac.recording.timeline_recorder import Kind
+from vllm_spac.recording.timeline_split import GENERATING, split
+from vllm_spac.recording.timeline_split import PROMPTS as WITH_PROMPTS
 from vllm_spac.runtime import Runtime
-from vllm_spac.system.host_blocks import HostBlock
-from vllm_spac.tiers.host import HostStore
-from vllm_spac.timeline.recorder import Kind
-from vllm_spac.timeline.recording import Facts, Recording
-from vllm_spac.timeline.split import GENERATING, split
-from vllm_spac.timeline.split import PROMPTS as WITH_PROMPTS
-from vllm_spac.timeline.writer import TimelineWriter
+from vllm_spac.storage.host import HostStore
+from vllm_spac.system.host_memory import HostBlock
 
 LAYERS, EXPERTS, TOP_K, STEPS = 3, 8, 2, 24
 SPECS = {"w": TensorSpec((4,), torch.float32)}
@@ -66,7 +65,7 @@ class Model:
 
     def __init__(self, slots: int, host: int = 0, cpu: int = 0, prefetch: str = "off") -> None:
         self.executions = [self._execution(name, slots, host, cpu, prefetch) for name in ("a", "b")]
-        self.facts = Facts(
+        self.facts = TimelineFacts(
             "toy", "store", (*self.executions[0].shape.layers, *self.executions[1].shape.layers), (8,) * 6
         )
         self.rng = np.random.default_rng(0)
@@ -174,7 +173,9 @@ def test_cpu_experts_are_recorded_in_their_thread(recorded) -> None:
 
 
 def test_nothing_is_recorded_unless_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr("vllm_spac.timeline.recorder.Timeline.add", lambda *_: pytest.fail("somebody recorded"))
+    monkeypatch.setattr(
+        "vllm_spac.recording.timeline_recorder.Timeline.add", lambda *_: pytest.fail("somebody recorded")
+    )
     model = Model(9, host=6, cpu=1, prefetch="utility")
     runtime = Runtime(model.executions, BudgetControl([]))
     try:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import vllm_server
 
-from vllm_spac.integration import device
+from vllm_spac.config import tuned_profile
+from vllm_spac.config.tuned_profile import TunedProfile, path_of
+from vllm_spac.integration.hooks import device
 from vllm_spac.system.machine import Machine
-from vllm_spac.tuning import identity
-from vllm_spac.tuning.profile import TunedProfile, path_of
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
 ENGINE = {"enforce_eager": True, "max_model_len": 512, "dtype": "float32"}
@@ -60,12 +60,12 @@ def test_real_engines_are_measured_and_give_the_same_tokens(tmp_path: Path) -> N
 @pytest.mark.full
 def test_vllm_is_configured_as_a_profile_says(tmp_path: Path) -> None:
     drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-    name = identity.identity(TOY)
+    name = tuned_profile.identity(TOY)
     profile = TunedProfile(
         model="toy",
         identity=name,
         machine=Machine.here(tmp_path, device.names()),
-        versions=identity.relevant_versions(),
+        versions=tuned_profile.relevant_versions(),
         choice="c",
         knobs={"slots": "25%", "policy": "lru"},
         speculative_config=drafts,

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from vllm_spac.errors import SpacError
-from vllm_spac.integration import vllm_step
+from vllm_spac.tools.machine import vllm_step
 
 
 def test_a_step_of_stock_vllm() -> None:

@@ -18,13 +18,13 @@ from vllm_spac.kernels.formats import Format
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.execution.pointers import execution
-from vllm_spac.execution.pointers.admissions.base import Kernels
-from vllm_spac.execution.pointers.execution import PointerExecution
-from vllm_spac.execution.pointers.streams import CallerStream
-from vllm_spac.prediction.file import Identity, PredictorFile, kinds
-from vllm_spac.predictors._maps import Maps
-from vllm_spac.predictors._trained import Sizes
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
+from vllm_spac.decisions.predictors._maps import Maps
+from vllm_spac.decisions.predictors._trained import Sizes
+from vllm_spac.execution import pointers_execution
+from vllm_spac.execution.admission import Kernels
+from vllm_spac.execution.exchange import CallerStream
+from vllm_spac.execution.pointers_execution import PointerExecution
 
 KERNELS = {
     "gate_up": (grouped_gemm, "_gate_up_kernel"),
@@ -79,9 +79,11 @@ class Device(TorchDispatchMode):
             self._binders[name] = create_function_from_signature(kernel.signature, kernel.params, backend)
             patch.setattr(module, attribute, Recorder(kernel, lambda *given, name=name: self._launch(name, *given)))
         launchers = grouped_gemm.grouped_gemm, admit.admit, fetch.fetch, grouped_gemm.rows_to_compile
-        patch.setattr(execution, "_kernels", lambda device: Kernels(*launchers))
-        patch.setattr(execution, "capturing", lambda tensor: self.capturing)
-        patch.setattr(execution, "streams", lambda device: (CallerStream(), CallerStream()))  # this mode is a thread's
+        patch.setattr(pointers_execution, "_kernels", lambda device: Kernels(*launchers))
+        patch.setattr(pointers_execution, "capturing", lambda tensor: self.capturing)
+        patch.setattr(
+            pointers_execution, "streams", lambda device: (CallerStream(), CallerStream())
+        )  # this mode is a thread's
 
     def _launch(self, name: str, arguments: tuple, named: dict) -> None:
         self.launched.append(name)
@@ -117,7 +119,7 @@ def pool(
         specs |= {f"{name}_scale": TensorSpec(size, packed.scale_dtype) for name, size in scales.items()}
     shape = MoEShape(tuple(map(str, range(layers))), experts, top_k, specs, packed)
     count = max(top_k, int(slots * shape.total))
-    store = components.build("tiers", "host" if count < shape.total else "resident", shape=shape, fingerprint="")
+    store = components.build("stores", "host" if count < shape.total else "resident", shape=shape, fingerprint="")
     blank = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
     for key in range(shape.total):
         store.put(key, blank)

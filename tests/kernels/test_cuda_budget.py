@@ -5,10 +5,9 @@ import importlib.util
 import pytest
 import torch
 
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
 pytestmark = [
     pytest.mark.gpu,

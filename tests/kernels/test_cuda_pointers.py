@@ -7,8 +7,8 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.execution.pointers.execution import PointerExecution
-from vllm_spac.execution.pointers.staging import ROWS as ROWS_STAGED
+from vllm_spac.execution.pointers_execution import PointerExecution
+from vllm_spac.execution.staging import ROWS as ROWS_STAGED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ def pool(slots: int, **options) -> PointerExecution:
     dtype = torch.bfloat16
     specs = {"w13_weight": TensorSpec((2 * FF, D), dtype), "w2_weight": TensorSpec((D, FF), dtype)}
     shape = MoEShape(tuple(map(str, range(LAYERS))), EXPERTS, TOP_K, specs)
-    store = components.build("tiers", "host" if slots < shape.total else "resident", shape=shape, fingerprint="")
+    store = components.build("stores", "host" if slots < shape.total else "resident", shape=shape, fingerprint="")
     if slots == shape.total:
         store = type(store)(shape, "", device="cuda")
     rng = torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ class Model:
             self.pool.run(layer, self.x, self.weights, self.ids[layer], "silu", self.out[layer])
 
 
-@pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+@pytest.mark.parametrize("admission", components.names("admissions"))
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_same_bits_as_in_hbm_while_experts_move(graph, admission):
     """Slots are NaN before each copy. In a graph the launches are fixed; what changes is the table, and the padding."""
@@ -99,7 +99,7 @@ def test_same_bits_as_in_hbm_while_experts_move(graph, admission):
         model.pool.close()
 
 
-@pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+@pytest.mark.parametrize("admission", components.names("admissions"))
 def test_same_bits_as_in_hbm_while_prompts_are_staged(admission):
     """Steps of few rows, which move experts, and of many take turns. Slots and buffers are NaN before each copy."""
     rows = PROMPT.rows

@@ -21,12 +21,14 @@ from vllm_spac.kernels.shortlist import shortlist  # noqa: E402
 from vllm_spac.kernels.tally import tally  # noqa: E402
 
 from vllm_spac import components  # noqa: E402
-from vllm_spac.budget import replay  # noqa: E402
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer  # noqa: E402
-from vllm_spac.budget.routing_rule import RoutingRule  # noqa: E402
-from vllm_spac.budget.settings import BudgetSettings  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
-from vllm_spac.execution.pointers.execution import PointerExecution  # noqa: E402
+from vllm_spac.execution.pointers_execution import PointerExecution  # noqa: E402
+from vllm_spac.methods.moe_spec import replay  # noqa: E402
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer  # noqa: E402
+from vllm_spac.methods.moe_spec.settings import (
+    BudgetSettings,  # noqa: E402
+    RoutingRule,  # noqa: E402
+)
 
 MODELS = {
     "Mixtral": (8, 2),
@@ -55,7 +57,7 @@ def captured(most: int) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+@pytest.mark.parametrize("admission", components.names("admissions"))
 @pytest.mark.parametrize(
     ("modes", "most"),
     [(("PIECEWISE", "FULL"), 256), (("FULL",), 512)],
@@ -160,7 +162,7 @@ def test_a_capture_before_anything_ran_is_an_error(device):
 FEW, MANY = ["gate_up", "down", "combine"], ["align", "gate_up", "down", "combine"]
 
 
-@pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+@pytest.mark.parametrize("admission", components.names("admissions"))
 @pytest.mark.parametrize(("rows", "launched"), [(1, FEW), (8, FEW), (16, FEW), (17, MANY), (512, MANY)])
 def test_launches_of_a_layer(device, rows, launched, admission):
     """Captured, launched with padding and without it: the same few, and no operation of torch beside them."""
@@ -200,7 +202,7 @@ HELD = ["masked_fill", "mul", "zeros", "index_add_"]
 def test_launches_of_a_budget(device, monkeypatch, model, bound, before, coverage):
     """As few in a graph, whatever its size; and nothing compiles in a capture."""
     experts, top_k = MODELS[model]
-    monkeypatch.setattr(replay.Kernels, "on", lambda where: replay.Kernels(shortlist, cover, tally))
+    monkeypatch.setattr(replay.BudgetKernels, "on", lambda where: replay.BudgetKernels(shortlist, cover, tally))
     rule = RoutingRule(groups=8, top_groups=4) if model == "DeepSeek-V3" else RoutingRule()
     layers = [BudgetedLayer(str(layer), experts, top_k, rule) for layer in range(2)]
     budget = BudgetControl(layers)

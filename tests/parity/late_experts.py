@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from vllm_spac.executors.native import Native
+from vllm_spac.cpu_kernels.native import Native
 
 LATE = {"seconds": 0.0}  # of each computation, beside its own; set while the engine serves
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from vllm_spac.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 
 
 class Recent(Predictor):

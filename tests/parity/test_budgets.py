@@ -9,7 +9,7 @@ import zoo
 from exactness import first_difference
 
 import vllm_spac
-from vllm_spac.budget.coverage import substitute
+from vllm_spac.methods.moe_spec.cut import substitute
 
 EXPERTS = {"mixtral": 8, "gpt_oss": 8, "phimoe": 8}
 CUSTOM = {"phimoe"}  # routes by a function of its own: truncation only

@@ -14,8 +14,7 @@ from compare import compare
 from exactness import FLOAT32, assert_same_tokens
 from tokenizers import Tokenizer
 
-from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.per_layer import read_budgets
+from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 LAYERS, EXPERTS, TOP_K, WINDOW = 6, 64, 8, 5

@@ -13,9 +13,9 @@ from compare import METHODS, TOY, compare
 from exactness import FLOAT32, agreeing, assert_same_tokens
 
 import vllm_spac
-from vllm_spac.cache.payback import LEAST
 from vllm_spac.core import Rates
-from vllm_spac.execution import _cpu_check
+from vllm_spac.decisions.payback import LEAST
+from vllm_spac.execution import slot_layers
 from vllm_spac.integration.loading import assembly
 
 
@@ -48,7 +48,7 @@ def test_auto_stops_where_steps_are_longer_than_its_rates_promise(checkpoint, mo
     rates = Rates(fast=1e-4, stream=1.0, cpu=1e-6, cpu_row=1e-9)
     monkeypatch.setattr(assembly, "serving_rates", lambda *_, **__: rates)
     spac = {"slots": "50%", "store": "host", "cpu_experts": "auto", "cpu_kernel": "late_experts:LateExperts"}
-    compared = 2 * _cpu_check.BLOCK * LEAST
+    compared = 2 * slot_layers.BLOCK * LEAST
     prompts, steps = [[5], [6], [7]], (compared + 80) // 2  # of the second one the last 80 are after the verdict
     with engines.engine(checkpoint("qwen3_moe"), spac, **FLOAT32) as llm:
         monkeypatch.setitem(late_experts.LATE, "seconds", 0.004)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import zoo
 
-from vllm_spac.checkpoint.architecture import Architecture
-from vllm_spac.checkpoint.described import described
-from vllm_spac.checkpoint.headers import read_checkpoint, read_config
+from vllm_spac.storage.checkpoint.described import Architecture, described
+from vllm_spac.storage.checkpoint.headers import read_checkpoint, read_config
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

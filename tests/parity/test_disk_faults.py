@@ -20,8 +20,8 @@ import pytest
 from exactness import assert_same_tokens
 from safetensors.torch import load_file, save_file
 
-from vllm_spac.checkpoint.headers import read_checkpoint
 from vllm_spac.errors import StoreError
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def test_damage_while_serving_stops_the_engine_and_is_gone_after_a_restart(famil
 
 def test_reads_that_fail_for_a_moment_change_nothing_but_a_counter(family, checkpoint, stock, tiers, monkeypatch):
     """Every fifth read, at the start and while serving: by an error, or by bytes that were damaged on the way."""
-    from vllm_spac.tiers import _retries
-    from vllm_spac.tiers.disk import DiskStore
+    from vllm_spac.storage import disk
+    from vllm_spac.storage.disk import DiskStore
 
     engines.generate(checkpoint(family), tiers)
     real, reads = DiskStore._read_file, itertools.count(1)
@@ -126,7 +126,7 @@ def test_reads_that_fail_for_a_moment_change_nothing_but_a_counter(family, check
 
     with monkeypatch.context() as patch:
         patch.setattr(DiskStore, "_read_file", unsteady)
-        patch.setattr(_retries.time, "sleep", lambda seconds: None)
+        patch.setattr(disk.time, "sleep", lambda seconds: None)
         run = engines.generate(checkpoint(family), tiers)
     assert_same_tokens(run, stock(family))
     assert run.stats["read_retries"] == (next(reads) - 1) // 5 > 20 and run.stats["prefetch_failed"] == 0
@@ -148,7 +148,7 @@ def test_another_checkpoint_with_the_old_times(family, checkpoint, knobs, tmp_pa
 
 
 def test_a_checkpoint_that_changes_while_it_is_packed(family, checkpoint, stock, knobs, tmp_path, monkeypatch):
-    from vllm_spac.tiers.disk import DiskStore
+    from vllm_spac.storage.disk import DiskStore
 
     model, put = shutil.copytree(checkpoint(family), tmp_path / "model"), DiskStore.put
 
@@ -201,7 +201,7 @@ def test_a_full_disk_is_said_before_packing(family, checkpoint, knobs, monkeypat
 
 
 def test_too_little_host_memory_is_said_before_allocating(family, checkpoint, monkeypatch):
-    from vllm_spac.tiers import host
+    from vllm_spac.storage import host
 
     monkeypatch.setattr(host, "available_host_bytes", lambda: 2**30 + 2**20)
     with pytest.raises(StoreError, match=r"store=host needs 3\.0 MiB.*--spac-store disk"):
@@ -212,7 +212,7 @@ PACK = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import engines, time
-from vllm_spac.tiers.disk import DiskStore
+from vllm_spac.storage.disk import DiskStore
 put = DiskStore.put
 def slow(self, key, tensors):
     put(self, key, tensors)

@@ -6,10 +6,10 @@ import pytest
 from compare import METHODS, TOY, compare
 from exactness import assert_same_tokens
 
-from vllm_spac.checkpoint.headers import read_checkpoint
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import ConfigError
 from vllm_spac.integration.loading import assembly
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 EXPERTS = sum(read_checkpoint(TOY / "target").layer_bytes.values())
 

@@ -59,7 +59,7 @@ def peak(_=None):
 
 if __name__ == "__main__":
     import psutil
-    from vllm_spac.distributed.processes import MODULE
+    from vllm_spac.methods.od_moe.places import MODULE
 
     model, spac, options = json.loads(sys.argv[2])
     kv = dict(num_gpu_blocks_override=None, kv_cache_memory_bytes=16 << 20, max_model_len=128, max_num_seqs=2)

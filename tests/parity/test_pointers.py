@@ -14,7 +14,7 @@ from compare import METHODS, TOY, compare
 from exactness import FLOAT32, assert_same_tokens, first_difference
 
 import vllm_spac
-from vllm_spac.traces.format import Trace
+from vllm_spac.recording.trace_file import Trace
 
 QUICK = {"qwen3_moe": ("4", "50%"), "gpt_oss": ("2",)}  # the minimum and half; and with biases, gate and up in turns
 CASES = [

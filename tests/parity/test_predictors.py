@@ -12,7 +12,7 @@ from compare import METHODS, compare
 from exactness import assert_same_tokens
 
 import vllm_spac
-from vllm_spac.prediction.file import PredictorFile
+from vllm_spac.decisions.predictor_file import PredictorFile
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "toy" / "models"
 TEXTS = Path(__file__).parents[2] / "benchmarks" / "toy" / "texts.py"
@@ -31,7 +31,8 @@ def command(program: list, code: int = 0) -> str:
 
 def vllm_spac_command(*arguments, code: int = 0) -> str:
     """Networks are trained in a tenth of the steps, which otherwise take longer than all else here."""
-    program = "from vllm_spac.predictors import neural; neural._STEPS = 60; from vllm_spac.cli.main import app; app()"
+    neural = "from vllm_spac.methods.speculating_experts import neural_predictor as n; n._STEPS = 60"
+    program = f"{neural}; from vllm_spac.cli.main import app; app()"
     return command(["-c", program, *arguments], code)
 
 

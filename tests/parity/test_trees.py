@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tree_runs
 
-from vllm_spac.config import SpacConfig
-from vllm_spac.integration.stepping.trees.scratch import Scratch
-from vllm_spac.traces.format import Trace
-from vllm_spac.traces.text import Text
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.integration.stepping.tree_scratch import Scratch
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.trace_text import Text
 
 LOGPROB = 1e-4  # float32 sums in another order move a logit by some 1e-6; a wrong key moves it by far more
 EXACT = {"slots": "25%", "guard": "off"}

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 import vllm_spac
 from vllm_spac.cli.main import app
-from vllm_spac.distributed.client import WorkerClient
-from vllm_spac.distributed.places import ClusterFile
-from vllm_spac.distributed.processes import MODULE
+from vllm_spac.methods.od_moe.client import WorkerClient
+from vllm_spac.methods.od_moe.places import MODULE, ClusterFile
 
 EXPERTS, TOP_K = 16, 4  # of the tiny Qwen3-MoE
 

@@ -146,9 +146,9 @@ def cure(runner: Any) -> None:
 
 def allow_any_share() -> None:
     """Lets scratch take most of the KV cache, so that a few requests exhaust the rest."""
-    from vllm_spac.integration.stepping.trees import scratch
+    from vllm_spac.integration.stepping import tree_scratch
 
-    scratch.MOST_SHARE = 1.0
+    tree_scratch.MOST_SHARE = 1.0
 
 
 def count_preemptions(llm: Any) -> list[str]:
@@ -177,15 +177,15 @@ def cut(llm: Any) -> None:
 
 
 def without_compaction(runner: Any) -> None:
-    from vllm_spac.integration.stepping.trees import decoding
+    from vllm_spac.integration.stepping import tree_decoding_v1
 
-    decoding.after_walk = lambda *given: decoding.before_forward([], *given[2:])
+    tree_decoding_v1.after_walk = lambda *given: tree_decoding_v1.before_forward([], *given[2:])
 
 
 def without_positions(runner: Any) -> None:
     import torch
 
-    from vllm_spac.speculation.trees.virtual_batch import TreeRows
+    from vllm_spac.methods.trees.virtual_batch import TreeRows
 
     TreeRows.positions = lambda self: self.base + torch.arange(self.tree.rows)
 

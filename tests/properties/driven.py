@@ -14,27 +14,25 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.balancers.base import Balancer
 from vllm_spac.cache import transfers
-from vllm_spac.cache.background import Background
-from vllm_spac.cache.host_tier import HostTier, Move
+from vllm_spac.cache.host_tier import HostMove, HostTier
 from vllm_spac.cache.link import Moved
-from vllm_spac.cache.mover import HostRows, Mover
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, SlotState
+from vllm_spac.cache.transfers import Background, HostRows, Mover
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.cpu_kernels._thread import ExecutorThread
+from vllm_spac.cpu_kernels.base import CpuExperts
+from vllm_spac.decisions.balancers.base import Balancer
+from vllm_spac.decisions.costs import Costs, Rate
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.executors._thread import ExecutorThread
-from vllm_spac.executors.base import CpuExperts
-from vllm_spac.profiling.costs import Costs, Rate
-from vllm_spac.simulation.parts import filling, rows_of_records
-from vllm_spac.simulation.replay import Outcome
-from vllm_spac.simulation.slots import SlotsReplay
-from vllm_spac.system.host_blocks import HostBlock
-from vllm_spac.tiers.host import HostStore
-from vllm_spac.traces.format import DRAFT, PREFILL, Trace
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.recording.trace_file import DRAFT, PREFILL, Trace
+from vllm_spac.storage.host import HostStore
+from vllm_spac.system.host_memory import HostBlock
+from vllm_spac.tools.traces.replayed import Outcome, filling, rows_of_records
+from vllm_spac.tools.traces.simulated_slots import SlotsReplay
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 SPECS = {"w": TensorSpec((1,), torch.float32)}
 VERIFY = 2  # a row's kind
@@ -256,7 +254,7 @@ class Endless(Background):
         self.ends = threading.Event()
         perform = mover.perform
 
-        def gated(move: Move) -> Moved:
+        def gated(move: HostMove) -> Moved:
             gate = self.gates[move.key]
             until(lambda: gate.is_set() or self.ends.is_set())
             return perform(move)

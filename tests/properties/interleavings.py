@@ -1,4 +1,4 @@
-"""Two streams and a host in every order that they allow: what an explorer runs ``Mover`` and ``Staging`` against.
+"""Two streams and a host in every order that they allow: what an explorer runs ``StepMover`` and ``Staging`` against.
 
 What they submit becomes micro-steps: a kernel's block reads its pointer, then each byte of what it points at; a copy
 writes byte after byte. The host runs ahead of both streams as far as it likes.
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.execution.pointers.mover import Mover
-from vllm_spac.execution.pointers.protocol import Pointers
-from vllm_spac.execution.pointers.streams import Stream
-from vllm_spac.policies.lru import LRU
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.execution.exchange import Stream
+from vllm_spac.execution.moves import Pointers, StepMover
 
 
 class Foreign(AssertionError):
@@ -81,7 +80,7 @@ class World:
     """Host, compute stream and copy stream; ``actions`` are what may happen next, ``act`` lets one happen."""
 
     def __init__(
-        self, scenario: Scenario, make_mover=Mover, compute=ModelStream, copying=ModelStream, memory=ModelMemory
+        self, scenario: Scenario, make_mover=StepMover, compute=ModelStream, copying=ModelStream, memory=ModelMemory
     ):
         self.scenario, self.step = scenario, 0
         reached, names = set(), []

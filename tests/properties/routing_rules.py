@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.methods.moe_spec.settings import RoutingRule
 
 
 def rules(bias: Tensor) -> list[RoutingRule]:

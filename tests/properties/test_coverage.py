@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from vllm_spac.kernels.reference.cover import rescued, within_groups
 
-from vllm_spac.budget.coverage import substitute, truncate
 from vllm_spac.errors import ConfigError
+from vllm_spac.methods.moe_spec.cut import substitute, truncate
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 KINDS = ("softmax", "softmax+bias", "sigmoid+bias", "grouped", "grouped+bias")

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.cache import payback
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import MoEShape, Rates, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.cpu_kernels._thread import ExecutorThread
+from vllm_spac.cpu_kernels.base import CpuExperts
+from vllm_spac.cpu_kernels.torch import Torch
+from vllm_spac.decisions import payback
 from vllm_spac.errors import SpacError, StoreError
-from vllm_spac.execution import _cpu_check
+from vllm_spac.execution import slot_layers
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.executors._thread import ExecutorThread
-from vllm_spac.executors.base import CpuExperts
-from vllm_spac.executors.torch import Torch
-from vllm_spac.tiers.host import HostStore
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.storage.host import HostStore
 
 HIDDEN, EXPERTS, TOP_K, LAYERS = 4, 6, 2, 2
 SPECS = {"w13_weight": TensorSpec((6, HIDDEN), torch.float32), "w2_weight": TensorSpec((HIDDEN, 3), torch.float32)}
@@ -270,7 +270,7 @@ def test_the_cpu_computes_only_while_steps_are_shorter_with_it(
     monkeypatch.setattr(payback, "PAUSE", 50)
     monkeypatch.setattr(payback, "KEEP", 50)
     layers, now, on_cpu = Layers(4, count=2, checked=True), 0.0, []
-    pool, compared = layers.pool, 2 * _cpu_check.BLOCK * payback.LEAST
+    pool, compared = layers.pool, 2 * slot_layers.BLOCK * payback.LEAST
     pool._layers._check._clock = lambda: now
     try:
         with caplog.at_level(logging.WARNING, "vllm.spac"):
@@ -286,7 +286,7 @@ def test_the_cpu_computes_only_while_steps_are_shorter_with_it(
                 pool.end_forward()
     finally:
         pool.close()
-    turns = [True] * _cpu_check.BLOCK + [False] * 2 * _cpu_check.BLOCK + [True] * _cpu_check.BLOCK
+    turns = [True] * slot_layers.BLOCK + [False] * 2 * slot_layers.BLOCK + [True] * slot_layers.BLOCK
     assert on_cpu[:compared] == turns * (compared // len(turns))
     assert on_cpu[compared : compared + 50] == [not stops] * 50
     assert pool.counters.cpu_stops == (2 if stops else 0)
@@ -298,7 +298,7 @@ def test_steps_with_prompts_are_not_compared_and_a_balancer_that_is_named_is_not
     prompts = Step((RequestRows(0, 1, RowKind.PREFILL),))
     for checked, step in ((True, prompts), (False, DECODE)):
         layers = make(4, count=2, checked=checked)
-        for number in range(2 * _cpu_check.BLOCK):
+        for number in range(2 * slot_layers.BLOCK):
             layers.pool.begin_step(step)
             layers.forward(0, *routed(1, number))
             layers.pool.end_forward()

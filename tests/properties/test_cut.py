@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.budget import device_cut, host_cut
-from vllm_spac.budget.routing_rule import RoutingRule
+from vllm_spac.methods.moe_spec import cut
+from vllm_spac.methods.moe_spec.settings import RoutingRule
 
 EXPERTS, TOP_K = 32, 3
 BIAS = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(0)) / 3
@@ -52,9 +52,9 @@ def cuts(draw) -> tuple[tuple, dict]:
 def test_both_choose_the_same(given: tuple[tuple, dict]) -> None:
     """The ids are equal; the host's sum that renormalises a row adds the same ``TOP_K`` weights in another order."""
     arguments, options = given
-    weights, ids, keeps = host_cut.cut(*arguments, **options)
+    weights, ids, keeps = cut.cut_on_host(*arguments, **options)
     mass = None if options["mass"] is None else torch.tensor(options["mass"], dtype=torch.float64)
-    expected, experts, kept = device_cut.cut(*arguments, **{**options, "mass": mass})
+    expected, experts, kept = cut.cut_on_device(*arguments, **{**options, "mass": mass})
     assert ids.dtype == experts.dtype and ids.equal(experts)
     torch.testing.assert_close(weights, expected, rtol=TOP_K * 2**-23, atol=0)
     assert keeps.equal(kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.cache.cutoff import DraftPhases, cutoff
+from vllm_spac.decisions.cutoff import DraftPhases, cutoff
 
 LAYERS = st.lists(
     st.integers(0, 6).flatmap(lambda wanted: st.tuples(st.just(wanted), st.integers(0, wanted))), max_size=12

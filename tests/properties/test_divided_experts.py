@@ -12,10 +12,10 @@ from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
-from vllm_spac.execution._row_shares import numbered
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.execution.row_shares import numbered
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.storage.memory import MemoryStore
 
 EXPERTS, TOP_K, WIDTH = 12, 3, 2
 WHOLE = MoEShape(("a", "b"), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.float64)})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.distributed.division import WINDOW, Load, parts, sent
+from vllm_spac.methods.od_moe.division import WINDOW, LayerLoad, parts, sent
 
 PART = 16
 
@@ -28,7 +28,7 @@ def test_parts_are_all_rows_in_order_and_of_one_size(rows: int, workers: int, pa
 
 
 def test_undivided_parts_go_to_their_first_worker() -> None:
-    loads = {3: Load(1, 100, 9.0), 5: Load(0, 0, 1.0)}
+    loads = {3: LayerLoad(1, 100, 9.0), 5: LayerLoad(0, 0, 1.0)}
     assert sent([(1, [3, 5])], loads, divided=False) == [3]
     assert sent([(1, [3, 5])] * 2, loads, divided=False) == [3, None], "it has two then"
     assert sent([(1, [5])], loads, divided=False) == [5], "3 lost it"
@@ -37,14 +37,16 @@ def test_undivided_parts_go_to_their_first_worker() -> None:
 
 
 def test_divided_parts_go_where_they_are_done_first() -> None:
-    def first(one: Load, other: Load, *more: int) -> list[int | None]:
+    def first(one: LayerLoad, other: LayerLoad, *more: int) -> list[int | None]:
         return sent([(rows, [0, 1]) for rows in (10, *more)], {0: one, 1: other}, True)
 
-    assert first(Load(), Load()) == [0] and first(Load(1, 10), Load()) == [1]
-    assert first(Load(1, 10, 0.1), Load(0, 0, 1.0)) == [0], "ten times as fast"
-    assert first(Load(2, 20, 0.1), Load(0, 0, 1.0)) == [None], "it waits for the fast one"
-    assert first(Load(2, 20, 0.3), Load(0, 0, 1.0), 10) == [None, 1], "the second would be the fast one's fourth"
-    assert first(Load(1, 10, 2.0), Load()) == [1], "a stranger counts as the others do"
+    assert first(LayerLoad(), LayerLoad()) == [0] and first(LayerLoad(1, 10), LayerLoad()) == [1]
+    assert first(LayerLoad(1, 10, 0.1), LayerLoad(0, 0, 1.0)) == [0], "ten times as fast"
+    assert first(LayerLoad(2, 20, 0.1), LayerLoad(0, 0, 1.0)) == [None], "it waits for the fast one"
+    assert first(LayerLoad(2, 20, 0.3), LayerLoad(0, 0, 1.0), 10) == [None, 1], (
+        "the second would be the fast one's fourth"
+    )
+    assert first(LayerLoad(1, 10, 2.0), LayerLoad()) == [1], "a stranger counts as the others do"
 
 
 @given(
@@ -63,7 +65,7 @@ def test_workers_of_any_speed_end_together(rows: int, paces: list[float]) -> Non
     ends = dict.fromkeys(workers, 0.0)  # of the part in front
     computed = dict.fromkeys(workers, 0)
     while waiting or any(queues.values()):
-        loads = {worker: Load(len(queue), sum(queue), paces[worker]) for worker, queue in queues.items()}
+        loads = {worker: LayerLoad(len(queue), sum(queue), paces[worker]) for worker, queue in queues.items()}
         chosen = sent([(part, workers) for part in waiting], loads, divided=True)
         for part, worker in zip(waiting, chosen, strict=True):
             if worker is not None:
@@ -85,6 +87,6 @@ def test_workers_of_any_speed_end_together(rows: int, paces: list[float]) -> Non
 @pytest.mark.parametrize("workers", [2, 3])
 def test_equal_workers_compute_equal_shares(workers: int) -> None:
     found = [part.stop - part.start for part in parts(WINDOW * workers * 128, workers)]
-    chosen = sent([(rows, range(workers)) for rows in found], dict.fromkeys(range(workers), Load()), divided=True)
+    chosen = sent([(rows, range(workers)) for rows in found], dict.fromkeys(range(workers), LayerLoad()), divided=True)
     assert all(sum(rows for rows, one in zip(found, chosen, strict=True) if one == w) == WINDOW * 128
                for w in range(workers))  # fmt: skip

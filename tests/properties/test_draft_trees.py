@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_spac.config.tree_shape import DynamicShape, StaticShape, TreeShape, parse
 from vllm_spac.errors import ConfigError
-from vllm_spac.speculation.trees.draft_tree import DraftTree
-from vllm_spac.speculation.trees.growth import Growth
-from vllm_spac.speculation.trees.kv_compaction import after_walk, before_forward
-from vllm_spac.speculation.trees.shape import DynamicShape, StaticShape, TreeShape, parse
-from vllm_spac.speculation.trees.verification import walk
-from vllm_spac.speculation.trees.virtual_batch import (
+from vllm_spac.methods.trees.draft_tree import DraftTree, walk
+from vllm_spac.methods.trees.growth import Growth
+from vllm_spac.methods.trees.virtual_batch import (
     TreeRows,
+    after_walk,
+    before_forward,
     level_batch,
     scattered,
     scratch_blocks,

@@ -15,12 +15,12 @@ from vllm_spac.kernels.types import Quantised
 from vllm_spac import components
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.decisions.policies.base import Policy, PolicyContext
+from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.execution.pointers import execution
-from vllm_spac.execution.pointers.execution import PointerExecution
-from vllm_spac.execution.pointers.staging import ROWS
-from vllm_spac.policies.base import Policy, PolicyContext
-from vllm_spac.policies.pinned import Pinned
+from vllm_spac.execution import pointers_execution
+from vllm_spac.execution.pointers_execution import PointerExecution
+from vllm_spac.execution.staging import ROWS
 
 LAYERS, EXPERTS, TOP_K, D, FF = 3, 8, 2, 16, 8
 DECODE = Step((RequestRows(0, 3, RowKind.DECODE),))
@@ -66,7 +66,7 @@ class Pool(PointerExecution):
         self, slots: int, layout: MoEShape | None = None, policy: str | Policy = "lru", store="host", **options
     ):
         layout = layout or shape()
-        store = components.build("tiers", store, shape=layout, fingerprint="")
+        store = components.build("stores", store, shape=layout, fingerprint="")
         rng = torch.Generator().manual_seed(1)
         self.experts = [{name: drawn(spec, rng) for name, spec in layout.tensors.items()} for _ in range(layout.total)]
         for key, expert in enumerate(self.experts):
@@ -120,7 +120,7 @@ def made():
         pool.close()
 
 
-every_admission = pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+every_admission = pytest.mark.parametrize("admission", components.names("admissions"))
 
 
 @every_admission
@@ -408,7 +408,7 @@ class Replayed:
         kernels = type(pool._kernels)(*map(self.graph.kernel, pool._kernels))
         pool._kernels = kernels
         object.__setattr__(pool.admission.parts, "kernels", kernels)
-        monkeypatch.setattr(execution, "capturing", lambda tensor: self.graph.capturing)
+        monkeypatch.setattr(pointers_execution, "capturing", lambda tensor: self.graph.capturing)
         with self.graph:
             for layer in range(LAYERS):
                 pool.run(layer, self.x[layer], self.weights[layer], self.ids[layer], "silu", self.out[layer])
@@ -517,4 +517,4 @@ def plain(*sizes: tuple[int, int]) -> dict[str, TensorSpec]:
 )
 def test_what_the_kernels_cannot_read_is_refused(layout, named):
     with pytest.raises(UnsupportedError, match=f"{named}.*--spac-execution slots"):
-        execution.PointerExecution.check_shape(layout)
+        pointers_execution.PointerExecution.check_shape(layout)

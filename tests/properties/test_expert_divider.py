@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.distributed.expert_divider import ExpertDivider, Rates
+from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates
 
 LAYERS, EXPERTS, WORKERS = 3, 6, 3
-RATES = Rates(expert=1.0, row=0.1, load=5.0, message=0.0)
+RATES = ProcessorRates(expert=1.0, row=0.1, load=5.0, message=0.0)
 seconds = st.floats(0.001, 10.0)
-rates = st.builds(Rates, expert=seconds, row=seconds, load=seconds, message=st.just(0.0))
+rates = st.builds(ProcessorRates, expert=seconds, row=seconds, load=seconds, message=st.just(0.0))
 
 
-def divider(given: Rates = RATES, workers: int = WORKERS) -> ExpertDivider:
+def divider(given: ProcessorRates = RATES, workers: int = WORKERS) -> ExpertDivider:
     found = ExpertDivider(LAYERS, EXPERTS, [range(LAYERS)] * workers)
     for worker in range(workers):
         found.admit(worker, given)
@@ -35,7 +35,7 @@ def has(*experts: int, layer: int = 0) -> np.ndarray:
 
 
 @given(data=st.data(), each=st.lists(rates, min_size=WORKERS, max_size=WORKERS), seed=st.integers(0, 1000))
-def test_each_expert_once_and_no_division_is_faster(data: st.DataObject, each: list[Rates], seed: int) -> None:
+def test_each_expert_once_and_no_division_is_faster(data: st.DataObject, each: list[ProcessorRates], seed: int) -> None:
     rng = np.random.default_rng(seed)
     found = ExpertDivider(LAYERS, EXPERTS, [range(LAYERS)] * WORKERS)
     there = rng.random((WORKERS, LAYERS, EXPERTS)) < 0.4
@@ -82,7 +82,7 @@ def test_an_expert_goes_where_it_has_a_slot_until_another_worker_is_faster() -> 
     assert set(both[0]) >= {0, 1} and sum(both.values(), []) == [0, 1, 4], "what is there runs while the other loads"
     assert where(found.divide(0, np.array([[4, 5]]), [0, 1])) in ({0: [4], 1: [5]}, {0: [5], 1: [4]})
     assert where(found.divide(0, np.array([[0, 4]]), [0])) == {0: [0, 4]}, "the other one is lost"
-    quick = Rates(expert=1.0, row=0.1, load=0.25, message=0.0)
+    quick = ProcessorRates(expert=1.0, row=0.1, load=0.25, message=0.0)
     for worker in range(2):
         found.admit(worker, quick)
     found.sees(0, has(0, 1, 2, 3))
@@ -91,7 +91,7 @@ def test_an_expert_goes_where_it_has_a_slot_until_another_worker_is_faster() -> 
 
 
 def test_a_message_that_takes_longer_than_it_saves_is_not_sent() -> None:
-    dear = Rates(expert=1.0, row=0.1, load=5.0, message=100.0)
+    dear = ProcessorRates(expert=1.0, row=0.1, load=5.0, message=100.0)
     assert len(divider(dear).divide(0, np.arange(4)[None], [0, 1, 2])) == 1
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_spac.execution._expert_waves import Wave, by_expert
-from vllm_spac.execution._waves import row_waves
+from vllm_spac.execution.slot_layers import row_waves
+from vllm_spac.execution.slots_execution import Wave, by_expert
 
 EXPERTS, HIDDEN = 6, 4
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.distributed.pool import ExpertPool
-from vllm_spac.distributed.service import Service
-from vllm_spac.distributed.wire import Header, Kind, Limits, decode, encode, hint_payload, raw, run_payload
-from vllm_spac.distributed.worker import Worker, _Session
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.methods.od_moe.pool import ExpertPool
+from vllm_spac.methods.od_moe.service import Service
+from vllm_spac.methods.od_moe.wire import FrameKind, Header, Limits, decode, encode, hint_payload, raw, run_payload
+from vllm_spac.methods.od_moe.worker import Worker, _Session
+from vllm_spac.storage.memory import MemoryStore
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, EPOCH = 4, 6, 2, 3, 7
 MINE = (0, 1, 3)
@@ -69,7 +69,13 @@ class Hints(RuleBasedStateMachine):
             experts = list(dict.fromkeys(expert % EXPERTS for expert in experts))
         step = max(0, self.step + later + (layer <= self.layer))
         header = Header(
-            Kind.HINT, EPOCH, step, self.sequence, layer, top_k=len(experts), fingerprint=bytes.fromhex(FINGERPRINT)
+            FrameKind.HINT,
+            EPOCH,
+            step,
+            self.sequence,
+            layer,
+            top_k=len(experts),
+            fingerprint=bytes.fromhex(FINGERPRINT),
         )
         self.hints.append(encode(header, hint_payload(experts)))
 
@@ -119,12 +125,12 @@ class Hints(RuleBasedStateMachine):
         x, weights = torch.randn(rows, HIDDEN, generator=rng), torch.rand(rows, TOP_K, generator=rng)
         ids = torch.randint(0, EXPERTS, (rows, TOP_K), generator=rng).int()
         header = Header(
-            Kind.RUN, EPOCH, self.step, 1 << 50, self.layer, rows, HIDDEN, TOP_K, x.dtype,
+            FrameKind.RUN, EPOCH, self.step, 1 << 50, self.layer, rows, HIDDEN, TOP_K, x.dtype,
             fingerprint=bytes.fromhex(FINGERPRINT), prompts=prompts,
         )  # fmt: skip
         self.worker.answer([PEER, *encode(header, run_payload(x, weights, ids))])
         answer = decode(self.said.pop(), Limits())
-        assert answer.header.kind == Kind.ROWS, answer.why()
+        assert answer.header.kind == FrameKind.ROWS, answer.why()
         own = {"w": torch.arange(EXPERTS).add(self.layer * EXPERTS).float()[:, None].expand(-1, HIDDEN)}
         assert raw(answer.rows()) == raw(kernel(x, weights, ids, own))
 

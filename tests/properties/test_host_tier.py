@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_spac import components
-from vllm_spac.cache.host_tier import INCLUSIVE_FROM, HostTier, Move
+from vllm_spac.cache.host_tier import INCLUSIVE_FROM, HostMove, HostTier
 from vllm_spac.cache.residency import NOWHERE
 
 KEYS, SLOTS = 24, 3
@@ -24,15 +24,15 @@ class World(RuleBasedStateMachine):
         self.tier = HostTier(KEYS, rows, SLOTS, components.build("policies", policy))
         self.slots = [NOWHERE] * SLOTS
         self.rows = [NOWHERE] * rows
-        self.flying: dict[int, Move] = {}
+        self.flying: dict[int, HostMove] = {}
 
-    def begin(self, key: int, slot: int) -> Move | None:
+    def begin(self, key: int, slot: int) -> HostMove | None:
         busy = {move.slot for move in self.flying.values()}
         if slot in busy or key in self.flying or key in self.slots:
             return None
         return self.tier.plan(key, slot)
 
-    def perform(self, move: Move, fails: str) -> None:
+    def perform(self, move: HostMove, fails: str) -> None:
         """``fails``: nowhere, before anything was copied, or while it was read."""
         saved = False
         if fails == "first":
@@ -106,7 +106,7 @@ def tier(rows: int, slots: int = SLOTS, policy: str = "lru") -> HostTier:
     return HostTier(KEYS, rows, slots, components.build("policies", policy))
 
 
-def load(tier: HostTier, key: int, slot: int) -> Move:
+def load(tier: HostTier, key: int, slot: int) -> HostMove:
     move = tier.plan(key, slot)
     tier.ended(move, read=True, saved=move.row is not None)
     return move
@@ -114,8 +114,8 @@ def load(tier: HostTier, key: int, slot: int) -> Move:
 
 def test_an_expert_that_loses_its_slot_is_copied_to_a_row_and_comes_back_from_it() -> None:
     small = tier(rows=2)
-    assert load(small, 7, 0) == Move(7, 0)
-    assert load(small, 8, 0) == Move(8, 0, None, 7, 0)
+    assert load(small, 7, 0) == HostMove(7, 0)
+    assert load(small, 8, 0) == HostMove(8, 0, None, 7, 0)
     back = load(small, 7, 0)
     assert back.source == 0 and back.saved == 8 and small.held == 1, "7 left its row when it got its slot"
     small.check_integrity()
@@ -123,9 +123,9 @@ def test_an_expert_that_loses_its_slot_is_copied_to_a_row_and_comes_back_from_it
 
 def test_with_many_rows_an_expert_keeps_its_row() -> None:
     large = tier(rows=INCLUSIVE_FROM * SLOTS)
-    assert large.inclusive and load(large, 7, 0) == Move(7, 0, None, None, 0)
+    assert large.inclusive and load(large, 7, 0) == HostMove(7, 0, None, None, 0)
     assert load(large, 8, 0).saved is None, "7 has a row already"
-    assert load(large, 7, 1) == Move(7, 1, source=0) and large.held == 2
+    assert load(large, 7, 1) == HostMove(7, 1, source=0) and large.held == 2
 
 
 @pytest.mark.parametrize("rows", [4, 12])

@@ -18,7 +18,7 @@ from vllm_spac import components
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import StoreError
-from vllm_spac.execution.slots import SlotExecution
+from vllm_spac.execution.slots_execution import SlotExecution
 
 ROWS = 12  # 36 pairs for 8 experts
 PROMPT = Step((RequestRows(0, ROWS, RowKind.PREFILL),))

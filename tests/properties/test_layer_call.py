@@ -15,13 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_spac.distributed import schedule
-from vllm_spac.distributed.expert_divider import ExpertDivider, Rates
-from vllm_spac.distributed.layer_call import Forward, LayerCall
-from vllm_spac.distributed.patience import Patience
-from vllm_spac.distributed.roster import Roster
-from vllm_spac.distributed.sockets import as_text
-from vllm_spac.distributed.wire import Header, Kind, Limits, decode, encode, raw, resident_payload
+from vllm_spac.methods.od_moe import division
+from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates
+from vllm_spac.methods.od_moe.layer_call import Forward, LayerCall
+from vllm_spac.methods.od_moe.roster import Patience, Roster
+from vllm_spac.methods.od_moe.wire import FrameKind, Header, Limits, decode, encode, raw, resident_payload
+from vllm_spac.methods.od_moe.worker_link import as_text
 
 WORKERS, LAYERS, EXPERTS, HIDDEN, TOP_K, PART = 4, 4, 8, 3, 3, 2
 FINGERPRINT = bytes(range(16))
@@ -44,7 +43,7 @@ class Network(RuleBasedStateMachine):
     def start(self, size: int, replicas: int) -> None:
         replicas = min(replicas, WORKERS - size)
         self.roster = Roster(WORKERS, replicas, FINGERPRINT, lambda: Patience(1.0, 10.0), size)
-        mine = [schedule.layers_of(worker, LAYERS, WORKERS, replicas, size) for worker in range(WORKERS)]
+        mine = [division.layers_of(worker, LAYERS, WORKERS, replicas, size) for worker in range(WORKERS)]
         self.divider = None if size == 1 else ExpertDivider(LAYERS, EXPERTS, mine)
         self.now, self.epochs, self.step = 0.0, 0, 0
         self.requests: list[tuple[int, tuple[bytes, bytes]]] = []  # to (worker, epoch)
@@ -58,7 +57,7 @@ class Network(RuleBasedStateMachine):
         self.epochs += 1
         self.roster.admit(worker, self.epochs)
         if self.divider is not None:
-            self.divider.admit(worker, Rates(1.0, 0.1, 3.0, 0.1))
+            self.divider.admit(worker, ProcessorRates(1.0, 0.1, 3.0, 0.1))
 
     def pump(self) -> None:
         """Does what the client does between two waits."""
@@ -99,7 +98,7 @@ class Network(RuleBasedStateMachine):
             del self.requests[which % len(self.requests)]
         frame = decode(message, LIMITS)
         out = truth(frame.header.layer, frame.rows(), *frame.pairs())
-        header = replace(frame.header, kind=Kind.ROWS, top_k=0)
+        header = replace(frame.header, kind=FrameKind.ROWS, top_k=0)
         if how == "nan":
             out[0, 0] = torch.nan
         if how == "short":
@@ -110,7 +109,7 @@ class Network(RuleBasedStateMachine):
         answer = encode(replace(header, top_k=len(resident)), raw(out) + resident_payload(resident))
         if how == "fails":
             repeated = (header.epoch, header.step, header.sequence, header.layer)
-            answer = encode(Header(Kind.FAILED, *repeated, fingerprint=FINGERPRINT), as_text({"why": "full disk"}))
+            answer = encode(Header(FrameKind.FAILED, *repeated, fingerprint=FINGERPRINT), as_text({"why": "full disk"}))
         self.answers.append((worker, answer))
 
     @precondition(lambda self: self.requests)

@@ -20,7 +20,7 @@ from vllm_spac.cache.loader import ExpertLoader
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency, SlotState
 from vllm_spac.errors import StoreError
-from vllm_spac.metrics import Counters
+from vllm_spac.recording.metrics import Counters
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 LAYERS, EXPERTS, TOP = 3, 6, 4

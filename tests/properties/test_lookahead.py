@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.cache import allowance, payback, transfers
+from vllm_spac.cache import allowance, transfers
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.decisions import payback
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.predictors.base import START, Guess, Predictor, Seen, Signal
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.storage.memory import MemoryStore
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 LAYERS, EXPERTS, TOP = 4, 8, 2

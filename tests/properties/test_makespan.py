@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
-from vllm_spac.balancers import makespan
-from vllm_spac.balancers._processors import Work, by_counts, greedy
-from vllm_spac.balancers.base import LayerState
 from vllm_spac.core import Rates
+from vllm_spac.decisions.balancers import makespan
+from vllm_spac.decisions.balancers._processors import Work, by_counts, greedy
+from vllm_spac.decisions.balancers.base import LayerState
 
 FAR = float("inf")
 BUSY = {"deadline": None}

@@ -14,12 +14,12 @@ from vllm_spac.kernels.types import ADMITTED
 
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.execution.pointers import lookahead
-from vllm_spac.execution.pointers.lookahead import MOST_ROWS
-from vllm_spac.prediction.file import Identity, PredictorFile, kinds
-from vllm_spac.predictors._maps import Maps
-from vllm_spac.predictors._trained import Sizes
-from vllm_spac.predictors.base import START, Seen
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
+from vllm_spac.decisions.predictors._maps import Maps
+from vllm_spac.decisions.predictors._trained import Sizes
+from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.execution import pointers_execution
+from vllm_spac.execution.pointers_execution import MOST_ROWS
 
 __all__ = ["made"]  # a fixture
 
@@ -254,7 +254,7 @@ def test_a_step_that_ends_early_leaves_nothing_behind(made) -> None:
 
 
 def test_a_graph_of_more_rows_than_there_is_memory_for_reads_nothing_ahead(made, monkeypatch) -> None:
-    monkeypatch.setattr(lookahead, "MOST_ROWS", 2)
+    monkeypatch.setattr(pointers_execution, "MOST_ROWS", 2)
     pool, rng = made(10, predictor=predictor(), extra=1.0), torch.Generator().manual_seed(0)
     step = Replayed(pool, 5, monkeypatch)
     for rows in (5, 1, 2, 5) * 3:

@@ -1,7 +1,7 @@
 """Pointers that move under running kernels: a slot that is read while it is written is a wrong token that no later
 check would find.
 
-The serving code, ``Mover`` over ``Pointers``, runs against streams of a model: what it submits becomes micro-steps
+The serving code, ``StepMover`` over ``Pointers``, runs against streams of a model: what it submits becomes micro-steps
 (a kernel's block reads its pointer, then each byte of what it points at; a copy writes byte after byte), which an
 explorer takes in every order that streams and events allow, and in random orders where there are too many. The host
 runs ahead of both streams as far as it likes. Then the same with real threads and real bytes.
@@ -24,12 +24,11 @@ from interleavings import Foreign, ModelMemory, ModelStream, NoWait, Scenario, W
 
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.execution.pointers.mover import Mover
-from vllm_spac.execution.pointers.protocol import Pointers
-from vllm_spac.execution.pointers.streams import ThreadStream
-from vllm_spac.execution.pointers.table import AddressTable
-from vllm_spac.policies.lru import LRU
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.execution.address_table import AddressTable
+from vllm_spac.execution.exchange import ThreadStream
+from vllm_spac.execution.moves import Pointers, StepMover
+from vllm_spac.storage.memory import MemoryStore
 
 # Three experts in turn through one slot, the first of which comes back; every kernel's experts are those that move.
 CHAIN = Scenario(keys=3, slots=1, steps=[[[0], [1]], [[0, 1]], [[1], [2]], [[2], [2, 0]], [[0], [0, 1]], [[0, 2], [1]]])
@@ -70,7 +69,7 @@ class Early(ModelStream):
         return event
 
 
-class Hasty(Mover):
+class Hasty(StepMover):
     """Steps 3 and 4 are swapped: the table says that e_new is there before its bytes are."""
 
     def begin(self, moves):
@@ -78,7 +77,7 @@ class Hasty(Mover):
         self._compute.submit(self._memory.point, [m.key for m in moves], [m.slot for m in moves])
 
 
-class AllOnCopyStream(Mover):
+class AllOnCopyStream(StepMover):
     """Pointers are written by the copy stream, with the event after the last use that the host has submitted."""
 
     def begin(self, moves):
@@ -91,7 +90,7 @@ class AllOnCopyStream(Mover):
             self._copying.append((list(moves), self._copy.record()))
 
 
-class ReturnedOnCopyStream(Mover):
+class ReturnedOnCopyStream(StepMover):
     """Step 4 is right, but runs on the copy stream without being ordered behind what the compute stream does next."""
 
     def arrive(self):
@@ -194,7 +193,7 @@ def test_threads_never_read_poison_or_another_expert():
     memory = AddressTable(store, slots, EXPERTS, poison=True)
     pointers, reader, rng = Pointers(EXPERTS, SLOTS, LRU()), Reader(memory), random.Random(0)
     compute, copying = ThreadStream("compute"), ThreadStream("copy")
-    mover = Mover(pointers, memory, compute, copying)
+    mover = StepMover(pointers, memory, compute, copying)
     arrived, last = 0, None
     for _ in range(150):
         arrived += len(mover.arrive())

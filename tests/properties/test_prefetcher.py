@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.cache import background
+from vllm_spac.cache import transfers
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import Residency
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.metrics import Counters
-from vllm_spac.predictors.base import Signal
-from vllm_spac.predictors.utility import UtilityEstimator
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage.memory import MemoryStore
 
 SPECS = {"w13": TensorSpec((3, 2), torch.float32), "w2": TensorSpec((2,), torch.bfloat16)}  # numbers < 256 are exact
 SHAPE = MoEShape(("a", "b", "c"), experts=8, top_k=3, tensors=SPECS)
@@ -82,7 +82,7 @@ class Pool(SlotExecution):
         )
 
     @property
-    def ahead(self) -> background.Background:
+    def ahead(self) -> transfers.Background:
         return self._loader._transfers.ahead
 
     def check(self, layer: int, ids: Tensor) -> None:
@@ -545,7 +545,7 @@ def test_interrupt_while_a_read_ahead_is_waited_for(make, monkeypatch: pytest.Mo
     pool.want(2)
     assert pool.store.begun[2].wait(PATIENCE)
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(background, "finish", interrupted)
+        broken.setattr(transfers, "finish", interrupted)
         pool.check(0, row(2, 3, 4))
     pool.residency.check_integrity()
     assert not pool.residency._pinned and pool.residency._loading == {2} == set(pool.ahead.keys), "it is still read"

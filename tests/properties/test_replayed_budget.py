@@ -14,12 +14,11 @@ from replay import Graph
 from routing_rules import rules
 
 from vllm_spac import components, runtime
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.serving.worker import SpacWorker
+from vllm_spac.integration.serving.worker_extension import SpacWorker
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 from vllm_spac.runtime import Runtime
 
 # A row is a multiple of the vectors that a CPU computes sigmoids in: what is left over, torch rounds otherwise.
@@ -37,7 +36,7 @@ BOUNDS = [
 COVERAGES = [{"coverage": "substitution"}, *({"coverage": "truncation", "rescue": each} for each in (False, True))]
 VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.0, 0.5, 1.0))]
 KINDS = {RowKind.VERIFY: 4, RowKind.DECODE: 1, RowKind.PREFILL: 3}
-RANKINGS = [n for n in components.names("budget.rankings") if components.find("budget.rankings", n).replayable]
+RANKINGS = [n for n in components.names("rankings") if components.find("rankings", n).replayable]
 
 
 def control(rule: RoutingRule, **chosen) -> BudgetControl:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency, SlotState
-from vllm_spac.policies.base import Policy
-from vllm_spac.policies.lfu import LFU
-from vllm_spac.policies.lru import LRU
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.decisions.policies.lfu import LFU
+from vllm_spac.decisions.policies.lru import LRU
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 KEYS, SLOTS = 12, 5

@@ -9,12 +9,12 @@ from test_execution import made as made  # the fixture
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.policies.base import Policy, PolicyContext
-from vllm_spac.profiling.costs import Costs, Rate
-from vllm_spac.simulation.named import most_drafts
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.traces.format import PREFILL, STEP_KINDS, Trace
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.decisions.costs import Costs, Rate
+from vllm_spac.decisions.policies.base import Policy, PolicyContext
+from vllm_spac.recording.trace_file import PREFILL, STEP_KINDS, Trace
+from vllm_spac.tools.traces.simulated_components import most_drafts
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 STEPS, DRAFTS = 60, 3
 ONLINE = [

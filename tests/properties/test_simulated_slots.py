@@ -12,16 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
-from vllm_spac.cache import layer_use
+from vllm_spac.cache import loader
 from vllm_spac.cache.link import Moved
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
-from vllm_spac.metrics import Counters
-from vllm_spac.predictors._trained import Sizes
-from vllm_spac.predictors.base import START, Guess, Predictor, Seen, Signal
-from vllm_spac.predictors.frequency import Frequency
-from vllm_spac.predictors.oracle import Oracle
-from vllm_spac.simulation.parts import rows_of_records
-from vllm_spac.simulation.virtual_link import Flow, VirtualLink
+from vllm_spac.decisions.predictors._trained import Sizes
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.frequency import Frequency
+from vllm_spac.decisions.predictors.oracle import Oracle
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.tools.traces.replayed import rows_of_records
+from vllm_spac.tools.traces.virtual_link import Flow, VirtualLink
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 POLICIES = components.serving("policies")
@@ -155,7 +155,7 @@ def test_the_next_layer_of_forwards_with_many_rows(seed: int, slots: int, policy
 def few_are_many() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("_PAIRS", 1), ("_RIGHT", 0.3), ("_LEAST", 2)):
-            patch.setattr(layer_use, name, value)
+            patch.setattr(loader, name, value)
         yield patch
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from vllm_spac import components
 from vllm_spac.core import NOT_RUN, MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.decisions.policies.base import Policy, PolicyContext
+from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import StoreError
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.metrics import Counters
-from vllm_spac.policies.base import Policy, PolicyContext
-from vllm_spac.policies.pinned import Pinned
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage.memory import MemoryStore
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 SPECS = {"w13": TensorSpec((3, 2), torch.float32), "w2": TensorSpec((2,), torch.bfloat16)}  # numbers < 256 are exact
@@ -375,7 +375,7 @@ def test_fill_tells_a_failure(pools: list[Pool]) -> None:
 
 def test_routing_of_long_prompts_is_not_kept(pools: list[Pool], monkeypatch) -> None:
     """Where all fit, ids wait to be counted, in a GPU's memory: few forwards of many rows must not fill it."""
-    monkeypatch.setattr("vllm_spac.execution.slots._COUNT_PAIRS", 12)
+    monkeypatch.setattr("vllm_spac.execution.slots_execution._COUNT_PAIRS", 12)
     pools.append(pool := Pool(SHAPE.total))
     list(pool.fill())
     for kept in (1, 2, 0):

@@ -11,18 +11,17 @@ from hypothesis import strategies as st
 from routing_rules import rules
 
 from vllm_spac import components
-from vllm_spac.budget import device_cut
-from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.rankings.base import Ranking, router_mass
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.methods.moe_spec import cut
+from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.rankings import Ranking, router_mass
+from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
 EXPERTS, TOP_K, ROWS = 32, 3, 8
 BIAS = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(0)) / 3
 RULES = rules(BIAS)
-RANKINGS = [*components.names("budget.rankings"), f"{__name__}:Quietest"]
+RANKINGS = [*components.names("rankings"), f"{__name__}:Quietest"]
 COVERAGES = [{"coverage": "substitution"}, *({"coverage": "truncation", "rescue": each} for each in (False, True))]
 VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.5, 1.0))]
 
@@ -77,7 +76,7 @@ def controls(rule: RoutingRule, **asked) -> Iterator[tuple[str, BudgetControl]]:
         made._on_host = plane == "host"
         if plane != "replay":
             yield plane, made
-        elif components.find("budget.rankings", made.settings.ranking).replayable:
+        elif components.find("rankings", made.settings.ranking).replayable:
             made.hold_in_graphs(ROWS)
             yield plane, made
 
@@ -145,8 +144,8 @@ def test_what_is_cut_makes_room_for_selected_experts_only(case, ranking, coverag
 
 def test_the_device_s_cut_is_one_of_the_planes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    real = device_cut.cut
-    monkeypatch.setattr(device_cut, "cut", lambda *given, **options: asked.append(1) or real(*given, **options))
+    real = cut.cut_on_device
+    monkeypatch.setattr(cut, "cut_on_device", lambda *given, **options: asked.append(1) or real(*given, **options))
     logits = torch.randn(4, EXPERTS, generator=torch.Generator().manual_seed(3))
     weights, ids = logits.softmax(1).topk(TOP_K)
     step = Step((RequestRows(0, 4, RowKind.VERIFY, 3),))

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from vllm_spac.cache.residency import NOWHERE
+from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
-from vllm_spac.execution.pointers.staging import BUFFERS, ExpertBuffers, Staging, divide, staging_bytes
-from vllm_spac.execution.pointers.streams import ThreadStream
-from vllm_spac.execution.pointers.table import AddressTable
-from vllm_spac.knobs.types import Slots
-from vllm_spac.tiers.host import HostStore
+from vllm_spac.execution.address_table import AddressTable
+from vllm_spac.execution.exchange import ThreadStream
+from vllm_spac.execution.staging import BUFFERS, ExpertBuffers, Staging, divide, staging_bytes
+from vllm_spac.storage.host import HostStore
 
 PROMPT = "prompt"
 
@@ -221,7 +221,7 @@ def test_threads_read_their_layer_and_nothing_else():
 
 # --- what it takes ---------------------------------------------------------------------------------------------------
 
-AUTO, HALF, ALL = Slots(), Slots.parse("50%"), Slots.parse("100%")
+AUTO, HALF, ALL = SlotCount(), SlotCount.parse("50%"), SlotCount.parse("100%")
 SIZE = SHAPE.expert_bytes
 
 

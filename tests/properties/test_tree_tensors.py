@@ -7,22 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.speculation.trees import kv_compaction
-from vllm_spac.speculation.trees.draft_tree import DraftTree
-from vllm_spac.speculation.trees.growth import Growth
-from vllm_spac.speculation.trees.shape import DynamicShape, StaticShape
-from vllm_spac.speculation.trees.tensors import (
+from vllm_spac.config.tree_shape import DynamicShape, StaticShape
+from vllm_spac.methods.trees.draft_tree import DraftTree
+from vllm_spac.methods.trees.draft_tree import walk as walk_one
+from vllm_spac.methods.trees.growth import Growth
+from vllm_spac.methods.trees.tensors import (
     FILLER,
     NOWHERE,
-    Rows,
     StepTrees,
+    TensorRows,
     TreeTensors,
     best_chains,
     trees_of,
     walk,
 )
-from vllm_spac.speculation.trees.verification import walk as walk_one
-from vllm_spac.speculation.trees.virtual_batch import TreeRows, scattered, scratch_blocks, virtual_batch
+from vllm_spac.methods.trees.virtual_batch import TreeRows, scattered, scratch_blocks, virtual_batch
 
 NODES, DEPTH = 7, 4
 
@@ -70,7 +69,7 @@ def step(given_batch, block_size: int, others: list[int]):
         lengths.append(base + cut.rows)
     whole = StepTrees(
         tensors([tree for tree, _, _ in given_batch]),
-        Rows(*torch.tensor(rows).T),
+        TensorRows(*torch.tensor(rows).T),
         torch.tensor([base for _, _, base in given_batch]),
         table[1::2],
         places,
@@ -94,7 +93,7 @@ def test_attention_sees_the_same_sequences_and_slots(batch, block_size: int, dat
     assert found == sorted(zip(pairs.rows.tolist(), pairs.slots.tolist(), strict=True))
 
 
-def effect(copies: kv_compaction.BlockCopies, blocks: int, ignored: torch.Tensor) -> list[int]:
+def effect(copies: virtual_batch.BlockCopies, blocks: int, ignored: torch.Tensor) -> list[int]:
     assert not set(copies.targets.tolist()) & set(copies.sources.tolist()) - set(ignored.tolist())
     cache = torch.arange(blocks)
     copies.apply(cache)
@@ -109,14 +108,14 @@ def test_the_same_blocks_are_copied(batch, block_size: int, data: st.DataObject)
     blocks, roots = int(table.max()) + 1, whole.scratch[:, 0].flatten()
     last = [data.draw(st.integers(0, tree.tree.rows - 1)) for tree in single]
     paths = [tree.tree.path(row)[1:] for tree, row in zip(single, last, strict=True)]
-    compacted = kv_compaction.after_walk(single, paths, table, block_size)
+    compacted = virtual_batch.after_walk(single, paths, table, block_size)
     mine = whole.after_walk(torch.tensor(last), block_size)
     assert effect(mine, blocks, roots) == effect(compacted, blocks, roots)
     targets = [target for target in mine.targets.tolist() if target not in roots.tolist()]
     assert len(targets) == len(set(targets)), "two copies to one block"
     fresh = torch.cat([tree.scratch[:, 0] for tree in single if tree.base % block_size == 0] or [roots])
     ignored = torch.cat([roots, fresh])  # nothing is in that block yet
-    before = kv_compaction.before_forward(single, table, block_size)
+    before = virtual_batch.before_forward(single, table, block_size)
     assert effect(whole.before_forward(block_size), blocks, ignored) == effect(before, blocks, ignored)
     order = whole.as_chains(torch.tensor(last), int(single[-1].start + single[-1].tree.rows + 2))
     wanted = list(range(len(order)))

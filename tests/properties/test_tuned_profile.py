@@ -13,12 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
-from vllm_spac.config import SpacConfig, component_knobs
-from vllm_spac.integration.tuning import applied
+from vllm_spac.config import tuned_profile
+from vllm_spac.config.config import SpacConfig, component_knobs
+from vllm_spac.config.tuned_profile import MAY_SET, TunedProfile, departures
+from vllm_spac.integration import tuned_start
 from vllm_spac.system.machine import Machine
-from vllm_spac.tuning import identity
-from vllm_spac.tuning.candidate import MAY_SET, departures
-from vllm_spac.tuning.profile import TunedProfile
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
 HERE = Machine(cpu="c", cores=4, disk="d")
@@ -84,9 +83,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A profile that is used here, as JSON; and where one is looked for."""
     profile = TunedProfile(
         model="toy",
-        identity=identity.identity(TOY),
+        identity=tuned_profile.identity(TOY),
         machine=HERE,
-        versions=identity.relevant_versions(),
+        versions=tuned_profile.relevant_versions(),
         choice="c",
         knobs={"policy": "lru"},
     )
@@ -95,7 +94,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sys.path.insert(0, str(code))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Machine, "here", lambda folder, gpus: HERE)
-        patched.setattr(applied.device, "names", list)
+        patched.setattr(tuned_start.device, "names", list)
         yield {"path": folder / "p.json", "content": json.loads(profile.model_dump_json())}
     sys.path.remove(str(code))
 
@@ -110,7 +109,7 @@ def used(path: Path, **knobs: str) -> tuple[SpacConfig, SpacConfig, Any]:
         tensor_parallel_size=1,
         max_num_seqs=8,
     )
-    return (before := SpacConfig.parse(spac)), applied.apply(args, before), args.speculative_config
+    return (before := SpacConfig.parse(spac)), tuned_start.apply(args, before), args.speculative_config
 
 
 def check(path: Path, level: str) -> None:

@@ -15,19 +15,18 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
-from vllm_spac.budget.per_layer import read_budgets, write_budgets
-from vllm_spac.checkpoint import headers, packed_format
 from vllm_spac.cli.main import app
+from vllm_spac.decisions import costs
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
+from vllm_spac.decisions.predictors._trained import Sizes
+from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.errors import SpacError
-from vllm_spac.prediction.file import Identity, PredictorFile, kinds
-from vllm_spac.predictors._trained import Sizes
-from vllm_spac.predictors.base import START, Seen
-from vllm_spac.profiling import costs
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.traces import statistics
-from vllm_spac.traces.format import Trace
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder, read_budgets, write_budgets
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.storage.checkpoint import headers, packed_folder
+from vllm_spac.tools.traces import trace_statistics
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 SLACK = 16 << 20  # what 2^20 experts take, and the interpreter's own
 HUGE = st.sampled_from([-1, 0, 1, 255, 256, 257, 1 << 16, 1 << 20, 1 << 31, 1 << 32, 1 << 62, 1 << 63, 1 << 64, 10**30])
@@ -132,8 +131,8 @@ def test_traces(folder, trace, data) -> None:
     def look() -> None:
         found = Trace.load(path)
         if found.records:
-            statistics.distances(found)
-            statistics.uses(found)
+            trace_statistics.distances(found)
+            trace_statistics.uses(found)
 
     loads_or_refuses(look, len(content), 64)
 
@@ -245,10 +244,10 @@ def test_packed_experts(folder, data) -> None:
     fingerprint = "0123456789abcdef" * 2
     path = folder / "packed" / fingerprint / "layer-000" / "expert-0000.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"format": packed_format.FORMAT, "fingerprint": fingerprint, "layer": "\x1b[31m[red]x", "expert": "0"}
+    facts = {"format": packed_folder.FORMAT, "fingerprint": fingerprint, "layer": "\x1b[31m[red]x", "expert": "0"}
     header = {"__metadata__": facts | {"xxh3_128": "0"}}
     spoil(data.draw, header)
-    text = json.dumps(header).encode().ljust(packed_format.HEADER - 8)
+    text = json.dumps(header).encode().ljust(packed_folder.HEADER - 8)
     path.write_bytes(data.draw(damaged(len(text).to_bytes(8, "little") + text + b"data" * 8)))
     shown = CliRunner().invoke(app, ["packed", "--disk-dir", str(folder / "packed"), "--verify"])
     assert shown.exit_code in (0, 1) and (shown.exception is None or isinstance(shown.exception, SystemExit))
@@ -300,7 +299,7 @@ def test_the_largest_model_that_a_trace_may_claim(folder, trace) -> None:
     path = folder / "largest"
     path.write_bytes(claiming(trace, layers=1024, experts=256))
     tracemalloc.start()
-    statistics.distances(Trace.load(path))
+    trace_statistics.distances(Trace.load(path))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 64 << 20

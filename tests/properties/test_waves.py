@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.execution import _waves as waves
+from vllm_spac.execution import slot_layers as waves
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "replay"))
 replayed = importlib.import_module("waves")

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.distributed.wire import (
+from vllm_spac.methods.od_moe.wire import (
     HEADER_BYTES,
     MOST_BYTES,
     MOST_TEXT,
     FrameError,
+    FrameKind,
     Header,
-    Kind,
     Limits,
     decode,
     encode,
@@ -47,18 +47,18 @@ def tensors(rows: int, hidden: int, top_k: int, dtype: torch.dtype, seed: int = 
 
 def run_frame(rows: int = 2, hidden: int = 5, top_k: int = 2, dtype: torch.dtype = torch.bfloat16):
     x, weights, ids = tensors(rows, hidden, top_k, dtype)
-    header = Header(Kind.RUN, 2**64 - 1, 3, 4, 5, rows, hidden, top_k, dtype, fingerprint=bytes(range(16)))
+    header = Header(FrameKind.RUN, 2**64 - 1, 3, 4, 5, rows, hidden, top_k, dtype, fingerprint=bytes(range(16)))
     return encode(header, run_payload(x, weights, ids))
 
 
 def rows_frame():
     x = tensors(2, 5, 2, torch.float32)[0]
-    return encode(Header(Kind.ROWS, 1, 2, 3, 4, 2, 5, dtype=torch.float32), raw(x))
+    return encode(Header(FrameKind.ROWS, 1, 2, 3, 4, 2, 5, dtype=torch.float32), raw(x))
 
 
 def resident_frame():
     x, resident = tensors(2, 5, 2, torch.float32)[0], np.arange(12) % 3 == 0
-    return encode(Header(Kind.ROWS, 1, 2, 3, 4, 2, 5, 12, torch.float32), raw(x) + resident_payload(resident))
+    return encode(Header(FrameKind.ROWS, 1, 2, 3, 4, 2, 5, 12, torch.float32), raw(x) + resident_payload(resident))
 
 
 def expert() -> dict[str, torch.Tensor]:
@@ -69,10 +69,10 @@ FRAMES = {
     "rows to run": run_frame,
     "rows": rows_frame,
     "rows, and what has a slot": resident_frame,
-    "expert": lambda: encode(Header(Kind.PUT, 1, layer=3), expert_payload(SHAPE, expert())),
-    "hint": lambda: encode(Header(Kind.HINT, 1, 2, 3, 4, top_k=3), hint_payload([5, 0, 3])),
-    "text": lambda: encode(Header(Kind.FAILED, 1), b'{"why": "no"}'),
-    "nothing": lambda: encode(Header(Kind.FILL, 9)),
+    "expert": lambda: encode(Header(FrameKind.PUT, 1, layer=3), expert_payload(SHAPE, expert())),
+    "hint": lambda: encode(Header(FrameKind.HINT, 1, 2, 3, 4, top_k=3), hint_payload([5, 0, 3])),
+    "text": lambda: encode(Header(FrameKind.FAILED, 1), b'{"why": "no"}'),
+    "nothing": lambda: encode(Header(FrameKind.FILL, 9)),
 }
 each = pytest.mark.parametrize("name", FRAMES)
 
@@ -90,7 +90,7 @@ each = pytest.mark.parametrize("name", FRAMES)
 def test_what_was_sent_arrives(rows, hidden, top_k, dtype, numbers, layer, prompts, seed) -> None:
     x, weights, ids = tensors(rows, hidden, top_k, dtype, seed)
     fingerprint = seed.to_bytes(16, "little")
-    header = Header(Kind.RUN, *numbers, layer, rows, hidden, top_k, dtype, 0, fingerprint, prompts)
+    header = Header(FrameKind.RUN, *numbers, layer, rows, hidden, top_k, dtype, 0, fingerprint, prompts)
     frame = decode(encode(header, run_payload(x, weights, ids)), LIMITS)
     found = frame.header
     for name in ("kind", "epoch", "step", "sequence", "layer", "rows", "hidden", "top_k", "dtype", "prompts"):
@@ -102,7 +102,7 @@ def test_what_was_sent_arrives(rows, hidden, top_k, dtype, numbers, layer, promp
 
 def test_an_expert_arrives_in_the_layout_of_its_shape() -> None:
     sent = expert()
-    found = decode(encode(Header(Kind.EXPERT, 1), expert_payload(SHAPE, sent)), LIMITS).expert(SHAPE)
+    found = decode(encode(Header(FrameKind.EXPERT, 1), expert_payload(SHAPE, sent)), LIMITS).expert(SHAPE)
     assert list(found) == list(SHAPE.tensors)
     assert all(found[name].dtype == sent[name].dtype and torch.equal(found[name], sent[name]) for name in sent)
 
@@ -136,29 +136,29 @@ def test_parts_of_other_lengths_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        Header(Kind.RUN, rows=9, hidden=16, top_k=4, dtype=torch.float32, payload=9 * (64 + 32)),
-        Header(Kind.RUN, rows=1, hidden=17, top_k=4, dtype=torch.float32, payload=68 + 32),
-        Header(Kind.RUN, rows=1, hidden=16, top_k=5, dtype=torch.float32, payload=64 + 40),
-        Header(Kind.RUN, rows=1, hidden=16, top_k=0, dtype=torch.float32, payload=64),
-        Header(Kind.RUN, rows=0, hidden=16, top_k=4, dtype=torch.float32),
-        Header(Kind.RUN, rows=1, hidden=16, top_k=4, payload=64 + 32),
-        Header(Kind.ROWS, rows=1, hidden=16, top_k=4, dtype=torch.float32, payload=64),
-        Header(Kind.ROWS, rows=1, hidden=16, top_k=13, dtype=torch.float32, payload=64 + 2),
-        Header(Kind.ROWS, rows=1, hidden=16, dtype=torch.float32, payload=2**60),
-        Header(Kind.ECHO, rows=9, hidden=16, dtype=torch.float32, payload=9 * 64),
-        Header(Kind.ECHO, rows=1, hidden=16, top_k=1, dtype=torch.float32, payload=64 + 8),
-        Header(Kind.HINT, top_k=7, payload=28),
-        Header(Kind.HINT, payload=0),
-        Header(Kind.HINT, top_k=6, payload=28),
-        Header(Kind.HINT, top_k=2, payload=2**60),
-        Header(Kind.HINT, rows=1, top_k=2, payload=8),
-        Header(Kind.HINT, top_k=2, dtype=torch.float32, payload=8),
-        Header(Kind.PUT, payload=SHAPE.expert_bytes + 1),
-        Header(Kind.PUT, rows=1, payload=SHAPE.expert_bytes),
-        Header(Kind.FAILED, payload=MOST_TEXT + 1),
-        Header(Kind.FAILED, payload=MOST_BYTES + 1),
-        Header(Kind.FILL, payload=1),
-        Header(Kind.FILL, dtype=torch.float32),
+        Header(FrameKind.RUN, rows=9, hidden=16, top_k=4, dtype=torch.float32, payload=9 * (64 + 32)),
+        Header(FrameKind.RUN, rows=1, hidden=17, top_k=4, dtype=torch.float32, payload=68 + 32),
+        Header(FrameKind.RUN, rows=1, hidden=16, top_k=5, dtype=torch.float32, payload=64 + 40),
+        Header(FrameKind.RUN, rows=1, hidden=16, top_k=0, dtype=torch.float32, payload=64),
+        Header(FrameKind.RUN, rows=0, hidden=16, top_k=4, dtype=torch.float32),
+        Header(FrameKind.RUN, rows=1, hidden=16, top_k=4, payload=64 + 32),
+        Header(FrameKind.ROWS, rows=1, hidden=16, top_k=4, dtype=torch.float32, payload=64),
+        Header(FrameKind.ROWS, rows=1, hidden=16, top_k=13, dtype=torch.float32, payload=64 + 2),
+        Header(FrameKind.ROWS, rows=1, hidden=16, dtype=torch.float32, payload=2**60),
+        Header(FrameKind.ECHO, rows=9, hidden=16, dtype=torch.float32, payload=9 * 64),
+        Header(FrameKind.ECHO, rows=1, hidden=16, top_k=1, dtype=torch.float32, payload=64 + 8),
+        Header(FrameKind.HINT, top_k=7, payload=28),
+        Header(FrameKind.HINT, payload=0),
+        Header(FrameKind.HINT, top_k=6, payload=28),
+        Header(FrameKind.HINT, top_k=2, payload=2**60),
+        Header(FrameKind.HINT, rows=1, top_k=2, payload=8),
+        Header(FrameKind.HINT, top_k=2, dtype=torch.float32, payload=8),
+        Header(FrameKind.PUT, payload=SHAPE.expert_bytes + 1),
+        Header(FrameKind.PUT, rows=1, payload=SHAPE.expert_bytes),
+        Header(FrameKind.FAILED, payload=MOST_TEXT + 1),
+        Header(FrameKind.FAILED, payload=MOST_BYTES + 1),
+        Header(FrameKind.FILL, payload=1),
+        Header(FrameKind.FILL, dtype=torch.float32),
     ],
     ids=str,
 )
@@ -197,6 +197,6 @@ def test_no_expert_is_accepted_before_its_size_is_known() -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"[]", b"{", b"\xff", b'{"a": NaN}', b"[" * 5000])
 def test_text_that_is_no_object(payload: bytes) -> None:
-    frame = decode(encode(Header(Kind.HELLO), payload), LIMITS)
+    frame = decode(encode(Header(FrameKind.HELLO), payload), LIMITS)
     with pytest.raises(FrameError, match="JSON"):
         frame.text()

@@ -16,7 +16,7 @@ import pytest
 import serving
 from exchange import PROMPTS
 
-from vllm_spac.system.atomic_write import partial_of
+from vllm_spac.system.files import partial_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # servers start slowly on a busy machine
 

@@ -11,6 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads that fail are tried as often as in an engine, without waiting in between."""
-    from vllm_spac.tiers import _retries
+    from vllm_spac.storage import disk
 
-    monkeypatch.setattr(_retries, "PAUSES", (0.0,) * len(_retries.PAUSES))
+    monkeypatch.setattr(disk, "PAUSES", (0.0,) * len(disk.PAUSES))

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from vllm_spac.tuning.candidate import Candidate
-from vllm_spac.tuning.comparison import Said
-from vllm_spac.tuning.measurer import Answer, Engine, Measurer, MeasuringError
+from vllm_spac.config.tuned_profile import Candidate
+from vllm_spac.decisions.comparison import Said
+from vllm_spac.tools.tuning.measurer import Answer, Engine, Measurer, MeasuringError
 
 START = 10.0  # seconds of a start
 in_turns = False  # whether the search is over; set by the test

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
-from vllm_spac.tiers.base import allocate
-from vllm_spac.tiers.disk import DiskStore
+from vllm_spac.storage.base import allocate
+from vllm_spac.storage.disk import DiskStore
 
 FINGERPRINT = "a" * 32
 

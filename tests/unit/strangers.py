@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
-from vllm_spac.distributed.wire import Header, Kind, encode
+from vllm_spac.methods.od_moe.wire import FrameKind, Header, encode
 
 _READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 
@@ -29,7 +29,7 @@ def message(*parts: bytes) -> bytes:
 
 
 NULL = greeting(b"NULL") + piece(_READY, command=True)  # a handshake without a secret, as of releases without CURVE
-HELLO = message(*encode(Header(Kind.HELLO), b'{"nonce": "n"}'))
+HELLO = message(*encode(Header(FrameKind.HELLO), b'{"nonce": "n"}'))
 KINDS: tuple[bytes, ...] = (
     b"",  # never begins
     b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n",

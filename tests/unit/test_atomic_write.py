@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_spac.system import atomic_write
-from vllm_spac.system.atomic_write import check_replaceable, leftovers, partial_of, remove_leftovers, replacing
+from vllm_spac.system import files
+from vllm_spac.system.files import check_replaceable, leftovers, partial_of, remove_leftovers, replacing
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_disk_that_fails_leaves_the_old_file(target: Path, call: str, monkeypa
     def fail_to_remove(*_args: object, **_options: object) -> None:
         raise OSError(errno.EROFS, "read-only")
 
-    monkeypatch.setattr(atomic_write.os, "replace" if call == "unlink" else call, fail)
+    monkeypatch.setattr(files.os, "replace" if call == "unlink" else call, fail)
     if call == "unlink":
         monkeypatch.setattr(Path, "unlink", fail_to_remove)
     with pytest.raises(OSError) as raised:
@@ -83,7 +83,7 @@ def test_content_reaches_the_disk_before_the_name_does(target: Path, monkeypatch
         return lambda *args: (order.append(name), call(*args))[1]
 
     for name in ("fsync", "replace"):
-        monkeypatch.setattr(atomic_write.os, name, noting(name, getattr(os, name)))
+        monkeypatch.setattr(files.os, name, noting(name, getattr(os, name)))
     replace(target)
     replace(target, durable=False)
     assert order == ["fsync", "replace", "replace"]
@@ -95,7 +95,7 @@ def test_killed_at_any_moment(target: Path, moment: str) -> None:
     code = """
 import os, sys
 from pathlib import Path
-from vllm_spac.system.atomic_write import replacing
+from vllm_spac.system.files import replacing
 target, moment = Path(sys.argv[1]), sys.argv[2]
 if moment != "write":
     setattr(os, moment, lambda *args: os._exit(9))

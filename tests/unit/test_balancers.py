@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
-from vllm_spac.balancers import threshold, waterfill
-from vllm_spac.balancers.base import LayerState, Plan
 from vllm_spac.core import Rates
+from vllm_spac.decisions.balancers import waterfill
+from vllm_spac.decisions.balancers.base import LayerState, Plan
+from vllm_spac.methods.moe_spac import threshold_balancer
 
 RATES = Rates(fast=1e-4, stream=4e-4, cpu=3e-4, cpu_row=1e-4, draft=1e-3)
 EXPERTS = 16
@@ -59,7 +60,7 @@ def test_threshold_agrees_with_trying_every_tau():
             "free_bytes": int(rng.integers(0, 120)),
         }
         expected = brute_force(r_c, r_g, n, **costs)
-        assert threshold.solve(r_c, r_g, n, **costs) == expected, (r_c, r_g, n, costs)
+        assert threshold_balancer.solve(r_c, r_g, n, **costs) == expected, (r_c, r_g, n, costs)
         fits = [
             costs["t_io"] * x
             <= max(c * 16 * costs["t_cpu"], g * costs["distinct"] * costs["t_gpu"]) + 4 * costs["t_draft"]
@@ -75,16 +76,16 @@ def test_threshold_agrees_with_trying_every_tau():
 
 def test_threshold_balances():
     """16 activations on the CPU cost 1 each; at tau = 2 both have 4 seconds of work."""
-    assert threshold.solve([0.0, 0.25, 0.5], [1.0, 0.5, 0.0], [3, 2, 1], **COSTS) == 2
+    assert threshold_balancer.solve([0.0, 0.25, 0.5], [1.0, 0.5, 0.0], [3, 2, 1], **COSTS) == 2
 
 
 def test_threshold_without_a_feasible_tau_is_the_highest():
-    assert threshold.solve([0.0, 0.25, 0.5], [1.0, 0.5, 0.0], [3, 2, 1], **COSTS | {"free_bytes": 9}) == 3
+    assert threshold_balancer.solve([0.0, 0.25, 0.5], [1.0, 0.5, 0.0], [3, 2, 1], **COSTS | {"free_bytes": 9}) == 3
 
 
 def test_threshold_takes_arrays():
     arrays = (np.array([0.0, 0.25]), np.array([1.0, 0.5]), np.array([3, 2]))
-    assert threshold.solve(*arrays, **COSTS) == 2
+    assert threshold_balancer.solve(*arrays, **COSTS) == 2
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_threshold_takes_arrays():
 )
 def test_threshold_refuses_what_the_search_cannot_trust(arrays, named):
     with pytest.raises(ValueError, match=named):
-        threshold.solve(*arrays, **COSTS)
+        threshold_balancer.solve(*arrays, **COSTS)
 
 
 @given(

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_spac.checkpoint.headers import Checkpoint
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.storage.checkpoint.headers import Checkpoint
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving")]

@@ -11,10 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vllm_spac.budget.calibration import Calibration, CalibrationRecorder
-from vllm_spac.budget.per_layer import choose
 from vllm_spac.errors import ConfigError
-from vllm_spac.system import atomic_write, tensor_file
+from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder, choose
+from vllm_spac.system import files, tensor_file
 
 LAYERS, EXPERTS, TOP_K, WINDOW = ("model.layers.0.mlp", "model.layers.1.mlp"), 6, 2, 4
 FINGERPRINT = "0123456789abcdef" * 2
@@ -256,7 +255,7 @@ def test_the_file_appears_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     def killed(source, target) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(atomic_write.os, "replace", killed)
+    monkeypatch.setattr(files.os, "replace", killed)
     with pytest.raises(ConfigError, match="cannot be written.*Input/output"):
         recorded(1).save(tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == before and len(list(tmp_path.iterdir())) == 1

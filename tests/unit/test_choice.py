@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spac.core import MoEShape
-from vllm_spac.prediction.choice import LEAST, StepCosts, choose
+from vllm_spac.decisions.prefetch_choice import LEAST, StepCosts, choose
 
 SECONDS = st.floats(0, 10)
 SHARE = st.floats(0, 1)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_spac.budget.calibration import CalibrationRecorder
-from vllm_spac.budget.per_layer import read_budgets
 from vllm_spac.cli.main import app
+from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder, read_budgets
 
 LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 

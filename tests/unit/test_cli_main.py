@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 
 from vllm_spac import __version__
 from vllm_spac.cache import sizing
-from vllm_spac.checkpoint import headers, packed
-from vllm_spac.cli import stats
+from vllm_spac.cli import doctor
 from vllm_spac.cli.main import app
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.types import SlotCount, flag
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.knobs.types import Slots, flag
-from vllm_spac.system.atomic_write import partial_of
-from vllm_spac.system.request_numbers import RequestNumbers
-from vllm_spac.tiers import disk
+from vllm_spac.storage import disk
+from vllm_spac.storage.checkpoint import headers, packed_folder
+from vllm_spac.system.files import partial_of
+from vllm_spac.tools.machine.server_stats import RequestNumbers
 
 FINGERPRINT = "0123456789abcdef" * 2
 EXPERTS, TOP_K, HIDDEN, INNER = 8, 2, 16, 4
@@ -125,9 +125,9 @@ def test_inspect_counts_slots_as_the_plugin_does(tmp_path):
     shape = MoEShape(("1", "2"), EXPERTS, TOP_K, {"w": TensorSpec((W_E // 2,), torch.bfloat16)})
     smallest = found.smallest_percent()
     for percent in range(smallest, 101):
-        assert found.slots(percent) == [(sizing.resolve(Slots.parse(f"{percent}%"), shape, 1 << 30), W_E)]
+        assert found.slots(percent) == [(sizing.resolve(SlotCount.parse(f"{percent}%"), shape, 1 << 30), W_E)]
     with pytest.raises(ConfigError):
-        sizing.resolve(Slots.parse(f"{smallest - 1}%"), shape, 1 << 30)
+        sizing.resolve(SlotCount.parse(f"{smallest - 1}%"), shape, 1 << 30)
     assert f"smallest --spac-slots: {smallest}%" in run("inspect", folder)
 
 
@@ -274,7 +274,7 @@ def test_stats_watches_until_interrupted(serve, monkeypatch):
         if seconds != next(waits, None):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(stats.time, "sleep", sleep)
+    monkeypatch.setattr(doctor.time, "sleep", sleep)
     assert "75.0%" in run("stats", serve(200, json.dumps({"workers": [WORKER]})), "--watch", "--interval", 0.5)
 
 
@@ -381,9 +381,9 @@ def test_packed_names_models(store):
     root = store.folder.parent
     assert f"{FINGERPRINT} ? " in run("packed", "--disk-dir", root), "packed by a version that wrote no names"
     for model in ("org/Toy-MoE", "another name of the same experts"):
-        packed.note_model(store.folder, model)
+        packed_folder.note_model(store.folder, model)
     assert f"{FINGERPRINT} org/Toy-MoE 2 " in run("packed", "--disk-dir", root)
-    packed.note_model(store.folder / "absent", "toy")  # as where a folder is read-only
+    packed_folder.note_model(store.folder / "absent", "toy")  # as where a folder is read-only
     run("packed", "--disk-dir", root, "--delete", FINGERPRINT, "--yes")
     assert not store.folder.exists()
 
@@ -391,7 +391,7 @@ def test_packed_names_models(store):
 def test_a_name_is_written_through_no_link(store, tmp_path):
     (tmp_path / "mine").write_text("mine")
     (store.folder / "model").symlink_to(tmp_path / "mine")
-    packed.note_model(store.folder, "toy")
+    packed_folder.note_model(store.folder, "toy")
     assert (tmp_path / "mine").read_text() == "mine"
     assert "mine" not in run("packed", "--disk-dir", store.folder.parent).replace(str(tmp_path), "")
 

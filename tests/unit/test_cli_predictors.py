@@ -15,11 +15,12 @@ import imagined as made
 
 from vllm_spac.cli import predictors as commands
 from vllm_spac.cli.main import app
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training
+from vllm_spac.decisions.predictors import linear
 from vllm_spac.errors import ConfigError
-from vllm_spac.integration.evaluation import engine
-from vllm_spac.prediction.file import Identity, PredictorFile
-from vllm_spac.prediction.training import Training
-from vllm_spac.predictors import draft_gate, linear, neural
+from vllm_spac.methods.sp_moe import draft_gate_predictor
+from vllm_spac.methods.speculating_experts import neural_predictor
+from vllm_spac.tools.evaluation import engine
 
 
 def run(*arguments, code: int = 0) -> str:
@@ -35,7 +36,7 @@ def training(source: str = "texts") -> Training:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (draft_gate, linear, neural):
+    for module in (draft_gate_predictor, linear, neural_predictor):
         monkeypatch.setattr(module, "_STEPS", 2)
 
 

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.cli.simulate import swept
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.traces.format import Trace, TraceFacts
-from vllm_spac.traces.synthetic import synthetic_trace
-from vllm_spac.traces.writer import TraceWriter
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.recording.trace_file import Trace, TraceFacts
+from vllm_spac.recording.trace_writer import TraceWriter
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 
 def run(*arguments, code: int = 0) -> str:

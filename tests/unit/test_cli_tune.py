@@ -15,12 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
-from vllm_spac.profiling.costs import Costs
+from vllm_spac.config.tuned_profile import Candidate, TunedProfile, digest
+from vllm_spac.decisions.comparison import NEAR
+from vllm_spac.decisions.costs import Costs
 from vllm_spac.system.machine import Machine
-from vllm_spac.tuning import session
-from vllm_spac.tuning.candidate import Candidate
-from vllm_spac.tuning.comparison import NEAR
-from vllm_spac.tuning.profile import TunedProfile, digest
+from vllm_spac.tools.tuning import session
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
 MINUTES = 30

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from vllm_spac.system.closing import Closer
+from vllm_spac.system.threads import Closer
 
 
 class Owner:
@@ -75,7 +75,7 @@ EXIT = """
         class Object: pass
         other = Object()
         weakref.finalize(other, lambda: None)
-    from vllm_spac.system.closing import Closer
+    from vllm_spac.system.threads import Closer
     class Owner:
         pass
     def close(name):

@@ -14,13 +14,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
-from vllm_spac.budget.control import BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.checkpoint import routers
+from vllm_spac.decisions.predictors._trained import Gates
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration.evaluation import collection
-from vllm_spac.integration.evaluation.collection import Collection, chosen_by, gates_of
-from vllm_spac.predictors._trained import Gates
+from vllm_spac.methods.moe_spec.control import BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import RoutingRule
+from vllm_spac.storage.checkpoint import router_weights
+from vllm_spac.tools.evaluation import collection
+from vllm_spac.tools.evaluation.collection import Collection, chosen_by, gates_of
 
 CONFIG = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
 
@@ -122,7 +122,7 @@ def write(folder: Path, gate="gate", norm="post_attention_layernorm", prefix="mo
 )
 def test_routers_are_read(tmp_path: Path, names: dict) -> None:
     model = write(tmp_path, **names)
-    for found, expected in zip(routers.read(tmp_path, made.NAMES), vars(model).values(), strict=True):
+    for found, expected in zip(router_weights.read(tmp_path, made.NAMES), vars(model).values(), strict=True):
         assert torch.equal(found, expected)
     samples = made.samples(model=model)
     gates = gates_of(str(tmp_path), made.NAMES, samples)

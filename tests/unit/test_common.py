@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 common = importlib.import_module("common")
-origins = importlib.import_module("vllm_spac.system.provenance")
+origins = importlib.import_module("vllm_spac.system.machine")
 
 
 @pytest.fixture

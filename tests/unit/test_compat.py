@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.compat import require_supported_vllm
+from vllm_spac.integration.hooks.device import require_supported_vllm
 
 
 @pytest.mark.parametrize(

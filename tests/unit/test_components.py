@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import vllm_spac.policies
 from vllm_spac import components
 from vllm_spac.core import Rates
+from vllm_spac.decisions import policies
+from vllm_spac.decisions.policies.lfu import LFU
+from vllm_spac.decisions.policies.lru import LRU
 from vllm_spac.errors import ConfigError
-from vllm_spac.policies.lfu import LFU
-from vllm_spac.policies.lru import LRU
 
-FAMILIES = sorted(path.parent.name for path in Path(vllm_spac.__file__).parent.glob("*/base.py"))
-CLASS = "from vllm_spac.policies.lru import LRU\n\n\nclass {name}(LRU):\n    pass\n"
+FAMILIES = sorted(components.FAMILIES)
+CLASS = "from vllm_spac.decisions.policies.lru import LRU\n\n\nclass {name}(LRU):\n    pass\n"
 
 
 @pytest.fixture
@@ -23,29 +23,29 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Adds a module to the family ``policies`` for one test."""
     import sys
 
-    monkeypatch.setattr(vllm_spac.policies, "__path__", [*vllm_spac.policies.__path__, str(tmp_path)])
+    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
     added: list[str] = []
 
     def write(name: str, text: str) -> None:
         (tmp_path / f"{name}.py").write_text(text)
-        added.append(f"vllm_spac.policies.{name}")
+        added.append(f"vllm_spac.decisions.policies.{name}")
 
     yield write
     for name in added:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("family", "some"), [("policies", ["lfu", "lru"]), ("tiers", ["disk", "host", "memory"])])
+@pytest.mark.parametrize(("family", "some"), [("policies", ["lfu", "lru"]), ("stores", ["disk", "host", "memory"])])
 def test_names_are_the_files_but_base(family: str, some: list[str]) -> None:
     names = components.names(family)
     assert names == sorted(names)
     assert set(some) <= set(names) and "base" not in names
 
 
-@pytest.mark.parametrize("family", ["policies", "tiers"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_file_holds_one_component(family: str) -> None:
     for name in components.names(family):
-        assert components.find(family, name).__module__ == f"vllm_spac.{family}.{name}"
+        assert components.find(family, name).__module__ == components.modules(family)[name]
 
 
 def test_build_by_name_with_knobs() -> None:
@@ -110,7 +110,7 @@ def test_two_classes_in_a_file_are_refused(add) -> None:
 
 
 def test_a_file_without_a_component_is_refused(add) -> None:
-    add("spac_test_none", "from vllm_spac.policies.lru import LRU\n")
+    add("spac_test_none", "from vllm_spac.decisions.policies.lru import LRU\n")
     with pytest.raises(ConfigError, match="spac_test_none must hold one component, found 0"):
         components.find("policies", "spac_test_none")
 
@@ -122,7 +122,7 @@ def test_component_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(policy, LRU) and type(policy).__name__ == "Outside"
 
 
-@pytest.mark.parametrize("name", ["spac_no_such_module:X", "vllm_spac.policies.lru:NoSuchClass"])
+@pytest.mark.parametrize("name", ["spac_no_such_module:X", "vllm_spac.decisions.policies.lru:NoSuchClass"])
 def test_missing_component_from_outside(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         components.find("policies", name)
@@ -130,10 +130,16 @@ def test_missing_component_from_outside(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["os:path", "os:getcwd", "collections:OrderedDict", "vllm_spac.budget.rankings.router:Router", "builtins:int"],
+    [
+        "os:path",
+        "os:getcwd",
+        "collections:OrderedDict",
+        "vllm_spac.methods.moe_spec.router_ranking:Router",
+        "builtins:int",
+    ],
 )
 def test_a_component_from_outside_must_be_a_class_of_the_family(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}.*derive it from vllm_spac.policies.base.Policy"):
+    with pytest.raises(ConfigError, match=f"{name}.*derive it from vllm_spac.decisions.policies.base.Policy"):
         components.find("policies", name)
 
 

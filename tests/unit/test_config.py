@@ -7,29 +7,30 @@ from pathlib import Path
 import pytest
 
 from vllm_spac.cache import prefetch_settings
-from vllm_spac.config import SpacConfig, check_knob, component_knobs
+from vllm_spac.config.config import SpacConfig, check_knob, component_knobs
+from vllm_spac.config.types import SlotCount, flag
 from vllm_spac.errors import ConfigError
-from vllm_spac.knobs.types import Slots, flag
+from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("auto", Slots()),
-        (" AUTO ", Slots()),
-        ("32", Slots(per_layer=32)),
-        (32, Slots(per_layer=32)),
-        ("1", Slots(per_layer=1)),
-        ("25%", Slots(share=0.25)),
-        ("2k", Slots(tokens=2)),
-        ("16K", Slots(tokens=16)),
-        (" 25 % ", Slots(share=0.25)),
-        ("12.5%", Slots(share=0.125)),
-        ("100%", Slots(share=1.0)),
+        ("auto", SlotCount()),
+        (" AUTO ", SlotCount()),
+        ("32", SlotCount(per_layer=32)),
+        (32, SlotCount(per_layer=32)),
+        ("1", SlotCount(per_layer=1)),
+        ("25%", SlotCount(share=0.25)),
+        ("2k", SlotCount(tokens=2)),
+        ("16K", SlotCount(tokens=16)),
+        (" 25 % ", SlotCount(share=0.25)),
+        ("12.5%", SlotCount(share=0.125)),
+        ("100%", SlotCount(share=1.0)),
     ],
 )
-def test_slots_are_understood(text: str | int, expected: Slots) -> None:
-    assert Slots.parse(text) == expected
+def test_slots_are_understood(text: str | int, expected: SlotCount) -> None:
+    assert SlotCount.parse(text) == expected
 
 
 WRONG_SLOTS = [
@@ -58,18 +59,18 @@ WRONG_SLOTS = [
 @pytest.mark.parametrize("text", [*WRONG_SLOTS, "auto%", "25%%", "3 2", 0, -1])
 def test_other_slots_are_refused_with_what_would_be_right(text: str | int) -> None:
     with pytest.raises(ValueError, match=r"32.*25%.*auto"):
-        Slots.parse(text)
+        SlotCount.parse(text)
 
 
 def test_defaults() -> None:
     config = SpacConfig.parse({})
-    assert config.parsed_slots == Slots()
+    assert config.parsed_slots == SlotCount()
     assert (config.store, config.disk_dir, config.policy, config.io_threads) == (None, None, "reuse", 4)
 
 
 def test_values_are_kept() -> None:
     config = SpacConfig.parse({"slots": 25, "store": "disk", "disk_dir": "/x/y", "policy": "lfu", "io_threads": 8})
-    assert config.parsed_slots == Slots(per_layer=25)
+    assert config.parsed_slots == SlotCount(per_layer=25)
     assert (config.store, config.disk_dir, config.policy, config.io_threads) == ("disk", Path("/x/y"), "lfu", 8)
 
 
@@ -306,7 +307,7 @@ def test_text_of_a_flag_is_refused(name: str, text: str) -> None:
 @pytest.mark.parametrize("text", ["8", "25%", "auto"])
 def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
     """``fold`` puts the text of a flag into the configuration as it stands."""
-    assert SpacConfig.parse({"slots": check_knob("slots", text)}).parsed_slots == Slots.parse(text)
+    assert SpacConfig.parse({"slots": check_knob("slots", text)}).parsed_slots == SlotCount.parse(text)
     assert SpacConfig.parse({"io_threads": check_knob("io_threads", "8")}).io_threads == 8
 
 
@@ -337,7 +338,7 @@ def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_onl
 )
 def test_votes_of_a_budget(raw: dict, alpha: float | None) -> None:
     rescue = {"budget_coverage": "truncation", "budget_rescue": "true"}
-    settings = SpacConfig.parse(raw | rescue).budget_settings(8)
+    settings = BudgetSettings.at_start(SpacConfig.parse(raw | rescue), 8)
     assert settings.alpha == alpha and settings.rescue and settings.budget == 8
 
 
@@ -432,8 +433,8 @@ def test_speculated_execution_that_cannot_be(raw: dict, match: str) -> None:
 
 
 def test_speculated_execution_is_a_setting_of_the_budget() -> None:
-    assert SpacConfig.parse(SPECULATES).budget_settings(None).speculate == "restricted"
-    assert not SpacConfig.parse({}).budget_settings(None).active
+    assert BudgetSettings.at_start(SpacConfig.parse(SPECULATES), None).speculate == "restricted"
+    assert not BudgetSettings.at_start(SpacConfig.parse({}), None).active
 
 
 def test_knobs_of_the_prefetcher() -> None:

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_spac.checkpoint import contents
 from vllm_spac.errors import StoreError
 from vllm_spac.integration.loading import fingerprint
+from vllm_spac.storage.checkpoint import contents
 
 SIZE = 9 << 20  # more than a block
 

@@ -10,12 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.host_cut import _held, leading
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.cut import _held, leading
+from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
 EXPERTS, TOP_K = 8, 2
 PROMPT, DECODE = RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 4, RowKind.DECODE)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.system import cpu_affinity
+from vllm_spac.storage.memory import MemoryStore
+from vllm_spac.system import machine
 from vllm_spac.system.machine import Machine
-from vllm_spac.tiers.memory import MemoryStore
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def bound(monkeypatch):
     free = os.sched_getaffinity(0)
     if len(free) < 2:
         pytest.skip("this machine lets the tests use one CPU only")
-    monkeypatch.delenv(cpu_affinity.VARIABLE, raising=False)
-    cpu_affinity.note()
+    monkeypatch.delenv(machine.VARIABLE, raising=False)
+    machine.note()
     os.sched_setaffinity(0, {min(free)})
     yield free
     os.sched_setaffinity(0, free)
@@ -54,8 +54,8 @@ def test_reads_on_demand_and_ahead(bound) -> None:
 
 
 def test_who_is_bound_does_not_note_it(bound) -> None:
-    cpu_affinity.note()
-    assert cpu_affinity.cpus() == bound
+    machine.note()
+    assert machine.cpus() == bound
     assert Machine.here().cores == len(bound), "a profile fits the workers of this machine"
 
 
@@ -64,10 +64,10 @@ def test_processes_share_the_cpus(found, count) -> None:
     """Each CPU is one process's, and shares differ by one at most; where there are too few, all processes use all."""
     parts = []
     for index in range(count):
-        cpu_affinity.share(index, count)
-        parts.append(cpu_affinity.part(found))
-    cpu_affinity.share(0, 1)
-    assert all(parts) and cpu_affinity.part(found) == found
+        machine.share(index, count)
+        parts.append(machine.part(found))
+    machine.share(0, 1)
+    assert all(parts) and machine.part(found) == found
     if len(found) >= count:
         assert sorted(cpu for part in parts for cpu in part) == sorted(found)
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -76,14 +76,14 @@ def test_processes_share_the_cpus(found, count) -> None:
 def test_threads_that_read_stay_on_their_share(bound) -> None:
     ordered = sorted(bound)
     try:
-        cpu_affinity.share(1, 2)
-        cpu_affinity.unbind()
+        machine.share(1, 2)
+        machine.unbind()
         assert os.sched_getaffinity(0) == set(ordered[len(ordered) // 2 :])
     finally:
-        cpu_affinity.share(0, 1)
+        machine.share(0, 1)
 
 
 def test_cpus_that_went_away_are_said(bound, monkeypatch, caplog) -> None:
-    monkeypatch.setenv(cpu_affinity.VARIABLE, "4095")
-    cpu_affinity.unbind()
+    monkeypatch.setenv(machine.VARIABLE, "4095")
+    machine.unbind()
     assert "stays on the CPUs" in caplog.text and os.sched_getaffinity(0) == {min(bound)}

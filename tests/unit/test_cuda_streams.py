@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from vllm_spac.execution.pointers.streams import CudaStream, CurrentCudaStream
+from vllm_spac.execution.exchange import CudaStream, CurrentCudaStream
 
 
 class Recorded:

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.checkpoint import quant_config, quantisation
-from vllm_spac.checkpoint.architecture import Architecture
-from vllm_spac.checkpoint.described import described
-from vllm_spac.checkpoint.headers import read_config
-from vllm_spac.checkpoint.quantisation import Kernels
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.storage.checkpoint import quant_config, quantisation
+from vllm_spac.storage.checkpoint.described import Architecture, described
+from vllm_spac.storage.checkpoint.headers import read_config
+from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 
 HERE = Path("model")
 MIXTRAL = {
@@ -110,8 +109,8 @@ def int4(**weights: object) -> dict:
 )
 def test_our_kernels_store_other_scales(settings: dict, slots: int, packed: int) -> None:
     codes = 64 * 256 * (1 if settings is FP8 or settings.get("bits") == 8 else 0.5)
-    assert quantisation.stored_bytes(settings, (64, 256), Kernels.GPU) == codes + slots
-    assert quantisation.stored_bytes(settings, (64, 256), Kernels.OURS) == codes + packed
+    assert quantisation.stored_bytes(settings, (64, 256), FormatKernels.GPU) == codes + slots
+    assert quantisation.stored_bytes(settings, (64, 256), FormatKernels.OURS) == codes + packed
 
 
 def test_columns_of_gpt_oss_are_first() -> None:
@@ -140,7 +139,7 @@ NVFP4_FLAGS = ("--spac-execution pointers", "--moe-backend marlin")
 )
 def test_nvfp4_is_for_pointers(settings: dict) -> None:
     assert quantisation.refusal(settings) is None and quantisation.flags(settings) == NVFP4_FLAGS
-    assert "use --spac-execution pointers" in str(quantisation.refusal(settings, Kernels.GPU))
+    assert "use --spac-execution pointers" in str(quantisation.refusal(settings, FormatKernels.GPU))
     words = 64 * 256 // 2 + 64 * 4 * (1 + 256 // 64)
     assert quantisation.stored_bytes(settings, (64, 256)) == words
     assert quantisation.stored_bytes(settings, (3, 64, 272)) == 3 * (64 * 136 + 64 * 4 * (1 + 5))
@@ -159,9 +158,9 @@ def test_nvfp4_is_for_pointers(settings: dict) -> None:
     ids=["FP8", "unnamed", "group", "compressed group", "MXFP4"],
 )
 def test_other_experts_of_four_bits_are_refused(settings: dict, said: str) -> None:
-    for kernels in (None, Kernels.OURS, Kernels.GPU):
+    for kernels in (None, FormatKernels.OURS, FormatKernels.GPU):
         assert said in str(quantisation.refusal(settings, kernels))
-    assert quantisation.refusal(settings, Kernels.CPU) is not None
+    assert quantisation.refusal(settings, FormatKernels.CPU) is not None
 
 
 def test_what_modelopt_leaves_out() -> None:

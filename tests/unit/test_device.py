@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration import device
-from vllm_spac.integration.device import DeviceFacts
+from vllm_spac.integration.hooks import device
+from vllm_spac.integration.hooks.device import DeviceFacts
 
 H200 = DeviceFacts("NVIDIA H200", cuda=True, capability=(9, 0), pinned=True, unified=True)
 

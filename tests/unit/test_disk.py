@@ -22,12 +22,12 @@ from safetensors import safe_open
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
-from vllm_spac.metrics import Counters
-from vllm_spac.system.atomic_write import partial_of
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage import disk
+from vllm_spac.storage.base import Slot
+from vllm_spac.storage.disk import PAGE, DiskStore
+from vllm_spac.system.files import partial_of
 from vllm_spac.system.host_memory import gib
-from vllm_spac.tiers import disk
-from vllm_spac.tiers.base import Slot
-from vllm_spac.tiers.disk import PAGE, DiskStore
 
 LAYERS = ("model.layers.3.mlp.experts", "model.layers.5.mlp.experts")
 SPECS = {

@@ -17,14 +17,13 @@ from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.diagnosis import gather
-from vllm_spac.diagnosis.checks import OLD_DAYS, diagnose
-from vllm_spac.diagnosis.disk_rate import read_rate
-from vllm_spac.diagnosis.facts import Device, Disk, Facts, Installation, Library, Model, PackedFolder, System
-from vllm_spac.integration import installation
-from vllm_spac.system.cpu_affinity import cpus_named
+from vllm_spac.storage.disk import DiskStore
 from vllm_spac.system.flaws import METADATA, Flaw
-from vllm_spac.tiers.disk import DiskStore
+from vllm_spac.system.machine import cpus_named
+from vllm_spac.tools.machine import gather, installation
+from vllm_spac.tools.machine.checks import OLD_DAYS, diagnose
+from vllm_spac.tools.machine.facts import Device, Disk, Facts, Installation, Library, Model, PackedFolder, System
+from vllm_spac.tools.machine.gather import read_rate
 
 GIB = 1 << 30
 TORCH = Library("2.13.0+cpu", "==2.13.0", fits=True)
@@ -246,7 +245,7 @@ def test_a_damaged_folder_is_unfinished(store: DiskStore) -> None:
 def test_the_disk_is_read(store: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [store.path(key) for key in range(4)]
     assert read_rate(files, tmp_path, seconds=0.05) > 0
-    monkeypatch.setattr("vllm_spac.diagnosis.disk_rate._SCRATCH", 4 << 20)
+    monkeypatch.setattr("vllm_spac.tools.machine.gather._SCRATCH", 4 << 20)
     assert (gather.disk(tmp_path / "absent", measure=True).rate or 0) > 0
     assert not list(tmp_path.glob(".probe-*"))
 
@@ -301,7 +300,7 @@ def test_bad_input(tmp_path: Path) -> None:
 def test_this_vllm_loads_the_plugin() -> None:
     """In a process of its own, because loading wraps vLLM's methods."""
     code = (
-        "from vllm_spac.integration.installation import installation as i; f = i(); "
+        "from vllm_spac.tools.machine.installation import installation as i; f = i(); "
         "assert f.registered and f.active and not f.missing and not f.refusal, f; "
         "assert f.names > 15 and f.libraries['torch'].fits and f.libraries['torch'].required, f"
     )
@@ -309,5 +308,5 @@ def test_this_vllm_loads_the_plugin() -> None:
 
 
 def test_a_plugin_that_vllm_was_told_to_leave_out() -> None:
-    code = "from vllm_spac.integration.installation import installation as i; f = i(); assert not f.active, f"
+    code = "from vllm_spac.tools.machine.installation import installation as i; f = i(); assert not f.active, f"
     subprocess.run([sys.executable, "-c", code], check=True, env={"VLLM_PLUGINS": "other", "PATH": "/usr/bin:/bin"})

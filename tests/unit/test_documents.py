@@ -10,11 +10,11 @@ from typing import Any
 
 from typer.main import get_command
 
-from vllm_spac.cli import knobs
+from vllm_spac.cli import plan
 from vllm_spac.cli.main import app
-from vllm_spac.config import SpacConfig
-from vllm_spac.knobs.types import flag
-from vllm_spac.profiling.costs import names
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.types import flag
+from vllm_spac.decisions.costs import names
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_knobs_are_as_the_configuration_has_them() -> None:
     """Otherwise: `vllm-spac knobs --markdown > vllm_spac/KNOBS.md`."""
     text = (ROOT / "vllm_spac" / "KNOBS.md").read_text(encoding="utf-8")
-    assert text == knobs.document()
+    assert text == plan.document()
     assert all(f"| `{name}` |" in text for name in SpacConfig.model_fields)
 
 
@@ -156,7 +156,7 @@ def test_components_are_added_as_the_table_says() -> None:
 
 
 def test_numbers_and_names_of_machines_and_versions() -> None:
-    from vllm_spac.integration.compat import SUPPORTED
+    from vllm_spac.integration.hooks.device import SUPPORTED
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     usage = (ROOT / "vllm_spac" / "USAGE.md").read_text(encoding="utf-8")

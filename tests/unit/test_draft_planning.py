@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_spac.decisions.guard.batch_guard import halved
+from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.integration.stepping import draft_planning
 from vllm_spac.integration.stepping.draft_planning import PlannedDrafts, attach
-from vllm_spac.speculation.batch_guard import halved
-from vllm_spac.speculation.guard import Guard
 
 
 class Told:

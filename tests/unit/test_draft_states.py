@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_spac.decisions.guard.draft_states import DraftStates
 from vllm_spac.errors import ConfigError, SpacError
-from vllm_spac.execution.slots import SlotExecution
-from vllm_spac.integration.evaluation.draft_reader import DraftReader
+from vllm_spac.execution.slots_execution import SlotExecution
+from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.loading import ahead
-from vllm_spac.integration.stepping import drafts, runner_v1
-from vllm_spac.integration.stepping.draft_logits import observed
-from vllm_spac.speculation.draft_states import DraftStates
+from vllm_spac.integration.stepping import runner_v1
+from vllm_spac.integration.stepping.runner_v1 import observed
+from vllm_spac.tools.evaluation.collection import DraftReader
 
 WIDTH = 3
 

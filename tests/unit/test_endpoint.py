@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.integration.serving import endpoint
 from vllm_spac.integration.serving.endpoint import SpacEndpoint, WorkerCollector
 from vllm_spac.integration.serving.live_page import LiveFeed
-from vllm_spac.integration.serving.worker import SpacWorker
+from vllm_spac.integration.serving.worker_extension import SpacWorker
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
 KEYS = st.sampled_from([*BudgetSettings.model_fields, "layers.0"]) | st.text(max_size=5)
 VALUES = (

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.execution._exchange import Exchange
-from vllm_spac.execution.pointers.streams import ThreadStream
+from vllm_spac.execution.exchange import Exchange, ThreadStream
 
 
 class LateLane:

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.parts import filling, parts
-from vllm_spac.simulation.replay import Outcome
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.tools.traces.replayed import Outcome, filling, parts
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 REPLAY = Path(__file__).resolve().parents[2] / "benchmarks" / "replay"
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.cache.expected import Expected
-from vllm_spac.predictors.base import Guess
+from vllm_spac.cache.lookahead import Expected
+from vllm_spac.decisions.predictors.base import Guess
 
 LAYERS, EXPERTS = 4, 6
 

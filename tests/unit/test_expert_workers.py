@@ -30,18 +30,18 @@ from worker_threads import (
     until,
 )
 
-from vllm_spac.distributed import visits
-from vllm_spac.distributed.client import WorkerClient
-from vllm_spac.distributed.expert_divider import ExpertDivider, Rates
-from vllm_spac.distributed.layer_call import Forward, LayerCall
-from vllm_spac.distributed.link import Link, Lost
-from vllm_spac.distributed.places import ClusterFile
-from vllm_spac.distributed.pool import ExpertPool
-from vllm_spac.distributed.roster import Roster
-from vllm_spac.distributed.service import facts
-from vllm_spac.distributed.wire import (
+from vllm_spac.errors import ConfigError, SpacError, StoreError
+from vllm_spac.methods.od_moe import worker_counts
+from vllm_spac.methods.od_moe.client import WorkerClient
+from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates
+from vllm_spac.methods.od_moe.layer_call import Forward, LayerCall
+from vllm_spac.methods.od_moe.places import ClusterFile
+from vllm_spac.methods.od_moe.pool import ExpertPool
+from vllm_spac.methods.od_moe.roster import Roster
+from vllm_spac.methods.od_moe.service import facts
+from vllm_spac.methods.od_moe.wire import (
+    FrameKind,
     Header,
-    Kind,
     Limits,
     decode,
     encode,
@@ -49,9 +49,9 @@ from vllm_spac.distributed.wire import (
     raw,
     resident_payload,
 )
-from vllm_spac.distributed.worker_counts import WorkerCounts
-from vllm_spac.errors import ConfigError, SpacError, StoreError
-from vllm_spac.profiling import peer
+from vllm_spac.methods.od_moe.worker_counts import WorkerCounts
+from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink
+from vllm_spac.tools.machine import peer
 
 
 @pytest.fixture(autouse=True)
@@ -221,13 +221,13 @@ def test_results_of_a_row_are_added_in_float32() -> None:
     divider = ExpertDivider(1, 4, [(0,)] * 4)
     for worker in range(4):
         roster.admit(worker, 1)
-        divider.admit(worker, Rates(1.0, 1.0, 1.0, 0.0))
+        divider.admit(worker, ProcessorRates(1.0, 1.0, 1.0, 0.0))
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     call = LayerCall(
         roster, Forward(1), 0, x, torch.ones(1, 4), torch.arange(4, dtype=torch.int32)[None], limits, 128, divider
     )
     for worker, message in call.outgoing(0.0):
-        header = replace(decode(message, limits).header, kind=Kind.ROWS, top_k=4)
+        header = replace(decode(message, limits).header, kind=FrameKind.ROWS, top_k=4)
         out = torch.full_like(x, 256.0 if worker == 0 else 1.0)
         assert call.incoming(worker, encode(header, raw(out) + resident_payload(np.ones(4, dtype=bool))), 0.0)
     assert call.done and torch.equal(call.out, torch.full_like(x, 260.0)), "the bfloat16 next to 259"
@@ -406,7 +406,7 @@ def test_a_second_engine_is_refused_while_the_first_one_is_there(client) -> None
     places = Threads(1)
     client(places)
     context = zmq.Context()
-    link = Link(context, places.addresses()[0], SECRET, facts(), "another")
+    link = WorkerLink(context, places.addresses()[0], SECRET, facts(), "another")
     with pytest.raises(Lost, match="serves another engine"):
         link.join(20)
     link.drop()
@@ -430,7 +430,7 @@ def test_an_engine_that_was_killed_gives_way_to_the_next() -> None:
 def test_a_worker_of_another_cluster_is_found_out() -> None:
     places = Threads(1)
     context = zmq.Context()
-    link = Link(context, places.addresses()[0], ANOTHER, facts(), "engine")
+    link = WorkerLink(context, places.addresses()[0], ANOTHER, facts(), "engine")
     with pytest.raises(SpacError, match="has another secret"):
         link.join(20)
     link.drop()
@@ -441,7 +441,7 @@ def test_a_worker_of_another_cluster_is_found_out() -> None:
 def test_other_versions_are_refused() -> None:
     places = Threads(1)
     context = zmq.Context()
-    link = Link(context, places.addresses()[0], SECRET, facts() | {"vllm": "0.1"}, "engine")
+    link = WorkerLink(context, places.addresses()[0], SECRET, facts() | {"vllm": "0.1"}, "engine")
     with pytest.raises(Lost, match=r"could differ in bits: vllm .* here and '0\.1' there"):
         link.join(20)
     link.drop()
@@ -460,7 +460,9 @@ def pools(places: Threads) -> list[ExpertPool]:
 def read(places: Threads) -> None:
     """Waits until the workers have taken every hint and read what it names."""
     for address in places.addresses():
-        assert isinstance(visits.counts([address], SECRET)[0], dict)  # answered after the hints, which were sent before
+        assert isinstance(
+            worker_counts.counts([address], SECRET)[0], dict
+        )  # answered after the hints, which were sent before
     tickets = [pool._execution._transfers.ahead._tickets for pool in pools(places)]
     until(lambda: all(ticket.done.done() for each in tickets for ticket in list(each.values())))
 
@@ -508,7 +510,7 @@ def test_hints_that_cannot_be(client) -> None:
 
     def sent(step: int, layer: int, sequence: int, experts: list[int], **changes) -> tuple[bytes, bytes]:
         fields = {"top_k": len(experts), "fingerprint": bytes.fromhex(FINGERPRINT)} | changes
-        return encode(Header(Kind.HINT, epoch, step, sequence, layer, **fields), hint_payload(experts))
+        return encode(Header(FrameKind.HINT, epoch, step, sequence, layer, **fields), hint_payload(experts))
 
     newest = sent(5, 3, 1000, [4, 5])
     flipped = newest[0], bytes([newest[1][0] ^ 1]) + newest[1][1:]
@@ -562,20 +564,20 @@ def test_a_visitor_reads_counters_beside_the_engine(client) -> None:
     found = client(places)
     assert_right(found, 0, rows=5)
     places.running[1].end()
-    first, second = visits.counts(places.addresses(), SECRET, 1.0)
+    first, second = worker_counts.counts(places.addresses(), SECRET, 1.0)
     assert isinstance(first, dict) and isinstance(second, str) and "HELLO" in second
     assert (first["serving"], first["calls"], first["rows"], first["layers"]) == (True, 2, 6, 3), "one row tested it"
     assert first["memory_bytes"] > 0
-    [refused] = visits.counts(places.addresses()[:1], ANOTHER, 5.0)
+    [refused] = worker_counts.counts(places.addresses()[:1], ANOTHER, 5.0)
     assert "another secret" in str(refused)
     context = zmq.Context()
-    link = Link(context, places.addresses()[0], SECRET)
+    link = WorkerLink(context, places.addresses()[0], SECRET)
     link.visit(20)
-    for kind in (Kind.SERVE, Kind.FILL, Kind.FETCH, Kind.DROP):
+    for kind in (FrameKind.SERVE, FrameKind.FILL, FrameKind.FETCH, FrameKind.DROP):
         with pytest.raises(SpacError, match=f"asked for {kind.name}"):
             link.ask(kind, 20)
     with pytest.raises(SpacError, match="serves an engine; measure while it serves none"):
-        link.ask(Kind.ECHO, 20, bytes(8), rows=1, hidden=4, dtype=torch.bfloat16)
+        link.ask(FrameKind.ECHO, 20, bytes(8), rows=1, hidden=4, dtype=torch.bfloat16)
     link.close()
     context.destroy(linger=0)
     assert_right(found, 0, seed=1, step=2)

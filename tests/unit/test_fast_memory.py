@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_spac.cache.working import MoEWidths, Working
+from vllm_spac.cache.sizing import MoEWidths, Working
 from vllm_spac.integration.loading import fast_memory
 
 

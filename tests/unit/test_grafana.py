@@ -14,12 +14,12 @@ pytest.importorskip("vllm", reason="the exporter is vLLM's plugin interface")
 from prometheus_client import CollectorRegistry, generate_latest
 from vllm.v1.metrics import loggers
 
-from vllm_spac.distributed.roster import Share
-from vllm_spac.distributed.worker_counts import WorkerCounts
-from vllm_spac.integration.serving import endpoint, requests
+from vllm_spac.integration.serving import endpoint, live_page
 from vllm_spac.integration.serving.endpoint import WorkerCollector
-from vllm_spac.metrics import Counters
-from vllm_spac.speculation.trees.counters import TreeCounters
+from vllm_spac.methods.od_moe.roster import WorkerShare
+from vllm_spac.methods.od_moe.worker_counts import WorkerCounts
+from vllm_spac.methods.trees.tree_counters import TreeCounters
+from vllm_spac.recording.metrics import Counters
 
 DASHBOARD = json.loads((Path(endpoint.__file__).parent / "grafana.json").read_text(encoding="utf-8"))
 
@@ -40,7 +40,7 @@ def exported() -> dict[str, set[str]]:
             "stopped": {"timeline": "no room"},
             "guard": {"draft_length": 2},
             "budget": dict.fromkeys(names, 1),
-            "expert_workers": {"worker-0": {"present": 1, **WorkerCounts().of(0), **asdict(Share())}},
+            "expert_workers": {"worker-0": {"present": 1, **WorkerCounts().of(0), **asdict(WorkerShare())}},
         }
     ]
     registry = CollectorRegistry()
@@ -59,7 +59,7 @@ def vllms() -> set[str]:
 
 
 def test_what_vllm_counts_about_requests_has_these_names() -> None:
-    assert set(requests.SAMPLES) <= vllms()
+    assert set(live_page.SAMPLES) <= vllms()
 
 
 def queries() -> list[str]:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.execution.pointers.staging import ROWS
-from vllm_spac.integration import graphs
+from vllm_spac.execution.staging import ROWS
+from vllm_spac.integration.hooks import graphs
 
 SLOTS, POINTERS = SpacConfig(), SpacConfig(execution="pointers")
 ALL = SpacConfig(slots="100%")  # execution=slots, and each expert has one

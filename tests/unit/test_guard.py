@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.speculation.acceptance import Acceptance
-from vllm_spac.speculation.batch_guard import ALLOWANCE
-from vllm_spac.speculation.guard import Guard
-from vllm_spac.speculation.trials import TrialCosts
+from vllm_spac.decisions.guard.acceptance import Acceptance
+from vllm_spac.decisions.guard.batch_guard import ALLOWANCE
+from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.trials import TrialCosts
 
 Seconds = Callable[[float, int], float]  # (tokens so far, drafts) -> of a step
 Chance = Callable[[float, int], float]  # (tokens so far, position) -> of acceptance

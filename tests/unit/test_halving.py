@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.tuning.halving import FIRST, Halving, Run
+from vllm_spac.tools.tuning.halving import FIRST, Halving, Run
 
 NAMES = [f"arm {number}" for number in range(12)]
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from vllm_spac.core import TensorSpec
-from vllm_spac.system import huge_pages as module
-from vllm_spac.system.host_blocks import HostBlock
-from vllm_spac.system.huge_pages import HUGE_PAGE, huge_pages
-from vllm_spac.tiers.base import allocate
+from vllm_spac.storage.base import allocate
+from vllm_spac.system import host_memory as module
+from vllm_spac.system.host_memory import HUGE_PAGE, HostBlock, huge_pages
 
 MIB = 2**20
 

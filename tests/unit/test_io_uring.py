@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from packed_experts import blank, expert, packed
 
 from vllm_spac.cache.transfers import Transfers
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.metrics import Counters
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage.base import Slots
+from vllm_spac.storage.disk import DiskStore
+from vllm_spac.storage.memory import MemoryStore
 from vllm_spac.system import io_uring
 from vllm_spac.system.io_uring import ENTRIES, Ring
-from vllm_spac.tiers.base import Slots
-from vllm_spac.tiers.disk import DiskStore
-from vllm_spac.tiers.memory import MemoryStore
 
 SHAPE = MoEShape(
     ("layer",),

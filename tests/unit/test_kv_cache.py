@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_spac.integration.loading import footprint, kv_cache
+from vllm_spac.integration.loading import fast_memory
 
 MIB = 1 << 20
 
@@ -57,22 +57,22 @@ def layers(count: int = 6, block: int = 128) -> list:
 
 
 def test_slots_leave_it_room_for_four_requests_or_for_as_many_as_there_can_be() -> None:
-    assert kv_cache.beside_slots(config(requests=256)) == 4 * 3 * MIB
-    assert kv_cache.beside_slots(config(requests=1)) == 3 * MIB
-    assert kv_cache.beside_slots(config(requests=1, kv_cache_memory_bytes=5)) == 5, "what the user said"
+    assert fast_memory.beside_slots(config(requests=256)) == 4 * 3 * MIB
+    assert fast_memory.beside_slots(config(requests=1)) == 3 * MIB
+    assert fast_memory.beside_slots(config(requests=1, kv_cache_memory_bytes=5)) == 5, "what the user said"
 
 
 def test_latent_attention_keeps_one_vector() -> None:
-    assert kv_cache.beside_slots(config(requests=1, mla=True)) == 3 * MIB // 2
+    assert fast_memory.beside_slots(config(requests=1, mla=True)) == 3 * MIB // 2
 
 
 def test_a_layer_with_a_window_keeps_no_more_than_that_and_a_chunk_of_a_prompt() -> None:
     text = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128}
     token = 2 * 2 * 64 * 2
-    assert kv_cache.beside_slots(config(requests=1, text=text)) == token * 3 * (1024 + 128 + 256)
-    assert kv_cache.beside_slots(config(requests=1, text=text, tokens=300)) == token * 6 * 300
-    assert kv_cache.beside_slots(config(requests=1, text=text, hybrid=False)) == token * 6 * 1024
-    assert kv_cache.beside_slots(config(requests=1, text=text | {"sliding_window": None})) == token * 6 * 1024
+    assert fast_memory.beside_slots(config(requests=1, text=text)) == token * 3 * (1024 + 128 + 256)
+    assert fast_memory.beside_slots(config(requests=1, text=text, tokens=300)) == token * 6 * 300
+    assert fast_memory.beside_slots(config(requests=1, text=text, hybrid=False)) == token * 6 * 1024
+    assert fast_memory.beside_slots(config(requests=1, text=text | {"sliding_window": None})) == token * 6 * 1024
 
 
 # -- what requests can use ----------------------------------------------------------------------------------
@@ -80,17 +80,17 @@ def test_a_layer_with_a_window_keeps_no_more_than_that_and_a_chunk_of_a_prompt()
 
 def test_requests_use_whole_blocks_and_vllm_one_more() -> None:
     block = 128 * 3 << 10
-    assert kv_cache.usable(config(), layers()) == (8 * 8 + 1) * block
-    assert kv_cache.usable(config(tokens=1025), layers()) == (8 * 9 + 1) * block
-    assert kv_cache.usable(config(prefixes=True), layers()) == (2 * 8 * 8 + 1) * block, "prefixes of earlier ones"
+    assert fast_memory.usable(config(), layers()) == (8 * 8 + 1) * block
+    assert fast_memory.usable(config(tokens=1025), layers()) == (8 * 9 + 1) * block
+    assert fast_memory.usable(config(prefixes=True), layers()) == (2 * 8 * 8 + 1) * block, "prefixes of earlier ones"
 
 
 def test_kinds_that_share_blocks_are_not_estimated() -> None:
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     window = SlidingWindowSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=64)
-    assert kv_cache.usable(config(), [*layers(), window]) is None
-    assert kv_cache.usable(config(), []) is None
+    assert fast_memory.usable(config(), [*layers(), window]) is None
+    assert fast_memory.usable(config(), []) is None
 
 
 # -- the hooks ----------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_kinds_that_share_blocks_are_not_estimated() -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(footprint.logger, "info", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(fast_memory.logger, "info", lambda text, *values: lines.append(text % values))
     return lines
 
 
@@ -114,11 +114,11 @@ def worker(vllm_config: SimpleNamespace, managed: bool = True, tree: int = 0) ->
 
 
 def chosen(found: int, *args, **kwargs) -> int:
-    return footprint._bounded(lambda self: found)(worker(*args, **kwargs))
+    return fast_memory._bounded(lambda self: found)(worker(*args, **kwargs))
 
 
 def test_what_requests_cannot_use_is_not_taken_and_the_log_says_so(said) -> None:
-    needed = kv_cache.usable(config(), layers())
+    needed = fast_memory.usable(config(), layers())
     assert chosen(20 << 30, config()) == needed
     (line,) = said
     assert "24.4 MiB" in line and "20.00 GiB" in line and "--max-num-seqs 8" in line and "--max-model-len 1024" in line
@@ -146,7 +146,7 @@ def test_other_engines_and_trees_keep_what_vllm_found(said) -> None:
 
 def settled(monkeypatch: pytest.MonkeyPatch, vllm_config: SimpleNamespace, rank: int = 0) -> torch.Tensor:
     """Returns the KV cache of two layers after the hook, of which some bytes were not zero: a sign of release."""
-    monkeypatch.setattr(footprint, "own_memory", lambda: 600 * MIB)
+    monkeypatch.setattr(fast_memory, "own_memory", lambda: 600 * MIB)
     cache = torch.ones(64 * MIB, dtype=torch.uint8)
     at = worker(vllm_config)
     at.model_runner.kv_caches = [cache[: 32 * MIB].view(torch.bfloat16), [cache[32 * MIB :]]]
@@ -156,7 +156,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, vllm_config: SimpleNamespace, rank:
         other_weights=20 * MIB,
         ranks=SimpleNamespace(rank=rank),
     )
-    assert footprint._settled(lambda self: "warm")(at) == "warm"
+    assert fast_memory._settled(lambda self: "warm")(at) == "warm"
     return cache
 
 
@@ -166,7 +166,7 @@ def test_the_cache_takes_no_memory_until_it_is_used_and_one_line_says_what_does(
     (line,) = said
     assert "600.0 MiB: 100.0 MiB of slots, 20.0 MiB of other weights, 480.0 MiB of vLLM" in line
     assert "up to 64.0 MiB more for their KV cache, of which they can use 24.4 MiB: --kv-cache-memory-bytes" in line
-    assert str(kv_cache.usable(config(), layers())) in line
+    assert str(fast_memory.usable(config(), layers())) in line
 
 
 def test_the_line_names_no_smaller_size_where_all_can_be_used(said, monkeypatch) -> None:

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.cache.residency import Residency
-from vllm_spac.policies.layer_lru import LayerLRU
-from vllm_spac.policies.lru import LRU
+from vllm_spac.decisions.policies.layer_lru import LayerLRU
+from vllm_spac.decisions.policies.lru import LRU
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 LAYERS, EXPERTS, SHARE = 3, 8, 4

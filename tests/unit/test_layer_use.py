@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_spac.cache.layer_use import LayerUse
+from vllm_spac.cache.loader import LayerUse
 
 LAYERS, EXPERTS, TOP_K = 3, 20, 4
 ROWS = 40

@@ -16,8 +16,6 @@ pytest.importorskip("vllm", reason="the routes are vLLM's plugin interface")
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.cache.residency import Residency
 from vllm_spac.components import build
 from vllm_spac.core import RequestRows, RowKind, Step
@@ -25,10 +23,12 @@ from vllm_spac.integration.serving import live_page
 from vllm_spac.integration.serving.endpoint import SpacEndpoint
 from vllm_spac.integration.serving.live_page import LiveFeed
 from vllm_spac.integration.serving.live_view import EVICTED, HOST, LOADED, ON_CPU, SLOT, STORE, LiveView
-from vllm_spac.integration.serving.worker import SpacWorker
+from vllm_spac.integration.serving.worker_extension import SpacWorker
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import RoutingRule
+from vllm_spac.recording.timeline_file import TimelineFacts
+from vllm_spac.recording.timeline_recorder import Kind, Timeline
 from vllm_spac.runtime import Runtime
-from vllm_spac.timeline.recorder import Kind, Timeline
-from vllm_spac.timeline.recording import Facts
 
 
 class Workers:
@@ -75,7 +75,7 @@ async def reports(feed: LiveFeed, count: int, ended=lambda: False) -> list[tuple
 
 
 def test_workers_are_asked_only_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_page.requests, "read", lambda: {"running": 2.0})
+    monkeypatch.setattr(live_page, "read_requests", lambda: {"running": 2.0})
 
     async def look() -> None:
         workers = Workers()
@@ -244,7 +244,7 @@ def viewed(execution: Execution, saved=None) -> tuple[SimpleNamespace, LiveView]
         runtime.watch(saved.timeline)
     experts = SimpleNamespace(
         runtime=runtime,
-        timeline_facts=Facts("toy", "disk", ("a", "b"), (3, 3)),
+        timeline_facts=TimelineFacts("toy", "disk", ("a", "b"), (3, 3)),
         stats=lambda: {"hits": 1, "misses": 1},
         vllm_config=SimpleNamespace(speculative_config=None),
     )

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.traces import locality
-from vllm_spac.traces.format import ROW_KINDS, Trace, TraceFacts
-from vllm_spac.traces.locality import Locality
-from vllm_spac.traces.published import PUBLISHED
-from vllm_spac.traces.synthetic import synthetic_trace
-from vllm_spac.traces.text import Text
-from vllm_spac.traces.writer import TraceWriter
+from vllm_spac.recording.trace_file import ROW_KINDS, Trace, TraceFacts
+from vllm_spac.recording.trace_writer import TraceWriter
+from vllm_spac.tools.traces import locality
+from vllm_spac.tools.traces.locality import PUBLISHED, Locality
+from vllm_spac.tools.traces.synthetic import synthetic_trace
+from vllm_spac.tools.traces.trace_text import Text
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
 KINDS = {letter: ROW_KINDS.index(kind) for letter, kind in zip("pdvx-", ROW_KINDS, strict=True)}

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from vllm_spac.metrics import Counters, adds_up, total
+from vllm_spac.recording.metrics import Counters, adds_up, total
 
 
 def used() -> Counters:

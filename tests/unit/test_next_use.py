@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.policies._next_use import NextUse
+from vllm_spac.decisions.policies.reuse import NextUse
 
 HALF_LIVES = (2.0, 8.0, 32.0)
 KEYS = 64

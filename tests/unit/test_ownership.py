@@ -15,18 +15,16 @@ import pytest
 import torch
 from packed_experts import FINGERPRINT, packed
 
-from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.per_layer import read_budgets
-from vllm_spac.checkpoint.packed import remove
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.decisions.predictor_file import PredictorFile
 from vllm_spac.errors import ConfigError, SpacError, StoreError
 from vllm_spac.integration.loading.store_lock import StoreLock
-from vllm_spac.prediction.file import PredictorFile
-from vllm_spac.system import ownership
-from vllm_spac.system.lock_file import LockFile
-from vllm_spac.system.private_files import make_folder
-from vllm_spac.tiers.disk import DiskStore
+from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
+from vllm_spac.storage.checkpoint.packed_folder import remove
+from vllm_spac.storage.disk import DiskStore
+from vllm_spac.system import files
+from vllm_spac.system.files import LockFile, make_folder
 
 SHAPE = MoEShape(("layers.0", "layers.1"), 3, 2, {"w": TensorSpec((64,), torch.float32)})
 OTHER = 65534 if os.geteuid() != 65534 else 65533
@@ -49,7 +47,7 @@ def rights(path: Path) -> int:
 
 def test_own_files_in_own_folders_are_used(tmp_path: Path) -> None:
     (file := tmp_path / "file").touch(0o644)
-    assert [ownership.refusal(path) for path in (file, tmp_path, tmp_path / "absent", tmp_path / "no" / "way")] == [
+    assert [files.refusal(path) for path in (file, tmp_path, tmp_path / "absent", tmp_path / "no" / "way")] == [
         None
     ] * 4
 
@@ -62,13 +60,13 @@ def test_what_every_user_may_write_is_refused_until_the_command_was_run(tmp_path
     (file := folder / "file").touch()
     changed, asked = {"file": (file, file), "folder": (folder, folder), "its folder": (folder, file)}[what]
     changed.chmod(mode | (0o111 if changed is folder else 0))
-    said = ownership.refusal(asked)
+    said = files.refusal(asked)
     assert said is not None and said.startswith(
         f"{changed} of {pwd.getpwuid(os.geteuid()).pw_name} (uid {os.geteuid()})"
     )
     assert "every user" in said
     subprocess.run(["sh", "-c", said.split("`")[1]], check=True)
-    assert ownership.refusal(asked) is None
+    assert files.refusal(asked) is None
 
 
 @as_root
@@ -78,40 +76,38 @@ def test_what_belongs_to_another_is_refused_until_the_command_was_run(tmp_path: 
     (file := folder / "file").touch()
     changed, asked = {"file": (file, file), "folder": (folder, folder), "its folder": (folder, file)}[what]
     os.chown(changed, OTHER, -1)
-    said = ownership.refusal(asked)
+    said = files.refusal(asked)
     assert said is not None and said.startswith(f"{changed} belongs to ") and f"(uid {OTHER})" in said
     subprocess.run(["sh", "-c", said.split("`")[1]], check=True)
-    assert ownership.refusal(asked) is None
+    assert files.refusal(asked) is None
 
 
 @as_root
 def test_what_root_has_made_is_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch(0o644)
     monkeypatch.setattr(os, "geteuid", lambda: OTHER)
-    assert ownership.refusal(tmp_path / "file") is None
+    assert files.refusal(tmp_path / "file") is None
     os.chown(tmp_path / "file", OTHER, -1)
-    assert ownership.refusal(tmp_path / "file") is None
+    assert files.refusal(tmp_path / "file") is None
     os.chown(tmp_path / "file", 1234, -1)
-    assert "(uid 1234)" in str(ownership.refusal(tmp_path / "file")) and " as root" in str(
-        ownership.refusal(tmp_path / "file")
-    )
+    assert "(uid 1234)" in str(files.refusal(tmp_path / "file")) and " as root" in str(files.refusal(tmp_path / "file"))
 
 
 def test_a_sticky_folder_is_no_danger_to_own_files_but_one_for_what_is_missing_in_it(tmp_path: Path) -> None:
     (folder := tmp_path / "tmp").mkdir()
     folder.chmod(0o1777)
     (folder / "file").touch(0o644)
-    assert ownership.refusal(folder / "file") is None
-    assert "every user" in str(ownership.refusal(folder)), "anybody may add to it"
+    assert files.refusal(folder / "file") is None
+    assert "every user" in str(files.refusal(folder)), "anybody may add to it"
 
 
 def test_a_link_leads_to_what_is_looked_at(tmp_path: Path) -> None:
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (elsewhere / "file").touch(0o644)
     (link := tmp_path / "link").symlink_to(elsewhere / "file")
-    assert ownership.refusal(link) is None
+    assert files.refusal(link) is None
     elsewhere.chmod(0o777)
-    assert str(elsewhere) in str(ownership.refusal(link))
+    assert str(elsewhere) in str(files.refusal(link))
 
 
 def test_a_group_of_one_is_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +116,9 @@ def test_a_group_of_one_is_nobody_else(tmp_path: Path, monkeypatch: pytest.Monke
     file.chmod(0o664)
 
     def refused(name: str, *members: str) -> bool:
-        group = ownership.grp.struct_group((name, "x", 1, list(members)))
-        monkeypatch.setattr(ownership.grp, "getgrgid", lambda gid: group)
-        return ownership.refusal(file) is not None
+        group = files.grp.struct_group((name, "x", 1, list(members)))
+        monkeypatch.setattr(files.grp, "getgrgid", lambda gid: group)
+        return files.refusal(file) is not None
 
     assert not refused(me) and not refused(me, me)
     assert refused("staff") and refused(me, me, "eve")
@@ -244,7 +240,7 @@ def test_a_lock_that_is_there_is_used(tmp_path: Path) -> None:
 _HOLD = """
 import sys
 from pathlib import Path
-from vllm_spac.system.lock_file import LockFile
+from vllm_spac.system.files import LockFile
 lock = LockFile(Path(sys.argv[1]))
 assert lock.take()
 print(flush=True)

@@ -19,11 +19,11 @@ moe_spac, moe_spac_reuse, moe_spac_tables, moe_spec, od_moe, spread = (
     for name in ("moe_spac", "moe_spac_reuse", "moe_spac_tables", "moe_spec", "od_moe", "spread")
 )
 
-from vllm_spac.config import SpacConfig  # noqa: E402
-from vllm_spac.knobs.types import EXTRA  # noqa: E402
-from vllm_spac.profiling.costs import Costs  # noqa: E402
-from vllm_spac.traces.synthetic import synthetic_trace  # noqa: E402
-from vllm_spac.traces.text import Text  # noqa: E402
+from vllm_spac.config.config import SpacConfig  # noqa: E402
+from vllm_spac.config.types import EXTRA  # noqa: E402
+from vllm_spac.decisions.costs import Costs  # noqa: E402
+from vllm_spac.tools.traces.synthetic import synthetic_trace  # noqa: E402
+from vllm_spac.tools.traces.trace_text import Text  # noqa: E402
 
 
 def text(tokens: list[list[int]], experts: int, weights: list[list[float]] | None = None) -> Text:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration import patches
+from vllm_spac.integration.hooks import patches
 
 SOURCES = Path(patches.__file__).parent
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.per_layer import choose, read_budgets, write_budgets
 from vllm_spac.errors import ConfigError
+from vllm_spac.methods.moe_spec.calibration import Calibration, choose, read_budgets, write_budgets
 
 LAYERS, EXPERTS, TOP_K, WINDOW = ("model.layers.0.mlp", "model.layers.1.mlp"), 6, 2, 4
 FINGERPRINT = "0123456789abcdef" * 2

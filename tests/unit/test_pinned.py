@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_spac.budget.calibration import CalibrationRecorder
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.policies.base import PolicyContext
+from vllm_spac.decisions.policies.pinned import Pinned
 from vllm_spac.errors import ConfigError
-from vllm_spac.policies.base import PolicyContext
-from vllm_spac.policies.pinned import Pinned
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.named import build_policy
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.traces.statistics import uses
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
+from vllm_spac.tools.traces.simulated_components import build_policy
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.synthetic import synthetic_trace
+from vllm_spac.tools.traces.trace_statistics import uses
 
 COUNTS = np.array([[5, 0, 9, 1], [2, 9, 0, 7]])
 FACTS = {"layers": 2, "experts": 16, "top_k": 2, "skew": 1.2, "reuse": 0.3}

@@ -10,10 +10,10 @@ import pytest
 import typer
 from rich.console import Console
 
-from vllm_spac.planning.model import ServedModel
-from vllm_spac.planning.predict import Prediction
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.predict import Prediction
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "toy")]

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.execution.pointers.planner import Planner, most_moves
-from vllm_spac.execution.pointers.protocol import Move, Pointers
-from vllm_spac.metrics import Counters
-from vllm_spac.policies.lru import LRU
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.execution.moves import Move, Planner, Pointers, most_moves
+from vllm_spac.recording.metrics import Counters
 
 
 @pytest.fixture

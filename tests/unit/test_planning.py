@@ -16,28 +16,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from vllm_spac.checkpoint.architecture import Architecture
-from vllm_spac.checkpoint.headers import Checkpoint
 from vllm_spac.cli import plan as cli_plan
 from vllm_spac.cli.main import app
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.decisions.costs import Capacity, Costs, HostWork, VllmStep
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.planning import machine as machines
-from vllm_spac.planning import plan as plans
-from vllm_spac.planning import routing
-from vllm_spac.planning.choice import Choice, command
-from vllm_spac.planning.machine import HOST_RESERVE, UTILIZATION, PlannedMachine
-from vllm_spac.planning.memory import Load, kv_bytes, largest_percent, slot_bytes, split
-from vllm_spac.planning.model import ServedModel
-from vllm_spac.planning.plan import assumptions, make_plan
-from vllm_spac.planning.predict import PROMPT, Prediction, first_token, predict
-from vllm_spac.profiling.costs import Capacity, Costs, HostWork, VllmStep
-from vllm_spac.simulation.simulate import simulate
+from vllm_spac.recording.trace_file import TraceFacts
+from vllm_spac.storage.checkpoint.described import Architecture
+from vllm_spac.storage.checkpoint.headers import Checkpoint
 from vllm_spac.system.machine import Machine
-from vllm_spac.traces.format import TraceFacts
-from vllm_spac.traces.locality import Locality
-from vllm_spac.traces.published import PUBLISHED
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.tools.planning import planned_machine as machines
+from vllm_spac.tools.planning import planned_routing
+from vllm_spac.tools.planning import planned_serving as plans
+from vllm_spac.tools.planning.plan_choice import Choice, command
+from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, PlannedMachine
+from vllm_spac.tools.planning.planned_memory import Load, kv_bytes, largest_percent, slot_bytes, split
+from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.planned_serving import assumptions, make_plan
+from vllm_spac.tools.planning.predict import PROMPT, Prediction, first_token, predict
+from vllm_spac.tools.traces.locality import PUBLISHED, Locality
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 GIB, MIB = 1 << 30, 1 << 20
 CONFIG = {
@@ -126,7 +125,7 @@ def test_more_requests_tokens_and_drafts_leave_less_room(model: ServedModel) -> 
 def test_the_assumed_routing_is_as_local_as_published() -> None:
     published = {one.figure: one.value for one in PUBLISHED if one.model == "Qwen3-30B-A3B"}
 
-    def figures(assumed: routing.Routing) -> dict[str, float]:
+    def figures(assumed: planned_routing.Routing) -> dict[str, float]:
         traces = (
             synthetic_trace(layers=4, experts=128, steps=400, skew=assumed.skew, reuse=assumed.reuse, seed=seed)
             for seed in (1, 2)
@@ -134,7 +133,7 @@ def test_the_assumed_routing_is_as_local_as_published() -> None:
         means = [Locality.of(trace).means() for trace in traces]
         return {figure: float(np.mean([mean[figure] for mean in means])) for figure in published}
 
-    high, low, even = map(figures, (routing.HIGH, routing.LOW, routing.EVEN))
+    high, low, even = map(figures, (planned_routing.HIGH, planned_routing.LOW, planned_routing.EVEN))
     assert high == pytest.approx(published, abs=0.02)
     assert low["overlap"] == pytest.approx(published["overlap"], abs=0.02)
     assert low["lru_small"] < published["lru_small"] - 0.1
@@ -152,14 +151,14 @@ def all_resident(model: ServedModel, found: PlannedMachine) -> float:
 
 def test_without_misses_a_token_reads_each_weight_once(model: ServedModel) -> None:
     big = machine(4 * GIB, 0)
-    found = predict(Choice(100, "none"), model, big, ONE, routing.EVEN)
+    found = predict(Choice(100, "none"), model, big, ONE, planned_routing.EVEN)
     assert found.tokens_per_second == pytest.approx(1 / all_resident(model, big), rel=1e-6)
     assert (found.hit_rate, found.limit) == (1.0, "compute")
 
 
 @pytest.mark.parametrize(("store", "rate", "limit"), [("host", 31.5e9, "link"), ("disk", 7.45e9, "disk")])
 def test_misses_cost_what_their_store_takes(model: ServedModel, store, rate: float, limit: str) -> None:
-    found = predict(Choice(25, store), model, machine(GIB, GIB), ONE, routing.EVEN)
+    found = predict(Choice(25, store), model, machine(GIB, GIB), ONE, planned_routing.EVEN)
     misses = (1 - found.hit_rate) * model.layers * 4
     expected = all_resident(model, machine(GIB, GIB)) + misses * W_E / rate
     assert found.tokens_per_second == pytest.approx(1 / expected, rel=1e-3)
@@ -172,10 +171,12 @@ def test_the_host_s_own_work_slows_layers_over_slots(model: ServedModel) -> None
     work = HostWork(layer=1e-3)
     works = replace(plain, costs=plain.costs.model_copy(update={"host_work": work}))
     for choice, more in ((Choice(25, "host"), model.layers * work.layer), (Choice(100, "none"), 0.0)):
-        before, after = (1 / predict(choice, model, m, ONE, routing.EVEN).tokens_per_second for m in (plain, works))
+        before, after = (
+            1 / predict(choice, model, m, ONE, planned_routing.EVEN).tokens_per_second for m in (plain, works)
+        )
         assert after - before == pytest.approx(more)
     for found, said in ((plain, "the plugin's own work, "), (works, "")):
-        (text,) = (t for t in assumptions(make_plan(model, found, ONE, [routing.LOW])) if "launches" in t)
+        (text,) = (t for t in assumptions(make_plan(model, found, ONE, [planned_routing.LOW])) if "launches" in t)
         assert text == (
             f"taken to take no time: kernel launches, {said}vLLM's own work in a step; real speeds are lower"
         )
@@ -186,19 +187,25 @@ def test_vllm_s_own_work_slows_every_step(model: ServedModel) -> None:
     own = {"vllm": VllmStep(step=2e-3, layer=1e-4), "host_work": HostWork(layer=1e-9)}
     works = replace(plain, costs=plain.costs.model_copy(update=own))
     for choice in (Choice(100, "none"), Choice(25, "disk")):
-        before, after = (1 / predict(choice, model, m, ONE, routing.EVEN).tokens_per_second for m in (plain, works))
+        before, after = (
+            1 / predict(choice, model, m, ONE, planned_routing.EVEN).tokens_per_second for m in (plain, works)
+        )
         assert after - before == pytest.approx(2e-3 + model.layers * 1e-4, rel=1e-3)
-    assert not any("no time" in text for text in assumptions(make_plan(model, works, ONE, [routing.LOW])))
+    assert not any("no time" in text for text in assumptions(make_plan(model, works, ONE, [planned_routing.LOW])))
 
 
 def test_host_memory_and_processors_help(model: ServedModel) -> None:
-    def speed(choice: Choice, assumed: routing.Routing = routing.LOW) -> float:
+    def speed(choice: Choice, assumed: planned_routing.Routing = planned_routing.LOW) -> float:
         return predict(choice, model, machine(GIB, GIB), ONE, assumed).tokens_per_second
 
     assert speed(Choice(25, "disk")) < speed(Choice(25, "tiers", ALL // 2)) < speed(Choice(25, "host"))
     assert speed(Choice(25, "host")) < speed(Choice(25, "host", cpu=True))
     assert speed(Choice(25, "host")) < speed(Choice(50, "host")) < speed(Choice(100, "none"))
-    assert speed(Choice(25, "host"), routing.EVEN) < speed(Choice(25, "host")) < speed(Choice(25, "host"), routing.HIGH)
+    assert (
+        speed(Choice(25, "host"), planned_routing.EVEN)
+        < speed(Choice(25, "host"))
+        < speed(Choice(25, "host"), planned_routing.HIGH)
+    )
 
 
 def test_a_deeper_model_is_slower_in_proportion(model: ServedModel) -> None:
@@ -207,7 +214,7 @@ def test_a_deeper_model_is_slower_in_proportion(model: ServedModel) -> None:
     deep = replace(model, checkpoint=replace(model.checkpoint, layer_bytes=layers, other_bytes=2 * model.read_bytes))
     shallow = replace(model, checkpoint=replace(model.checkpoint, other_bytes=model.read_bytes))
     speeds = [
-        predict(Choice(25, "host"), one, machine(GIB, GIB), ONE, routing.LOW).tokens_per_second
+        predict(Choice(25, "host"), one, machine(GIB, GIB), ONE, planned_routing.LOW).tokens_per_second
         for one in (replace(shallow, architecture=tied(model)), replace(deep, architecture=tied(model)))
     ]
     assert speeds[0] == pytest.approx(2 * speeds[1], rel=1e-6)
@@ -219,7 +226,7 @@ def tied(model: ServedModel) -> Architecture:
 
 def test_several_requests_share_what_is_loaded(model: ServedModel) -> None:
     one, four = (
-        predict(Choice(50, "host"), model, machine(GIB, GIB), Load(2048, count), routing.HIGH).tokens_per_second
+        predict(Choice(50, "host"), model, machine(GIB, GIB), Load(2048, count), planned_routing.HIGH).tokens_per_second
         for count in (1, 4)
     )
     assert one < four < 4 * one
@@ -229,8 +236,10 @@ def test_a_plan_with_a_trace_is_what_simulate_says(model: ServedModel) -> None:
     """A model of as many layers as are simulated."""
     checkpoint = replace(model.checkpoint, layer_bytes={layer: 32 * W_E for layer in range(4)})
     small = replace(model, checkpoint=checkpoint)
-    trace = synthetic_trace(layers=4, experts=32, top_k=4, steps=routing.STEPS, skew=0.9, reuse=0.6, expert_bytes=W_E)
-    (assumed, _) = routing.recorded(trace, small, "run.trace")
+    trace = synthetic_trace(
+        layers=4, experts=32, top_k=4, steps=planned_routing.STEPS, skew=0.9, reuse=0.6, expert_bytes=W_E
+    )
+    (assumed, _) = planned_routing.recorded(trace, small, "run.trace")
     here = machine(GIB, GIB)
     for choice in (Choice(25, "host"), Choice(50, "disk"), Choice(25, "tiers", 32 * W_E), Choice(25, "host", cpu=True)):
         said = simulate(
@@ -248,18 +257,18 @@ def test_a_plan_with_a_trace_is_what_simulate_says(model: ServedModel) -> None:
 
 def test_a_trace_must_be_of_the_model_and_have_text(model: ServedModel) -> None:
     with pytest.raises(ConfigError, match="of 4 layers of 32 experts with top-4, and the model has 8 of 32"):
-        routing.recorded(synthetic_trace(layers=4, experts=32, top_k=4), model, "a.trace")
+        planned_routing.recorded(synthetic_trace(layers=4, experts=32, top_k=4), model, "a.trace")
     with pytest.raises(ConfigError, match="10 rows that are known to be text"):
-        routing.recorded(synthetic_trace(layers=8, experts=32, top_k=4, steps=10), model, "a.trace")
+        planned_routing.recorded(synthetic_trace(layers=8, experts=32, top_k=4, steps=10), model, "a.trace")
 
 
 def test_drafts_and_requests_from_a_trace(model: ServedModel) -> None:
     trace = synthetic_trace(layers=8, experts=32, top_k=4, steps=300)
-    (few, many) = routing.recorded(trace, model, "a.trace")
+    (few, many) = planned_routing.recorded(trace, model, "a.trace")
     facts = TraceFacts(8, 32, 4, W_E)
-    made = routing.routed(many, facts, requests=3, drafts=2)
-    assert made.facts.layers == routing.LAYERS and set(made.step_rows.tolist()) == {9}
-    assert made.step_tokens.sum() > routing.routed(few, facts, requests=3, drafts=2).step_tokens.sum()
+    made = planned_routing.routed(many, facts, requests=3, drafts=2)
+    assert made.facts.layers == planned_routing.LAYERS and set(made.step_rows.tolist()) == {9}
+    assert made.step_tokens.sum() > planned_routing.routed(few, facts, requests=3, drafts=2).step_tokens.sum()
 
 
 def test_the_first_token_waits_for_the_experts_of_its_prompt(model: ServedModel) -> None:
@@ -278,11 +287,11 @@ def test_the_first_token_waits_for_the_experts_of_its_prompt(model: ServedModel)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fewer steps are simulated."""
-    monkeypatch.setattr(routing, "STEPS", 2)
-    monkeypatch.setattr(routing, "FEWEST", 20)
-    routing.routed.cache_clear()
+    monkeypatch.setattr(planned_routing, "STEPS", 2)
+    monkeypatch.setattr(planned_routing, "FEWEST", 20)
+    planned_routing.routed.cache_clear()
     yield
-    routing.routed.cache_clear()
+    planned_routing.routed.cache_clear()
 
 
 def stores_of(model: ServedModel, found: PlannedMachine) -> set[str]:
@@ -302,7 +311,7 @@ def test_stores_that_there_is_room_for(model: ServedModel) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_the_best_has_the_highest_low_end_and_smaller_shares_are_shown(model: ServedModel) -> None:
-    found = make_plan(model, machine(GIB * 1.25, 2 * GIB), ONE, routing.assumed())
+    found = make_plan(model, machine(GIB * 1.25, 2 * GIB), ONE, planned_routing.assumed())
     most = max(row.low.tokens_per_second for row in found.rows)
     assert found.best.low.tokens_per_second == most
     assert {row.choice.percent for row in found.rows} > {found.best.choice.percent}
@@ -312,18 +321,18 @@ def test_the_best_has_the_highest_low_end_and_smaller_shares_are_shown(model: Se
 
 
 def test_where_all_experts_fit_nothing_is_offloaded(model: ServedModel) -> None:
-    found = make_plan(model, machine(3 * GIB, 0), ONE, routing.assumed())
+    found = make_plan(model, machine(3 * GIB, 0), ONE, planned_routing.assumed())
     assert {row.choice.store for row in found.rows} == {"none"} and found.best.choice.percent == 100
     assert not any("stock" in problem for problem in found.problems)
 
 
 def test_a_plan_that_cannot_be_made(model: ServedModel) -> None:
     with pytest.raises(ConfigError, match="--context 9000 is more than the 8192 tokens"):
-        make_plan(model, machine(GIB, GIB), Load(9000, 1), routing.assumed())
+        make_plan(model, machine(GIB, GIB), Load(9000, 1), planned_routing.assumed())
     with pytest.raises(ConfigError, match="nothing fits: .* of weights"):
-        make_plan(model, machine(GIB // 2, GIB), ONE, routing.assumed())
+        make_plan(model, machine(GIB // 2, GIB), ONE, planned_routing.assumed())
     with pytest.raises(ConfigError, match="nothing fits: the experts take"):
-        make_plan(model, machine(GIB * 1.2, 0, disk_free=100), ONE, routing.assumed())
+        make_plan(model, machine(GIB * 1.2, 0, disk_free=100), ONE, planned_routing.assumed())
 
 
 # -- the machine --
@@ -529,12 +538,12 @@ def test_pointers_read_host_memory_only(tmp_path: Path) -> None:
     deep = replace(served.checkpoint, layer_bytes={n: served.experts_bytes // 32 for n in range(32)})
     assert split(replace(served, checkpoint=deep), small, ONE).staging == 2 * (served.experts_bytes // 32)
     with pytest.raises(ConfigError, match="pointers reads them from host memory, of which 0.0 KiB"):
-        make_plan(served, machine(fast, 0), ONE, routing.assumed())
+        make_plan(served, machine(fast, 0), ONE, planned_routing.assumed())
     with pytest.raises(ConfigError, match="pointers serves on a GPU, and cpu has none; name a machine with one$"):
-        make_plan(served, machine(fast, 0, gpu=False), ONE, routing.assumed())
+        make_plan(served, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
     plain = ServedModel.read(str(quantised(tmp_path, None)), "pointers")
     with pytest.raises(ConfigError, match="or use --execution slots"):
-        make_plan(plain, machine(fast, 0, gpu=False), ONE, routing.assumed())
+        make_plan(plain, machine(fast, 0, gpu=False), ONE, planned_routing.assumed())
 
 
 @pytest.mark.usefixtures("quick")

@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
-from vllm_spac.prediction.file import Identity, PredictorFile, kinds
-from vllm_spac.prediction.training import Training
-from vllm_spac.predictors import draft_gate, linear, neural
-from vllm_spac.predictors._features import LayerFeatures
-from vllm_spac.predictors._trained import Trained, mixing
-from vllm_spac.predictors.base import START, Seen
-from vllm_spac.predictors.neural import Neural
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, kinds
+from vllm_spac.decisions.predictors import linear
+from vllm_spac.decisions.predictors._features import LayerFeatures
+from vllm_spac.decisions.predictors._trained import Trained, mixing
+from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.methods.sp_moe import draft_gate_predictor
+from vllm_spac.methods.speculating_experts import neural_predictor
+from vllm_spac.methods.speculating_experts.neural_predictor import Neural
 
 # Of a layer that is not the first of its step: the step's first layer also computes what follows from the tokens.
 MOST = {"gate": 2, "quasi_hidden": 4, "linear": 4, "neural": 9, "hybrid": 9}
@@ -40,7 +41,7 @@ class Calls(TorchDispatchMode):
 @cache
 def file(reach: int) -> PredictorFile:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (draft_gate, linear, neural):
+        for module in (draft_gate_predictor, linear, neural_predictor):
             patch.setattr(module, "_STEPS", 3)
         training = Training(made.material(reach), Identity("f" * 32, "imagined", made.NAMES), "texts", "drafter")
         list(training.run())
@@ -93,11 +94,11 @@ def test_the_network_in_few_calls_is_that_of_the_training() -> None:
     net = {
         part: found.tensors["neural"][f"{part}.2"].float()
         + 0.1 * torch.randn(found.tensors["neural"][f"{part}.2"].shape, generator=random)
-        for part in neural._PARTS
+        for part in neural_predictor._PARTS
     }
     inputs = torch.cat([samples.hidden[1], mixing(samples.ids[1], samples.weights[1], made.EXPERTS)], 1)
-    expected = neural._run(net, inputs)
-    torch.testing.assert_close(predictor._run(neural._merged(net), inputs), expected, rtol=1e-4, atol=1e-4)
+    expected = neural_predictor._run(net, inputs)
+    torch.testing.assert_close(predictor._run(neural_predictor._merged(net), inputs), expected, rtol=1e-4, atol=1e-4)
     for rows in (1, 6):
-        found_now = predictor._run(neural._merged(net), inputs[:rows])
+        found_now = predictor._run(neural_predictor._merged(net), inputs[:rows])
         torch.testing.assert_close(found_now, expected[:rows], rtol=1e-4, atol=1e-4)

@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training, flat, kinds
+from vllm_spac.decisions.predictors import linear
+from vllm_spac.decisions.predictors._recall import overall
 from vllm_spac.errors import ConfigError
-from vllm_spac.prediction.file import Identity, PredictorFile, flat, kinds
-from vllm_spac.prediction.training import Training
-from vllm_spac.predictors import draft_gate, linear, neural
-from vllm_spac.predictors._recall import overall
+from vllm_spac.methods.sp_moe import draft_gate_predictor
+from vllm_spac.methods.speculating_experts import neural_predictor
 
 IDENTITY = Identity("0123456789abcdef" * 2, "imagined", made.NAMES)
 AGAIN = "vllm-spac train-predictor"
@@ -48,9 +49,9 @@ def training(**others) -> Training:
 def short() -> None:
     """Few gradient steps: what is tested is what happens around them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_gate, "_STEPS", 3)
+        patch.setattr(draft_gate_predictor, "_STEPS", 3)
         patch.setattr(linear, "_STEPS", 3)
-        patch.setattr(neural, "_STEPS", 3)
+        patch.setattr(neural_predictor, "_STEPS", 3)
         yield
 
 

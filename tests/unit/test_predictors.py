@@ -12,18 +12,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
-from vllm_spac.predictors._fitting import distil, penalty, ridge
-from vllm_spac.predictors._recall import Hits, overall
-from vllm_spac.predictors._trained import Gates, Sizes, mixing
-from vllm_spac.predictors.base import START, Seen
-from vllm_spac.predictors.draft_gate import DraftGate
-from vllm_spac.predictors.gate import Gate, folded
-from vllm_spac.predictors.hybrid import Hybrid
-from vllm_spac.predictors.linear import Linear
-from vllm_spac.predictors.neural import Neural
-from vllm_spac.predictors.oracle import Oracle
-from vllm_spac.predictors.quasi_hidden import ratio, through_norm
-from vllm_spac.predictors.token_table import Means, TokenTable, logarithm
+from vllm_spac.decisions.predictors._features import distil, penalty, ridge
+from vllm_spac.decisions.predictors._recall import Hits, overall
+from vllm_spac.decisions.predictors._trained import Gates, Sizes, mixing
+from vllm_spac.decisions.predictors.base import START, Seen
+from vllm_spac.decisions.predictors.gate import Gate, folded
+from vllm_spac.decisions.predictors.linear import Linear
+from vllm_spac.decisions.predictors.oracle import Oracle
+from vllm_spac.decisions.predictors.token_table import Means, TokenTable, logarithm
+from vllm_spac.methods.sp_moe.draft_gate_predictor import DraftGate
+from vllm_spac.methods.speculating_experts.hybrid_predictor import Hybrid
+from vllm_spac.methods.speculating_experts.neural_predictor import Neural
+from vllm_spac.methods.speculating_experts.quasi_hidden_predictor import ratio, through_norm
 
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -144,7 +144,7 @@ def test_linear_keeps_nothing_of_earlier_rows() -> None:
 
 def test_neural_undoes_the_normalisation_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shifting and scaling all inputs before the training changes no score (but for bf16)."""
-    monkeypatch.setattr("vllm_spac.predictors.neural._STEPS", 40)
+    monkeypatch.setattr("vllm_spac.methods.speculating_experts.neural_predictor._STEPS", 40)
     material = made.material(reach=1)
     moved = replace(material.samples, hidden=3 * material.samples.hidden + 1)
     scores = []
@@ -244,7 +244,7 @@ def test_tokens_that_the_texts_did_not_have_get_the_mean() -> None:
 
 
 def test_what_an_entry_leaves_out_is_spread_like_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_spac.predictors.token_table.WIDTH", 4)
+    monkeypatch.setattr("vllm_spac.decisions.predictors.token_table.WIDTH", 4)
     material = made.material()
     table, means = table_of(material), Means.of(material.samples, 2)
     full = means.smoothed(means.sums, means.counts)

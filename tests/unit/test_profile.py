@@ -10,18 +10,28 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from vllm_spac.cache.measured_costs import serving_rates
 from vllm_spac.cli.main import app
 from vllm_spac.core import MoEShape
+from vllm_spac.cpu_kernels._thread import ExecutorThread
+from vllm_spac.cpu_kernels.torch import Torch
+from vllm_spac.decisions.costs import (
+    Costs,
+    ExpertSize,
+    HostWork,
+    VllmStep,
+    fit_compute,
+    fit_host_work,
+    fit_load,
+    fit_network,
+    fit_vllm_step,
+)
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.executors._thread import ExecutorThread
-from vllm_spac.executors.torch import Torch
-from vllm_spac.integration import vllm_step
-from vllm_spac.profiling import measure as profile
-from vllm_spac.profiling import peer
-from vllm_spac.profiling.costs import Costs, HostWork, VllmStep
-from vllm_spac.profiling.expert_size import ExpertSize
-from vllm_spac.profiling.fit import fit_compute, fit_host_work, fit_load, fit_network, fit_vllm_step
-from vllm_spac.profiling.host_work import (
+from vllm_spac.storage.host import HostStore
+from vllm_spac.system.machine import Machine
+from vllm_spac.tools.machine import measure as profile
+from vllm_spac.tools.machine import peer, vllm_step
+from vllm_spac.tools.machine.host_work import (
     EXPERTS,
     HOST_WORK,
     LAYERS,
@@ -31,10 +41,7 @@ from vllm_spac.profiling.host_work import (
     host_work,
     measure_host_work,
 )
-from vllm_spac.profiling.measure import measure, measurements
-from vllm_spac.profiling.serving import serving_rates
-from vllm_spac.system.machine import Machine
-from vllm_spac.tiers.host import HostStore
+from vllm_spac.tools.machine.measure import measure, measurements
 
 NBYTES = 6 * 64 * 32
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_spac.errors import ConfigError
-from vllm_spac.evaluation import prompts
+from vllm_spac.tools.evaluation import prompts
 
 
 def file_of(tmp_path: Path, content: str | bytes) -> Path:

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
-from vllm_spac.evaluation import figures, reconstruction, report
-from vllm_spac.evaluation import points as quality
-from vllm_spac.evaluation.points import Point
-from vllm_spac.system.provenance import provenance
+from vllm_spac.system.machine import provenance
+from vllm_spac.tools.evaluation import figures, quality_report, reconstruction
+from vllm_spac.tools.evaluation import points as quality
+from vllm_spac.tools.evaluation.points import Point
 
 FACTS = {"experts": 16, "top_k": 4, "custom": False}
 
@@ -66,7 +66,7 @@ def test_points_that_are_refused(budgets: list, masses: list, says: str) -> None
 
 
 def test_settings_are_those_of_the_control() -> None:
-    from vllm_spac.budget.settings import BudgetSettings
+    from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
     settings = BudgetSettings.parse(Point("router", "truncation", budget=8).settings("all", 9))
     assert (settings.budget, settings.when, settings.window, settings.coverage) == (8, "all", 9, "truncation")
@@ -76,26 +76,26 @@ def test_settings_are_those_of_the_control() -> None:
     assert settings.alpha is None
     point = Point("router", "truncation", budget=8, votes_alpha=0.25)
     assert BudgetSettings.parse(point.settings("all", 9)).alpha == 0.25
-    assert point.label == "B=8, P^0.25" and report.point_of({"mass": None} | asdict(point)) == point
+    assert point.label == "B=8, P^0.25" and quality_report.point_of({"mass": None} | asdict(point)) == point
 
 
 def test_speculated_execution_is_a_point_without_a_bound() -> None:
-    from vllm_spac.budget.settings import BudgetSettings
+    from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
     found, _ = quality.points([], [], [], [], FACTS, speculate=["restricted", "predicted"])
     assert [point.coverage for point in found] == ["restricted", "predicted"] and all(p.speculated for p in found)
     settings = BudgetSettings.parse(found[1].settings("all", 9))
     assert (settings.speculate, settings.when, settings.window, settings.budget) == ("predicted", "all", 9, None)
-    assert report.point_of(asdict(found[0])) == found[0]
+    assert quality_report.point_of(asdict(found[0])) == found[0]
     both, _ = quality.points(["router"], ["truncation"], [8], [], FACTS, speculate=["restricted"])
     assert both == [Point("router", "truncation", 8), Point("speculated", "restricted")]
 
 
 def test_results_say_which_mass_and_old_ones_meant_the_scores() -> None:
     old = {"ranking": "router", "coverage": "truncation", "budget": None, "mass": 0.9}
-    assert report.point_of(old).label == "0.9 of scores"
-    assert report.point_of(old | {"mass_of": "selected"}).label == "0.9 of selected"
-    assert report.point_of(old | {"budget": 8, "mass": None}) == Point("router", "truncation", 8)
+    assert quality_report.point_of(old).label == "0.9 of scores"
+    assert quality_report.point_of(old | {"mass_of": "selected"}).label == "0.9 of selected"
+    assert quality_report.point_of(old | {"budget": 8, "mass": None}) == Point("router", "truncation", 8)
 
 
 def test_rankings_by_default_are_those_that_can_be_had() -> None:
@@ -191,7 +191,7 @@ def results() -> dict:
 
 def printed(results: dict) -> str:
     console = Console(width=400, file=io.StringIO())
-    console.print(report.table(results), *report.sentences(results))
+    console.print(quality_report.table(results), *quality_report.sentences(results))
     return " ".join(console.file.getvalue().split())
 
 

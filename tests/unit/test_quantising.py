@@ -12,10 +12,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 from vllm_spac.kernels.reference.dequantise import dequantise
 
-from vllm_spac.checkpoint import quant_config, quantisation, quantising, repacking
-from vllm_spac.checkpoint.headers import read_checkpoint
 from vllm_spac.cli.main import app
 from vllm_spac.errors import StoreError, UnsupportedError
+from vllm_spac.storage.checkpoint import quant_config, quantisation, quantising, repacking
+from vllm_spac.storage.checkpoint.headers import read_checkpoint
 
 CONFIG = {"model_type": "toy", "num_hidden_layers": 2, "num_experts": 2, "num_experts_per_tok": 1}
 EXPERTS = [f"model.layers.{layer}.mlp.experts.{e}.up_proj" for layer in range(2) for e in range(2)]
@@ -144,4 +144,4 @@ def test_fp8_by_blocks(source, tmp_path):
         assert ((weight - given).abs() <= given.abs() / 16 + scale.amax() / 512).all()
     found = quant_config.of(json.loads((tmp_path / "copy" / "config.json").read_text()))
     assert found["modules_to_not_convert"] == ["model.layers.0.mlp.gate"]
-    assert all(quantisation.refusal(found, kernels) is None for kernels in (None, *quantisation.Kernels))
+    assert all(quantisation.refusal(found, kernels) is None for kernels in (None, *quantisation.FormatKernels))

@@ -15,21 +15,20 @@ import torch
 from packed_experts import blank, expert, packed
 
 from vllm_spac.cache.host_tier import HostTier
-from vllm_spac.cache.mover import HostRows
-from vllm_spac.cache.transfers import Transfers
-from vllm_spac.checkpoint.packed_format import MARK
+from vllm_spac.cache.transfers import HostRows, Transfers
 from vllm_spac.components import build
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.system.host_blocks import HostBlock
+from vllm_spac.storage import disk
+from vllm_spac.storage.checkpoint.packed_folder import MARK
+from vllm_spac.storage.disk import DiskStore
+from vllm_spac.system.host_memory import HostBlock
 from vllm_spac.system.io_uring import Ring
-from vllm_spac.tiers import _retries
-from vllm_spac.tiers.disk import DiskStore
 
 SHAPE = MoEShape(
     ("layer",), 8, 2, {"w": TensorSpec((3, 1024), torch.float32), "v": TensorSpec((2048,), torch.bfloat16)}
 )
-PAUSES = _retries.PAUSES
+PAUSES = disk.PAUSES
 TRIES = 1 + len(PAUSES)
 
 
@@ -37,8 +36,8 @@ TRIES = 1 + len(PAUSES)
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that were slept, in place of sleeping."""
     slept: list[float] = []
-    monkeypatch.setattr(_retries, "PAUSES", PAUSES)
-    monkeypatch.setattr(_retries.time, "sleep", slept.append)
+    monkeypatch.setattr(disk, "PAUSES", PAUSES)
+    monkeypatch.setattr(disk.time, "sleep", slept.append)
     return slept
 
 
@@ -93,7 +92,7 @@ def test_each_file_is_logged_once(tmp_path: Path, monkeypatch, caplog) -> None:
             for key in (1, 2):
                 store.read(key, blank(SHAPE))
         monkeypatch.undo()
-        monkeypatch.setattr(_retries.time, "sleep", lambda _: None)
+        monkeypatch.setattr(disk.time, "sleep", lambda _: None)
     assert store.retries == 12 and len(caplog.records) == 2
     assert all("\n" not in record.getMessage() for record in caplog.records)
 

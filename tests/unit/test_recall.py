@@ -19,12 +19,12 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 import imagined as made
 
+from vllm_spac.config.types import SlotCount
+from vllm_spac.decisions.predictors._samples import SampleRecorder, Samples
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.decisions.predictors.oracle import Oracle
 from vllm_spac.errors import SpacError
-from vllm_spac.evaluation import recall, recall_report
-from vllm_spac.knobs.types import Slots
-from vllm_spac.predictors._samples import SampleRecorder, Samples
-from vllm_spac.predictors.base import START, Guess, Predictor, Seen, Signal
-from vllm_spac.predictors.oracle import Oracle
+from vllm_spac.tools.evaluation import predictor_recall
 
 
 def samples(ids: list, experts: int = 6) -> Samples:
@@ -54,7 +54,7 @@ class Always(Predictor):
 
 def test_by_hand() -> None:
     """Layer 1: the guess of layer 0 counts, the one at the start only by horizon."""
-    found = recall.measure(
+    found = predictor_recall.measure(
         Always([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]),
         samples([[[0, 2], [1, 4], [0, 5]], [[5, 3], [4, 5], [0, 1]]]),
         torch.tensor([[[1, 1], [0, 1], [0, 0]], [[0, 1], [1, 0], [1, 0]]]).bool(),
@@ -70,12 +70,12 @@ def test_by_hand() -> None:
 
 def test_without_a_miss_there_is_no_recall_on_misses() -> None:
     one = samples([[[0, 2]], [[5, 3]]])
-    found = recall.measure(Always([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]), one, torch.zeros(2, 1, 2).bool())
+    found = predictor_recall.measure(Always([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]), one, torch.zeros(2, 1, 2).bool())
     assert found["recall_on_misses"] is None and found["recall_at_k"] == 2 / 4
 
 
 def test_equal_scores_rank_by_the_lowest_expert() -> None:
-    hits = recall.Hits(samples([[[0, 1], [4, 5]]]), torch.ones(1, 2, 2).bool())
+    hits = predictor_recall.Hits(samples([[[0, 1], [4, 5]]]), torch.ones(1, 2, 2).bool())
     hits.add(START, 0, slice(0, 2), torch.zeros(1, 6))
     assert hits.result()["recall_at_k"] == 0.5
 
@@ -84,7 +84,7 @@ def test_the_oracle_is_always_right() -> None:
     one = made.samples(texts=2)
     oracle = Oracle(made.LAYERS * made.EXPERTS)
     oracle.scores = np.zeros(0)
-    found = recall.measure(oracle, one, recall.misses(one, 4))
+    found = predictor_recall.measure(oracle, one, predictor_recall.misses(one, 4))
     assert found["recall_at_k"] == found["recall_at_2k"] == found["recall_on_misses"] == 1
     assert None not in found["by_layer"]
 
@@ -102,9 +102,9 @@ def test_counts_are_of_the_rows_before() -> None:
         def observe_step(self, counts: np.ndarray) -> None:
             self.scores = counts
 
-    found = recall.measure(Last(), samples(ids), torch.ones(1, 4, 2).bool())
+    found = predictor_recall.measure(Last(), samples(ids), torch.ones(1, 4, 2).bool())
     assert found["recall_at_k"] == (2 + 2 + 0 + 2) / 8, "the first row finds 0 and 1, the lowest of equal ones"
-    assert set(recall.history(samples(ids))) == {"utility"}
+    assert set(predictor_recall.history(samples(ids))) == {"utility"}
 
 
 @given(st.integers(1, 8), st.lists(st.permutations(range(8)).map(lambda order: order[:3]), min_size=1, max_size=30))
@@ -119,20 +119,20 @@ def test_misses_are_those_of_an_lru_cache(slots: int, rows: list[list[int]]) -> 
             cache.move_to_end(expert)
         while len(cache) > slots:
             cache.popitem(last=False)
-    assert recall.misses(samples([rows, rows], experts=8), slots)[1].tolist() == expected
+    assert predictor_recall.misses(samples([rows, rows], experts=8), slots)[1].tolist() == expected
 
 
 @pytest.mark.parametrize(
     ("slots", "size"),
     [
-        (Slots(per_layer=5), 5),
-        (Slots(per_layer=99), 12),
-        (Slots(share=Fraction(1, 4)), 3),
-        (Slots(share=Fraction(1, 5)), 3),
+        (SlotCount(per_layer=5), 5),
+        (SlotCount(per_layer=99), 12),
+        (SlotCount(share=Fraction(1, 4)), 3),
+        (SlotCount(share=Fraction(1, 5)), 3),
     ],
 )
-def test_the_cache_of_a_layer(slots: Slots, size: int) -> None:
-    assert recall.cache_of(slots, 12) == size
+def test_the_cache_of_a_layer(slots: SlotCount, size: int) -> None:
+    assert predictor_recall.cache_of(slots, 12) == size
 
 
 def test_predictors_are_passed_what_they_need_and_no_more() -> None:
@@ -201,22 +201,22 @@ def results() -> dict[str, dict]:
         reach = 0
 
     return {
-        "better": recall.measure(Always(one, two), known, missed),
-        "worse": recall.measure(Nowhere(two, one), known, missed),
+        "better": predictor_recall.measure(Always(one, two), known, missed),
+        "worse": predictor_recall.measure(Nowhere(two, one), known, missed),
     }
 
 
 def test_the_table() -> None:
     console = Console(width=160)
     with console.capture() as shown:
-        console.print(recall_report.table(results(), "title", "caption"))
+        console.print(predictor_recall.table(results(), "title", "caption"))
     first = [line.split()[0] for line in shown.get().splitlines() if len(line.split()) > 3 and "predictor" not in line]
     assert first == ["worse", "better", "1", "step"], "the lowest first; horizons where there are several"
     assert "2 of 2" in shown.get()
 
 
 def test_the_pictures(tmp_path: Path) -> None:
-    written = recall_report.pictures(results(), "title", tmp_path)
+    written = predictor_recall.pictures(results(), "title", tmp_path)
     assert {path.name for path in written} == {"layers.png", "horizons.png"} and all(
         p.stat().st_size > 5000 for p in written
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_spac.budget.calibration import CalibrationRecorder
-from vllm_spac.budget.control import BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
+from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
+from vllm_spac.methods.moe_spec.control import BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import RoutingRule
+from vllm_spac.tools.evaluation.reconstruction import Reconstruction, combined, recent, whole_step
 
 ROWS, EXPERTS, TOP_K, WIDTH = 6, 8, 3, 5
 

@@ -14,19 +14,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_spac.budget.control import BudgetControl
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.integration.loading import description
+from vllm_spac.methods.moe_spec.control import BudgetControl
+from vllm_spac.recording import trace_writer
+from vllm_spac.recording.timeline_file import Recording, TimelineFacts, TimelineWriter
+from vllm_spac.recording.trace_file import Trace, TraceFacts
+from vllm_spac.recording.trace_writer import TraceWriter
 from vllm_spac.runtime import Runtime
-from vllm_spac.timeline.recording import Facts, Recording
-from vllm_spac.timeline.writer import TimelineWriter
-from vllm_spac.traces import writer as trace_writer
-from vllm_spac.traces.format import Trace, TraceFacts
-from vllm_spac.traces.writer import TraceWriter
 
 DECODE = Step((RequestRows(0, 1, RowKind.DECODE), RequestRows(1, 2, RowKind.DECODE)))
 TRACE_FACTS = TraceFacts(layers=2, experts=8, top_k=2, expert_bytes=100, model="toy")
-FACTS = Facts("toy", "disk", ("a", "b"), (8, 8))
+FACTS = TimelineFacts("toy", "disk", ("a", "b"), (8, 8))
 
 
 class Experts:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from vllm_spac.kernels.reference.dequantise import dequantise
 
-from vllm_spac.checkpoint import repacking
-from vllm_spac.checkpoint.repacking import Repacked
 from vllm_spac.errors import UnsupportedError
+from vllm_spac.storage.checkpoint import repacking
+from vllm_spac.storage.checkpoint.repacking import Repacked
 
 EXPERTS = 2
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # OCP Microscaling Formats v1.0, table 5

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import RequestRows, RowKind
+from vllm_spac.decisions.costs import Costs
 from vllm_spac.errors import ConfigError, StoreError
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.tiers import disk
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.storage import disk
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 NBYTES = 4096
 

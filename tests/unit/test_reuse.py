@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.cache.residency import Residency
-from vllm_spac.policies.base import Policy
-from vllm_spac.policies.belady import Belady
-from vllm_spac.policies.lfu import LFU
-from vllm_spac.policies.lru import LRU
-from vllm_spac.policies.reuse import Reuse
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.decisions.policies.belady import Belady
+from vllm_spac.decisions.policies.lfu import LFU
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.decisions.policies.reuse import Reuse
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 LAYERS, EXPERTS = 3, 8

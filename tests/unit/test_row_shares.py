@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_spac.execution._row_shares import Share, combine
+from vllm_spac.execution.row_shares import Share, combine
 
 IDS = torch.tensor([[3, 1, 2], [0, 1, 2], [5, 4, 0]], dtype=torch.int32)
 

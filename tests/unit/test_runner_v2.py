@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.integration.stepping.runner_hooks import tokens_of
+from vllm_spac.integration.hooks.runner_hooks import tokens_of
 from vllm_spac.integration.stepping.runner_v1 import sampled_plainly, unless_plain
 from vllm_spac.integration.stepping.runner_v2 import step_of
 

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_spac.balancers.base import LayerState
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.components import build
 from vllm_spac.core import Rates, RequestRows, RowKind, Step
+from vllm_spac.decisions.balancers.base import LayerState
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.serving.worker import SpacWorker
+from vllm_spac.integration.serving.worker_extension import SpacWorker
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 from vllm_spac.runtime import Runtime
 
 VERIFY = Step((RequestRows(0, 3, RowKind.VERIFY, 2), RequestRows(3, 6, RowKind.VERIFY, 2)))

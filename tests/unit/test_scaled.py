@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
 from vllm_spac.core import MoEShape, TensorSpec
+from vllm_spac.decisions.costs import Costs, HostWork
 from vllm_spac.errors import ConfigError
-from vllm_spac.profiling.costs import Costs, HostWork
-from vllm_spac.profiling.host_work import HOST_WORK, host_work
+from vllm_spac.tools.machine.host_work import HOST_WORK, host_work
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving"), str(BENCHMARKS / "scaled")]

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_spac.budget.calibration import CalibrationRecorder
-from vllm_spac.budget.control import BudgetControl, BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.errors import SpacError
-from vllm_spac.evaluation.reconstruction import combined
-from vllm_spac.integration.evaluation.actions import Calibrating, Evaluation, WindowWeights
-from vllm_spac.integration.evaluation.routing_study import Study, fits
-from vllm_spac.integration.evaluation.scoring import Scoring
+from vllm_spac.methods.moe_spec.calibration import CalibrationRecorder
+from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import RoutingRule
+from vllm_spac.tools.evaluation.actions import Calibrating, Evaluation, WindowWeights
+from vllm_spac.tools.evaluation.reconstruction import combined
+from vllm_spac.tools.evaluation.routing_study import Study, fits
+from vllm_spac.tools.evaluation.scoring import Scoring
 
 VOCABULARY, EXPERTS, TOP_K, WIDTH, LAYERS = 11, 8, 2, 4, 2
 

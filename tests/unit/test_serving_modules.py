@@ -15,12 +15,17 @@ before = set(sys.modules)
 from vllm_spac import components
 from vllm_spac.integration import plugin
 plugin.install()
-from vllm_spac.integration import compat, graphs, preflight
-from vllm_spac.integration.loading import managed_load, model_experts, updates
-from vllm_spac.integration.serving import endpoint, live_page, worker
-from vllm_spac.integration.stepping.trees import arguments
-from vllm_spac.integration.tuning import applied
-for family in ("policies", "tiers", "balancers", "executors", "predictors", "execution", "budget.rankings"):
+from vllm_spac.integration.hooks import device
+from vllm_spac.integration.hooks import graphs
+from vllm_spac.integration import preflight
+from vllm_spac.integration.loading import managed_load
+from vllm_spac.integration.loading import model_experts
+from vllm_spac.integration.serving import endpoint
+from vllm_spac.integration.serving import live_page
+from vllm_spac.integration.serving import worker_extension
+from vllm_spac.integration.stepping import tree_arguments
+from vllm_spac.integration import tuned_start
+for family in ("policies", "stores", "balancers", "cpu_kernels", "predictors", "executions", "rankings"):
     for name in components.names(family):
         components.find(family, name)
 print(json.dumps(sorted(set(sys.modules) - before)))

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape
+from vllm_spac.decisions.guard.draft_states import DraftStates
+from vllm_spac.decisions.predictors._recall import Hits
+from vllm_spac.decisions.predictors._samples import Samples
+from vllm_spac.decisions.predictors.base import START, Seen
 from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.loading import ahead
-from vllm_spac.integration.stepping import draft_routing, drafts, runner_v1
+from vllm_spac.integration.stepping import draft_routing, runner_v1
 from vllm_spac.integration.stepping.draft_routing import DraftRouting
-from vllm_spac.predictors._recall import Hits
-from vllm_spac.predictors._samples import Samples
-from vllm_spac.predictors.base import START, Seen
-from vllm_spac.predictors.shadow import Shadow
-from vllm_spac.speculation.draft_states import DraftStates
+from vllm_spac.methods.od_moe.shadow_predictor import Shadow
 
 EXPERTS, TOP_K = 5, 2
 NAMES = ("model.layers.1.mlp.experts", "model.layers.2.mlp.experts")

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac import components
+from vllm_spac.decisions import costs
+from vllm_spac.decisions.costs import Costs, HostWork, Rate
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
+from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError
-from vllm_spac.execution._waves import row_waves
-from vllm_spac.execution.pointers.protocol import Move
-from vllm_spac.prediction.file import Identity, PredictorFile, kinds
-from vllm_spac.predictors._trained import Sizes
-from vllm_spac.profiling import costs
-from vllm_spac.profiling.costs import Costs, HostWork, Rate
-from vllm_spac.simulation.parts import parts
-from vllm_spac.simulation.pointers_by_layer import LAUNCHES
-from vllm_spac.simulation.pointers_by_step import Bus
-from vllm_spac.simulation.simulate import simulate
-from vllm_spac.traces import statistics
-from vllm_spac.traces.format import PREFILL, ROW_KINDS, STEP_KINDS, Trace, TraceFacts
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.execution.moves import Move
+from vllm_spac.execution.slot_layers import row_waves
+from vllm_spac.recording.trace_file import PREFILL, ROW_KINDS, STEP_KINDS, Trace, TraceFacts
+from vllm_spac.tools.traces import trace_statistics
+from vllm_spac.tools.traces.pointers_by_step import Bus
+from vllm_spac.tools.traces.replayed import parts
+from vllm_spac.tools.traces.simulated_pointers import LAUNCHES
+from vllm_spac.tools.traces.simulation import simulate
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 COSTS = Costs(
     format="spac-profile-1",
@@ -414,13 +414,13 @@ def test_moves_have_the_bus_while_drafts_are_made():
     assert pointers(decoding(steps, kind="verify"), 2, quick, step_bytes=100).hits == 6
 
 
-@pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+@pytest.mark.parametrize("admission", components.names("admissions"))
 def test_prompts_decide_nothing(admission):
     outcome = pointers(decoding(MORE_AND_MORE, kind="prefill"), 2, admission=admission)
     assert outcome.loads == 0 and outcome.misses == 3 and outcome.tpot is None
 
 
-@pytest.mark.parametrize("admission", components.names("execution.pointers.admissions"))
+@pytest.mark.parametrize("admission", components.names("admissions"))
 def test_with_a_slot_for_each_it_takes_what_slots_take(admission):
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=50, drafts=2)
     ours, slots = pointers(trace, 48, admission=admission), simulate(trace, 48, COSTS)
@@ -531,38 +531,38 @@ def test_a_disk_cannot_be_read_in_place():
 
 def test_uses_and_skew_by_hand():
     trace = decoding([[[[0, 1], [0, 2]], [[3, 1], [3, 1]]]])
-    assert statistics.uses(trace).tolist() == [[2, 1, 1, 0], [0, 2, 0, 2]]
-    assert statistics.skew(trace, 0.25).tolist() == [0.5, 0.5]
+    assert trace_statistics.uses(trace).tolist() == [[2, 1, 1, 0], [0, 2, 0, 2]]
+    assert trace_statistics.skew(trace, 0.25).tolist() == [0.5, 0.5]
 
 
 def test_distances_by_hand():
     """0 1 | 2 3 | 0 2: when 0 comes back, three others were used; when 2 does, one was since (3)."""
     trace = decoding([[[[0, 1]]], [[[2, 3]]], [[[0, 2]]]])
-    stack, steps = statistics.distances(trace)
+    stack, steps = trace_statistics.distances(trace)
     assert stack.tolist() == [-1, -1, -1, -1, 3, 1]
     assert steps.tolist() == [-1, -1, -1, -1, 2, 1]
-    assert statistics.lru_curve(stack, 4).tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, 2 / 6])
+    assert trace_statistics.lru_curve(stack, 4).tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, 2 / 6])
 
 
 @pytest.mark.parametrize("slots", [24, 48, 72, 96])
 def test_curve_agrees_with_simulating_lru(slots):
     trace = synthetic_trace(layers=3, experts=32, top_k=4, steps=300, drafts=1, skew=0.8, reuse=0.8)
-    curve = statistics.lru_curve(statistics.distances(trace)[0], trace.facts.total)
+    curve = trace_statistics.lru_curve(trace_statistics.distances(trace)[0], trace.facts.total)
     assert curve[slots] == pytest.approx(simulate(trace, slots, COSTS, fill=False).hit_rate, abs=0.01)
 
 
 def test_distances_within_a_layer_by_hand():
     """Layer 0: 0 1 | 2 3 | 0 2, whatever layer 1 does in between."""
     trace = decoding([[[[0, 1]], [[0, 1]]], [[[2, 3]], [[0, 2]]], [[[0, 2]], [[1, 3]]]])
-    stack, steps = statistics.distances(trace, by_layer=True)
+    stack, steps = trace_statistics.distances(trace, by_layer=True)
     assert stack.tolist() == [-1, -1, -1, -1, -1, -1, 1, -1, 3, 1, 2, -1]
-    assert steps.tolist() == statistics.distances(trace)[1].tolist()
+    assert steps.tolist() == trace_statistics.distances(trace)[1].tolist()
 
 
 @pytest.mark.parametrize("slots", [36, 48, 72])
 def test_curve_of_layers_agrees_with_simulating_layer_lru(slots):
     trace = synthetic_trace(layers=3, experts=32, top_k=4, steps=300, drafts=1, skew=0.8, reuse=0.8)
-    curve = statistics.lru_curve(statistics.distances(trace, by_layer=True)[0], trace.facts.experts)
+    curve = trace_statistics.lru_curve(trace_statistics.distances(trace, by_layer=True)[0], trace.facts.experts)
     said = simulate(trace, slots, COSTS, policy="layer_lru", fill=False).hit_rate
     assert curve[slots // 3] == pytest.approx(said, abs=0.01)  # ties within a step, and slots that are free at first
 
@@ -570,8 +570,8 @@ def test_curve_of_layers_agrees_with_simulating_layer_lru(slots):
 def test_base_rates_by_hand():
     """Of four experts a step selects two: none is right about half; the last step about 2, 4, 0 and 4 of them."""
     trace = decoding([[[[0, 1]]], [[[0, 1]]], [[[2, 3]]], [[[2, 3]]]])
-    assert statistics.nothing_is_hot(trace).tolist() == [0.5]
-    assert statistics.as_last_step(trace).tolist() == [10 / 16]
+    assert trace_statistics.nothing_is_hot(trace).tolist() == [0.5]
+    assert trace_statistics.as_last_step(trace).tolist() == [10 / 16]
 
 
 def test_base_rates_leave_out_a_layer_that_did_not_run():
@@ -586,14 +586,14 @@ def test_base_rates_leave_out_a_layer_that_did_not_run():
         record_layer=trace.record_layer[:3],
         ids=trace.ids[:3],
     )
-    assert statistics.as_last_step(part).tolist() == [6 / 8, 2 / 4]
+    assert trace_statistics.as_last_step(part).tolist() == [6 / 8, 2 / 4]
 
 
 def test_accuracy_of_a_constant_and_of_an_alternation():
     constant = decoding([[[[0, 1]] * 5]] * 40, kind="verify")
-    assert statistics.accuracy(constant)[0] > 0.95
+    assert trace_statistics.accuracy(constant)[0] > 0.95
     alternating = decoding([[[[0, 1]] * 5], [[[2, 3]] * 5]] * 20, kind="verify")
-    assert statistics.accuracy(alternating, variant="paper")[0] < 0.2
+    assert trace_statistics.accuracy(alternating, variant="paper")[0] < 0.2
 
 
 # --- profiles --------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.profiling.costs import Costs, Network, Provenance, Rate
-from vllm_spac.simulation.divided import Setup, costs_of_layer, divided
-from vllm_spac.simulation.workers import LayerTimes, cached, filled
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.decisions.costs import Costs, Network, Provenance, Rate
+from vllm_spac.tools.traces.simulated_divided import Setup, costs_of_layer, divided
+from vllm_spac.tools.traces.simulated_workers import LayerTimes, cached, filled
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 BYTES = 1 << 20
 ROW = 8192

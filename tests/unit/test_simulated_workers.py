@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from vllm_spac.distributed.schedule import Cycle, layers_of
-from vllm_spac.profiling.costs import Network
-from vllm_spac.simulation.workers import LayerTimes, cached, cacheless
-from vllm_spac.traces.synthetic import synthetic_trace
+from vllm_spac.decisions.costs import Network
+from vllm_spac.methods.od_moe.division import Cycle, layers_of
+from vllm_spac.tools.traces.simulated_workers import LayerTimes, cached, cacheless
+from vllm_spac.tools.traces.synthetic import synthetic_trace
 
 NET = Network(latency=1e-4, bandwidth=1e8)
 TIMES = LayerTimes(main=2e-3, compute=1e-3, load=5e-3)

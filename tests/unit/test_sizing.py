@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.cache.sizing import check_per_layer, resolve
+from vllm_spac.config.types import SlotCount
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
-from vllm_spac.knobs.types import Slots
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be, and that is no failure
 MIB = 2**20
@@ -29,13 +29,13 @@ def suggestions(error: ConfigError) -> list[str]:
 
 
 def test_count_a_layer() -> None:
-    assert resolve(Slots(per_layer=3), shape(), 64 * MIB) == 12
-    assert resolve(Slots(per_layer=16), shape(), 64 * MIB) == 64
+    assert resolve(SlotCount(per_layer=3), shape(), 64 * MIB) == 12
+    assert resolve(SlotCount(per_layer=16), shape(), 64 * MIB) == 64
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.25, 16), (1.0, 64), (0.26, 17), (0.03125, 2)])
 def test_share_is_rounded_up(share: float, count: int) -> None:
-    assert resolve(Slots(share=share), shape(), 64 * MIB) == count
+    assert resolve(SlotCount(share=share), shape(), 64 * MIB) == count
 
 
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 512))
@@ -43,23 +43,23 @@ def test_share_is_rounded_up(share: float, count: int) -> None:
 def test_whole_percentages_are_exact(percent: int, layers: int, experts: int) -> None:
     """7% of 100 experts are 7 slots: the smallest number that is not below the percentage."""
     wanted = shape(layers, experts, top_k=1, expert_bytes=1)
-    assert resolve(Slots.parse(f"{percent}%"), wanted, wanted.total) == -(-percent * wanted.total // 100)
+    assert resolve(SlotCount.parse(f"{percent}%"), wanted, wanted.total) == -(-percent * wanted.total // 100)
 
 
 @pytest.mark.parametrize(("free", "count"), [(64 * MIB, 64), (10**15, 64), (10 * MIB, 10), (3 * MIB - 1, 2)])
 def test_auto_takes_what_fits(free: int, count: int) -> None:
-    assert resolve(Slots(), shape(), free) == count
+    assert resolve(SlotCount(), shape(), free) == count
 
 
-@pytest.mark.parametrize("slots", [Slots(), Slots(share=0.25), Slots(per_layer=2)])
+@pytest.mark.parametrize("slots", [SlotCount(), SlotCount(share=0.25), SlotCount(per_layer=2)])
 @pytest.mark.parametrize("free", [-(10**12), 0, 2 * MIB - 1])
-def test_nothing_fits(slots: Slots, free: int) -> None:
+def test_nothing_fits(slots: SlotCount, free: int) -> None:
     with pytest.raises(ConfigError, match="--spac-slots"):
         resolve(slots, shape(), free)
 
 
-@pytest.mark.parametrize("slots", [Slots(), Slots(share=0.25), Slots(share=0.01), Slots(per_layer=2)])
-def test_when_not_even_one_token_fits_the_remedy_is_memory(slots: Slots) -> None:
+@pytest.mark.parametrize("slots", [SlotCount(), SlotCount(share=0.25), SlotCount(share=0.01), SlotCount(per_layer=2)])
+def test_when_not_even_one_token_fits_the_remedy_is_memory(slots: SlotCount) -> None:
     """No value of the knob helps here, so none may be suggested."""
     with pytest.raises(ConfigError, match="--gpu-memory-utilization") as error:
         resolve(slots, shape(), MIB)
@@ -67,11 +67,11 @@ def test_when_not_even_one_token_fits_the_remedy_is_memory(slots: Slots) -> None
 
 
 def test_exactly_top_k_is_enough() -> None:
-    assert resolve(Slots(), shape(), 2 * MIB) == 2
+    assert resolve(SlotCount(), shape(), 2 * MIB) == 2
 
 
-@pytest.mark.parametrize("slots", [Slots(share=0.25), Slots(per_layer=4)])
-def test_one_slot_more_than_fits_is_refused(slots: Slots) -> None:
+@pytest.mark.parametrize("slots", [SlotCount(share=0.25), SlotCount(per_layer=4)])
+def test_one_slot_more_than_fits_is_refused(slots: SlotCount) -> None:
     assert resolve(slots, shape(), 16 * MIB) == 16
     with pytest.raises(ConfigError, match="16 slots"):
         resolve(slots, shape(), 16 * MIB - 1)
@@ -79,12 +79,12 @@ def test_one_slot_more_than_fits_is_refused(slots: Slots) -> None:
 
 def test_too_many_for_the_memory_says_how_much() -> None:
     with pytest.raises(ConfigError, match=r"32 slots.*32\.0 MiB.*20\.0 MiB") as error:
-        resolve(Slots(share=0.5), shape(), 20 * MIB)
+        resolve(SlotCount(share=0.5), shape(), 20 * MIB)
     assert suggestions(error.value)
 
 
-@pytest.mark.parametrize("slots", [Slots(), Slots(share=0.01)])
-def test_only_a_number_per_layer_is_checked_before_loading(slots: Slots) -> None:
+@pytest.mark.parametrize("slots", [SlotCount(), SlotCount(share=0.01)])
+def test_only_a_number_per_layer_is_checked_before_loading(slots: SlotCount) -> None:
     check_per_layer(slots, experts=16, top_k=8)
 
 
@@ -93,14 +93,14 @@ def test_only_a_number_per_layer_is_checked_before_loading(slots: Slots) -> None
 def test_check_per_layer_suggests_a_number_that_works(per_layer: int, experts: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, experts))
     try:
-        check_per_layer(Slots(per_layer=per_layer), experts, top_k)
+        check_per_layer(SlotCount(per_layer=per_layer), experts, top_k)
         assert top_k <= per_layer <= experts
     except ConfigError as error:
         assert not top_k <= per_layer <= experts
         assert f"slots={per_layer} (--spac-slots)" in str(error)
         assert suggestions(error)
         for text in suggestions(error):
-            check_per_layer(Slots.parse(text), experts, top_k)
+            check_per_layer(SlotCount.parse(text), experts, top_k)
 
 
 SLOTS = st.one_of(
@@ -113,7 +113,7 @@ SLOTS = st.one_of(
 def test_resolve_suggests_a_number_that_works(text: str, layers: int, experts: int, data: st.DataObject) -> None:
     """Whenever one token's experts fit, some setting works; then each one that the message names must."""
     wanted = shape(layers, experts, data.draw(st.integers(1, min(experts, 16))), expert_bytes=1)
-    slots = Slots.parse(text)
+    slots = SlotCount.parse(text)
     assume(slots.per_layer is None or wanted.top_k <= slots.per_layer <= experts)  # else refused, see above
     free = data.draw(st.one_of(st.integers(wanted.top_k, 2 * wanted.total), st.just(wanted.total)))
     try:
@@ -123,4 +123,4 @@ def test_resolve_suggests_a_number_that_works(text: str, layers: int, experts: i
         assert "--spac-slots" in str(error)
         assert suggestions(error), str(error)
         for suggestion in suggestions(error):
-            resolve(Slots.parse(suggestion), wanted, free)
+            resolve(SlotCount.parse(suggestion), wanted, free)

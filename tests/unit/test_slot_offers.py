@@ -7,11 +7,11 @@ import pytest
 from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
 
 from vllm_spac.cache.allowance import Allowance
-from vllm_spac.execution.pointers.slot_offers import Offering, with_prompts
-from vllm_spac.metrics import Counters
-from vllm_spac.policies.lfu import LFU
-from vllm_spac.policies.lru import LRU
-from vllm_spac.policies.reuse import Reuse
+from vllm_spac.decisions.policies.lfu import LFU
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.decisions.policies.reuse import Reuse
+from vllm_spac.execution.slot_offers import Offering, with_prompts
+from vllm_spac.recording.metrics import Counters
 
 
 def filled(policy, keys: int = 5, slots: int = 3) -> Offering:

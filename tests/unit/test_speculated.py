@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.budget.control import BudgetControl
-from vllm_spac.budget.layer import BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.decisions.predictors.base import Guess, Predictor, Seen, Signal
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.predictors.base import Guess, Predictor, Seen, Signal
+from vllm_spac.methods.moe_spec.control import BudgetControl
+from vllm_spac.methods.moe_spec.replay import BudgetCounters
+from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings, RoutingRule
+from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
 from vllm_spac.runtime import Runtime
 
 LAYERS, EXPERTS, TOP_K, WIDTH, ROWS = 3, 12, 2, 5, 7  # the last row is padding
@@ -69,7 +69,9 @@ def routed(rule: RoutingRule, logits: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def control(predictor: Predictor | None, rule: RoutingRule = RULES[0], resident=None, **more) -> BudgetControl:
     layers = [BudgetedLayer(f"layer.{number}", EXPERTS, TOP_K, rule, resident) for number in range(LAYERS)]
-    made = BudgetControl(layers, predictor=predictor)
+    counters = BudgetCounters()
+    ahead = None if predictor is None else SpeculatedExecution(layers, predictor, counters)
+    made = BudgetControl(layers, speculation=ahead, counters=counters)
     made.change(BudgetSettings(**more))
     return made
 

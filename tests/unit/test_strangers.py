@@ -25,10 +25,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from worker_threads import ANOTHER, HIDDEN, LAYERS, SECRET, TOP_K, Threads, assert_right, connected, services
 
-from vllm_spac.distributed import sockets, visits
-from vllm_spac.distributed.link import Link, Lost
-from vllm_spac.distributed.service import facts
-from vllm_spac.distributed.wire import NO_FINGERPRINT, Header, Kind, encode, raw
+from vllm_spac.methods.od_moe import worker_counts, worker_link
+from vllm_spac.methods.od_moe.service import facts
+from vllm_spac.methods.od_moe.wire import NO_FINGERPRINT, FrameKind, Header, encode, raw
+from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink
 
 MIB = 1 << 20
 
@@ -71,14 +71,14 @@ def port(places: Threads) -> int:
 
 def proved(context: zmq.Context, places: Threads) -> zmq.Socket:
     """The socket of somebody who has the secret."""
-    socket = sockets.dealer(context, SECRET)
+    socket = worker_link.dealer(context, SECRET)
     socket.connect(places.addresses()[0])
     return socket
 
 
 def test_a_nonce_that_is_no_text(places: Threads) -> None:
     """One such HELLO ended workers that had a handshake of their own."""
-    hello = encode(Header(Kind.HELLO), rb'{"nonce": "\ud800"}')
+    hello = encode(Header(FrameKind.HELLO), rb'{"nonce": "\ud800"}')
     with strangers.connect(port(places)) as peer:
         strangers.enter(peer)
         strangers.push(peer, strangers.message(*hello))
@@ -90,9 +90,9 @@ def test_text_of_a_peer_with_the_secret_that_is_no_text(places: Threads, context
     odd = rb'"\ud800"'
     for theirs in (odd, b'{"vllm": %b}' % odd, known):
         hello = b'{"engine": %b, "facts": %b, "visits": %b}' % (odd, theirs, odd)
-        sockets.send(socket, encode(Header(Kind.HELLO), hello))
-    kinds = [Kind(sockets.receive(socket)[0][5]) for _ in range(3) if socket.poll(20_000)]
-    assert kinds == [Kind.REFUSED, Kind.REFUSED, Kind.WELCOME]
+        worker_link.send(socket, encode(Header(FrameKind.HELLO), hello))
+    kinds = [FrameKind(worker_link.receive(socket)[0][5]) for _ in range(3) if socket.poll(20_000)]
+    assert kinds == [FrameKind.REFUSED, FrameKind.REFUSED, FrameKind.WELCOME]
     socket.close()
 
 
@@ -105,19 +105,19 @@ def test_sixty_thousand_hellos_of_a_stranger_that_reads_no_answer(places: Thread
 
 def test_a_peer_with_the_secret_that_reads_no_answer(places: Threads, context: zmq.Context) -> None:
     """What it is not sent is dropped, and nobody waits for it."""
-    socket = sockets.dealer(context, SECRET)
+    socket = worker_link.dealer(context, SECRET)
     socket.setsockopt(zmq.RCVHWM, 1)
     socket.setsockopt(zmq.RCVBUF, 1 << 12)
     socket.connect(places.addresses()[0])
-    sockets.send(socket, encode(Header(Kind.HELLO), b'{"visits": true}'))
+    worker_link.send(socket, encode(Header(FrameKind.HELLO), b'{"visits": true}'))
     assert socket.poll(20_000)
-    epoch = int.from_bytes(sockets.receive(socket)[0][8:16], "little")
+    epoch = int.from_bytes(worker_link.receive(socket)[0][8:16], "little")
     sizes = {"rows": 256, "hidden": 1024, "dtype": torch.float32}
-    echo = encode(Header(Kind.ECHO, epoch, **sizes), bytes(MIB))
+    echo = encode(Header(FrameKind.ECHO, epoch, **sizes), bytes(MIB))
     for _ in range(100):
         socket.poll(20_000, zmq.POLLOUT)
-        sockets.send(socket, echo)
-    [found] = visits.counts(places.addresses(), SECRET, 20.0)
+        worker_link.send(socket, echo)
+    [found] = worker_counts.counts(places.addresses(), SECRET, 20.0)
     assert isinstance(found, dict), found
     engine(places)
     socket.close()
@@ -166,35 +166,35 @@ def test_a_stranger_s_message_of_many_large_parts_is_not_kept(process: Process) 
             if enters:
                 strangers.enter(peer)
             assert process.most_grown(lambda peer=peer, data=data: strangers.push(peer, data)) < 8 * MIB
-    assert isinstance(visits.counts([process.address], SECRET, 20.0)[0], dict)
+    assert isinstance(worker_counts.counts([process.address], SECRET, 20.0)[0], dict)
 
 
 def test_strangers_hold_one_small_part_each(process: Process) -> None:
     """zmq takes a part of a handshake whole before it looks at it."""
-    part = strangers.piece(bytes(sockets.PART), command=True)[:-1]
+    part = strangers.piece(bytes(worker_link.PART), command=True)[:-1]
     peers = [strangers.connect(process.port) for _ in range(40)]
 
     def fill() -> None:
         for peer in peers:
             assert strangers.push(peer, strangers.greeting(b"CURVE") + part) == 64 + len(part)
 
-    assert process.most_grown(fill) < (40 + 16) * (sockets.PART + MIB // 16)
+    assert process.most_grown(fill) < (40 + 16) * (worker_link.PART + MIB // 16)
     for peer in peers:
         peer.close()
-    assert isinstance(visits.counts([process.address], SECRET, 20.0)[0], dict)
+    assert isinstance(worker_counts.counts([process.address], SECRET, 20.0)[0], dict)
 
 
 def test_a_part_that_is_too_large_ends_the_connection_of_a_peer_with_the_secret(process: Process) -> None:
     context = zmq.Context()
-    link = Link(context, process.address, SECRET)
+    link = WorkerLink(context, process.address, SECRET)
     link.visit(20)
     link.socket.send_multipart([b"head", bytes(64 * MIB)])
     with pytest.raises(Lost, match="its connection ended"):
-        link.ask(Kind.STATS, 20)
+        link.ask(FrameKind.STATS, 20)
     assert process.most_grown(lambda: None) < 16 * MIB
     link.drop()
     context.destroy(linger=0)
-    assert isinstance(visits.counts([process.address], SECRET, 20.0)[0], dict)
+    assert isinstance(worker_counts.counts([process.address], SECRET, 20.0)[0], dict)
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.full)])
@@ -212,7 +212,7 @@ def test_engines_get_in_where_strangers_take_all_descriptors() -> None:
     with strangers.open_files(4096), strangers.crowd(process.port, 600, [b""]):
         context = zmq.Context()
         for _ in range(2):
-            link = Link(context, process.address, SECRET, facts(), "engine")
+            link = WorkerLink(context, process.address, SECRET, facts(), "engine")
             link.join(120)
             link.close()
         context.destroy(linger=200)
@@ -221,8 +221,8 @@ def test_engines_get_in_where_strangers_take_all_descriptors() -> None:
 
 def test_who_knows_the_public_key_alone_stays_outside(places: Threads, context: zmq.Context) -> None:
     """Each side proves that it has the secret, not only that it has heard of the other's key."""
-    public = sockets._Keys.of(SECRET).public
-    own = sockets._Keys.of(ANOTHER)
+    public = worker_link._Keys.of(SECRET).public
+    own = worker_link._Keys.of(ANOTHER)
     socket = context.socket(zmq.DEALER)
     socket.linger, socket.curve_serverkey = 0, public
     socket.curve_publickey, socket.curve_secretkey = own
@@ -236,7 +236,7 @@ def test_who_knows_the_public_key_alone_stays_outside(places: Threads, context: 
 
 
 def test_what_is_longer_than_any_frame_is_not_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_MOST_PARTS", 2)
+    monkeypatch.setattr(worker_link, "_MOST_PARTS", 2)
     with zmq.Context() as context, context.socket(zmq.PAIR) as there, context.socket(zmq.PAIR) as here:
         there.bind("inproc://there")
         here.connect("inproc://there")
@@ -247,16 +247,21 @@ def test_what_is_longer_than_any_frame_is_not_put_together(monkeypatch: pytest.M
             ([b"head", b"1", b"2", b"3", b"4"], [b"head", b"12"]),
         ):
             there.send_multipart(sent)
-            assert [bytes(part) for part in sockets.receive(here)] == found
+            assert [bytes(part) for part in worker_link.receive(here)] == found
             assert not here.poll(0), "nothing is left of it"
 
 
 def test_a_payload_of_several_parts_arrives(places: Threads, context: zmq.Context) -> None:
-    link = Link(context, places.addresses()[0], SECRET)
+    link = WorkerLink(context, places.addresses()[0], SECRET)
     link.visit(20)
-    for rows, hidden in ((1, 1), (1, sockets.PART // 2), (2, sockets.PART // 4 + 1), (5, sockets.PART // 2 - 1)):
+    for rows, hidden in (
+        (1, 1),
+        (1, worker_link.PART // 2),
+        (2, worker_link.PART // 4 + 1),
+        (5, worker_link.PART // 2 - 1),
+    ):
         sent = torch.arange(rows * hidden, dtype=torch.int16).view(torch.bfloat16).view(rows, hidden)
-        frame = link.ask(Kind.ECHO, 20, raw(sent), rows=rows, hidden=hidden, dtype=sent.dtype)
+        frame = link.ask(FrameKind.ECHO, 20, raw(sent), rows=rows, hidden=hidden, dtype=sent.dtype)
         assert raw(frame.rows()) == raw(sent)
     link.close()
 
@@ -265,7 +270,7 @@ def test_a_worker_of_a_release_without_curve(context: zmq.Context) -> None:
     """It is refused at once, in a sentence that says what may be wrong."""
     old = context.socket(zmq.ROUTER)
     at = old.bind_to_random_port("tcp://127.0.0.1")
-    link = Link(context, f"tcp://127.0.0.1:{at}", SECRET, facts(), "engine")
+    link = WorkerLink(context, f"tcp://127.0.0.1:{at}", SECRET, facts(), "engine")
     with pytest.raises(Lost, match="another secret or is of another release"):
         link.join(20)
     link.drop()
@@ -291,7 +296,7 @@ texts = st.one_of(
 @st.composite
 def frames(draw: st.DrawFn, epoch: int = 0) -> list[bytes]:
     """A frame with a right checksum, whose sizes often fit, of any kind."""
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(FrameKind))
     rows, hidden, top_k = draw(st.just((2, HIDDEN, TOP_K)) | st.tuples(*[numbers.filter(lambda n: n < 300)] * 3))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, None]))
     size = draw(st.sampled_from([rows * hidden * 4, rows * (hidden * 4 + top_k * 8), top_k * 4, rows, 0])) % MIB
@@ -363,7 +368,7 @@ def test_what_peers_with_the_secret_send_harms_nobody(
 ) -> None:
     """Arbitrary messages and frames, in a session or before: answered, refused or dropped, and the next is answered."""
     assert places.running[0].thread.is_alive()
-    link = Link(context, places.addresses()[0], SECRET, facts(), "engine")
+    link = WorkerLink(context, places.addresses()[0], SECRET, facts(), "engine")
     try:
         if role == "visitor":
             link.visit(30)
@@ -377,7 +382,7 @@ def test_what_peers_with_the_secret_send_harms_nobody(
         for message in sent:
             assert link.socket.poll(30_000, zmq.POLLOUT)
             link.socket.send_multipart(message, zmq.NOBLOCK)
-        [found] = visits.counts(places.addresses(), SECRET, 30.0)
+        [found] = worker_counts.counts(places.addresses(), SECRET, 30.0)
         assert isinstance(found, dict), found
     finally:
         link.drop()

@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
-from vllm_spac.timeline import chrome, recorder
-from vllm_spac.timeline.recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, capacity_of
-from vllm_spac.timeline.recording import Facts, Recording
-from vllm_spac.timeline.split import GENERATING, PROMPTS, median_step, split
-from vllm_spac.timeline.writer import TimelineWriter, check_target
+from vllm_spac.recording import timeline_recorder
+from vllm_spac.recording.timeline_file import Recording, TimelineFacts, TimelineWriter, check_target
+from vllm_spac.recording.timeline_recorder import STEP_KINDS, UNKNOWN, Kind, Timeline, capacity_of
+from vllm_spac.recording.timeline_split import GENERATING, PROMPTS, median_step, split
+from vllm_spac.tools.traces import timeline_pictures
 
-FACTS = Facts("toy", "disk", ("layers.0", "layers.1"), (4, 6))
+FACTS = TimelineFacts("toy", "disk", ("layers.0", "layers.1"), (4, 6))
 DECODE, VERIFY, PREFILL = (STEP_KINDS.index(kind) for kind in ("decode", "verify", "prefill"))
 
 
@@ -35,7 +35,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.time = 0
-        monkeypatch.setattr(recorder, "now", lambda: self.time)
+        monkeypatch.setattr(timeline_recorder, "now", lambda: self.time)
 
     def add(self, timeline: Timeline, kind: Kind, start: int, end: int, a: int = 0, b: int = 0) -> None:
         self.time = end
@@ -106,7 +106,7 @@ def test_what_is_read_while_threads_write_is_whole_and_without_gaps() -> None:
         number = 0
         while not stop.is_set():
             number += 1
-            timeline.add(Kind.LOAD, recorder.now(), number, number)
+            timeline.add(Kind.LOAD, timeline_recorder.now(), number, number)
 
     threads = [threading.Thread(target=write, name=f"writer {number}") for number in range(2)]
     for thread in threads:
@@ -384,7 +384,7 @@ def assert_nested(events: list[dict]) -> None:
 
 def test_a_chrome_trace(clock, tmp_path: Path) -> None:
     recording = Recording.of(two_steps(clock), FACTS, 5)
-    assert chrome.write(recording, tmp_path / "run.json") == 14
+    assert timeline_pictures.write(recording, tmp_path / "run.json") == 14
     found = json.loads((tmp_path / "run.json").read_text())
     events = [event for event in found["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 14 and all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)

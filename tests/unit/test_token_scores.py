@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vllm_spac.evaluation.token_scores import Scores
+from vllm_spac.tools.evaluation.scoring import Scores
 
 
 def naive(logits, reference, following) -> dict:

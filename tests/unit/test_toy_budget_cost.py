@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_spac.budget.settings import BudgetSettings
 from vllm_spac.core import RequestRows, RowKind, Step
+from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))
 budget_cost = importlib.import_module("budget_cost")

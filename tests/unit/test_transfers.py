@@ -13,9 +13,9 @@ from torch import Tensor
 from vllm_spac.cache.transfers import Transfers
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
-from vllm_spac.metrics import Counters
-from vllm_spac.tiers.host import HostStore
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage.host import HostStore
+from vllm_spac.storage.memory import MemoryStore
 
 SHAPE = MoEShape(("layer",), 8, 2, {"w": TensorSpec((2, 3), torch.float32), "b": TensorSpec((1,), torch.float32)})
 THREADS = 4

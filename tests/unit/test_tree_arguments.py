@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.tree_shape import DynamicShape, StaticShape
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.integration.stepping import drafts
-from vllm_spac.integration.stepping.trees import arguments, scratch
-from vllm_spac.speculation.trees.shape import DynamicShape, StaticShape
+from vllm_spac.integration.hooks import drafts
+from vllm_spac.integration.stepping import tree_arguments, tree_scratch
 
 HEAD = {"method": "eagle3", "model": "head"}
 
@@ -22,21 +22,21 @@ def engine_args(**given):
 
 def test_the_draft_length_the_scheduler_and_the_block_size_are_set() -> None:
     args = engine_args()
-    arguments.request(args, SpacConfig(tree=16))
+    tree_arguments.request(args, SpacConfig(tree=16))
     assert args.speculative_config == HEAD | {"num_speculative_tokens": 16, "disable_padded_drafter_batch": True}
-    assert args.scheduler_cls == arguments.SCHEDULER and args.block_size == 32
+    assert args.scheduler_cls == tree_arguments.SCHEDULER and args.block_size == 32
     assert HEAD == {"method": "eagle3", "model": "head"}, "the user's own object is left as it is"
 
 
 def test_without_a_tree_nothing_changes() -> None:
     args = engine_args()
-    arguments.request(args, SpacConfig())
+    tree_arguments.request(args, SpacConfig())
     assert args == engine_args()
 
 
 def test_what_the_user_chose_stays() -> None:
     args = engine_args(block_size=16, speculative_config=HEAD | {"num_speculative_tokens": 16})
-    arguments.request(args, SpacConfig(tree=16))
+    tree_arguments.request(args, SpacConfig(tree=16))
     assert args.block_size == 16
 
 
@@ -52,7 +52,7 @@ def test_what_the_user_chose_stays() -> None:
 )
 def test_contradictions_are_refused(given: dict, problem: str) -> None:
     with pytest.raises((ConfigError, UnsupportedError), match=problem):
-        arguments.request(engine_args(**given), SpacConfig(tree=16))
+        tree_arguments.request(engine_args(**given), SpacConfig(tree=16))
 
 
 def engine(**changes):
@@ -98,9 +98,9 @@ def engine(**changes):
 )
 def test_engines_that_cannot_serve_trees_are_refused(change: dict, problem: str) -> None:
     config = SpacConfig(tree=change.pop("tree", 16))
-    arguments.check(config, engine())
+    tree_arguments.check(config, engine())
     with pytest.raises(UnsupportedError, match=problem):
-        arguments.check(config, engine(**change))
+        tree_arguments.check(config, engine(**change))
 
 
 def mode(name: str) -> SimpleNamespace:
@@ -122,21 +122,21 @@ def mode(name: str) -> SimpleNamespace:
     ],
 )
 def test_engines_with_the_v2_runner_that_cannot_serve_trees_are_refused(change: dict, problem: str) -> None:
-    arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, cudagraph_mode=mode("NONE")))
+    tree_arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, cudagraph_mode=mode("NONE")))
     with pytest.raises(UnsupportedError, match=problem):
-        arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, **change))
+        tree_arguments.check(SpacConfig(tree=16), engine(use_v2_model_runner=True, **change))
 
 
-@pytest.mark.parametrize("ahead, scheduler", [(False, None), (True, arguments.ASYNC_SCHEDULER)])
+@pytest.mark.parametrize("ahead, scheduler", [(False, None), (True, tree_arguments.ASYNC_SCHEDULER)])
 def test_steps_that_are_planned_ahead_have_a_scheduler_of_their_own(ahead: bool, scheduler: str | None) -> None:
     found = engine(use_v2_model_runner=True, async_scheduling=ahead, cudagraph_mode=mode("NONE"), scheduler_cls=None)
-    arguments.check(SpacConfig(tree=16), found)
+    tree_arguments.check(SpacConfig(tree=16), found)
     assert found.scheduler_config.scheduler_cls == scheduler
 
 
 def test_the_v2_runner_does_not_record_which_draft_follows_which() -> None:
     with pytest.raises(UnsupportedError, match="--spac-trace"):
-        arguments.check(SpacConfig(tree=16, trace="a.safetensors"), engine(use_v2_model_runner=True))
+        tree_arguments.check(SpacConfig(tree=16, trace="a.safetensors"), engine(use_v2_model_runner=True))
 
 
 def test_the_v2_runner_does_not_tell_the_guard_which_nodes_were_accepted() -> None:
@@ -146,7 +146,7 @@ def test_the_v2_runner_does_not_tell_the_guard_which_nodes_were_accepted() -> No
 
 
 def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
-    need = scratch.Scratch(DynamicShape(16), requests=8, block_size=32, by_row=True)
+    need = tree_scratch.Scratch(DynamicShape(16), requests=8, block_size=32, by_row=True)
     assert need.count == 8 * 2 * 17, "two blocks per row: a path may cross a block's edge"
     pool = SimpleNamespace(get_num_free_blocks=lambda: 5 * need.count - 1)
     scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
@@ -156,7 +156,7 @@ def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
         scheduler_config=SimpleNamespace(max_num_seqs=8),
     )
     with pytest.raises(ConfigError, match=r"272 of 1359 KV cache blocks .* use --max-num-seqs 7"):
-        scratch.reserve(scheduler, config, need)
+        tree_scratch.reserve(scheduler, config, need)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
     ],
 )
 def test_scratch_counts_paths_or_rows_and_its_sets_are_disjoint(shape, by_row: bool, sequences: int) -> None:
-    blocks = scratch.Scratch(shape, requests=3, block_size=4, by_row=by_row)
+    blocks = tree_scratch.Scratch(shape, requests=3, block_size=4, by_row=by_row)
     assert blocks.count == 3 * blocks.each * max(sequences, 2 * shape.front)
     for taken in (blocks.trees(3), blocks.levels(3)):
         assert taken.unique().numel() == taken.numel() and int(taken.min()) == 1 and int(taken.max()) <= blocks.count

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vllm_spac.speculation.tree_guard import TreeAcceptance, TreeGuard, sizes_of
+from vllm_spac.decisions.guard.tree_guard import TreeAcceptance, TreeGuard, sizes_of
 
 NODES = 63
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_spac.integration.stepping.trees import attention, decoding_v2
-from vllm_spac.integration.stepping.trees.decoding_v2 import Layout
-from vllm_spac.integration.stepping.trees.sampling_v2 import Sampled
-from vllm_spac.speculation.trees.counters import DeviceCounters, TreeCounters
-from vllm_spac.speculation.trees.draft_tree import DraftTree
-from vllm_spac.speculation.trees.tensors import Rows, StepTrees, TreeTensors
+from vllm_spac.integration.stepping import tree_attention, tree_decoding_v2
+from vllm_spac.integration.stepping.tree_decoding_v2 import Layout, Sampled
+from vllm_spac.methods.trees.draft_tree import DraftTree
+from vllm_spac.methods.trees.tensors import StepTrees, TensorRows, TreeTensors
+from vllm_spac.methods.trees.tree_counters import DeviceCounters, TreeCounters
 
 STARTS, DRAFTS = np.array([0, 4, 5, 8, 17], dtype=np.int32), np.array([3, 0, 2, 4])  # the last is a padded prompt
 TREES = np.array([0, 2])
@@ -64,12 +63,12 @@ def test_the_expanded_batch_fits_together() -> None:
     layout = Layout.of(STARTS, DRAFTS, TREES)
     step = StepTrees(
         TreeTensors.of(torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 0, 0]]), 3),
-        Rows(*torch.from_numpy(layout.rows)),
+        TensorRows(*torch.from_numpy(layout.rows)),
         torch.tensor([10, 30]),
         torch.arange(1, 33).view(4, 8)[[0, 2]],
         torch.arange(100, 120).view(2, 5, 2),
     )
-    found, table = decoding_v2.expanded(batch, step, layout, torch.arange(1, 33).view(4, 8), 8)  # type: ignore[arg-type]
+    found, table = tree_decoding_v2.expanded(batch, step, layout, torch.arange(1, 33).view(4, 8), 8)  # type: ignore[arg-type]
     assert found.seq_lens.tolist() == [11, 12, 12, 13, 21, 31, 32, 33, 9]
     assert found.num_scheduled_tokens.tolist() == [1] * 8 + [9] and int(found.query_start_loc[-1]) == 17
     assert found.is_prefilling_np.tolist() == [False] * 8 + [True]
@@ -99,7 +98,7 @@ def parameters(**given: Any) -> SimpleNamespace:
     ],
 )
 def test_requests_whose_logits_depend_on_earlier_drafts_get_chains(given: dict, chain: bool) -> None:
-    assert decoding_v2.needs_chain(parameters(**given)) == chain  # type: ignore[arg-type]
+    assert tree_decoding_v2.needs_chain(parameters(**given)) == chain  # type: ignore[arg-type]
 
 
 def test_accepted_rows_come_first_among_those_that_are_sampled() -> None:
@@ -110,7 +109,7 @@ def test_accepted_rows_come_first_among_those_that_are_sampled() -> None:
     path = torch.tensor([[0, 2, 3, -1], [0, -1, -1, -1], [0, 2, -1, -1]])
     assert at.along(path, 8).tolist() == [0, 2, 3, 3, 4, 5, 7, 7]
     state = torch.arange(10.0)[:, None].expand(-1, 2)
-    assert decoding_v2.reordered(state, at.along(path, 8))[:, 0].tolist() == [0, 2, 3, 3, 4, 5, 7, 7, 8, 9]
+    assert tree_decoding_v2.reordered(state, at.along(path, 8))[:, 0].tolist() == [0, 2, 3, 3, 4, 5, 7, 7, 8, 9]
 
 
 def test_counts_are_those_of_the_host() -> None:
@@ -126,11 +125,13 @@ def test_counts_are_those_of_the_host() -> None:
 
 
 def test_hooks_write_what_rows_see_of_their_ancestors() -> None:
-    from vllm_spac.speculation.trees.virtual_batch import Scattered
+    from vllm_spac.methods.trees.virtual_batch import Scattered
 
     calls: list[tuple[list[int], list[int]]] = []
     trees: Any = SimpleNamespace(scattered=None)
-    hooked = attention.updating(lambda layer, k, v, cache, slots: calls.append((k.tolist(), slots.tolist())), trees)
+    hooked = tree_attention.updating(
+        lambda layer, k, v, cache, slots: calls.append((k.tolist(), slots.tolist())), trees
+    )
     key = torch.tensor([7, 8, 9])
     hooked(None, key, key, None, torch.tensor([0, 1, 2]))
     trees.scattered = Scattered(torch.tensor([0, 2]), torch.tensor([50, -1]))

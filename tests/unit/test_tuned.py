@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from vllm_spac.config import SpacConfig
-from vllm_spac.integration.tuning import applied
+from vllm_spac.config import tuned_profile
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.tuned_profile import TunedProfile, digest, path_of
+from vllm_spac.decisions.comparison import Ratio
+from vllm_spac.integration import tuned_start
 from vllm_spac.system.machine import Machine
-from vllm_spac.tuning import identity
-from vllm_spac.tuning.comparison import Ratio
-from vllm_spac.tuning.profile import TunedProfile, digest, path_of
 
 TOY = Path(__file__).parents[2] / "benchmarks" / "toy" / "models" / "target"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -29,7 +29,7 @@ KNOBS = {"slots": "25%", "policy": "lru"}
 def here(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(cpu="c", cores=4, gpus=("g",), disk="d")
     monkeypatch.setattr(Machine, "here", lambda folder, gpus: machine)
-    monkeypatch.setattr(applied.device, "names", lambda: ["g"])
+    monkeypatch.setattr(tuned_start.device, "names", lambda: ["g"])
     return machine
 
 
@@ -42,14 +42,14 @@ def folder(tmp_path: Path, here: Machine) -> Path:
 def write(folder: Path, here: Machine, **changes: Any) -> Path:
     given: dict[str, Any] = {
         "model": "toy",
-        "identity": identity.identity(TOY),
+        "identity": tuned_profile.identity(TOY),
         "machine": here,
-        "versions": identity.relevant_versions(),
+        "versions": tuned_profile.relevant_versions(),
         "choice": "policy=lru",
         "knobs": KNOBS,
         "ratio": Ratio(median=1.2, low=1.1, high=1.3, turns=9),
     }
-    path = path_of(folder, identity.identity(TOY))
+    path = path_of(folder, tuned_profile.identity(TOY))
     TunedProfile(**given | changes).write(path)
     return path
 
@@ -75,7 +75,7 @@ def serve(
     )
     if command:
         args.spac_command = True
-    return args, applied.apply(args, SpacConfig.parse(spac))
+    return args, tuned_start.apply(args, SpacConfig.parse(spac))
 
 
 def test_the_knobs_are_added_and_the_first_line_names_the_profile(folder: Path, caplog) -> None:
@@ -86,7 +86,7 @@ def test_the_knobs_are_added_and_the_first_line_names_the_profile(folder: Path, 
     [record] = caplog.records
     assert record.levelname == "INFO" and f"tuned={folder}" in record.message
     assert "slots=25%, policy=lru" in record.message and "1.20 (95 % interval 1.10 - 1.30" in record.message
-    assert applied.apply(args, config) is config, "once"
+    assert tuned_start.apply(args, config) is config, "once"
 
 
 def test_drafts_are_added(folder: Path, here: Machine) -> None:
@@ -128,11 +128,13 @@ def test_knobs_that_do_not_go_together_are_named(folder: Path, here: Machine, ca
     write(folder, here, knobs={"prefetch": "utility"})
     args = SimpleNamespace(
         model=str(TOY),
-        additional_config={"spac": {"execution": "pointers", "tuned": str(path_of(folder, identity.identity(TOY)))}},
+        additional_config={
+            "spac": {"execution": "pointers", "tuned": str(path_of(folder, tuned_profile.identity(TOY)))}
+        },
         speculative_config=None,
         tensor_parallel_size=1,
     )
-    assert applied.apply(args, config := SpacConfig.parse(args.additional_config["spac"])) is config
+    assert tuned_start.apply(args, config := SpacConfig.parse(args.additional_config["spac"])) is config
     assert re.search("its knobs do not go with yours.*drop --spac-prefetch.*--spac-tuned off", ignored(caplog))
 
 
@@ -152,7 +154,7 @@ def test_trees_need_as_few_requests_as_when_they_were_measured(
         max_num_seqs=requests,
         spac_command=True,
     )
-    config = applied.apply(args, SpacConfig.parse(args.additional_config["spac"]))
+    config = tuned_start.apply(args, SpacConfig.parse(args.additional_config["spac"]))
     assert (config.tree, args.speculative_config) == ((16, drafts) if used else (0, None))
     assert ("add that, or set --spac-tuned off" in caplog.text) is not used
 
@@ -211,13 +213,13 @@ def test_another_model_has_none(folder: Path, tmp_path: Path, caplog) -> None:
     (other / "config.json").write_text((TOY / "config.json").read_text() + "\n")
     assert serve(folder, model=other)[1].policy == "reuse"
     assert serve(folder, model=Path("absent/model"))[1].policy == "reuse" and caplog.records == []
-    path = path_of(folder, identity.identity(TOY))
+    path = path_of(folder, tuned_profile.identity(TOY))
     assert serve(folder, model=other, tuned=str(path))[1].policy == "reuse"
     assert re.search("made for another model .toy. than.*tune again", ignored(caplog))
 
 
 def test_a_file_that_is_no_profile(folder: Path, caplog) -> None:
-    path = path_of(folder, identity.identity(TOY))
+    path = path_of(folder, tuned_profile.identity(TOY))
     path.write_text("{")
     os.mkfifo(folder / "pipe")
     (folder / "nowhere").symlink_to(folder / "absent")
@@ -238,7 +240,7 @@ def test_a_file_that_is_no_profile(folder: Path, caplog) -> None:
 
 
 def test_a_profile_of_another_user_is_not_used(folder: Path, caplog) -> None:
-    path = path_of(folder, identity.identity(TOY))
+    path = path_of(folder, tuned_profile.identity(TOY))
     path.chmod(0o666)
     assert serve(folder)[1].policy == "reuse" and "every user; if you trust it, run `chmod" in ignored(caplog)
     path.chmod(0o644)
@@ -264,7 +266,7 @@ def test_the_command_line_decides_how_exact_it_is(folder: Path, here: Machine, c
 
 def serve_without_folder(folder: Path, **knobs):
     """As ``serve`` with a profile that is named, since pointers have no folder."""
-    spac = {"tuned": str(path_of(folder, identity.identity(TOY))), **knobs}
+    spac = {"tuned": str(path_of(folder, tuned_profile.identity(TOY))), **knobs}
     args = SimpleNamespace(
         model=str(TOY),
         additional_config={"spac": spac},
@@ -272,7 +274,7 @@ def serve_without_folder(folder: Path, **knobs):
         tensor_parallel_size=1,
         max_num_seqs=8,
     )
-    return args, applied.apply(args, SpacConfig.parse(spac))
+    return args, tuned_start.apply(args, SpacConfig.parse(spac))
 
 
 def test_predictors_that_were_measured_are_used_and_no_others(folder: Path, here: Machine, caplog) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_spac.config import SpacConfig
-from vllm_spac.tuning.candidate import Candidate
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.tuned_profile import Candidate
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "serving")]

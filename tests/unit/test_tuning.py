@@ -11,19 +11,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.config import SpacConfig
+from vllm_spac.config import tuned_profile
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.tuned_profile import (
+    DEFAULT,
+    LRU,
+    MAY_SET,
+    Candidate,
+    Drafts,
+    TunedProfile,
+    combine,
+    departures,
+    path_of,
+)
+from vllm_spac.decisions.comparison import NEAR, Ratio, Said, compare_tokens
+from vllm_spac.decisions.costs import Costs
 from vllm_spac.errors import ConfigError
-from vllm_spac.planning.machine import HOST_RESERVE, UTILIZATION, PlannedMachine
-from vllm_spac.planning.model import ServedModel
-from vllm_spac.profiling.costs import Costs
 from vllm_spac.system.machine import Machine
-from vllm_spac.tuning import identity
-from vllm_spac.tuning.candidate import DEFAULT, LRU, MAY_SET, Candidate, combine, departures
-from vllm_spac.tuning.candidates import Allowed, Budget, candidates, left_out
-from vllm_spac.tuning.comparison import NEAR, Ratio, Said, compare_tokens
-from vllm_spac.tuning.evaluated import AGREEMENT, MOST, budgets
-from vllm_spac.tuning.profile import Drafts, TunedProfile, path_of
-from vllm_spac.tuning.progress import Measurement, ProgressFile, key_of
+from vllm_spac.tools.planning.planned_machine import HOST_RESERVE, UTILIZATION, PlannedMachine
+from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.tuning.candidates import AGREEMENT, MOST, Allowed, Budget, budgets, candidates, left_out
+from vllm_spac.tools.tuning.progress import Measurement, ProgressFile, key_of
 
 ROOT = Path(__file__).parents[2]
 TOY = ROOT / "benchmarks" / "toy" / "models" / "target"
@@ -401,14 +409,14 @@ def test_other_files_are_no_profiles(tmp_path: Path) -> None:
 def test_the_identity_of_a_model_changes_with_its_config_and_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "a.safetensors").write_bytes(b"1234")
-    first = identity.identity(tmp_path)
+    first = tuned_profile.identity(tmp_path)
     assert len(first) == 32
     (tmp_path / "README.md").write_text("other")
-    assert identity.identity(tmp_path) == first
+    assert tuned_profile.identity(tmp_path) == first
     (tmp_path / "a.safetensors").write_bytes(b"12345")
-    second = identity.identity(tmp_path)
+    second = tuned_profile.identity(tmp_path)
     (tmp_path / "config.json").write_text('{"a": 1}')
-    assert len({first, second, identity.identity(tmp_path)}) == 3
+    assert len({first, second, tuned_profile.identity(tmp_path)}) == 3
 
 
 def test_progress_is_of_one_run_alone(tmp_path: Path) -> None:

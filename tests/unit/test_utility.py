@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_spac.core import NOT_RUN
-from vllm_spac.predictors.utility import UtilityEstimator
+from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 
 
 class Expert:

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.budget.rankings.base import weighted
-from vllm_spac.budget.votes import STEPS, unknown, vote, voted
 from vllm_spac.core import RequestRows, RowKind, Step, weights_of
-from vllm_spac.integration.stepping import draft_logits, drafts, runner_v1
-from vllm_spac.speculation.draft_probabilities import PADDING, DraftProbabilities
+from vllm_spac.decisions.guard.draft_probabilities import PADDING, DraftProbabilities
+from vllm_spac.integration.hooks import drafts
+from vllm_spac.integration.stepping import runner_v1
+from vllm_spac.methods.moe_spec.rankings import weighted
+from vllm_spac.methods.moe_spec.votes import STEPS, unknown, vote, voted
 
 PROMPT, CERTAIN = RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 4, RowKind.DECODE)
 KNOWN = RequestRows(4, 7, RowKind.VERIFY, 2, (1.0, 0.25, 0.0))
@@ -150,8 +151,8 @@ def test_greedy_drafts_have_the_softmax_of_their_logits() -> None:
     logits = list(torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16))
     logits[0][0, 3] = -torch.inf  # a token that this draft model does not have
     drafter = Drafter(logits)
-    kept = draft_logits.DraftLogits(drafter)
-    with draft_logits.observed(drafter, [kept.add]):
+    kept = runner_v1.DraftLogits(drafter)
+    with runner_v1.observed(drafter, [kept.add]):
         drafts = drafter.propose()
     expected = torch.stack(
         [each.float().softmax(-1).gather(1, drafts[:, i, None])[:, 0] for i, each in enumerate(logits)], 1
@@ -159,7 +160,7 @@ def test_greedy_drafts_have_the_softmax_of_their_logits() -> None:
     torch.testing.assert_close(kept.of(drafts), expected, rtol=1e-6, atol=0)
     assert "compute_logits" not in vars(drafter.model), "the model is as before"
     assert kept.of(drafts[:, :2]) is None and kept.of(drafts[:1]) is None, "other drafts than these"
-    assert draft_logits.DraftLogits(drafter).of(drafts[:, :0]) is None, "nothing was drafted"
+    assert runner_v1.DraftLogits(drafter).of(drafts[:, :0]) is None, "nothing was drafted"
     drafter.propose()
     assert len(kept.best) == 3
 
@@ -168,8 +169,8 @@ def test_sampled_drafts_have_the_probabilities_that_they_were_drawn_with() -> No
     logits = list(torch.randn(2, 3, 5))
     sampled = torch.randn(3, 2, 5).softmax(-1)
     drafter = Drafter(logits, sampled)
-    kept = draft_logits.DraftLogits(drafter)
-    with draft_logits.observed(drafter, [kept.add]):
+    kept = runner_v1.DraftLogits(drafter)
+    with runner_v1.observed(drafter, [kept.add]):
         drafter.propose()
     drafts = torch.randint(0, 5, (3, 2))
     expected = [[sampled[i, j, drafts[i, j]].item() for j in range(2)] for i in range(3)]

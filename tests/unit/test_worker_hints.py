@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
 from vllm_spac.execution.base import Rows
-from vllm_spac.execution.workers import WorkerExecution
-from vllm_spac.policies.lru import LRU
-from vllm_spac.predictors.base import START, Guess, Predictor, Seen, Signal
+from vllm_spac.methods.od_moe.workers_execution import WorkerExecution
 
 LAYERS, EXPERTS, TOP_K = 3, 4, 2
 SHAPE = MoEShape(tuple("abc"), EXPERTS, TOP_K, {"w": TensorSpec((1,), torch.float32)})

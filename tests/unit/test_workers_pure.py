@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.distributed.division import Load, sent
-from vllm_spac.distributed.patience import Patience
-from vllm_spac.distributed.roster import Roster
-from vllm_spac.distributed.schedule import Cycle, layers_of, owners
-from vllm_spac.distributed.service import Service, difference
 from vllm_spac.errors import ConfigError
+from vllm_spac.methods.od_moe.division import Cycle, LayerLoad, layers_of, owners, sent
+from vllm_spac.methods.od_moe.roster import Patience, Roster
+from vllm_spac.methods.od_moe.service import Service, difference
 
 SPECS = {"w13_weight": TensorSpec((8, 4), torch.bfloat16), "w2_weight": TensorSpec((4, 4), torch.bfloat16)}
 SHAPE = MoEShape(("a", "b", "c"), 4, 2, SPECS)
@@ -80,7 +78,7 @@ def test_a_slow_worker_is_tried_again() -> None:
     assert roster.pace(0) == pytest.approx(0.0125) and roster.pace(1) == pytest.approx(0.2)
     waiting = [(75, (0, 1))] * 4
     layers = 0
-    while layers < 50 and 1 not in sent(waiting, {w: Load(0, 0, roster.pace(w)) for w in range(2)}, True):
+    while layers < 50 and 1 not in sent(waiting, {w: LayerLoad(0, 0, roster.pace(w)) for w in range(2)}, True):
         roster.rested(1)
         layers += 1
     assert 5 < layers < 50

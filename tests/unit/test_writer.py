@@ -18,12 +18,12 @@ from safetensors.numpy import load_file, save_file
 
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.errors import ConfigError
-from vllm_spac.traces import writer as trace_writer
-from vllm_spac.traces.drafts import accepted_by_depth, draft_depths
-from vllm_spac.traces.format import FORMAT, PADDING, ROW_KINDS, Trace, TraceFacts
-from vllm_spac.traces.synthetic import decoded, synthetic_trace
-from vllm_spac.traces.text import Text
-from vllm_spac.traces.writer import TraceWriter, check_target
+from vllm_spac.recording import trace_writer
+from vllm_spac.recording.trace_file import FORMAT, PADDING, ROW_KINDS, Trace, TraceFacts
+from vllm_spac.recording.trace_writer import TraceWriter, check_target
+from vllm_spac.tools.traces.synthetic import decoded, synthetic_trace
+from vllm_spac.tools.traces.trace_statistics import accepted_by_depth, draft_depths
+from vllm_spac.tools.traces.trace_text import Text
 
 FACTS = TraceFacts(layers=3, experts=8, top_k=2, expert_bytes=100, model="toy")
 STEPS, ROWS = ("step_kind", "step_rows", "step_tokens"), ("row_kind", "row_back", "row_accepted")
@@ -201,7 +201,7 @@ def test_failing_in_mid_save_leaves_what_was_there(tmp_path: Path, monkeypatch) 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vllm_spac.traces.format.shutil.copyfileobj", full)
+    monkeypatch.setattr("vllm_spac.recording.trace_file.shutil.copyfileobj", full)
     with pytest.raises(ConfigError, match="No space left"):
         writer.finish()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
@@ -238,7 +238,7 @@ def test_a_killed_process_leaves_only_the_trace(tmp_path: Path, number: signal.S
 import sys, time
 import numpy as np
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.traces.writer import TraceFacts, TraceWriter
+from vllm_spac.recording.trace_writer import TraceFacts, TraceWriter
 writer = TraceWriter(sys.argv[1], TraceFacts(layers=1, experts=8, top_k=2))
 for turn in range(2):
     writer.begin_step(Step((RequestRows(0, 1, RowKind.DECODE),)))

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.distributed import schedule
-from vllm_spac.distributed.client import WorkerClient
-from vllm_spac.distributed.layer_call import Forward
-from vllm_spac.distributed.patience import Patience
-from vllm_spac.distributed.places import Places
-from vllm_spac.distributed.roster import Roster
-from vllm_spac.distributed.service import Service
-from vllm_spac.distributed.worker import Worker
 from vllm_spac.errors import SpacError
-from vllm_spac.tiers.memory import MemoryStore
+from vllm_spac.methods.od_moe import division
+from vllm_spac.methods.od_moe.client import WorkerClient
+from vllm_spac.methods.od_moe.layer_call import Forward
+from vllm_spac.methods.od_moe.places import Places
+from vllm_spac.methods.od_moe.roster import Patience, Roster
+from vllm_spac.methods.od_moe.service import Service
+from vllm_spac.methods.od_moe.worker import Worker
+from vllm_spac.storage.memory import MemoryStore
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 2, 8, 4
 SPECS = {
@@ -114,7 +113,7 @@ class Threads(Places):
 
 
 def services(count: int, replicas: int = 0, size: int = 1, **knobs) -> list[Service]:
-    layers = [schedule.layers_of(worker, LAYERS, count, replicas, size) for worker in range(count)]
+    layers = [division.layers_of(worker, LAYERS, count, replicas, size) for worker in range(count)]
     knobs["divides"] = size > 1
     knobs = {"slots": "50%", "policy": "lru", "hidden": HIDDEN} | knobs
     return [Service.of(SHAPE, FINGERPRINT, mine, **knobs) for mine in layers]

@@ -31,8 +31,8 @@ import forked  # noqa: E402
 import moe_architectures  # noqa: E402
 from moe_architectures import Architecture  # noqa: E402
 
-from vllm_spac.system import provenance  # noqa: E402
-from vllm_spac.system.atomic_write import replacing  # noqa: E402
+from vllm_spac.system import machine  # noqa: E402
+from vllm_spac.system.files import replacing  # noqa: E402
 
 RESULT, TABLE = HERE / "families.json", HERE / "FAMILIES.md"
 LIMIT_SECONDS = 1200
@@ -199,7 +199,7 @@ def main(
                 bar.write(f"{one.name}: not tried: needs torchvision, a build that matches torch", file=sys.stderr)
                 continue
             content["rows"][one.name] = {"verdict": verdict, "detail": detail}
-            content["versions"], content["commit"] = provenance.versions(), provenance.code(ROOT)["commit"]
+            content["versions"], content["commit"] = machine.versions(), machine.code(ROOT)["commit"]
             write(found, content)
             bar.write(f"{one.name}: {verdict}: {detail}", file=sys.stderr)
     write(found, content)

@@ -23,8 +23,8 @@ sys.path.insert(0, str(HERE))
 
 from sources import Sources, parameters  # noqa: E402
 
-from vllm_spac.integration import patches  # noqa: E402
-from vllm_spac.integration.patches import Patch  # noqa: E402
+from vllm_spac.integration.hooks import patches  # noqa: E402
+from vllm_spac.integration.hooks.patches import Patch  # noqa: E402
 
 WHEELS = ROOT / ".cache" / "wheels"
 VERSIONS = ("0.32.0", "0.33.0")  # the newest of each that ``compat.SUPPORTED`` allows

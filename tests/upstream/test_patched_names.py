@@ -10,7 +10,7 @@ import pytest
 import vllm
 from sources import Sources, parameters
 
-from vllm_spac.integration.patches import PATCHES, Patch
+from vllm_spac.integration.hooks.patches import PATCHES, Patch
 
 SOURCES = Sources(Path(vllm.__file__).parents[1])
 

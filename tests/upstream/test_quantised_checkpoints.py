@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.reference.dequantise import dequantise
 
-from vllm_spac.checkpoint import quant_config, repacking
-from vllm_spac.checkpoint.described import described
-from vllm_spac.checkpoint.headers import read_checkpoint, read_config
-from vllm_spac.checkpoint.quantisation import Kernels, refusal
 from vllm_spac.cli.main import app
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.planning.model import ServedModel
+from vllm_spac.storage.checkpoint import quant_config, repacking
+from vllm_spac.storage.checkpoint.described import described
+from vllm_spac.storage.checkpoint.headers import read_checkpoint, read_config
+from vllm_spac.storage.checkpoint.quantisation import FormatKernels, refusal
+from vllm_spac.tools.planning.planned_model import ServedModel
 
 TRITON, POINTERS = "--moe-backend triton", "--spac-execution pointers"
 FLAGS = {
@@ -125,18 +125,20 @@ def test_inspect_reads_it(name: str, folders: dict[str, Path]) -> None:
     assert ("not on a CPU: " in said) == (name not in ON_CPU)
     packed, bias = repacked(name, folder)
     stored = sum(found.codes[0].nbytes + found.scales[0].nbytes for found in packed) + bias
-    (counted,) = read_checkpoint(folder, Kernels.OURS).expert_bytes
+    (counted,) = read_checkpoint(folder, FormatKernels.OURS).expert_bytes
     assert counted == stored or (FORMATS.get(name) == Format("e4m3", 128, 128) and stored - 64 < counted < stored)
     assert (read_checkpoint(folder).draft_bytes > 0) == (PUBLISHED[name].heads > 0)
 
 
-@pytest.mark.parametrize("kernels", Kernels)
+@pytest.mark.parametrize("kernels", FormatKernels)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_config_alone_says_how_large_an_expert_is(name: str, kernels: Kernels, folders: dict[str, Path]) -> None:
+def test_the_config_alone_says_how_large_an_expert_is(
+    name: str, kernels: FormatKernels, folders: dict[str, Path]
+) -> None:
     folder = folders[name]
     config = read_config(folder / "config.json")
     if (reason := refusal(quant_config.of(config) or {}, kernels)) is not None:
-        assert kernels is not Kernels.OURS
+        assert kernels is not FormatKernels.OURS
         pytest.skip(reason)
     alone, whole = described(config, folder, kernels), read_checkpoint(folder, kernels)
     assert alone.expert_bytes == whole.expert_bytes and alone.layer_bytes == whole.layer_bytes
@@ -203,7 +205,7 @@ def test_a_cpu_without_amx_refuses_it_before_it_is_loaded(
     """With the reason, and how a GPU serves it."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_spac.integration import device
+    from vllm_spac.integration.hooks import device
 
     monkeypatch.setattr(device, "is_cpu", lambda: True)
     monkeypatch.setattr(device, "runs_quantised_experts", lambda: False)

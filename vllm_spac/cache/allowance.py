@@ -1,10 +1,16 @@
-"""How many experts may be read ahead: a share of what layers need, and none while these reads do not pay. Pure.
+"""Limits of what prefetches may add to the loads that layers need.
+
+How many experts may be read ahead: a share of what layers need, and none while these reads do not pay. Pure.
 
 Counts stand for bytes: all experts of one loader have the same size. They decay, so that they are those of about the
 last ``WINDOW`` steps.
+
+Says once in the log that reads ahead pause.
 """
 
 from __future__ import annotations
+
+import logging
 
 WINDOW = 64  # steps
 PAYS = 0.4  # share of the reads ahead that layers must use
@@ -74,3 +80,26 @@ class Allowance:
             self._read = self._used = self._judged = self._harm = 0.0
             return found
         return None
+
+
+logger = logging.getLogger("vllm.spac")
+
+
+class PauseNotice:
+    """Takes what ``Allowance.end_step`` returns; ``prefetch``: the predictor's name."""
+
+    def __init__(self, prefetch: str) -> None:
+        self._prefetch, self._told = prefetch, False
+
+    def tell(self, judged: tuple[int, int] | None) -> None:
+        """Logs the first pause."""
+        if judged is None or self._told:
+            return
+        self._told = True
+        logger.warning(
+            "spac: prefetch=%s pauses: layers used %d of the last %d experts that it read ahead; it is tried again "
+            "every %d steps, or use --spac-prefetch off",
+            self._prefetch,
+            *judged,
+            PAUSE,
+        )

@@ -13,13 +13,13 @@ from itertools import islice
 import numpy as np
 
 from vllm_spac.cache.residency import NOWHERE
-from vllm_spac.policies.base import Policy
+from vllm_spac.decisions.policies.base import Policy
 
 INCLUSIVE_FROM = 4  # rows per slot from which an expert in a slot keeps its row
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class HostMove:
     """A load of an expert into a slot.
 
     Attributes:
@@ -71,7 +71,7 @@ class HostTier:
         """Number of experts that have a complete row."""
         return int((self.row_of != NOWHERE).sum())
 
-    def plan(self, key: int, slot: int) -> Move:
+    def plan(self, key: int, slot: int) -> HostMove:
         """Returns what the load of ``key`` into ``slot`` does; ``ended`` must follow."""
         before, self._content[slot] = int(self._content[slot]), NOWHERE
         source = None
@@ -81,11 +81,11 @@ class HostTier:
             self._reading.add(key)
         if self.inclusive:
             row = None if source is not None else self._take(key)
-            return Move(key, slot, source, None, row)
+            return HostMove(key, slot, source, None, row)
         row = None if before == NOWHERE else self._take(before)
-        return Move(key, slot, source, None if row is None else before, row)
+        return HostMove(key, slot, source, None if row is None else before, row)
 
-    def ended(self, move: Move, *, read: bool, saved: bool) -> None:
+    def ended(self, move: HostMove, *, read: bool, saved: bool) -> None:
         """Completes a move.
 
         Args:
@@ -109,7 +109,7 @@ class HostTier:
                 self.policy.remove(key)
                 self._free.append(move.row)
 
-    def untouched(self, move: Move) -> None:
+    def untouched(self, move: HostMove) -> None:
         """Undoes a move that has not begun: the slot still has the bytes that it had."""
         before = move.saved
         self.ended(move, read=False, saved=False)

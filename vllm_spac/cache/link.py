@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from vllm_spac.metrics import Counters
+from vllm_spac.recording.metrics import Counters
 
 
 class Moved(NamedTuple):

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from vllm_spac import components
-from vllm_spac.errors import ConfigError
-from vllm_spac.policies.base import Policy
-from vllm_spac.predictors.base import DRAFTING, Guess, Predictor, Seen, Signal
-from vllm_spac.system.printable import brief
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.decisions.predictors.base import DRAFTING, Guess, Predictor, Seen, Signal
+from vllm_spac.errors import ConfigError, brief
 
 if TYPE_CHECKING:
-    from vllm_spac.config import SpacConfig
+    from vllm_spac.config.config import SpacConfig
 
 SETTINGS = ("threshold", "depth", "background")  # that a name with arguments may set, next to the predictor's
 

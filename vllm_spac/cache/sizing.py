@@ -1,21 +1,27 @@
-"""Converts the knob ``slots`` into a number of slots. Pure."""
+"""How many slots fit, and the memory of buffers that work needs.
+
+Converts the knob ``slots`` into a number of slots. Pure.
+
+Fast memory that vLLM needs at run time beside weights and KV cache, from the sizes of model and batch. Pure.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
-if TYPE_CHECKING:  # the command line parses sizes, and starts without torch
+if TYPE_CHECKING:
+    from vllm_spac.config.types import SlotCount
     from vllm_spac.core import MoEShape
-    from vllm_spac.knobs.types import Slots
-    from vllm_spac.traces.format import TraceFacts
+    from vllm_spac.recording.trace_file import TraceFacts
 
 
-def check_per_layer(slots: Slots, experts: int, top_k: int) -> None:
+def check_per_layer(slots: SlotCount, experts: int, top_k: int) -> None:
     """Refuses a number of slots per layer that this model cannot use; can run before anything is loaded.
 
     Args:
@@ -41,7 +47,7 @@ def check_per_layer(slots: Slots, experts: int, top_k: int) -> None:
         )
 
 
-def check_share(slots: Slots, total: int, top_k: int, fitting: int | None = None) -> None:
+def check_share(slots: SlotCount, total: int, top_k: int, fitting: int | None = None) -> None:
     """Refuses a share of all experts with which no token can run; can run before anything is loaded.
 
     Args:
@@ -64,7 +70,7 @@ def check_share(slots: Slots, total: int, top_k: int, fitting: int | None = None
     )
 
 
-def resolve(slots: Slots, shape: MoEShape, free_bytes: int) -> int:
+def resolve(slots: SlotCount, shape: MoEShape, free_bytes: int) -> int:
     """Returns the number of slots for all layers of ``shape`` together.
 
     Args:
@@ -122,12 +128,12 @@ def slot_counts(text: str, facts: TraceFacts) -> list[int]:
     Raises:
         ConfigError: a value is malformed, or is ``auto``.
     """
-    from vllm_spac.knobs.types import Slots
+    from vllm_spac.config.types import SlotCount
 
     found = []
     for item in parse_list(text):
         try:
-            slots = Slots.parse(item)
+            slots = SlotCount.parse(item)
         except ValueError as error:
             raise ConfigError(f"--slots: {error}") from error
         if slots.per_layer is not None:
@@ -141,3 +147,103 @@ def slot_counts(text: str, facts: TraceFacts) -> list[int]:
                 "--slots: auto needs a machine; name percentages, numbers per layer or multiples of top-k (2k)"
             )
     return found
+
+
+_SAMPLER_COPIES = 3  # float32 logits; the same after penalties and temperature; probabilities
+_GRAPH = 8 << 20  # bytes per captured graph, in addition to the shared pool; assumed, not measured
+_SLACK = 512 << 20  # bytes: workspaces of cuBLAS and attention, fragmentation of the allocator; assumed, not measured
+
+
+@dataclass(frozen=True)
+class MoEWidths:
+    """Sizes that determine the activations of a MoE layer: experts per token, hidden size, width of an expert."""
+
+    top_k: int
+    hidden: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes that determine the activations of a model.
+
+    Attributes:
+        hidden: size of a row.
+        heads, kv_heads, head: of attention, and the size of one.
+        dense: intermediate size of dense layers; 0: there are none.
+        moe: the distinct kinds of MoE layers.
+        itemsize: bytes of a value.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    dense: int
+    moe: tuple[MoEWidths, ...]
+    itemsize: int
+
+    @property
+    def row(self) -> int:
+        """Bytes of activations per row that a forward holds at a time, see ``Working``."""
+        insides = [(3 * self.heads + 4 * self.kv_heads) * self.head]
+        insides += [w.top_k * (max(w.inner, w.hidden) + max(2 * w.inner, w.hidden)) for w in self.moe]
+        insides.append(3 * self.dense)
+        return (3 * self.hidden + max(insides)) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The largest forward of an engine.
+
+    Attributes:
+        rows: of a forward.
+        sampled: rows whose logits are needed, those of drafts included.
+        captured: rows of the largest CUDA graph; 0: no graphs. ``graphs``: number of graphs.
+    """
+
+    rows: int
+    sampled: int
+    captured: int = 0
+    graphs: int = 0
+
+
+@dataclass(frozen=True)
+class Working:
+    """Bytes of fast memory that vLLM needs at run time, in addition to weights and KV cache.
+
+    Attributes:
+        sampling: logits of every request and of its drafts, in float32, ``_SAMPLER_COPIES`` times.
+        activations: those of the largest forward that vLLM profiles. Per row: three vectors of the hidden size, and the
+            largest of the layers' intermediate results. These are: the two buffers of vLLM's Triton MoE kernel, with
+            max(inner, hidden) and max(2 inner, hidden) values per pair of row and expert; attention's projections,
+            twice, and its output; gate, up and their product in a dense layer.
+        graphs: the graph pool, as large as the activations of the largest captured forward, and ``_GRAPH`` per graph.
+        slack: ``_SLACK``.
+    """
+
+    sampling: int
+    activations: int
+    graphs: int
+    slack: int
+
+    @classmethod
+    def of(cls, widths: Widths, vocabulary: int, batch: Batch) -> Working:
+        """Computes them; ``vocabulary``: number of logits of a row."""
+        return cls(
+            sampling=batch.sampled * vocabulary * 4 * _SAMPLER_COPIES,
+            activations=batch.rows * widths.row,
+            graphs=batch.captured * widths.row + batch.graphs * _GRAPH,
+            slack=_SLACK,
+        )
+
+    @property
+    def total(self) -> int:
+        return self.sampling + self.activations + self.graphs + self.slack
+
+    def describe(self) -> str:
+        """A description for the log."""
+        return (
+            f"{gib(self.total)} for run-time buffers: logits and sampling {gib(self.sampling)}, activations "
+            f"{gib(self.activations)}, CUDA graphs {gib(self.graphs)}, slack {gib(self.slack)}"
+        )

@@ -1,4 +1,10 @@
-"""Moves experts from the store into slots: the only owner of I/O threads, and of the stream that they copy on.
+"""Reads experts from their store into slots: at once, and in the background.
+
+Copies experts between the store, host memory and slots: what one load does, in any thread.
+
+Background reads ahead of need: own threads, cancellable tickets, and a pause while a layer waits.
+
+Moves experts from the store into slots: the only owner of I/O threads, and of the stream that they copy on.
 
 Called by the forward thread only. Threads fill tensors and complete futures; the caller collects completed reads and
 decides what follows.
@@ -7,26 +13,324 @@ decides what follows.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, uint8
 
-from vllm_spac.cache.background import Background
-from vllm_spac.cache.host_tier import Move
+from vllm_spac.cache.host_tier import HostMove, HostTier
 from vllm_spac.cache.link import Moved, reads_ahead
-from vllm_spac.cache.mover import HOST, HostRows, Mover
-from vllm_spac.errors import ConfigError
-from vllm_spac.metrics import Counters
-from vllm_spac.system.cpu_affinity import unbind
-from vllm_spac.system.futures import finish, given_up
+from vllm_spac.errors import ConfigError, StoreError
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.recording.timeline_recorder import Kind, Timeline, now
+from vllm_spac.storage.base import ExpertStore, Slot, Slots, rows_of
+from vllm_spac.system.host_memory import HostBlock
 from vllm_spac.system.io_uring import Ring
-from vllm_spac.tiers.base import ExpertStore
-from vllm_spac.timeline.recorder import Kind, Timeline, now
+from vllm_spac.system.machine import unbind
+from vllm_spac.system.threads import finish, given_up, outcome
+
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """Host memory between slots and store.
+
+    Attributes:
+        tier: which expert is in which row; owned.
+        block: the rows; owned.
+    """
+
+    tier: HostTier
+    block: HostBlock
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Name -> CPU tensor [rows, ...]."""
+        return self.block.tensors
+
+
+class Mover:
+    """Fills slots. ``perform`` may run in several threads at once, everything else in the forward thread only.
+
+    Args:
+        store: source of the experts.
+        slots: name -> tensor of shape [slots, ...]; a load writes one row of each.
+        path: name of the store in ``Counters.bytes``.
+        rows: host memory beside the store, if any.
+
+    Attributes:
+        timeline: records loads and what waits for them, if given.
+    """
+
+    timeline: Timeline | None = None
+
+    def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], path: str, rows: HostRows | None) -> None:
+        self._store, self._path, self._rows = store, path, rows
+        self._slots = Slots(slots)
+        self._row_memory = {} if rows is None else rows_of(rows.tensors)
+        self._saved: set[int] = set()  # keys whose move has filled its row; every thread adds only its own
+        self._to_poison: set[int] = set()
+        self._first = 0
+
+    def watch(self, timeline: Timeline | None, first: int) -> None:
+        """As ``Execution.watch``."""
+        self.timeline, self._first = timeline, first
+
+    def plan(self, key: int, slot: int) -> HostMove:
+        """Decides what the load of ``key`` into ``slot`` does; ``ended`` or ``untouched`` must follow."""
+        return HostMove(key, slot) if self._rows is None else self._rows.tier.plan(key, slot)
+
+    def perform(self, move: HostMove) -> Moved:
+        """Fills the slot of ``move``; raises ``StoreError`` as ``ExpertStore.read``."""
+        if (timeline := self.timeline) is None:
+            return self._perform(move)
+        start = now()
+        moved = self._perform(move)
+        timeline.add(Kind.LOAD if move.source is None else Kind.HOST_LOAD, start, self._first + move.key, moved.nbytes)
+        return moved
+
+    def _perform(self, move: HostMove) -> Moved:
+        slot = self._slots[move.slot]
+        if move.saved is not None:
+            self._save(slot, move)
+        if move.slot in self._to_poison:
+            self._fill(move.slot)
+        if move.source is not None:
+            for name, rows in self._row_memory.items():
+                slot.fill(name, rows[move.source])
+            return Moved(HOST, self._store.shape.expert_bytes)
+        nbytes = self._store.read(move.key, slot)
+        if move.row is not None and move.saved is None:
+            self._save(slot, move)
+        return Moved(self._path, nbytes)
+
+    def batches(self) -> bool:
+        """Whether ``perform_all`` can perform moves: without host memory, from a store that reads several at once."""
+        return self._rows is None and self._store.batches(self._slots[0])
+
+    def perform_all(
+        self, moves: Sequence[HostMove], ring: Ring
+    ) -> Generator[tuple[int, Moved | StoreError], None, None]:
+        """Fills the slots of ``moves``; yields the key of each as it ends, and what ``perform`` returns or raises.
+
+        Nothing writes to their slots any more once the iterator has ended or is closed.
+        """
+        timeline, start = self.timeline, now() if self.timeline is not None else 0
+        with closing(self._store.read_all([(move.key, self._slots[move.slot]) for move in moves], ring)) as reads:
+            for number, result in reads:
+                key = moves[number].key
+                if isinstance(result, StoreError):
+                    yield key, result
+                    continue
+                if timeline is not None:
+                    timeline.add(Kind.LOAD, start, self._first + key, result)
+                yield key, Moved(self._path, result)
+
+    def ended(self, move: HostMove, result: object) -> None:
+        """Completes ``move``; ``result``: what ``perform`` returned, or the exception that it raised."""
+        saved = move.key in self._saved
+        self._saved.discard(move.key)
+        if self._rows is not None:
+            self._rows.tier.ended(move, read=isinstance(result, Moved), saved=saved)
+
+    def enter(self, layer: range) -> None:
+        """As ``Policy.enter``."""
+        if self._rows is not None:
+            self._rows.tier.policy.enter(layer)
+
+    def observe(self, counts: np.ndarray) -> None:
+        """As ``Policy.observe``."""
+        if self._rows is not None:
+            self._rows.tier.policy.observe(counts)
+
+    def untouched(self, move: HostMove) -> None:
+        """Undoes ``move``, which was never performed."""
+        if self._rows is not None:
+            self._rows.tier.untouched(move)
+
+    def admit(self, key: int) -> int:
+        """Returns the row that ``key`` gets before anything is served; ``fill_row`` must follow."""
+        assert self._rows is not None
+        return self._rows.tier.admit(key)
+
+    def fill_row(self, row: int, key: int) -> None:
+        """Reads ``key`` into a row of host memory; in any thread, raises as ``ExpertStore.read``."""
+        assert self._rows is not None
+        self._store.read(key, Slot({name: rows[row] for name, rows in self._rows.tensors.items()}))
+
+    def close(self) -> None:
+        """Releases host memory; nothing is read any more."""
+        if self._rows is not None:
+            self._rows.block.close()
+
+    def poison(self, slot: int) -> None:
+        """Sets all bits of a slot, which is NaN in every float format, so that premature reads become visible.
+
+        With host memory this happens after the slot's old expert was copied there.
+        """
+        if self._rows is None:
+            self._fill(slot)
+        else:
+            self._to_poison.add(slot)
+
+    def _fill(self, slot: int) -> None:
+        for tensor in self._slots[slot].values():
+            tensor.view(-1).view(uint8).fill_(0xFF)
+
+    def _save(self, slot: Slot, move: HostMove) -> None:
+        assert self._rows is not None and move.row is not None
+        if slot.memory is not None:
+            for name, rows in self._row_memory.items():
+                np.copyto(rows[move.row], slot.memory[name])
+        else:
+            for name, tensor in slot.items():
+                self._rows.tensors[name][move.row].copy_(tensor)
+        self._saved.add(move.key)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    """A read ahead of need. ``after`` is reached when no kernel may still read the slot's old expert."""
+
+    move: HostMove
+    after: torch.cuda.Event | None
+    done: Future = field(default_factory=Future)
+
+
+class Background:
+    """Queue and threads of the reads ahead of need.
+
+    Called by the forward thread only.
+
+    Args:
+        mover: plans, performs and completes the reads.
+        threads: maximum number of reads in flight.
+        device: device of the slots.
+    """
+
+    def __init__(self, mover: Mover, threads: int, device: torch.device) -> None:
+        self._mover = mover
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-ahead", initializer=unbind)
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._tickets: dict[int, _Ticket] = {}  # used by the forward thread only
+        self._lock = threading.Lock()  # protects the four below
+        self._waiting: deque[_Ticket] = deque()
+        self._readers = 0
+        self._pauses = 0
+        self._closed = False
+
+    @property
+    def keys(self) -> KeysView[int]:
+        """Keys that were queued and not cancelled, reaped or waited for since; the oldest first."""
+        return self._tickets.keys()
+
+    def fetch(self, loads: Iterable[tuple[int, int]]) -> None:
+        """Queues the reads of each (key, slot), in this order; does not wait."""
+        after = None
+        if self._stream is not None:
+            after = torch.cuda.Event()
+            after.record(torch.cuda.current_stream(self._device))
+        tickets = []
+        for key, slot in loads:
+            assert key not in self._tickets, f"a read of expert {key} is in flight already"
+            self._tickets[key] = _Ticket(self._mover.plan(key, slot), after)
+            tickets.append(self._tickets[key])
+        with self._lock:
+            self._waiting.extend(tickets)
+        self._begin()
+
+    def cancel(self, keys: Iterable[int]) -> list[int]:
+        """Cancels those of ``keys`` whose read has not begun; returns them. Their slots were not written."""
+        gone = [key for key in keys if self._tickets[key].done.cancel()]
+        for key in gone:
+            self._mover.untouched(self._tickets.pop(key).move)
+        if gone:
+            with self._lock:
+                self._waiting = deque(ticket for ticket in self._waiting if not ticket.done.cancelled())
+        return gone
+
+    def reap(self) -> dict[int, Moved | BaseException]:
+        """Returns the reads finished since the last call: key -> what was moved, or the error. Does not wait."""
+        over = [key for key, ticket in self._tickets.items() if ticket.done.done()]
+        return {key: self._end(key) for key in over}
+
+    def wait(self, keys: Sequence[int]) -> dict[int, Moved | BaseException]:
+        """Waits for the reads of ``keys`` to finish; returns as ``reap``. All of them must have begun."""
+        begun = now()
+        done = [self._tickets[key].done for key in keys]
+        assert all(job.running() or job.done() for job in done), "cancel before waiting: nothing is begun meanwhile"
+        with self.paused():
+            finish(done)
+        if (timeline := self._mover.timeline) is not None:
+            timeline.add(Kind.WAIT_AHEAD, begun, len(done))
+        return {key: self._end(key) for key in keys}
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Starts no read inside the block; reads in flight continue."""
+        with self._lock:
+            self._pauses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+            self._begin()
+
+    def close(self) -> None:
+        """Waits for the reads in flight, cancels the others and stops the threads. Later reads are cancelled."""
+        with self._lock:
+            self._closed = True
+        self._begin()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _end(self, key: int) -> Moved | BaseException:
+        ticket = self._tickets.pop(key)
+        result = outcome(ticket.done)
+        self._mover.ended(ticket.move, result)
+        return result
+
+    def _begin(self) -> None:
+        """Starts as many threads as there are queued reads and free threads, unless paused."""
+        with self._lock:
+            if self._closed:
+                for ticket in self._waiting:
+                    ticket.done.cancel()
+                self._waiting.clear()
+            elif not self._pauses:
+                for _ in range(min(self._threads - self._readers, len(self._waiting))):
+                    self._pool.submit(self._work)
+                    self._readers += 1
+
+    def _work(self) -> None:
+        """Body of a thread: performs queued reads until the queue is empty or reads are paused."""
+        while (ticket := self._next()) is not None:
+            if not ticket.done.set_running_or_notify_cancel():
+                continue
+            try:
+                if ticket.after is not None:
+                    ticket.after.synchronize()
+                with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                    ticket.done.set_result(self._mover.perform(ticket.move))
+            except BaseException as error:  # raised by the caller that waits for the ticket
+                ticket.done.set_exception(error)
+
+    def _next(self) -> _Ticket | None:
+        with self._lock:
+            if self._waiting and not self._pauses:
+                return self._waiting.popleft()
+            self._readers -= 1
+            return None
 
 
 class Transfers:
@@ -148,7 +452,7 @@ class Transfers:
             self._ring = None
         self._mover.close()
 
-    def _submit(self, count: int, left: deque[Move], results: dict[int, Moved | BaseException]) -> list[Future]:
+    def _submit(self, count: int, left: deque[HostMove], results: dict[int, Moved | BaseException]) -> list[Future]:
         """Starts up to ``count`` threads that perform what is left; those that come too late find nothing."""
         try:
             return [self._pool.submit(self._perform, left, results, BaseException) for _ in range(count)]
@@ -157,7 +461,7 @@ class Transfers:
             return []
 
     def _perform(
-        self, left: deque[Move], results: dict[int, Moved | BaseException], caught: type[BaseException] = Exception
+        self, left: deque[HostMove], results: dict[int, Moved | BaseException], caught: type[BaseException] = Exception
     ) -> None:
         """Performs what is left, move by move, in any thread; errors of the type ``caught`` are results."""
         while left:

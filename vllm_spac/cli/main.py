@@ -10,27 +10,8 @@ import typer
 from rich.console import Console
 
 from vllm_spac import __version__
-from vllm_spac.cli import (
-    budgets,
-    calibrate,
-    cluster,
-    cluster_simulate,
-    doctor,
-    inspect,
-    knobs,
-    packed,
-    plan,
-    predictors,
-    profile,
-    quality,
-    quantise,
-    simulate,
-    stats,
-    timeline,
-    trace,
-    tune,
-)
-from vllm_spac.cli.text import shown
+from vllm_spac.cli import checkpoints, cluster, doctor, plan, predictors, profile, quality, simulate, trace, tune
+from vllm_spac.cli.tables import shown
 from vllm_spac.errors import SpacError
 
 _WITH_VLLM = ("vllm", "torch", "transformers", "tokenizers", "huggingface_hub")
@@ -81,18 +62,18 @@ def _reported(command: Callable) -> Callable:
 
 for _examples, _command in (
     (doctor.EXAMPLES, doctor.doctor),
-    (inspect.EXAMPLES, inspect.inspect),
+    (checkpoints.INSPECT_EXAMPLES, checkpoints.inspect),
     (plan.EXAMPLES, plan.plan),
     (tune.EXAMPLES, tune.tune),
-    (knobs.EXAMPLES, knobs.knobs),
-    (stats.EXAMPLES, stats.stats),
-    (packed.EXAMPLES, packed.packed),
+    (plan.KNOBS_EXAMPLES, plan.knobs),
+    (doctor.STATS_EXAMPLES, doctor.stats),
+    (checkpoints.PACKED_EXAMPLES, checkpoints.packed),
     (simulate.EXAMPLES, simulate.simulate),
     (profile.EXAMPLES, profile.profile),
-    (calibrate.EXAMPLES, calibrate.calibrate),
-    (budgets.EXAMPLES, budgets.budgets),
+    (quality.CALIBRATE_EXAMPLES, quality.calibrate),
+    (quality.BUDGETS_EXAMPLES, quality.budgets),
     (quality.EXAMPLES, quality.quality),
-    (quantise.EXAMPLES, quantise.quantise),
+    (checkpoints.QUANTISE_EXAMPLES, checkpoints.quantise),
     (predictors.TRAIN_EXAMPLES, predictors.train_predictor),
     (predictors.EXAMPLES, predictors.predictors),
 ):
@@ -100,13 +81,13 @@ for _examples, _command in (
 
 _trace = typer.Typer(help="Inspect what an engine recorded: the routers' choices, or a timeline.", no_args_is_help=True)
 _trace.command(epilog=trace.EXAMPLES)(_reported(trace.show))
-_trace.command(epilog=timeline.EXAMPLES)(_reported(timeline.timeline))
+_trace.command(epilog=trace.TIMELINE_EXAMPLES)(_reported(trace.timeline))
 app.add_typer(_trace, name="trace")
 _cluster = typer.Typer(help="Start, show, stop or simulate expert workers.", no_args_is_help=True)
 _cluster.command(epilog=cluster.START_EXAMPLES)(_reported(cluster.start))
 _cluster.command(epilog=cluster.EXAMPLES)(_reported(cluster.show))
 _cluster.command(epilog=cluster.STOP_EXAMPLES)(_reported(cluster.stop))
-_cluster.command(epilog=cluster_simulate.EXAMPLES)(_reported(cluster_simulate.simulate))
+_cluster.command(epilog=cluster.SIMULATE_EXAMPLES)(_reported(cluster.simulate))
 app.add_typer(_cluster, name="cluster")
 
 

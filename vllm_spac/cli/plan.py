@@ -1,27 +1,33 @@
-"""``vllm-spac plan``: calculates how to serve a model on a machine and what to expect, and prints the command."""
+"""Commands that need no engine: ``plan`` and ``knobs``.
+
+``vllm-spac plan``: calculates how to serve a model on a machine and what to expect, and prints the command.
+
+``vllm-spac knobs``: lists every knob with its flag, values and default, from the configuration itself.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table
-from vllm_spac.cli.text import shown
+from vllm_spac.cli.tables import print_table, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
-    from vllm_spac.planning.model import ServedModel
-    from vllm_spac.planning.plan import Plan, Row
-    from vllm_spac.planning.predict import Prediction
-    from vllm_spac.planning.routing import Routing
+    from vllm_spac.tools.planning.planned_model import ServedModel
+    from vllm_spac.tools.planning.planned_routing import Routing
+    from vllm_spac.tools.planning.planned_serving import Row, ServingPlan
+    from vllm_spac.tools.planning.predict import Prediction
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -69,10 +75,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Calculate how to serve a model: memory, tokens per second and time to first token of each way; the command."""
-    from vllm_spac.planning.machine import PlannedMachine
-    from vllm_spac.planning.memory import Load
-    from vllm_spac.planning.model import ServedModel
-    from vllm_spac.planning.plan import make_plan
+    from vllm_spac.tools.planning.planned_machine import PlannedMachine
+    from vllm_spac.tools.planning.planned_memory import Load
+    from vllm_spac.tools.planning.planned_model import ServedModel
+    from vllm_spac.tools.planning.planned_serving import make_plan
 
     if execution not in (None, "slots", "pointers"):
         raise ConfigError(f"--execution {execution}: use slots or pointers")
@@ -96,17 +102,19 @@ def plan(
 
 
 def _routings(trace: Path | None, model: ServedModel) -> tuple[Routing, ...]:
-    from vllm_spac.planning import routing
-    from vllm_spac.traces.format import Trace
+    from vllm_spac.recording.trace_file import Trace
+    from vllm_spac.tools.planning import planned_routing
 
-    return routing.assumed() if trace is None else routing.recorded(Trace.load(trace), model, str(trace))
+    return (
+        planned_routing.assumed() if trace is None else planned_routing.recorded(Trace.load(trace), model, str(trace))
+    )
 
 
 def size_of(name: str, text: str | None) -> int | None:
     """Parses ``--NAME-memory 24GiB`` to bytes; None for None."""
     from pydantic import TypeAdapter, ValidationError
 
-    from vllm_spac.knobs.types import Size
+    from vllm_spac.config.types import Size
 
     if text is None:
         return None
@@ -119,9 +127,9 @@ def size_of(name: str, text: str | None) -> int | None:
     return found
 
 
-def _show(console: Console, found: Plan) -> None:
-    from vllm_spac.planning.choice import command
-    from vllm_spac.planning.plan import assumptions
+def _show(console: Console, found: ServingPlan) -> None:
+    from vllm_spac.tools.planning.plan_choice import command
+    from vllm_spac.tools.planning.planned_serving import assumptions
 
     print_table(console, _memory(found))
     print_table(console, _choices(found))
@@ -143,8 +151,8 @@ def _show(console: Console, found: Plan) -> None:
     console.print(f"[green]run:[/] {shown(best)}", highlight=False, soft_wrap=True)
 
 
-def _memory(found: Plan) -> Table:
-    from vllm_spac.checkpoint import quant_config
+def _memory(found: ServingPlan) -> Table:
+    from vllm_spac.storage.checkpoint import quant_config
 
     split, model, best = found.split, found.model, found.best.choice
     title = f"{shown(model.name)} ({shown(model.checkpoint.name)}) on {shown(found.machine.name)}: memory, calculated"
@@ -175,7 +183,7 @@ def _memory(found: Plan) -> Table:
     return table
 
 
-def _choices(found: Plan) -> Table:
+def _choices(found: ServingPlan) -> Table:
     title = f"what to expect with execution={found.model.execution}, calculated: low–high"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)  # fits 80 columns
     columns = ("slots", "others in", "CPU experts", "drafts", "tokens/s", "hits", "limited by", "first token, s")
@@ -214,9 +222,9 @@ def _speed(prediction: Prediction) -> str:
     return f"{speed:,.0f}" if speed < 10_000 else f"{speed / 1000:.3g}k"
 
 
-def _content(found: Plan) -> dict:
-    from vllm_spac.planning.choice import command
-    from vllm_spac.planning.plan import assumptions
+def _content(found: ServingPlan) -> dict:
+    from vllm_spac.tools.planning.plan_choice import command
+    from vllm_spac.tools.planning.planned_serving import assumptions
 
     def of_row(row: Row) -> dict:
         line = command(row.choice, found.model, found.machine, row.load)
@@ -239,3 +247,70 @@ def _content(found: Plan) -> dict:
         "choices": [of_row(row) for row in found.rows],
         "command": of_row(found.best)["command"],
     }
+
+
+KNOBS_EXAMPLES = """[bold]Examples[/]
+
+vllm-spac knobs
+
+vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the file with the configuration[/]
+"""
+
+_ELSEWHERE = "see right"  # values that the description states
+_HEAD = """# Knobs
+
+Flags of `vllm serve --plugin spac`, and keys of `additional_config["spac"]`. From `vllm-spac knobs --markdown`.
+
+| knob | flag | values | default | what it does |
+|---|---|---|---|---|
+"""
+
+
+def knobs(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown document.")] = False,
+) -> None:
+    """List every knob of the plugin."""
+    if markdown:
+        print(document(), end="")
+        return
+    console = Console()
+    for name, option, values, default, text in rows():
+        console.print(f"[bold]{name}[/]  {option}" + (f"  [dim]default: {escape(default)}[/]" if default else ""))
+        if values and values != _ELSEWHERE:
+            console.print(Padding(f"[dim]{escape(values)}[/]", (0, 0, 0, 4)), highlight=False)
+        console.print(Padding(escape(text), (0, 0, 1, 4)), highlight=False)
+
+
+def document() -> str:
+    """The text of ``vllm_spac/KNOBS.md``."""
+    lines = (
+        f"| `{name}` | `{option}` | {values} | `{default}` | {text} |" for name, option, values, default, text in rows()
+    )
+    from vllm_spac.config.config import component_knobs
+
+    families = "\n".join(
+        f"- `{knob}`: a file of `{name.family.replace('.', '/')}/`" for knob, name in component_knobs().items()
+    )
+    return f"{_HEAD}{chr(10).join(lines)}\n\nKnobs that name a component of a family:\n\n{families}\n"
+
+
+def rows() -> list[tuple[str, str, str, str, str]]:
+    """(knob, flag, values, default, description) of each knob, in the order of the configuration."""
+    from vllm_spac.config.config import SpacConfig, component_knobs  # imports torch, which takes seconds
+    from vllm_spac.config.types import flag
+
+    found, components = [], component_knobs()
+    for name, field in SpacConfig.model_fields.items():
+        default = "" if field.default is None else str(field.default)
+        values = ", ".join(components[name].values()) if name in components else _values(field.annotation)
+        found.append((name, flag(name), values, default, (field.description or "").replace("|", "/")))
+    return found
+
+
+def _values(annotation: Any) -> str:
+    kinds = [annotation, *get_args(annotation)]
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            return ", ".join(map(str, get_args(kind)))
+    names = {"Path": "a path", "int": "a number", "float": "a share", "bool": "true, false", "str": _ELSEWHERE}
+    return next((names[kind.__name__] for kind in kinds if getattr(kind, "__name__", "") in names), "")

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_spac.cli.calibrate import DiskDir, Engine, Model, Prompts, Slots, TextTokens, bar, check_target
-from vllm_spac.cli.tables import print_table
-from vllm_spac.cli.text import shown
+from vllm_spac.cli.quality import DiskDir, Engine, Model, Prompts, Slots, TextTokens, bar, check_target
+from vllm_spac.cli.tables import print_table, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from vllm_spac.integration.evaluation.collection import Collected
-    from vllm_spac.prediction.file import Identity, PredictorFile
-    from vllm_spac.prediction.training import Training
-    from vllm_spac.predictors._samples import Samples
+    from vllm_spac.decisions.predictor_file import Identity, PredictorFile, Training
+    from vllm_spac.decisions.predictors._samples import Samples
+    from vllm_spac.tools.evaluation.collection import Collected
 
 TRAIN_EXAMPLES = """[bold]Examples[/]
 
@@ -67,9 +65,9 @@ def train_predictor(
     engine: Engine = None,
 ) -> None:
     """Train predictors of the next layers' experts on texts: for predictors, which measures them."""
-    from vllm_spac.evaluation.prompts import checksum, read
-    from vllm_spac.integration.evaluation import engine as offline
-    from vllm_spac.prediction.training import closure
+    from vllm_spac.decisions.predictor_file import closure
+    from vllm_spac.tools.evaluation import engine as offline
+    from vllm_spac.tools.evaluation.prompts import checksum, read
 
     check_target(output)
     wanted = None if only is None else [name.strip() for name in only.split(",")]
@@ -110,9 +108,9 @@ def predictors(
     engine: Engine = None,
 ) -> None:
     """Measure how many of the experts that routers choose each predictor names before, on other texts."""
-    from vllm_spac.evaluation.prompts import read
-    from vllm_spac.integration.evaluation import engine as offline
-    from vllm_spac.prediction.file import PredictorFile
+    from vllm_spac.decisions.predictor_file import PredictorFile
+    from vllm_spac.tools.evaluation import engine as offline
+    from vllm_spac.tools.evaluation.prompts import read
 
     check_target(json_output, "--json")
     size = _slots(slots)
@@ -136,7 +134,7 @@ def predictors(
 
 
 def _collect(llm: Any, texts: list[list[int]], fitted: int, progress: Progress) -> Collected:
-    from vllm_spac.integration.evaluation.collection import collect
+    from vllm_spac.tools.evaluation.collection import collect
 
     task = progress.add_task("reading texts", total=sum(map(len, texts)))
     return collect(llm, texts, fitted, lambda rows: progress.update(task, completed=rows))
@@ -151,9 +149,9 @@ def _training(
     drafter: str,
     only: list[str] | None,
 ) -> Training:
-    from vllm_spac.integration.evaluation.collection import gates_of
-    from vllm_spac.prediction.training import Training
-    from vllm_spac.predictors._trained import Material, Sizes
+    from vllm_spac.decisions.predictor_file import Training
+    from vllm_spac.decisions.predictors._trained import Material, Sizes
+    from vllm_spac.tools.evaluation.collection import gates_of
 
     fitted, reach = asked
     every = found.samples
@@ -166,7 +164,7 @@ def _training(
 
 
 def _train(training: Training, progress_file: Path) -> None:
-    from vllm_spac.integration.evaluation.engine import Interruptible
+    from vllm_spac.tools.evaluation.engine import Interruptible
 
     console = _console()
     if progress_file.exists():
@@ -187,7 +185,7 @@ def _train(training: Training, progress_file: Path) -> None:
 
 
 def _measured(file: PredictorFile, samples: Samples, slots: Any) -> dict[str, dict]:
-    from vllm_spac.evaluation.recall import cache_of, history, measure, misses
+    from vllm_spac.tools.evaluation.predictor_recall import cache_of, history, measure, misses
 
     missed = misses(samples, cache_of(slots, samples.experts))
     found = {name: file.build(name) for name in file.names} | history(samples)
@@ -199,7 +197,7 @@ def _measured(file: PredictorFile, samples: Samples, slots: Any) -> dict[str, di
 
 
 def _show(results: dict[str, dict], file: PredictorFile, title: str) -> None:
-    from vllm_spac.evaluation.recall_report import table
+    from vllm_spac.tools.evaluation.predictor_recall import table
 
     console = Console()
     if not console.is_terminal:
@@ -210,7 +208,7 @@ def _show(results: dict[str, dict], file: PredictorFile, title: str) -> None:
 
 
 def _draw(results: dict[str, dict], title: str, folder: Path) -> None:
-    from vllm_spac.evaluation.recall_report import pictures
+    from vllm_spac.tools.evaluation.predictor_recall import pictures
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +219,7 @@ def _draw(results: dict[str, dict], title: str, folder: Path) -> None:
 
 
 def _left_out(file: PredictorFile) -> None:
-    from vllm_spac.prediction.training import NOT_WANTED
+    from vllm_spac.decisions.predictor_file import NOT_WANTED
 
     for name, why in file.left_out.items():
         if why != NOT_WANTED:
@@ -229,7 +227,7 @@ def _left_out(file: PredictorFile) -> None:
 
 
 def _write_json(path: Path, results: dict[str, dict]) -> None:
-    from vllm_spac.system.atomic_write import replacing
+    from vllm_spac.system.files import replacing
 
     try:
         with replacing(path) as partial:
@@ -275,7 +273,7 @@ def _length(tokens: int, options: dict) -> int:
 
 
 def _slots(text: str) -> Any:
-    from vllm_spac.knobs.types import Slots as Size
+    from vllm_spac.config.types import SlotCount as Size
 
     try:
         size = Size.parse(text)
@@ -287,7 +285,7 @@ def _slots(text: str) -> Any:
 
 
 def _identity(facts: dict) -> Identity:
-    from vllm_spac.prediction.file import Identity
+    from vllm_spac.decisions.predictor_file import Identity
 
     return Identity(facts["fingerprint"], facts["model"], tuple(facts["layers"]))
 

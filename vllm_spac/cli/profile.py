@@ -11,16 +11,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table
-from vllm_spac.cli.text import shown
-from vllm_spac.distributed.places import CLUSTER_FILE
+from vllm_spac.cli.tables import print_table, shown
 from vllm_spac.errors import ConfigError
-from vllm_spac.system.atomic_write import check_replaceable, replacing
+from vllm_spac.methods.od_moe.places import CLUSTER_FILE
+from vllm_spac.system.files import check_replaceable, replacing
 from vllm_spac.system.host_memory import gib
 from vllm_spac.system.untrusted import path_of
 
 if TYPE_CHECKING:
-    from vllm_spac.profiling.costs import Costs, Network
+    from vllm_spac.decisions.costs import Costs, Network
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -82,9 +81,9 @@ def profile(
 
     import torch
 
-    from vllm_spac.integration import vllm_step
-    from vllm_spac.integration.layers import cpu_kernel
-    from vllm_spac.profiling.measure import measure, measurements
+    from vllm_spac.tools.machine import vllm_step
+    from vllm_spac.tools.machine.measure import measure, measurements
+    from vllm_spac.tools.machine.vllm_kernel import cpu_kernel
 
     depths = vllm_step.LAYERS if vllm and not torch.cuda.is_available() else ()
     options = {
@@ -108,7 +107,7 @@ def profile(
         try:
             costs = measure(
                 nbytes, folder, store=kind, io_threads=io_threads, seconds=seconds, draft=draft, other=other,
-                kernel=cpu_kernel.to_profile(), source=_command(nbytes, options), tell=tell,
+                kernel=cpu_kernel(), source=_command(nbytes, options), tell=tell,
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}; name a writable folder with --disk-dir DIR") from error
@@ -126,7 +125,7 @@ def profile(
 
 def _add_network(path: Path, folder: Path, peer: str, cluster: Path, seconds: float) -> None:
     """Measures the network only; adds it to the profile of this machine in ``path``, if there is one."""
-    from vllm_spac.profiling.costs import Costs
+    from vllm_spac.decisions.costs import Costs
 
     costs = Costs.read(path, here=True, disk_dir=folder) if path.exists() else None
     network, points = _round_trips(peer, cluster, folder, seconds)
@@ -145,8 +144,8 @@ def _add_network(path: Path, folder: Path, peer: str, cluster: Path, seconds: fl
 
 
 def _round_trips(peer: str, cluster: Path, folder: Path, seconds: float) -> tuple[Network, dict[int, float]]:
-    from vllm_spac.profiling.fit import fit_network
-    from vllm_spac.profiling.peer import round_trips
+    from vllm_spac.decisions.costs import fit_network
+    from vllm_spac.tools.machine.peer import round_trips
 
     with Console(stderr=True).status(f"measuring the network to {shown(peer)}"):
         points = round_trips(peer, _expanded(cluster, "--cluster"), folder, seconds)
@@ -174,7 +173,7 @@ def _size(model: str | None, expert_bytes: int | None) -> int:
     if expert_bytes is not None:
         return expert_bytes
     assert model is not None
-    from vllm_spac.checkpoint.headers import find_folder, read_checkpoint
+    from vllm_spac.storage.checkpoint.headers import find_folder, read_checkpoint
 
     return max(read_checkpoint(find_folder(model)).expert_bytes)
 
@@ -199,8 +198,8 @@ def _write(path: Path, costs: Costs | None) -> None:
 
 
 def _table(costs: Costs, nbytes: int) -> Table:
-    from vllm_spac.integration.vllm_step import VLLM_STEP
-    from vllm_spac.profiling.host_work import HOST_WORK
+    from vllm_spac.tools.machine.host_work import HOST_WORK
+    from vllm_spac.tools.machine.vllm_step import VLLM_STEP
 
     origin = costs.provenance
     table = Table(title=f"one expert of {gib(nbytes)} on {shown(origin.machine)}", title_justify="left")

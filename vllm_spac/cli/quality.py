@@ -1,28 +1,29 @@
-"""``vllm-spac quality``: what budgets and speculated execution cost in quality and save in bytes and time."""
+"""Commands about what a budget costs: ``calibrate``, ``budgets`` and ``quality``.
+
+``vllm-spac quality``: what budgets and speculated execution cost in quality and save in bytes and time.
+
+``vllm-spac budgets``: chooses a budget for each layer from a calibration.
+
+``vllm-spac calibrate``: records a model's routing on a sample of text.
+"""
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from vllm_spac.cli.calibrate import (
-    MASS_OF,
-    DiskDir,
-    Engine,
-    LimitTokens,
-    Model,
-    Prompts,
-    Slots,
-    TextTokens,
-    Window,
-    bar,
-)
-from vllm_spac.cli.tables import print_table
-from vllm_spac.cli.text import shown
+from vllm_spac.cli.tables import print_table, shown
 from vllm_spac.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_spac.methods.moe_spec.calibration import Calibration
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -81,10 +82,10 @@ def quality(
     engine: Engine = None,
 ) -> None:
     """Sweep budgets and speculated execution: perplexity, agreement and bytes and, with drafts, speed."""
-    from vllm_spac.budget.limits import check_mass_of
-    from vllm_spac.evaluation import points as sweeps
-    from vllm_spac.evaluation.prompts import read
-    from vllm_spac.integration.evaluation import engine as offline
+    from vllm_spac.methods.moe_spec.settings import check_mass_of
+    from vllm_spac.tools.evaluation import engine as offline
+    from vllm_spac.tools.evaluation import points as sweeps
+    from vllm_spac.tools.evaluation.prompts import read
 
     check_mass_of(mass_of)
     asked = {
@@ -115,7 +116,7 @@ def quality(
 
 
 def _run(llm: Any, pieces: list[list[int]], run: dict, asked: dict, output: Path, title: str | None) -> None:
-    from vllm_spac.integration.evaluation.quality_run import QualityRun
+    from vllm_spac.tools.evaluation.quality_run import QualityRun
 
     console = Console(stderr=True)
     with bar(console) as progress:
@@ -125,15 +126,15 @@ def _run(llm: Any, pieces: list[list[int]], run: dict, asked: dict, output: Path
 
 
 def _show(results: dict, output: Path) -> None:
-    from vllm_spac.evaluation import figures, report
+    from vllm_spac.tools.evaluation import figures, quality_report
 
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 140)  # so that the table is not folded in a log
-    print_table(console, report.table(results))
+    print_table(console, quality_report.table(results))
     for skipped in results["skipped"]:
         console.print(f"left out: {shown(skipped)}", highlight=False, soft_wrap=True)
-    for sentence in report.sentences(results):
+    for sentence in quality_report.sentences(results):
         console.print(shown(sentence), highlight=False, soft_wrap=True)
     figures.pareto(results, output / "pareto.png")
     figures.figures(results, output / "figures.png")
@@ -156,3 +157,140 @@ def _digest(path: Path | None, option: str = "--calibration") -> str | None:
         return xxhash.xxh3_64_hexdigest(path.expanduser().read_bytes())
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
+
+
+BUDGETS_EXAMPLES = """[bold]Examples[/]
+
+vllm-spac budgets model.calibration.safetensors --mass 0.98 --output budgets.json
+
+vllm serve ./model --plugin spac --spac-budget-file budgets.json   [dim]# serve with them[/]
+"""
+
+
+def budgets(
+    calibration: Annotated[Path, typer.Argument(help="File from vllm-spac calibrate.")],
+    mass: Annotated[float, typer.Option(help="Share of the mass that each layer keeps.")] = 0.98,
+    mass_of: Annotated[str, typer.Option(help=MASS_OF)] = "selected",
+    coverage: Annotated[
+        str, typer.Option(help="What replaces an expert that the budget cut: substitution or truncation.")
+    ] = "substitution",
+    output: Annotated[Path | None, typer.Option(help="Write the budgets to this file, e.g. budgets.json.")] = None,
+) -> None:
+    """Choose a budget for each layer, for --spac-budget-file."""
+    from vllm_spac.methods.moe_spec.calibration import Calibration, choose, write_budgets
+
+    found = Calibration.read(calibration)
+    chosen, console = choose(found, mass, coverage, mass_of), Console()
+    asked: dict[str, Any] = {"mass": mass, "mass_of": mass_of, "coverage": coverage}
+    print_table(console, _table(found, chosen, **asked))
+    if output is not None:
+        check_target(output)
+        write_budgets(output, found.fingerprint, chosen, asked)
+        console.print(f"written: {shown(output)}", highlight=False, soft_wrap=True)
+
+
+def _table(calibration: Calibration, budgets: dict[str, int], mass: float, mass_of: str, coverage: str) -> Table:
+    experts, uses = calibration.experts, calibration.counts
+    title = (
+        f"{shown(calibration.model)}: budgets for {100 * mass:g}% of the mass {mass_of} in steps of "
+        f"{calibration.window} tokens, {coverage}"
+    )
+    mean = sum(budgets.values()) / len(budgets)
+    caption = f"{mean:.1f} of {experts} experts on average; calibrated on {calibration.tokens:,} tokens"
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for name in ("layer", "budget", "of", f"{mass_of} kept", "experts used"):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for number, (name, budget) in enumerate(budgets.items()):
+        held = float(calibration.curve(mass_of)[number, budget - 1])
+        table.add_row(shown(name), str(budget), str(experts), f"{100 * held:.2f}%", str(int((uses[number] > 0).sum())))
+    return table
+
+
+CALIBRATE_EXAMPLES = """[bold]Examples[/]
+
+vllm-spac calibrate allenai/OLMoE-1B-7B-0924 --prompts texts.jsonl --window 9 --slots 25%
+
+vllm-spac calibrate ./model --prompts book.txt --limit-tokens 100000 --output model.calibration.safetensors
+
+[dim]Interrupted with Ctrl-C, the same command continues.[/]
+"""
+
+Model = Annotated[str, typer.Argument(help="A folder or a name on the hub, as for vllm serve.")]
+Prompts = Annotated[
+    Path,
+    typer.Option(help='JSON lines with "text" or "prompt", or plain text separated by blank lines or NUL.'),
+]
+Slots = Annotated[str, typer.Option(help="Experts in fast memory, as --spac-slots.")]
+DiskDir = Annotated[Path | None, typer.Option(help="Folder of the packed experts, as --spac-disk-dir.")]
+TextTokens = Annotated[int, typer.Option(help="Longer texts are split into pieces of this many tokens.", min=2)]
+LimitTokens = Annotated[int | None, typer.Option(help="Stop after this many tokens.", min=2)]
+Window = Annotated[int, typer.Option(help="Tokens of a verify step: 1 + its draft tokens.", min=1)]
+Engine = Annotated[str | None, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")]
+
+MASS_OF = "The mass of --mass: selected, the routing weights of selected experts, or scores, all router scores."
+
+_SAVE_SECONDS = 10
+
+
+def calibrate(
+    model: Model,
+    prompts: Prompts,
+    window: Window = 9,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write.", show_default="MODEL.calibration.safetensors")
+    ] = None,
+    slots: Slots = "auto",
+    disk_dir: DiskDir = None,
+    text_tokens: TextTokens = 512,
+    limit_tokens: LimitTokens = None,
+    engine: Engine = None,
+) -> None:
+    """Run the model on texts, and record how its routers select experts: for budgets, and the rankings that need it."""
+    from vllm_spac.tools.evaluation import engine as offline
+    from vllm_spac.tools.evaluation.prompts import checksum, read
+
+    output = output or Path(f"{re.split('[/]', model.rstrip('/'))[-1]}.calibration.safetensors")
+    check_target(output)
+    texts, options, spac = read(prompts), offline.options_of(engine, "--engine"), offline.spac_of(slots, disk_dir)
+    tokenizer = any(isinstance(text, str) for text in texts)
+    with offline.engine(model, spac, text_tokens + 1, tokenizer, **options) as llm:
+        pieces = offline.tokens(llm, texts, text_tokens, limit_tokens)
+        _run_calibration(llm, pieces, window, checksum(pieces), output)
+
+
+def _run_calibration(llm: Any, pieces: list[list[int]], window: int, source: str, output: Path) -> None:
+    from vllm_spac.tools.evaluation.engine import Interruptible, ask, read
+
+    progress_file, console = output.with_name(f"{output.name}.progress"), Console(stderr=True)
+    done = ask(llm, "calibrate", window, source, str(progress_file))
+    if done:
+        console.print(f"resuming after {done} of {len(pieces)} texts", highlight=False)
+    tokens, saved = sum(map(len, pieces[:done])), time.monotonic()
+    with Interruptible() as interruption, bar(console) as progress:
+        task = progress.add_task("calibrating", total=sum(map(len, pieces)), completed=tokens)
+        for number, ids in enumerate(pieces[done:], done + 1):
+            read(llm, ids)
+            progress.update(task, completed=ask(llm, "calibrated_text"))
+            if interruption.asked or time.monotonic() - saved > _SAVE_SECONDS:
+                ask(llm, "save_progress", str(progress_file))
+                saved = time.monotonic()
+            if interruption.asked and number < len(pieces):
+                progress.stop()
+                console.print(f"stopped after {number} of {len(pieces)} texts; the same command continues")
+                raise typer.Exit(130)
+    count = ask(llm, "save_calibration", str(output.absolute()))
+    progress_file.unlink(missing_ok=True)
+    Console().print(f"{shown(output)}: {count:,} tokens of {len(pieces)} texts", highlight=False, soft_wrap=True)
+
+
+def bar(console: Console) -> Progress:
+    """A progress bar that shows the completed and the total count."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def check_target(path: Path, option: str = "--output") -> None:
+    """Raises ``ConfigError`` if ``path`` has no folder to be written to; called before minutes of work."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = "is a folder" if path.is_dir() else f"cannot be written: {path.absolute().parent} is no folder"
+        raise ConfigError(f"{path} {problem}; name another file with {option}")

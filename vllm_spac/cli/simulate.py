@@ -16,15 +16,14 @@ from rich.table import Table
 
 from vllm_spac import components
 from vllm_spac.cache.sizing import parse_list, slot_counts
-from vllm_spac.cli.tables import compact, print_table
-from vllm_spac.cli.text import shown
+from vllm_spac.cli.tables import compact, print_table, shown
 from vllm_spac.errors import ConfigError
-from vllm_spac.execution.pointers import admissions
+from vllm_spac.execution import admission as admissions
 from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
-    from vllm_spac.profiling.costs import Costs
-    from vllm_spac.simulation.replay import Outcome
+    from vllm_spac.decisions.costs import Costs
+    from vllm_spac.tools.traces.replayed import Outcome
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -112,10 +111,10 @@ def simulate(
     picture: Annotated[Path | None, typer.Option(help="Draw hit rate and TPOT over the slots, e.g. tpot.png.")] = None,
 ) -> None:
     """Show what policies would have achieved on a recorded run: hits, bytes, stalls, time per token, and its bound."""
-    from vllm_spac.config import SpacConfig
-    from vllm_spac.profiling.costs import Costs
-    from vllm_spac.simulation.simulate import simulate as replay
-    from vllm_spac.traces.format import Trace
+    from vllm_spac.config.config import SpacConfig
+    from vllm_spac.decisions.costs import Costs
+    from vllm_spac.recording.trace_file import Trace
+    from vllm_spac.tools.traces.simulation import simulate as replay
 
     costs, recorded = Costs.read(profile), Trace.load(trace)
     foreseeable = balancer == "none" and prefetch == "off"
@@ -152,13 +151,13 @@ def simulate(
 
 def _executions(execution: str, admission: str, step_bytes: str | None) -> list[dict]:
     """Arguments of ``simulate`` for each execution and admission."""
-    from vllm_spac.execution.pointers.planner import STEP_BYTES
-    from vllm_spac.simulation.simulate import EXECUTIONS
+    from vllm_spac.execution.moves import STEP_BYTES
+    from vllm_spac.tools.traces.simulation import EXECUTIONS
 
     asked, sizes = _one_or_both("execution", execution, EXECUTIONS), parse_list(step_bytes or str(STEP_BYTES))
     if not sizes or not all(size.isdigit() for size in sizes):
         raise ConfigError(f"--step-bytes {step_bytes}: use one or more numbers of bytes, e.g. 0,{STEP_BYTES}")
-    admitting = _one_or_both("admission", admission, components.names("execution.pointers.admissions"))
+    admitting = _one_or_both("admission", admission, components.names("admissions"))
     if step_bytes is not None and "step" not in admitting:
         raise ConfigError("--step-bytes applies to --admission step only: a layer that admits copies what it misses")
     ways: dict[str, list[dict[str, Any]]] = {"layer": [{"admission": "layer"}]}

@@ -1,4 +1,7 @@
-"""Tables of which nothing is cut, however narrow the terminal is."""
+"""Escapes untrusted text from files, models and servers for printing.
+
+Tables of which nothing is cut, however narrow the terminal is.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from dataclasses import replace
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Column, Table
+
+from vllm_spac.errors import printable
 
 _WIDE = 10_000  # columns, to measure cells without a terminal
 
@@ -121,3 +127,8 @@ def _ranges(console: Console, part: Table) -> list[Measurement]:
 
 def _measured(console: Console, part: Table) -> int:
     return Measurement.get(console, console.options.update(width=_WIDE), part).maximum
+
+
+def shown(text: object) -> str:
+    """Escapes ``text`` for rich: markup and control characters are printed literally, not interpreted."""
+    return escape(printable(text))

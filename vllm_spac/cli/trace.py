@@ -1,4 +1,9 @@
-"""``vllm-spac trace``: statistics of a recording of the routers' choices, and LRU hit rates for it."""
+"""Commands ``vllm-spac trace``: what an engine recorded is shown.
+
+``vllm-spac trace``: statistics of a recording of the routers' choices, and LRU hit rates for it.
+
+``vllm-spac trace timeline``: where the time of a token goes, and a Chrome trace of a recorded run.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_spac.cli.tables import compact, print_table
-from vllm_spac.cli.text import shown
+from vllm_spac.cli.tables import compact, print_table, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
@@ -20,7 +24,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from vllm_spac.traces.format import Trace
+    from vllm_spac.recording.timeline_file import Recording
+    from vllm_spac.recording.timeline_split import TimeSplit
+    from vllm_spac.recording.trace_file import Trace
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -40,8 +46,8 @@ def show(
     ] = None,
 ) -> None:
     """Show which experts are popular, how soon they are used again, hits of LRU caches, and locality."""
-    from vllm_spac.traces import statistics
-    from vllm_spac.traces.format import Trace
+    from vllm_spac.recording.trace_file import Trace
+    from vllm_spac.tools.traces import trace_statistics
 
     trace = Trace.load(file)
     if trace.records == 0:
@@ -49,10 +55,10 @@ def show(
     console = Console()
     print_table(console, _facts(file, trace))
     print_table(console, _layers(trace))
-    stack, steps = statistics.distances(trace)
-    own, _ = statistics.distances(trace, by_layer=True)
+    stack, steps = trace_statistics.distances(trace)
+    own, _ = trace_statistics.distances(trace, by_layer=True)
     facts = trace.facts
-    curves = (statistics.lru_curve(stack, facts.total), statistics.lru_curve(own, facts.experts))
+    curves = (trace_statistics.lru_curve(stack, facts.total), trace_statistics.lru_curve(own, facts.experts))
     print_table(console, _curve(trace, *curves))
     _show_locality(console, trace)
     again = steps[steps >= 0]
@@ -62,15 +68,15 @@ def show(
         half, most = np.percentile(again, [50, 90])
         console.print(f"an expert is used again after {half:.0f} steps (median), {most:.0f} (90%)", highlight=False)
     if picture is not None:
-        _draw(statistics.uses(trace), picture, file.name)
+        _draw(trace_statistics.uses(trace), picture, file.name)
         console.print(f"picture: {shown(picture)}", highlight=False, soft_wrap=True)
 
 
 def _facts(file: Path, trace: Trace) -> Table:
     import numpy as np
 
-    from vllm_spac.traces.drafts import accepted_by_depth
-    from vllm_spac.traces.format import ROW_KINDS, STEP_KINDS
+    from vllm_spac.recording.trace_file import ROW_KINDS, STEP_KINDS
+    from vllm_spac.tools.traces.trace_statistics import accepted_by_depth
 
     def kinds(codes: np.ndarray, names: tuple[str, ...]) -> str:
         counts = np.bincount(codes, minlength=len(names)).tolist()
@@ -92,7 +98,7 @@ def _facts(file: Path, trace: Trace) -> Table:
 
 
 def _layers(trace: Trace) -> Table:
-    from vllm_spac.traces import statistics
+    from vllm_spac.tools.traces import trace_statistics
 
     caption = (
         "right: share of all experts predicted correctly as hot or cold in the next step; the last two columns are "
@@ -100,9 +106,13 @@ def _layers(trace: Trace) -> Table:
     )
     predictions = ("utility", "with K = 1", "nothing is hot", "as in the last step")
     heads = ("layer", "experts used", "uses by the top 10%", *(f"right: {name}" for name in predictions))
-    used = (statistics.uses(trace) > 0).sum(axis=1)
-    columns = [statistics.skew(trace), statistics.accuracy(trace), statistics.accuracy(trace, upper=1)]
-    columns += [statistics.nothing_is_hot(trace), statistics.as_last_step(trace)]
+    used = (trace_statistics.uses(trace) > 0).sum(axis=1)
+    columns = [
+        trace_statistics.skew(trace),
+        trace_statistics.accuracy(trace),
+        trace_statistics.accuracy(trace, upper=1),
+    ]
+    columns += [trace_statistics.nothing_is_hot(trace), trace_statistics.as_last_step(trace)]
     rows = [
         (str(layer), str(used[layer]), *map(_percent, values))
         for layer, values in enumerate(zip(*columns, strict=True))
@@ -125,8 +135,7 @@ def _curve(trace: Trace, whole: np.ndarray, layered: np.ndarray) -> Table:
 
 
 def _show_locality(console: Console, trace: Trace) -> None:
-    from vllm_spac.traces.locality import Locality
-    from vllm_spac.traces.published import PUBLISHED
+    from vllm_spac.tools.traces.locality import PUBLISHED, Locality
 
     found = Locality.of(trace)
     counted = f"{found.tokens:,} of {found.rows:,} rows"
@@ -195,3 +204,117 @@ def _draw(uses: np.ndarray, path: Path, title: str) -> None:
     figure.colorbar(image, label="uses, 1 = even")
     axes.set(xlabel="expert", ylabel="layer", title=title)
     save_picture(figure, path)
+
+
+TIMELINE_EXAMPLES = """[bold]Examples[/]
+
+vllm-spac trace timeline run.timeline
+
+vllm-spac trace timeline run.timeline --output run.json   [dim]# open it in https://ui.perfetto.dev[/]
+
+vllm-spac trace timeline run.timeline --picture run.png
+"""
+
+
+def timeline(
+    file: Annotated[Path, typer.Argument(help="File written by --spac-timeline.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace, for ui.perfetto.dev or chrome://tracing, e.g. run.json.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw where the time went, and one step by thread, e.g. run.png.")
+    ] = None,
+) -> None:
+    """Show where the time of a token went: compute, waiting for loads, drafts, the host; by thread what it loaded."""
+    from vllm_spac.recording.timeline_file import Recording
+    from vllm_spac.recording.timeline_recorder import Kind
+    from vllm_spac.tools.traces import timeline_pictures
+
+    recording = Recording.load(file)
+    if not (recording.kind == Kind.STEP).any():
+        raise ConfigError(f"{file} holds no finished step; record a longer run")
+    console = Console()
+    print_table(console, _timeline_facts(file, recording))
+    print_table(console, _split(recording))
+    print_table(console, _threads(recording))
+    if output is not None:
+        count = timeline_pictures.write(recording, output)
+        console.print(f"Chrome trace: {shown(output)}, {count:,} events", highlight=False, soft_wrap=True)
+    if picture is not None:
+        from vllm_spac.tools.traces.timeline_pictures import draw
+
+        draw(recording, picture, file.name)
+        console.print(f"picture: {shown(picture)}", highlight=False, soft_wrap=True)
+
+
+def _timeline_facts(file: Path, recording: Recording) -> Table:
+    from vllm_spac.recording.timeline_recorder import Kind
+
+    facts, steps = recording.facts, recording.kind == Kind.STEP
+    table = Table(title=shown(file), show_header=False, title_justify="left")
+    table.add_row("model", shown(facts.model) or "?")
+    table.add_row("store", shown(facts.store))
+    table.add_row("MoE layers, experts", f"{len(facts.layers)}, {sum(facts.experts):,}")
+    table.add_row("last steps", f"{int(steps.sum()):,} in {recording.end[steps].max() / 1e9:.3f} s")
+    table.add_row("events", f"{len(recording.start):,}")
+    return table
+
+
+def _split(recording: Recording) -> Table:
+    from vllm_spac.recording.timeline_split import GENERATING, PROMPTS, split
+
+    generating, prompts = split(recording, GENERATING), split(recording, PROMPTS)
+    caption = "gaps before steps with prompts are left out: the engine may have had nothing to do"
+    table = Table(title="where the time goes", title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("")
+    columns = []
+    if generating.steps:
+        columns.append((generating, *_unit(generating)))
+    if prompts.steps:
+        columns.append((prompts, prompts.steps, f"a step with prompts\n{prompts.steps:,} steps"))
+    for _, _, title in columns:
+        table.add_column(title, justify="right")
+    for name in generating.parts:
+        table.add_row(name, *(_cell(found, found.parts[name], each) for found, each, _ in columns))
+    table.add_section()
+    table.add_row("together", *(_cell(found, found.total, each) for found, each, _ in columns))
+    return table
+
+
+def _unit(found: TimeSplit) -> tuple[int, str]:
+    """Returns what the time of generating steps is divided by, and what that is called."""
+    if found.tokens:
+        return found.tokens, f"a token of all requests\n{found.tokens:,} in {found.steps:,} steps"
+    return found.steps, f"a step (tokens unknown)\n{found.steps:,} steps"
+
+
+def _cell(found: TimeSplit, value: int, each: int) -> str:
+    share = f"{100 * value / found.total:.1f}%" if found.total else "-"
+    return f"{value / each / 1e6:.3f} ms {share:>6}"
+
+
+def _threads(recording: Recording) -> Table:
+    """What each thread loaded or computed, and the share of the time that this took."""
+    import numpy as np
+
+    from vllm_spac.recording.timeline_recorder import Kind
+    from vllm_spac.tools.traces.timeline_pictures import thread_order, thread_titles
+
+    table = Table(title="loads and CPU experts by thread", title_justify="left")
+    for name in ("thread", "from", "events", "bytes", "median", "GB/s", "busy"):
+        table.add_column(name, justify="left" if name in ("thread", "from") else "right", no_wrap=name != "from")
+    whole = int(recording.end[recording.kind == Kind.STEP].max())
+    source = {Kind.LOAD: recording.facts.store, Kind.HOST_LOAD: "host memory", Kind.CPU: "computed"}
+    titles = thread_titles(recording)
+    for number in thread_order(recording):
+        for kind in source:
+            found = (recording.kind == kind) & (recording.thread == number)
+            if not found.any():
+                continue
+            seconds, count = recording.duration[found].sum() / 1e9, 0 if kind == Kind.CPU else recording.b[found].sum()
+            median, share = np.median(recording.duration[found]) / 1e6, 100 * seconds / (whole / 1e9)
+            rate = f"{count / seconds / 1e9:.2f}" if count and seconds else "-"
+            moved = gib(int(count)) if count else "-"
+            cells = (f"{int(found.sum()):,}", moved, f"{median:.3f} ms", rate, f"{share:.1f}%")
+            table.add_row(shown(titles[number]), shown(source[kind]), *cells)
+    return table

@@ -20,19 +20,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_spac.cli.tables import print_table
-from vllm_spac.cli.text import shown
+from vllm_spac.cli.tables import print_table, shown
 from vllm_spac.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm_spac.planning.machine import PlannedMachine
-    from vllm_spac.planning.model import ServedModel
-    from vllm_spac.tuning.candidate import Candidate, Departure
-    from vllm_spac.tuning.candidates import Allowed, Budget
-    from vllm_spac.tuning.measurer import Measurer
-    from vllm_spac.tuning.profile import Measured, TunedProfile
-    from vllm_spac.tuning.progress import ProgressFile
-    from vllm_spac.tuning.session import Outcome, Session
+    from vllm_spac.config.tuned_profile import Candidate, Departure, Measured, TunedProfile
+    from vllm_spac.tools.planning.planned_machine import PlannedMachine
+    from vllm_spac.tools.planning.planned_model import ServedModel
+    from vllm_spac.tools.tuning.candidates import Allowed, Budget
+    from vllm_spac.tools.tuning.measurer import Measurer
+    from vllm_spac.tools.tuning.progress import ProgressFile
+    from vllm_spac.tools.tuning.session import Session, TuneOutcome
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -87,12 +85,11 @@ def tune(
     measurer: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure ways to serve a model here, end to end, and keep the fastest if it beats the default."""
-    from vllm_spac.integration.evaluation.engine import options_of
-    from vllm_spac.planning.model import ServedModel
     from vllm_spac.system import io_uring
-    from vllm_spac.system.machine import DISK_DIR
-    from vllm_spac.system.provenance import gpu_names
-    from vllm_spac.tuning.candidates import Allowed
+    from vllm_spac.system.machine import DISK_DIR, gpu_names
+    from vllm_spac.tools.evaluation.engine import options_of
+    from vllm_spac.tools.planning.planned_model import ServedModel
+    from vllm_spac.tools.tuning.candidates import Allowed
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     if slots is not None and fast_memory is not None:
@@ -158,23 +155,23 @@ class _Run:
         arguments: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        from vllm_spac.checkpoint.headers import find_folder
-        from vllm_spac.integration import device
+        from vllm_spac.config import tuned_profile
+        from vllm_spac.integration.hooks import device
+        from vllm_spac.storage.checkpoint.headers import find_folder
         from vllm_spac.system.machine import Machine
-        from vllm_spac.tuning import identity
 
         self._model, self._served, self._machine, self._allowed = model, served, machine, allowed
         self._folder, self._arguments, self._options = folder, dict(arguments), dict(options)
-        self._identity = identity.identity(find_folder(model))
+        self._identity = tuned_profile.identity(find_folder(model))
         self._here = Machine.here(folder, device.names())
-        self._versions = identity.relevant_versions()
+        self._versions = tuned_profile.relevant_versions()
         self._console = Console(stderr=True)
 
     def run(
         self, texts: Sequence, tokens: int, seconds: float, measurer: Measurer, fresh: bool, disk_dir: Path | None
     ) -> None:
-        from vllm_spac.tuning.candidates import candidates, left_out
-        from vllm_spac.tuning.session import Session
+        from vllm_spac.tools.tuning.candidates import candidates, left_out
+        from vllm_spac.tools.tuning.session import Session
 
         file = self._file(fresh)
         found = candidates(self._served, self._machine, self._allowed)
@@ -192,7 +189,7 @@ class _Run:
         self._finish(outcome, list(session.candidates.values()), file, disk_dir)
 
     def _file(self, fresh: bool) -> ProgressFile:
-        from vllm_spac.tuning.progress import ProgressFile, key_of
+        from vllm_spac.tools.tuning.progress import ProgressFile, key_of
 
         key = key_of(self._identity, self._here, self._versions, self._arguments)
         file = ProgressFile(self._folder, key)
@@ -205,9 +202,9 @@ class _Run:
             self._console.print(text, highlight=False)
         return file
 
-    def _measured(self, session: Session, file: ProgressFile) -> Outcome:
-        from vllm_spac.tuning.measurer import MeasuringError
-        from vllm_spac.tuning.report import last_line
+    def _measured(self, session: Session, file: ProgressFile) -> TuneOutcome:
+        from vllm_spac.tools.tuning.measurer import MeasuringError
+        from vllm_spac.tools.tuning.tune_report import last_line
 
         try:
             return session.run()
@@ -223,15 +220,17 @@ class _Run:
                 "--engine, --slots or --context, and run the same command"
             ) from error
 
-    def _finish(self, outcome: Outcome, candidates: list[Candidate], file: ProgressFile, disk_dir: Path | None) -> None:
-        from vllm_spac.tuning import report
-        from vllm_spac.tuning.profile import path_of
+    def _finish(
+        self, outcome: TuneOutcome, candidates: list[Candidate], file: ProgressFile, disk_dir: Path | None
+    ) -> None:
+        from vllm_spac.config.tuned_profile import path_of
+        from vllm_spac.tools.tuning import tune_report
 
-        console, rows = Console(), report.measured(outcome, candidates)
+        console, rows = Console(), tune_report.measured(outcome, candidates)
         print_table(console, _table(self._model, rows))
-        for sentence in report.sentences(outcome):
+        for sentence in tune_report.sentences(outcome):
             console.print(shown(sentence), highlight=False, soft_wrap=True)
-        problems = list(report.errors(outcome))
+        problems = list(tune_report.errors(outcome))
         for problem in problems:
             self._console.print(f"[bold red]error:[/] {shown(problem)}", highlight=False, soft_wrap=True)
         if outcome.undecided and not problems:
@@ -248,7 +247,7 @@ class _Run:
             where = "" if disk_dir is None else f" --spac-disk-dir {disk_dir}"
             where += f" --spac-tuned-allow {allow}" if (allow := outcome.choice.allowance) else ""
             console.print(f"[green]run:[/] vllm serve {shown(self._model)} --plugin spac{shown(where)}", soft_wrap=True)
-            by_hand = report.command(self._model, outcome.choice, disk_dir)
+            by_hand = tune_report.command(self._model, outcome.choice, disk_dir)
             console.print(f"[dim]the same by hand: {shown(by_hand)}[/]", highlight=False, soft_wrap=True)
         if self._options:
             text = json.dumps(self._options)
@@ -256,9 +255,9 @@ class _Run:
         if problems:
             raise typer.Exit(1)
 
-    def _profile(self, outcome: Outcome, rows: Sequence[Measured]) -> TunedProfile:
-        from vllm_spac.system.provenance import now
-        from vllm_spac.tuning.profile import TunedProfile, digests
+    def _profile(self, outcome: TuneOutcome, rows: Sequence[Measured]) -> TunedProfile:
+        from vllm_spac.config.tuned_profile import TunedProfile, digests
+        from vllm_spac.system.machine import now
 
         kept = outcome.choice if outcome.choice.group != "baseline" else None
         return TunedProfile(
@@ -303,7 +302,7 @@ def _table(model: str, rows: Sequence[Measured]) -> Table:
 
 
 def _check_drafts(drafts: dict[str, Any]) -> None:
-    from vllm_spac.tuning.profile import Drafts
+    from vllm_spac.config.tuned_profile import Drafts
 
     try:
         Drafts.check(drafts)
@@ -314,12 +313,12 @@ def _check_drafts(drafts: dict[str, Any]) -> None:
 
 
 def _checked_slots(slots: str | None) -> str | None:
-    from vllm_spac.knobs.types import Slots
+    from vllm_spac.config.types import SlotCount
 
     if slots is None:
         return None
     try:
-        Slots.parse(slots)
+        SlotCount.parse(slots)
     except ValueError as error:
         raise ConfigError(f"--slots {error}") from error
     return slots
@@ -334,22 +333,22 @@ def _folder(path: Path, option: str) -> str:
 def _predictors(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
-    from vllm_spac.prediction.file import PredictorFile
+    from vllm_spac.decisions.predictor_file import PredictorFile
 
     return tuple(PredictorFile.read(path).names)
 
 
 def _budgets(path: Path, model: ServedModel) -> tuple[Budget, ...]:
-    from vllm_spac.tuning.evaluated import budgets
+    from vllm_spac.tools.tuning.candidates import budgets
 
     return budgets(path, model)
 
 
 def _prompts(path: Path | None) -> tuple[list[str | list[int]], str]:
     """Returns the prompts, and a checksum of them."""
-    from vllm_spac.evaluation.prompts import checksum, read
+    from vllm_spac.tools.evaluation.prompts import checksum, read
 
-    packaged = files("vllm_spac.tuning").joinpath("prompts.jsonl")
+    packaged = files("vllm_spac.tools.tuning").joinpath("prompts.jsonl")
     found = read(path if path is not None else Path(str(packaged)))
     return found, checksum([list(text.encode()) if isinstance(text, str) else text for text in found])
 
@@ -357,7 +356,7 @@ def _prompts(path: Path | None) -> tuple[list[str | list[int]], str]:
 def _machine(model: str, folder: Path, fast_memory: str | None) -> PlannedMachine:
     """Returns this machine; measures it first, in a process of its own, unless ``vllm-spac profile`` has."""
     from vllm_spac.cli.plan import size_of
-    from vllm_spac.planning.machine import HERE, PROFILE, UTILIZATION, PlannedMachine
+    from vllm_spac.tools.planning.planned_machine import HERE, PROFILE, UTILIZATION, PlannedMachine
 
     fast = size_of("fast", fast_memory)
     with suppress(ConfigError):
@@ -386,6 +385,6 @@ def _measurer(name: str, model: str, disk_dir: Path | None, options: dict) -> Me
     if name:
         module, _, kind = name.partition(":")
         return getattr(importlib.import_module(module), kind)()
-    from vllm_spac.integration.tuning.measurer import ProcessMeasurer
+    from vllm_spac.tools.tuning.measurer import ProcessMeasurer
 
     return ProcessMeasurer(model, disk_dir, options, _PROMPT_TOKENS)

@@ -13,21 +13,21 @@ from torch import Tensor
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.cache.sizing import resolve
 from vllm_spac.core import MoEShape, Step
+from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.metrics import Counters
-from vllm_spac.policies.base import Policy
-from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage.base import ExpertStore
 
 if TYPE_CHECKING:
-    from vllm_spac.balancers.base import Balancer
-    from vllm_spac.cache.mover import HostRows
     from vllm_spac.cache.prefetch_settings import PrefetchSettings
-    from vllm_spac.config import SpacConfig
-    from vllm_spac.execution._exchange import Exchange
-    from vllm_spac.executors._thread import ExecutorThread
-    from vllm_spac.knobs.types import Slots
-    from vllm_spac.predictors.base import Predictor, Signal
-    from vllm_spac.timeline.recorder import Timeline
+    from vllm_spac.cache.transfers import HostRows
+    from vllm_spac.config.config import SpacConfig
+    from vllm_spac.config.types import SlotCount
+    from vllm_spac.cpu_kernels._thread import ExecutorThread
+    from vllm_spac.decisions.balancers.base import Balancer
+    from vllm_spac.decisions.predictors.base import Predictor, Signal
+    from vllm_spac.execution.exchange import Exchange
+    from vllm_spac.recording.timeline_recorder import Timeline
 
 
 class LayerKernel(Protocol):
@@ -207,7 +207,7 @@ class Execution(ABC):
         """Refuses experts that the execution cannot read; raises as ``check_layer``."""
 
     @classmethod
-    def divide(cls, slots: Slots, staging: str, shape: MoEShape, free_bytes: int) -> Room:
+    def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
         """Returns the share of ``free_bytes`` of fast memory that the layers of ``shape`` take, by the knobs given.
 
         Raises:

@@ -1,1 +1,1 @@
-"""The interface to vLLM: the only package that imports it."""
+"""vLLM: the entry points, the flags, and what is refused before a model is loaded."""

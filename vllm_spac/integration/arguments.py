@@ -7,11 +7,10 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from vllm_spac.config import SpacConfig, check_knob, component_knobs
-from vllm_spac.errors import ConfigError
-from vllm_spac.integration import patches
-from vllm_spac.knobs.types import flag
-from vllm_spac.system.printable import brief, printable
+from vllm_spac.config.config import SpacConfig, check_knob, component_knobs
+from vllm_spac.config.types import flag
+from vllm_spac.errors import ConfigError, brief, printable
+from vllm_spac.integration.hooks import patches
 
 
 def install() -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_spac.config import SpacConfig, config_of
+from vllm_spac.config.config import SpacConfig, config_of
 from vllm_spac.errors import SpacError
-from vllm_spac.integration import arguments, patches
+from vllm_spac.integration import arguments
+from vllm_spac.integration.hooks import patches
 from vllm_spac.integration.stepping import draft_handover
-from vllm_spac.system import cpu_affinity
+from vllm_spac.system import machine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def install() -> None:
     """Wraps the engine's arguments and the model loader; a second call does nothing."""
-    cpu_affinity.note()
+    machine.note()
     arguments.install()
     patches.wrap(f"{patches.ENGINE_ARGS}.create_engine_config", _checked)
     patches.wrap(f"{patches.LOADER}.load_model", _managed)
@@ -43,13 +44,13 @@ def _checked(create_engine_config: Callable):
             raise arguments.refused(error) from None
 
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
-        from vllm_spac.integration import compat, graphs, preflight
-        from vllm_spac.integration.stepping.trees import arguments as trees
-        from vllm_spac.integration.tuning import applied
+        from vllm_spac.integration import preflight, tuned_start
+        from vllm_spac.integration.hooks import device, graphs
+        from vllm_spac.integration.stepping import tree_arguments as trees
 
-        compat.require_supported_vllm()
+        device.require_supported_vllm()
         patches.require_names("frontend")
-        config = applied.apply(self, config)
+        config = tuned_start.apply(self, config)
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         graphs.request(self, config)
@@ -81,11 +82,10 @@ def _managed(load_model: Callable):
         config = config_of(vllm_config.additional_config)
         if config is None:
             return load_model(self, vllm_config, model_config, *args, **kwargs)
-        from vllm_spac.integration import compat
-        from vllm_spac.integration.loading import updates
+        from vllm_spac.integration.hooks import device, drafts
+        from vllm_spac.integration.loading import managed_load
         from vllm_spac.integration.loading.head_experts import HeadExperts, target_of
         from vllm_spac.integration.loading.model_experts import ModelExperts
-        from vllm_spac.integration.stepping import drafts
 
         build: Callable[[], ModelExperts] = partial(ModelExperts, config, vllm_config)
         draft = model_config.runner_type == "draft"
@@ -94,11 +94,11 @@ def _managed(load_model: Callable):
                 return load_model(self, vllm_config, model_config, *args, **kwargs)
             build = partial(HeadExperts, target)
         else:
-            compat.request_amx()
+            device.request_amx()
             patches.require_names("worker", "v2" if drafts.plans_drafts(vllm_config) else "v1")
         model = _load(self, partial(load_model, self, vllm_config, model_config, *args, **kwargs), model_config, build)
         if not draft:
-            updates.install(vllm_config, model)
+            managed_load.install(vllm_config, model)
         return model
 
     return load

@@ -1,4 +1,9 @@
-"""Checks before a worker starts: refuses what cannot work, and names the flag that helps."""
+"""Refuses before a model is loaded what cannot work, from the configuration and the files alone.
+
+Checks before a worker starts: refuses what cannot work, and names the flag that helps.
+
+Refuses, before a worker starts, what cannot have room: slots for one token, a KV cache in RAM.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +11,38 @@ import logging
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from vllm_spac import components
-from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.limits import validate
-from vllm_spac.budget.per_layer import read_budgets
 from vllm_spac.cache import sizing
-from vllm_spac.checkpoint import quant_config, quantisation
-from vllm_spac.checkpoint.headers import LAYERS, first_number
-from vllm_spac.config import SpacConfig
-from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, add, drop, use
-from vllm_spac.integration import device, expert_workers, ranks, room
-from vllm_spac.integration.compat import WORKER_EXTENSION
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.types import AUTO, SlotCount
+from vllm_spac.config.types import flag as knob_flag
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.predictor_file import PredictorFile
+from vllm_spac.decisions.predictors.base import DRAFTING, Signal
+from vllm_spac.errors import ConfigError, Remedy, SpacError, UnsupportedError, add, drop, printable, use
+from vllm_spac.integration.hooks import device, drafts, ranks
+from vllm_spac.integration.hooks.device import WORKER_EXTENSION
+from vllm_spac.integration.loading import expert_workers, fast_memory
 from vllm_spac.integration.loading.fingerprint import content_of, model_fingerprint
-from vllm_spac.integration.stepping import drafts
-from vllm_spac.integration.stepping.trees import arguments as trees
-from vllm_spac.knobs.types import AUTO
-from vllm_spac.knobs.types import flag as knob_flag
-from vllm_spac.prediction.file import PredictorFile
-from vllm_spac.predictors.base import DRAFTING, Signal
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.system import ownership
+from vllm_spac.integration.stepping import tree_arguments as trees
+from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
+from vllm_spac.methods.moe_spec.settings import validate
+from vllm_spac.recording.timeline_file import check_target as check_timeline
+from vllm_spac.recording.trace_writer import check_target
+from vllm_spac.storage.checkpoint import quant_config, quantisation
+from vllm_spac.storage.checkpoint.headers import LAYERS, find_folder, first_number, read_checkpoint
+from vllm_spac.system import files
+from vllm_spac.system.host_memory import available_host_bytes, gib
 from vllm_spac.system.io_uring import Ring
-from vllm_spac.system.openmp import spinning
-from vllm_spac.system.printable import printable
-from vllm_spac.timeline.writer import check_target as check_timeline
-from vllm_spac.traces.writer import check_target
+from vllm_spac.system.machine import spinning
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -55,7 +62,7 @@ def worker_extension(asked: str) -> str:
         return WORKER_EXTENSION
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from vllm_spac.integration.serving.worker import SpacWorker
+    from vllm_spac.integration.serving.worker_extension import SpacWorker
 
     try:
         found = resolve_obj_by_qualname(asked)
@@ -135,7 +142,7 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
             pinned=keeps_on_the_host(config, model.get_num_experts()),
             unified=config.execution_class.needs_addressable_store,
         )
-    room.check(config, vllm_config, _device_type() == "cpu")
+    check_room(config, vllm_config, _device_type() == "cpu")
     _check_folder(config, model.get_num_experts())
     _check_cpu_experts(config)
     _check_prefetch(config, vllm_config)
@@ -217,7 +224,13 @@ def _check_quantisation(model: ModelConfig, config: SpacConfig) -> None:
             "supported; drop it, or use a checkpoint that is quantised already"
         )
     ours, on_cpu = config.execution_class.layout == "plain", device.is_cpu()
-    kernels = quantisation.Kernels.OURS if ours else quantisation.Kernels.CPU if on_cpu else quantisation.Kernels.GPU
+    kernels = (
+        quantisation.FormatKernels.OURS
+        if ours
+        else quantisation.FormatKernels.CPU
+        if on_cpu
+        else quantisation.FormatKernels.GPU
+    )
     layers = first_number(model.hf_config.to_dict(), LAYERS)
     if on_cpu and not quant_config.spares_experts(checkpoint, layers) and not device.runs_quantised_experts():
         # The twins of our kernels would run anywhere, but vLLM builds no layer that it has no kernel for.
@@ -226,12 +239,12 @@ def _check_quantisation(model: ModelConfig, config: SpacConfig) -> None:
     if (reason := quantisation.refusal(checkpoint, kernels, capability)) is not None:
         raise UnsupportedError(f"spac: {model.model} has {reason}")
     loader = quantisation.loader(checkpoint)
-    if kernels is quantisation.Kernels.GPU and loader not in (None, model.quantization):
+    if kernels is quantisation.FormatKernels.GPU and loader not in (None, model.quantization):
         raise UnsupportedError(
             f"spac: --quantization {model.quantization} runs the experts of {model.model} in kernels that cannot use "
             f"slots; add {' '.join(quantisation.flags(checkpoint))}"
         )
-    if kernels is quantisation.Kernels.CPU and loader is not None and model.quantization == loader:
+    if kernels is quantisation.FormatKernels.CPU and loader is not None and model.quantization == loader:
         raise UnsupportedError(f"spac: --quantization {loader} selects kernels of a GPU; drop it on a CPU")
 
 
@@ -357,7 +370,7 @@ def _check_folder(config: SpacConfig, experts: int) -> None:
     if not there.is_dir():
         problem = "is a link to nothing" if there.is_symlink() and not there.exists() else "is not a folder"
         raise ConfigError(f"{what}: {there} {problem}; name another")
-    if packs and there == folder and (refused := ownership.problem(folder, folder.stat(), around=True)):
+    if packs and there == folder and (refused := files.problem(folder, folder.stat(), around=True)):
         raise ConfigError(f"{what}: {refused}, or name another folder")
     if not packs or (there == folder and _holds_packed(folder)):  # a folder that is complete may be read-only
         return
@@ -383,3 +396,54 @@ def _naming(config: SpacConfig, name: str) -> Iterator[None]:
     except ConfigError as error:
         problem = str(error).removeprefix("spac: ")
         raise ConfigError(f"spac: {name}={getattr(config, name)} ({knob_flag(name)}): {problem}") from error
+
+
+def check_room(config: SpacConfig, vllm_config: VllmConfig, on_cpu: bool) -> None:
+    """Checks what is known without weights; the rest is checked when they are loaded.
+
+    Raises:
+        ConfigError: names the flag and what would fit.
+    """
+    parallel = vllm_config.parallel_config
+    ranks_of_experts = parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1
+    check_slots(config.parsed_slots, vllm_config.model_config.model, ranks_of_experts)
+    if on_cpu:
+        check_kv_cache(vllm_config)
+
+
+def check_slots(slots: SlotCount, model: str, ranks: int = 1) -> None:
+    """Refuses a share of the experts of ``model`` that is too small for one token; ``ranks``: that divide them.
+
+    The number of MoE layers is that of the checkpoint's headers; of a model that is not here yet, it is not known.
+    """
+    if slots.share is None:
+        return
+    try:
+        checkpoint = read_checkpoint(find_folder(model))
+    except (SpacError, OSError):  # not downloaded, or not safetensors: counted when the layers are built
+        return
+    layers = Counter(count // checkpoint.experts for count in checkpoint.layer_bytes.values())
+    sizing.check_share(slots, min(layers.values()) * (checkpoint.experts // ranks), checkpoint.top_k)
+
+
+def check_kv_cache(vllm_config: VllmConfig) -> None:
+    """Refuses a KV cache that is larger than the RAM that is available to a worker."""
+    ranks, needed = vllm_config.parallel_config.tensor_parallel_size, fast_memory.beside_slots(vllm_config)
+    asked = vllm_config.cache_config.kv_cache_memory_bytes is not None
+    share = 1.0 if asked else vllm_config.cache_config.gpu_memory_utilization
+    room = int(min(available_host_bytes(), share * psutil.virtual_memory().total) / ranks)
+    if needed < room:
+        return
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
+    problem = f"{gib(needed)}{each}, and {gib(room)} of RAM are available"
+    if asked:
+        raise ConfigError(
+            f"spac: the KV cache (--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE) takes {problem}; ask for less, "
+            "which leaves room for slots (--spac-slots) and other weights, too"
+        )
+    model = vllm_config.model_config
+    requests = fast_memory.least_requests(vllm_config)
+    raise ConfigError(
+        f"spac: the KV cache of {requests} of --max-model-len {model.max_model_len} takes "
+        f"{problem}; lower --max-model-len, or bound it with --kv-cache-memory-bytes"
+    )

@@ -21,15 +21,15 @@ import torch
 
 from vllm_spac import components
 from vllm_spac.core import MoEShape
-from vllm_spac.distributed.service import Service
-from vllm_spac.distributed.worker import Worker
+from vllm_spac.cpu_kernels.base import Kernel
 from vllm_spac.errors import SpacError
-from vllm_spac.executors.base import Kernel
-from vllm_spac.integration import compat
+from vllm_spac.integration.hooks import device
 from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.integration.loading.store_lock import StoreLock
-from vllm_spac.system import cpu_affinity
-from vllm_spac.tiers.base import ExpertStore
+from vllm_spac.methods.od_moe.service import Service
+from vllm_spac.methods.od_moe.worker import Worker
+from vllm_spac.storage.base import ExpertStore
+from vllm_spac.system import machine
 
 logger = logging.getLogger("vllm.spac")
 
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=f"spac worker {os.getpid()}: %(message)s", stream=sys.stderr)
     secret = bytes.fromhex(sys.stdin.buffer.readline().decode().strip())
     allow_connections()
-    cpu_affinity.unbind()
+    machine.unbind()
     torch.set_num_threads(given.threads)
-    compat.request_amx()
+    device.request_amx()
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN if given.tied else lambda *_: ended.set())
@@ -87,7 +87,7 @@ class Stores:
             self._lock.close()
         self._lock = StoreLock(self._folder, fingerprint)
         self._lock.share()  # files are replaced atomically, so that several workers may pack at once
-        return components.build("tiers", "disk", shape=shape, fingerprint=fingerprint, folder=self._folder)
+        return components.build("stores", "disk", shape=shape, fingerprint=fingerprint, folder=self._folder)
 
 
 def _load_kernels() -> None:

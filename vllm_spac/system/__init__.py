@@ -1,0 +1,1 @@
+"""The machine, its files and threads."""

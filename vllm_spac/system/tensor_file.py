@@ -9,10 +9,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_spac.errors import ConfigError
-from vllm_spac.system import ownership
-from vllm_spac.system.atomic_write import replacing
-from vllm_spac.system.printable import brief
+from vllm_spac.errors import ConfigError, brief
+from vllm_spac.system import files
+from vllm_spac.system.files import replacing
 from vllm_spac.system.untrusted import parse_json, read_header
 
 
@@ -31,7 +30,7 @@ def read(
     Raises:
         ConfigError: the file cannot be read, is refused, damaged, or of another format.
     """
-    if trusted and (problem := ownership.refusal(path)):
+    if trusted and (problem := files.refusal(path)):
         raise ConfigError(f"spac: {what} is refused: {problem}")
     try:
         metadata, entries = read_header(path)

@@ -1,0 +1,1 @@
+"""vLLM's MoE layers: their routers, weights and kernels."""

@@ -16,7 +16,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_spac.integration.graphs import MOE_LAYER
+from vllm_spac.integration.hooks.graphs import MOE_LAYER
 
 LAYER_NAME = moe_runner._layer_name_type
 

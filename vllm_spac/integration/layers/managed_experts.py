@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_spac.budget.control import BudgetedLayer
-from vllm_spac.budget.routing_rule import RoutingRule
-from vllm_spac.cache.working import MoEWidths
+from vllm_spac.cache.sizing import MoEWidths
 from vllm_spac.execution.base import Execution
 from vllm_spac.integration.layers import quant_schemes, triton_tiles
 from vllm_spac.integration.layers.custom_ops import run_experts
 from vllm_spac.integration.layers.staged_experts import StagedExperts
+from vllm_spac.methods.moe_spec.control import BudgetedLayer
+from vllm_spac.methods.moe_spec.settings import RoutingRule
 
 
 class SlotKernel:

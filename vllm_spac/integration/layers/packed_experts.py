@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllm_spac.checkpoint import repacking
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.kernels.formats import Format
+from vllm_spac.storage.checkpoint import repacking
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

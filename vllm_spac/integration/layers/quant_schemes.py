@@ -13,7 +13,6 @@ from vllm_spac.errors import SpacError, UnsupportedError
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-
 # What a kernel may read in addition to the weights that are passed to each call; each is a tensor or None.
 KERNEL_READS = (
     *("w1_scale", "w2_scale", "w1_zp", "w2_zp", "w1_bias", "w2_bias"),

@@ -11,9 +11,9 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.platforms import current_platform
 
-from vllm_spac.budget.routing_rule import RoutingRule
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.integration.layers.custom_ops import layer_argument, moe_layer
+from vllm_spac.methods.moe_spec.settings import RoutingRule
 
 if TYPE_CHECKING:
     from vllm_spac.integration.layers.managed_experts import ManagedExperts

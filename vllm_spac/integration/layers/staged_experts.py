@@ -14,12 +14,12 @@ from torch import Tensor
 from vllm_spac.core import TensorSpec
 from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import LayerFacts
+from vllm_spac.integration.hooks.model_host import LayerHost, current
 from vllm_spac.integration.layers import quant_schemes
-from vllm_spac.integration.layers.host import LayerHost, current
 from vllm_spac.integration.layers.packed_experts import Packing, blank, unquantised_config
 from vllm_spac.kernels.formats import Format
 
-if TYPE_CHECKING:  # what it is mixed into
+if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as _Layer
 else:
     _Layer = object

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_spac.integration import patches
+from vllm_spac.integration.hooks import patches
 
 _whole: tuple[int, int] | None = None  # experts and rows that the current call is treated as having
 

@@ -1,0 +1,1 @@
+"""A model is loaded: its experts are packed, its slots filled, its parts assembled."""

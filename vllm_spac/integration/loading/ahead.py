@@ -6,21 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_spac import components
+from vllm_spac.cache.measured_costs import fast_seconds, load_seconds
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.types import AUTO
 from vllm_spac.core import MoEShape
+from vllm_spac.decisions.costs import Costs, ExpertSize
+from vllm_spac.decisions.guard.draft_states import DraftStates
+from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
+from vllm_spac.decisions.predictors._recall import overall
+from vllm_spac.decisions.predictors.base import Predictor, Signal
+from vllm_spac.decisions.prefetch_choice import PrefetchChoice, StepCosts, choose
 from vllm_spac.errors import ConfigError
 from vllm_spac.execution.base import Execution
 from vllm_spac.integration.loading.assembly import one_row
-from vllm_spac.knobs.types import AUTO
-from vllm_spac.prediction.choice import Choice, StepCosts, choose
-from vllm_spac.prediction.file import Identity, PredictorFile, kinds
-from vllm_spac.predictors._recall import overall
-from vllm_spac.predictors.base import Predictor, Signal
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.profiling.expert_size import ExpertSize
-from vllm_spac.profiling.serving import fast_seconds, load_seconds
-from vllm_spac.speculation.draft_states import DraftStates
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +108,7 @@ def choose_for(
     store: str,
     drafter: str,
     most: int | None = None,
-) -> Choice:
+) -> PrefetchChoice:
     """Chooses the predictor of ``prefetch=auto`` for ``execution``, which reads ahead by it from now on, if any.
 
     Args:
@@ -120,7 +119,7 @@ def choose_for(
         most: draft tokens of a request in a step; None: not known.
     """
     if execution.holds_all:
-        return Choice(None, "every expert has a slot")
+        return PrefetchChoice(None, "every expert has a slot")
     names = usable(file, drafter)
     recalls = {name: overall(file.recall[name]) for name in names}
     nbytes = {name: file.nbytes(name) for name in names}

@@ -12,35 +12,33 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
-from vllm_spac.balancers.base import Balancer
-from vllm_spac.budget.calibration import Calibration
-from vllm_spac.budget.control import NO_DRAFTS, BudgetControl
-from vllm_spac.budget.per_layer import read_budgets
 from vllm_spac.cache.host_tier import HostTier
-from vllm_spac.cache.mover import HostRows
-from vllm_spac.config import SpacConfig
+from vllm_spac.cache.measured_costs import serving_rates
+from vllm_spac.cache.transfers import HostRows
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.types import AUTO, STEPS
 from vllm_spac.core import MoEShape, Rates
+from vllm_spac.cpu_kernels._thread import ExecutorThread, binding, threads_of
+from vllm_spac.cpu_kernels.base import check_same
+from vllm_spac.decisions.balancers.base import Balancer
+from vllm_spac.decisions.costs import Costs, ExpertSize
+from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.guard.tree_guard import TreeGuard
+from vllm_spac.decisions.policies.base import Policy, PolicyContext
+from vllm_spac.decisions.predictors.base import Predictor
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.execution.base import Execution, Rows
-from vllm_spac.executors._thread import ExecutorThread, binding, threads_of
-from vllm_spac.executors.base import check_same
-from vllm_spac.integration import graphs
+from vllm_spac.integration.hooks import drafts, graphs
 from vllm_spac.integration.layers import cpu_kernel
-from vllm_spac.integration.stepping import drafts
-from vllm_spac.knobs.types import AUTO, STEPS
-from vllm_spac.policies.base import Policy, PolicyContext
-from vllm_spac.predictors.base import Predictor
-from vllm_spac.profiling.costs import Costs
-from vllm_spac.profiling.expert_size import ExpertSize
-from vllm_spac.profiling.serving import serving_rates
-from vllm_spac.speculation.guard import Guard
-from vllm_spac.speculation.tree_guard import TreeGuard
-from vllm_spac.system.host_blocks import HostBlock
-from vllm_spac.system.host_memory import available_host_bytes, gib
-from vllm_spac.timeline.recording import Facts
-from vllm_spac.timeline.writer import TimelineWriter
-from vllm_spac.traces.format import TraceFacts
-from vllm_spac.traces.writer import TraceWriter
+from vllm_spac.methods.moe_spec.calibration import Calibration, read_budgets
+from vllm_spac.methods.moe_spec.control import NO_DRAFTS, BudgetControl
+from vllm_spac.methods.moe_spec.replay import BudgetCounters
+from vllm_spac.methods.moe_spec.settings import BudgetSettings
+from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
+from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
+from vllm_spac.recording.trace_file import TraceFacts
+from vllm_spac.recording.trace_writer import TraceWriter
+from vllm_spac.system.host_memory import HostBlock, available_host_bytes, gib
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,16 +81,19 @@ def budget(
         if config.budget_file is not None:
             bound = read_budgets(config.budget_file, name, names, experts)
     several = vllm_config.parallel_config.tensor_parallel_size > 1
+    counters = BudgetCounters()
+    ahead = predictor is not None and predictor.reach > 0
     control = BudgetControl(
         known,
         calibration,
         device=device,
         unweighted=None if (reason := drafts.unweighted(vllm_config)) is None else str(reason),
         ranks_differ=several,
-        predictor=predictor if predictor is not None and predictor.reach else None,
+        speculation=SpeculatedExecution(known, predictor, counters) if ahead else None,
+        counters=counters,
         drafts=vllm_config.speculative_config is not None,
     )
-    control.change(config.budget_settings(bound))
+    control.change(BudgetSettings.at_start(config, bound))
     if graphs.hold_budget(config):
         control.hold_in_graphs(graphs.most_rows(vllm_config))
     if control.idle:
@@ -191,7 +192,7 @@ def trace(config: SpacConfig, vllm_config: VllmConfig, executions: Sequence[Exec
     return TraceWriter(path, TraceFacts(len(shape.layers), experts, shape.top_k, shape.expert_bytes, model))
 
 
-def timeline(config: SpacConfig, facts: Facts) -> TimelineWriter | None:
+def timeline(config: SpacConfig, facts: TimelineFacts) -> TimelineWriter | None:
     """Builds the writer that saves what each thread does and when, if configured."""
     if config.timeline is None:
         return None
@@ -200,11 +201,11 @@ def timeline(config: SpacConfig, facts: Facts) -> TimelineWriter | None:
     return TimelineWriter(path, facts, config.timeline_steps or STEPS)
 
 
-def timeline_facts(vllm_config: VllmConfig, executions: Sequence[Execution], store: str) -> Facts:
+def timeline_facts(vllm_config: VllmConfig, executions: Sequence[Execution], store: str) -> TimelineFacts:
     """Returns what a timeline of these executions states about the model; ``store``: name of their store."""
     layers = [(name, execution.shape.experts) for execution in executions for name in execution.shape.layers]
     names, experts = zip(*layers, strict=True)
-    return Facts(vllm_config.model_config.model, store, names, experts)
+    return TimelineFacts(vllm_config.model_config.model, store, names, experts)
 
 
 def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, layer: ManagedExperts) -> None:
@@ -236,7 +237,7 @@ def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExp
             "added; use --spac-cpu-experts off"
         )
     kernel = cpu_kernel.of(layer)
-    kind = components.find("executors", config.cpu_kernel or ("torch" if kernel is None else "native"))
+    kind = components.find("cpu_kernels", config.cpu_kernel or ("torch" if kernel is None else "native"))
     if kind.layout == "plain" and kernel is not None:
         raise ConfigError(
             f"spac: cpu_kernel={config.cpu_kernel} (--spac-cpu-kernel) cannot read the layout that experts have on a "

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_spac.budget.control import BudgetControl
-from vllm_spac.cache.mover import HostRows
-from vllm_spac.config import SpacConfig
+from vllm_spac.cache.transfers import HostRows
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.decisions.guard.guard import Guard
 from vllm_spac.execution.base import Execution
+from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.runtime import Runtime
-from vllm_spac.speculation.guard import Guard
 from vllm_spac.system.host_memory import gib
 
 

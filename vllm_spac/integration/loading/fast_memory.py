@@ -1,24 +1,187 @@
-"""How much fast memory the experts may take, leaving room for the KV cache."""
+"""What fits into fast memory: the KV cache, what loading leaves, and the slots.
+
+How large the KV cache should be: what slots leave for it, and what requests can use.
+
+What a worker takes beside its slots on a CPU, where all of it is RAM.
+
+How much fast memory the experts may take, leaving room for the KV cache.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from vllm_spac.cache.working import Batch, MoEWidths, Widths, Working
-from vllm_spac.integration import graphs
-from vllm_spac.integration.loading import kv_cache
-from vllm_spac.system.host_memory import available_host_bytes
+from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
+from vllm_spac.integration.hooks import graphs, patches
+from vllm_spac.integration.hooks.model_host import experts_of
+from vllm_spac.system.host_memory import available_host_bytes, gib, own_memory, release_freed_memory, release_zeros
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+_FULL_REQUESTS = 4  # requests of maximum length whose KV cache must fit next to the experts
+
+
+def sized_by_user(vllm_config: VllmConfig) -> bool:
+    """Whether the user said how large the KV cache is, or how much memory vLLM may take."""
+    from vllm.config import CacheConfig
+
+    cache = vllm_config.cache_config
+    given = cache.kv_cache_memory_bytes, cache.num_gpu_blocks_override
+    return given != (None, None) or cache.gpu_memory_utilization != CacheConfig.gpu_memory_utilization
+
+
+def usable(vllm_config: VllmConfig, specs: Collection[KVCacheSpec]) -> int | None:
+    """Bytes of KV cache that requests can use; None if layers of several kinds share its blocks.
+
+    These are ``max_num_seqs`` requests of ``max_model_len`` tokens, and with a prefix cache as much again for what
+    earlier requests left, and the block that vLLM keeps empty.
+
+    Args:
+        specs: of each layer with a KV cache, the draft model's included.
+    """
+    if len({type(spec) for spec in specs}) != 1:
+        return None
+    each = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs)
+    return _times(vllm_config) * each + sum(spec.page_size_bytes for spec in specs)
+
+
+def _times(vllm_config: VllmConfig) -> int:
+    kept = 2 if vllm_config.cache_config.enable_prefix_caching else 1
+    return kept * vllm_config.scheduler_config.max_num_seqs
+
+
+def requests(vllm_config: VllmConfig) -> str:
+    """Those that ``usable`` counts, for the log."""
+    count, tokens = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
+    prefixes = " and as many prefixes of earlier ones" if vllm_config.cache_config.enable_prefix_caching else ""
+    return f"--max-num-seqs {count} requests of --max-model-len {tokens} tokens{prefixes}"
+
+
+def beside_slots(vllm_config: VllmConfig) -> int:
+    """Bytes that slots leave for it: the configured size, else enough for ``_FULL_REQUESTS`` of maximum length."""
+    explicit = vllm_config.cache_config.kv_cache_memory_bytes
+    if explicit is not None:
+        return explicit
+    return _reserved(vllm_config) * _request_bytes(vllm_config)
+
+
+def least_requests(vllm_config: VllmConfig) -> str:
+    """Those that ``beside_slots`` leaves room for, for an error."""
+    count = _reserved(vllm_config)
+    return f"{count} requests" if count > 1 else "one request"
+
+
+def _reserved(vllm_config: VllmConfig) -> int:
+    return min(_FULL_REQUESTS, vllm_config.scheduler_config.max_num_seqs)
+
+
+def _request_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes of a request of maximum length, from the configuration; layers may keep a window of its tokens only."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    tokens = sum(
+        model.max_model_len if window is None else min(model.max_model_len, window + scheduler.max_num_batched_tokens)
+        for window in _windows(model, vllm_config)
+    )
+    values = model.get_num_kv_heads(vllm_config.parallel_config) * model.get_head_size()
+    return tokens * values * (1 if model.use_mla else 2) * model.dtype.itemsize  # MLA: one vector for keys and values
+
+
+def _windows(model: ModelConfig, vllm_config: VllmConfig) -> list[int | None]:
+    """Returns the tokens that each attention layer keeps; None: all."""
+    layers, text = model.get_num_layers(vllm_config.parallel_config), model.hf_text_config
+    kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+    if not kinds or not window or vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return [None] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds[:layers]]
+
 
 logger = logging.getLogger("vllm.spac")
+
+
+def install() -> None:
+    """Wraps the worker of a CPU: how large the KV cache is, and what follows once it exists. A second call is none."""
+    patches.wrap(f"{patches.CPU_WORKER}.determine_available_memory", _bounded)
+    patches.wrap(f"{patches.CPU_WORKER}.compile_or_warm_up_model", _settled)
+
+
+def _bounded(determine: Callable[[Any], int]):
+    def bounded(self) -> int:
+        found = determine(self)
+        experts, config = experts_of(self.model_runner), self.vllm_config
+        if experts is None or experts.config.tree or sized_by_user(config):  # trees take a share as scratch
+            return found
+        most = usable(config, self.model_runner.get_kv_cache_spec().values())
+        if most is None or most >= found:
+            return found
+        logger.info(
+            "spac: the KV cache is %s, not the %s that are left, because %s can use no more; to choose its size, set "
+            "--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE or --gpu-memory-utilization",
+            gib(most),
+            gib(found),
+            requests(config),
+        )
+        return most
+
+    return bounded
+
+
+def _settled(warm_up: Callable):
+    def settled(self):
+        result = warm_up(self)
+        if (experts := experts_of(self.model_runner)) is not None:
+            settle(experts, self.model_runner)
+        return result
+
+    return settled
+
+
+def settle(experts: Any, runner: Any) -> None:
+    """Returns memory that no request needs yet, and logs what the rest is; once vLLM has warmed up.
+
+    vLLM fills the KV cache with zeros, which makes it resident. It is in no page until a request writes to it.
+
+    Args:
+        experts: the ``ModelExperts`` of the runner's model.
+    """
+    caches = list(_caches(runner))
+    if experts.vllm_config.kv_transfer_config is None:  # a connector may have registered the pages
+        for cache in caches:
+            release_zeros(cache)
+    release_freed_memory()
+    if experts.ranks.rank == 0:
+        logger.info("spac: %s", _described(experts, sum(cache.nbytes for cache in caches), runner))
+
+
+def _caches(runner: Any) -> Iterator[torch.Tensor]:
+    """Yields the memory of the KV cache, uint8 [bytes], each allocation once."""
+    seen = set()
+    for cache in runner.kv_caches:
+        for tensor in cache if isinstance(cache, list | tuple) else (cache,):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _described(experts: Any, kv: int, runner: Any) -> str:
+    slots, weights, total = experts.fast_bytes, experts.other_weights, own_memory()
+    text = (
+        f"this worker takes {gib(total)}: {gib(slots)} of slots, {gib(weights)} of other weights, "
+        f"{gib(max(0, total - slots - weights))} of vLLM, torch and buffers; requests take up to {gib(kv)} more for "
+        "their KV cache"
+    )
+    most = usable(experts.vllm_config, runner.get_kv_cache_spec().values())
+    if most is not None and most < kv:
+        text += f", of which they can use {gib(most)}: --kv-cache-memory-bytes {most}"
+    return text
 
 
 def working(vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEWidths]) -> Working:
@@ -77,7 +240,7 @@ def budget(
     else:
         available, total = torch.cuda.mem_get_info(device)
         free = available - (1 - utilization) * total
-    return int(free) - draft_bytes(vllm_config) - kv_cache.beside_slots(vllm_config) - working
+    return int(free) - draft_bytes(vllm_config) - beside_slots(vllm_config) - working
 
 
 def draft_bytes(vllm_config: VllmConfig) -> int:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from vllm_spac.checkpoint import contents, quant_config
-from vllm_spac.checkpoint.contents import Checkpoint
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
+from vllm_spac.storage.checkpoint import contents, quant_config
+from vllm_spac.storage.checkpoint.contents import CheckpointContents
 from vllm_spac.system.machine import DISK_DIR
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _INSTEAD = "download it to a folder and serve that, or use --spac-store host, which keeps nothing"
 
 
-def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, content: Checkpoint) -> str:
+def fingerprint(vllm_config: VllmConfig, shape: MoEShape, layer: RoutedExperts, content: CheckpointContents) -> str:
     """32 hexadecimal digits that change with the weights, this rank's share of them, the layout, the kernel and vLLM.
 
     Args:
@@ -62,12 +62,12 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def model_fingerprint(content: Checkpoint) -> str:
+def model_fingerprint(content: CheckpointContents) -> str:
     """32 hexadecimal digits that change with the weights alone, not with kernels; for calibrations and budgets."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content.facts).encode())
 
 
-def content_of(vllm_config: VllmConfig, folder: Path) -> Checkpoint:
+def content_of(vllm_config: VllmConfig, folder: Path) -> CheckpointContents:
     """Identifies the content of the model's weight files.
 
     The files of a folder are read, unless an earlier start read them and they have not changed since. A model from the
@@ -92,9 +92,9 @@ def drafter_fingerprint(vllm_config: VllmConfig, folder: Path) -> str:
     return model_fingerprint(_content(model, str(vllm_config.load_config.load_format), folder))
 
 
-def _content(model: ModelConfig, load_format: str, folder: Path) -> Checkpoint:
+def _content(model: ModelConfig, load_format: str, folder: Path) -> CheckpointContents:
     if load_format == "dummy":
-        return Checkpoint(["dummy"])
+        return CheckpointContents(["dummy"])
     if source := getattr(model, "model_weights", None):
         raise StoreError(f"spac: the content of {source} cannot be identified; {_INSTEAD}")
     if Path(model.model).is_dir():
@@ -110,4 +110,4 @@ def _content(model: ModelConfig, load_format: str, folder: Path) -> Checkpoint:
             f"spac: which commit of {model.model} is served is unknown; add --revision COMMIT, or {_INSTEAD}"
         )
     logger.info("spac: the weights of %s are trusted to be those of commit %s and were not read", model.model, revision)
-    return Checkpoint([model.model, revision])
+    return CheckpointContents([model.model, revision])

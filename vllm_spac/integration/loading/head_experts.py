@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from vllm_spac import components
+from vllm_spac.config.types import SlotCount
 from vllm_spac.core import RequestRows, RowKind, Step
 from vllm_spac.execution.base import Execution, LayerKernel, Rows
-from vllm_spac.integration.layers import host
+from vllm_spac.integration.hooks import model_host
 from vllm_spac.integration.loading import description
 from vllm_spac.integration.loading.model_experts import ModelExperts
-from vllm_spac.knobs.types import Slots
 from vllm_spac.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm.spac")
 
 def target_of(draft: ModelConfig) -> ModelExperts | None:
     """Returns the experts of the model whose MTP head ``draft`` is, if its experts are to have slots; else None."""
-    target = host.drafted_for()
+    target = model_host.drafted_for()
     if target is None or target.vllm_config.speculative_config.method != "mtp":
         return None
     if all(execution.holds_all for execution in target.runtime.executions):
@@ -47,7 +47,7 @@ def _whole(target: ModelExperts, draft: ModelConfig) -> str | None:
     config = target.config
     reasons = {
         "it is in another checkpoint than the model": draft.model != target.vllm_config.model_config.model,
-        "slots=auto (--spac-slots) counts them so; set it to share them": config.parsed_slots == Slots(),
+        "slots=auto (--spac-slots) counts them so; set it to share them": config.parsed_slots == SlotCount(),
         "it was not tried on a GPU": not target.on_cpu,
         "there are several ranks": target.ranks.size > 1,
         f"execution={config.execution_name}": config.execution_name != "slots",

@@ -1,16 +1,29 @@
-"""Builds a model's MoE layers as managed ones while it is loaded."""
+"""vLLM's loading of weights, at the start and again, with managed experts.
+
+Builds a model's MoE layers as managed ones while it is loaded.
+
+Refuses to change or save the weights of a running engine.
+
+vLLM would write new weights into parameters that are slots, or drop them, and continue with the experts that were
+packed; and it would save the slots as if they were the experts. Methods that do either are refused before anything is
+changed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration.layers import host
+from vllm_spac.integration.hooks import drafts, model_host, patches
+from vllm_spac.integration.hooks.model_host import experts_of
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
 from vllm_spac.integration.loading.model_experts import ModelExperts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _Experts = TypeVar("_Experts", bound=ModelExperts)
 # Imported only with a model that it serves, because that takes seconds.
@@ -33,7 +46,7 @@ def managed_load(build: Callable[[], _Experts]) -> Iterator[_Experts]:
     experts = build()
     op_registry_oot.update(classes)
     try:
-        with host.building(experts):
+        with model_host.building(experts):
             yield experts
     except BaseException:
         experts.close()
@@ -52,3 +65,35 @@ def _managed_classes() -> dict[str, type]:
     if (backend := sys.modules.get(_TRANSFORMERS_BACKEND)) is not None:
         layers.append(backend.TransformersRoutedExperts)
     return {cls.__name__: type(f"Managed{cls.__name__}", (ManagedExperts, cls), {}) for cls in layers}
+
+
+_UPDATES = (
+    "spac: {what} cannot change the weights of a running engine, whose experts were packed when it started; nothing "
+    "was changed: restart it with the new checkpoint"
+)
+_SAVES = "spac: {what} would save what is in the slots and not the experts; save from an engine without --plugin spac"
+
+
+def install(vllm_config: VllmConfig, model: Any) -> None:
+    """Wraps the runner, the worker and the loaded ``model`` to refuse updates; a second call does nothing."""
+    runner = patches.RUNNER_V2 if drafts.plans_drafts(vllm_config) else patches.RUNNER_V1
+    _refuse(runner, "reload_weights", lambda runner: runner, _UPDATES)
+    for name in ("save_sharded_state", "save_tensorized_model"):
+        _refuse(patches.WORKER, name, lambda worker: worker.model_runner, _SAVES)
+    model.load_weights = _refused  # on this object only
+
+
+def _refused(*args: Any, **kwargs: Any):
+    raise UnsupportedError(_UPDATES.format(what="load_weights"))
+
+
+def _refuse(owner: str, name: str, runner_of: Any, message: str) -> None:
+    def refusing(method: Callable[..., Any]):
+        def refused(self, *args: Any, **kwargs: Any):
+            if experts_of(runner_of(self)) is not None:
+                raise UnsupportedError(message.format(what=name))
+            return method(self, *args, **kwargs)
+
+        return refused
+
+    patches.wrap(f"{owner}.{name}", refusing)

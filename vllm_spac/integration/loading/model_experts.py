@@ -12,41 +12,41 @@ from tqdm import tqdm
 from vllm.platforms import current_platform
 
 from vllm_spac import components
-from vllm_spac.budget.control import BudgetControl
-from vllm_spac.checkpoint.contents import Checkpoint
-from vllm_spac.checkpoint.packed import note_model
-from vllm_spac.config import SpacConfig
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.types import AUTO, SlotCount
 from vllm_spac.core import MoEShape
+from vllm_spac.decisions.guard.draft_probabilities import DraftProbabilities
+from vllm_spac.decisions.guard.draft_states import DraftStates
+from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.decisions.predictor_file import PredictorFile
+from vllm_spac.decisions.predictors.base import Predictor, Signal
 from vllm_spac.errors import StoreError, UnsupportedError
-from vllm_spac.execution._exchange import Exchange
 from vllm_spac.execution.base import Execution, ExecutionContext, Room
-from vllm_spac.integration import expert_workers, graphs
+from vllm_spac.execution.exchange import Exchange
+from vllm_spac.integration.hooks import drafts, graphs, runner_hooks
+from vllm_spac.integration.hooks.ranks import Ranks
 from vllm_spac.integration.layers import routers, triton_tiles
 from vllm_spac.integration.layers.managed_experts import ManagedExperts
-from vllm_spac.integration.loading import ahead, assembly, description, fast_memory, footprint, kv_cache
+from vllm_spac.integration.loading import ahead, assembly, description, expert_workers, fast_memory
 from vllm_spac.integration.loading.fingerprint import content_of, drafter_fingerprint, fingerprint, model_fingerprint
 from vllm_spac.integration.loading.store_lock import StoreLock
-from vllm_spac.integration.ranks import Ranks
-from vllm_spac.integration.stepping import draft_handover, draft_planning, drafts, runner_v1, runner_v2, worker_hooks
-from vllm_spac.integration.stepping.trees import install as trees
-from vllm_spac.knobs.types import AUTO, Slots
-from vllm_spac.prediction.file import PredictorFile
-from vllm_spac.predictors.base import Predictor, Signal
+from vllm_spac.integration.stepping import draft_handover, draft_planning, runner_v1, runner_v2
+from vllm_spac.integration.stepping import tree_install as trees
+from vllm_spac.methods.moe_spec.control import BudgetControl
+from vllm_spac.recording.timeline_file import TimelineFacts
 from vllm_spac.runtime import Runtime
-from vllm_spac.speculation.draft_probabilities import DraftProbabilities
-from vllm_spac.speculation.draft_states import DraftStates
-from vllm_spac.speculation.guard import Guard
-from vllm_spac.system import cpu_affinity
+from vllm_spac.storage.base import ExpertStore, allocate
+from vllm_spac.storage.checkpoint.contents import CheckpointContents
+from vllm_spac.storage.checkpoint.packed_folder import note_model
+from vllm_spac.system import machine
 from vllm_spac.system.host_memory import gib, release_file_pages, release_freed_memory
-from vllm_spac.tiers.base import ExpertStore, allocate
-from vllm_spac.timeline.recording import Facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_spac.integration.stepping.draft_routing import DraftRouting
-    from vllm_spac.integration.stepping.trees.decoding import TreeDecoding
-    from vllm_spac.integration.stepping.trees.decoding_v2 import TreeDecodingV2
+    from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
+    from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
 
@@ -65,13 +65,13 @@ class ModelExperts:
         self.device = torch.device(vllm_config.device_config.device)
         self.on_cpu = current_platform.is_cpu()
         self.ranks = Ranks.of(vllm_config)
-        cpu_affinity.share(self.ranks.rank, self.ranks.size)
+        machine.share(self.ranks.rank, self.ranks.size)
         self.execution = config.execution_class
         self.store_name = config.store_on("cpu" if self.on_cpu else "cuda")
         self._exchange = None if self.on_cpu else Exchange(self.device)
         self.runtime: Runtime | None = None
         self.guard: Guard | None = None
-        self.timeline_facts: Facts  # from ``finish`` on
+        self.timeline_facts: TimelineFacts  # from ``finish`` on
         self.trees: TreeDecoding | TreeDecodingV2 | None = None  # once the KV cache exists
         self.drafted = DraftProbabilities()
         self.draft_states: DraftStates  # from ``prepare`` on
@@ -92,7 +92,7 @@ class ModelExperts:
         self._put: list[tuple[ExpertStore, int]] = []  # (store, key) of the experts that this start packed
 
     @functools.cached_property
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> CheckpointContents:
         """Content of the weight files; reading them may take long."""
         return content_of(self.vllm_config, self.config.folder)
 
@@ -128,8 +128,8 @@ class ModelExperts:
         others = sum(p.nbytes for p in model.parameters()) - sum(layer.staged_bytes for layer in self._layers)
         self.other_weights = others
         working = fast_memory.working(self.vllm_config, self.device, {layer.spac_widths for layer in self._layers})
-        if self.config.parsed_slots == Slots():
-            kv = gib(kv_cache.beside_slots(self.vllm_config))
+        if self.config.parsed_slots == SlotCount():
+            kv = gib(fast_memory.beside_slots(self.vllm_config))
             logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())
         total = sum(shape.total * shape.expert_bytes for shape in self._shapes)
         ranks = self.ranks.size
@@ -213,9 +213,9 @@ class ModelExperts:
         (runner_v2 if plans else runner_v1).install()
         if self.config.tree:
             trees.install(self.vllm_config)
-        worker_hooks.install()
+        runner_hooks.install()
         if self.on_cpu:
-            footprint.install()
+            fast_memory.install()
         draft_handover.install_in_worker()
 
     @property
@@ -302,7 +302,7 @@ class ModelExperts:
             name = fingerprint(self.vllm_config, shape, layer, self.checkpoint)
             store = expert_workers.store(self.config, self.vllm_config, shape, layer, name, free)
         elif room.slots == shape.total:
-            store = components.build("tiers", "resident", shape=shape, fingerprint="", device=self.device)
+            store = components.build("stores", "resident", shape=shape, fingerprint="", device=self.device)
         elif kind.persistent:
             name = fingerprint(self.vllm_config, shape, layer, self.checkpoint)
             self._locks.append(lock := StoreLock(self.config.folder, name))
@@ -381,7 +381,7 @@ class ModelExperts:
 
     @property
     def _store_kind(self) -> type[ExpertStore]:
-        return components.find("tiers", self.store_name)
+        return components.find("stores", self.store_name)
 
     def _progress(self, total: int, what: str, hidden: bool = False) -> tqdm:
         """A bar on standard error, of the first rank only."""

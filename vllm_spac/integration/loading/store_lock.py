@@ -7,9 +7,8 @@ import logging
 from pathlib import Path
 
 from vllm_spac.errors import StoreError
-from vllm_spac.system import ownership
-from vllm_spac.system.lock_file import LockFile
-from vllm_spac.system.private_files import make_folder
+from vllm_spac.system import files
+from vllm_spac.system.files import LockFile, make_folder
 
 logger = logging.getLogger("vllm.spac")
 
@@ -79,7 +78,7 @@ def _open(folder: Path, name: str) -> LockFile | None:
     path = folder / f"{name}.lock"
     try:
         make_folder(folder)
-        if problem := ownership.refusal(path):
+        if problem := files.refusal(path):
             raise StoreError(f"spac: {problem}, or name another folder with --spac-disk-dir DIR")
         return LockFile(path)
     except OSError as error:

@@ -1,0 +1,1 @@
+"""HTTP routes, the live page, and what a worker process answers."""

@@ -21,13 +21,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, StreamingResponse
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_spac import components, metrics
-from vllm_spac.budget.settings import BudgetSettings
-from vllm_spac.config import config_of
-from vllm_spac.errors import ConfigError
-from vllm_spac.integration.serving import live_page, requests
+from vllm_spac import components
+from vllm_spac.config.config import config_of
+from vllm_spac.errors import ConfigError, brief, printable
+from vllm_spac.integration.serving import live_page
 from vllm_spac.integration.serving.live_page import LiveFeed
-from vllm_spac.system.printable import brief, printable
+from vllm_spac.methods.moe_spec.settings import BudgetSettings
+from vllm_spac.recording import metrics
 from vllm_spac.system.untrusted import parse_json
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class SpacEndpoint:
         @router.get("/stats")
         async def stats(request: Request) -> dict:
             workers = await _client(request).collective_rpc("spac_stats")
-            return {"workers": workers, "total": metrics.total(workers), "requests": requests.read()}
+            return {"workers": workers, "total": metrics.total(workers), "requests": live_page.read_requests()}
 
         @router.post("/budget", dependencies=_CONTROL)
         async def budget(request: Request) -> dict:
@@ -275,7 +275,7 @@ class SpacEndpoint:
         if engine_client is None or config is None:
             return
         state.spac_control = config.control
-        state.spac_rankings = {*components.names("budget.rankings"), config.budget_ranking}
+        state.spac_rankings = {*components.names("rankings"), config.budget_ranking}
         state.spac_client = engine_client
         if config.page:
             facts = {"model": Path(args.model).name, "control": config.control}

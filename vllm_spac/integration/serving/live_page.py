@@ -1,4 +1,8 @@
-"""The live page at ``GET /spac/`` and its stream of server-sent events.
+"""The live page of a server, and the numbers of requests on it.
+
+What vLLM itself counts about requests, for ``GET /spac/stats`` and the live page.
+
+The live page at ``GET /spac/`` and its stream of server-sent events.
 
 Workers are asked only while somebody looks: one task asks them once a second and passes their reports to all who do.
 """
@@ -16,13 +20,45 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry
 from starlette.responses import HTMLResponse
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from vllm_spac.integration.serving import requests
-from vllm_spac.metrics import described
+from vllm_spac.recording.metrics import described
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
+
+# Sample of vLLM's own metrics -> name here. Histograms: the seconds of all requests, and their number.
+SAMPLES = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:generation_tokens_total": "tokens",
+    "vllm:time_to_first_token_seconds_sum": "first_token_seconds",
+    "vllm:time_to_first_token_seconds_count": "first_tokens",
+    "vllm:request_time_per_output_token_seconds_sum": "token_seconds",
+    "vllm:request_time_per_output_token_seconds_count": "finished",
+}
+
+
+def read_requests(registry: CollectorRegistry | None = None) -> dict[str, float] | None:
+    """Returns what vLLM has counted since its start, of all engines of this server together.
+
+    Args:
+        registry: vLLM's; None: that of this process, or of all API servers if there are several.
+
+    Returns:
+        ``running``, ``waiting``: requests now. ``tokens``: generated. ``first_token_seconds``, ``first_tokens``: sum
+        and number of times to first token. ``token_seconds``, ``finished``: sum over finished requests of each one's
+        own mean time per output token, and their number. None if vLLM counts nothing (``--disable-log-stats``).
+    """
+    found: dict[str, float] = {}
+    for metric in (registry or get_prometheus_registry()).collect():
+        for sample in metric.samples:
+            if (name := SAMPLES.get(sample.name)) is not None:
+                found[name] = found.get(name, 0) + sample.value
+    return found if found.keys() == set(SAMPLES.values()) else None
+
 
 logger = logging.getLogger("vllm.spac")
 SECONDS = 1.0  # between two questions
@@ -79,7 +115,7 @@ class LiveFeed:
 
     def _report(self, workers: list[dict]) -> dict:
         shown = [worker | {"shown": described(worker["stats"])} for worker in workers]
-        return self._facts | {"seconds": SECONDS, "at": time.monotonic(), "requests": requests.read(), "workers": shown}
+        return self._facts | {"seconds": SECONDS, "at": time.monotonic(), "requests": read_requests(), "workers": shown}
 
     def _tell(self, event: str) -> None:
         """Gives ``event`` to all; who has not taken the last one gets this one instead."""

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_spac.cache.activity import ExpertActivity
-from vllm_spac.cache.residency import NOWHERE, SlotState
+from vllm_spac.cache.residency import NOWHERE, ExpertActivity, SlotState
 from vllm_spac.execution.base import Execution
-from vllm_spac.timeline.recorder import Timeline, capacity_of
-from vllm_spac.timeline.recording import Recording
-from vllm_spac.timeline.split import GENERATING, Split, split
+from vllm_spac.recording.timeline_file import Recording
+from vllm_spac.recording.timeline_recorder import Timeline, capacity_of
+from vllm_spac.recording.timeline_split import GENERATING, TimeSplit, split
 
 if TYPE_CHECKING:
     from vllm_spac.integration.loading.model_experts import ModelExperts
@@ -98,7 +97,7 @@ class LiveView:
         assert self._runtime.timeline is not None
         return self._runtime.timeline
 
-    def _time(self) -> Split:
+    def _time(self) -> TimeSplit:
         return split(Recording.of(self._watched(), self._experts.timeline_facts, _STEPS), GENERATING)
 
     def _budget(self) -> dict[str, Any]:

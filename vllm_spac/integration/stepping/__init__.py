@@ -1,0 +1,1 @@
+"""Hooks of vLLM's model runners: steps, drafts and draft trees."""

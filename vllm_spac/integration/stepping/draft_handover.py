@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_spac.integration import patches
-from vllm_spac.integration.stepping.drafts import plans_drafts
-from vllm_spac.integration.stepping.runner_hooks import managed_experts
+from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks.drafts import plans_drafts
+from vllm_spac.integration.hooks.runner_hooks import managed_experts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

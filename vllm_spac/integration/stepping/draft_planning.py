@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_spac.integration import patches
-from vllm_spac.speculation.batch_guard import halved
-from vllm_spac.speculation.guard import Guard
+from vllm_spac.decisions.guard.batch_guard import halved
+from vllm_spac.decisions.guard.guard import Guard
+from vllm_spac.integration.hooks import patches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.integration import patches
-from vllm_spac.integration.layers import host, routers
+from vllm_spac.integration.hooks import model_host, patches
+from vllm_spac.integration.layers import routers
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -30,8 +30,8 @@ def install() -> None:
 
 def _loading(load_model: Callable):
     def loaded(self: SpecDecodeBaseProposer, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        experts = host.experts_in(target_model)
-        with host.drafting_for(experts):
+        experts = model_host.experts_in(target_model)
+        with model_host.drafting_for(experts):
             load_model(self, target_model, *args, **kwargs)
         if experts is not None and experts.reads_draft_routing:
             [execution] = experts.runtime.executions

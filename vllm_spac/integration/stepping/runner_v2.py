@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_spac.core import Step
-from vllm_spac.integration import patches
-from vllm_spac.integration.stepping.runner_hooks import hook_steps, managed_experts, request_rows
-from vllm_spac.integration.stepping.trees.install import device_trees_of
+from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks.runner_hooks import hook_steps, managed_experts, request_rows
+from vllm_spac.integration.stepping.tree_install import device_trees_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -1,1 +1,0 @@
-"""Rankings: which experts of a layer a verify step may use; MoE-Spec's, and ours."""

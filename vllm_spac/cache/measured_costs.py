@@ -1,0 +1,84 @@
+"""Measures the rates that a balancer weighs at engine start, with the engine's own experts, kernels and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from vllm_spac.cache.transfers import Transfers
+from vllm_spac.core import Rates
+from vllm_spac.cpu_kernels._thread import ExecutorThread
+from vllm_spac.decisions.costs import fit_compute
+from vllm_spac.storage.base import ExpertStore, allocate
+from vllm_spac.system.timing import ROWS, median
+
+
+def serving_rates(
+    store: ExpertStore,
+    group: ExecutorThread,
+    fast: Callable[[], object],
+    *,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    io_threads: int,
+    seconds: float = 0.1,
+) -> Rates:
+    """Measures the rates that a balancer weighs, in the engine that will serve.
+
+    Args:
+        store: holds every expert, in memory.
+        group: computes on the CPU; measured while nothing else runs.
+        fast: runs one row through ``shape.top_k`` experts in fast memory.
+        hidden: size of a row; ``dtype``: of its values.
+        device: of fast memory; ``shape.top_k`` more experts must fit there during the measurement.
+        io_threads: as in serving.
+        seconds: approximate duration of each of the four measurements.
+    """
+    shape, turn = store.shape, iter(range(1 << 62))
+    x = torch.randn(ROWS[-1], hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def compute(rows: int) -> None:
+        layer, expert = shape.split(next(turn) % shape.total)
+        ids = torch.full((rows, 1), expert, dtype=torch.int32)
+        experts = store.layer(layer)
+        assert experts is not None, "a store in memory"
+        with group.computing(x[:rows], torch.ones(rows, 1, dtype=torch.float32), ids, experts) as computation:
+            computation.result()
+
+    stream = load_seconds(store, device, io_threads, seconds)
+    cpu = fit_compute({rows: median(partial(compute, rows), seconds) for rows in (1, ROWS[-1])}, 1, fixed=0.0)
+    return Rates(
+        fast=fast_seconds(fast, shape.top_k, device, seconds),
+        stream=stream,
+        cpu=float(cpu.seconds(1)),
+        cpu_row=1 / cpu.flops_per_second if cpu.flops_per_second else 0.0,
+    )
+
+
+def fast_seconds(fast: Callable[[], object], experts: int, device: torch.device, seconds: float) -> float:
+    """Returns the seconds per expert of ``fast``, which runs one row through ``experts`` in fast memory."""
+
+    def synchronized() -> None:
+        fast()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return median(synchronized, seconds) / experts
+
+
+def load_seconds(store: ExpertStore, device: torch.device, io_threads: int, seconds: float) -> float:
+    """Returns the seconds per load when ``top_k`` loads start together; arguments as in ``serving_rates``."""
+    shape, count, turn = store.shape, store.shape.top_k, iter(range(1 << 62))
+    transfers = Transfers(store, allocate(shape.tensors, count, device), io_threads, "profile")
+
+    def load() -> None:
+        for error in transfers.load([(next(turn) % shape.total, slot) for slot in range(count)], None).values():
+            raise error
+
+    try:
+        return median(load, seconds) / count
+    finally:
+        transfers.close()

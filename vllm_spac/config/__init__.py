@@ -1,0 +1,1 @@
+"""Knobs: their types, which go together, and a tuned profile of them."""

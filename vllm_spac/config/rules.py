@@ -1,0 +1,374 @@
+"""Which knobs go together: what each combination that is refused lacks, or contradicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_spac import components
+from vllm_spac.config import tree_shape
+from vllm_spac.config.types import AUTO
+from vllm_spac.errors import ConfigError, Remedy, add, drop, flag, use
+from vllm_spac.system.untrusted import path_of
+
+# Knobs that apply to some executions only: the values that have no effect elsewhere, and why others are refused.
+_OF_EXECUTION = {
+    "cpu_experts": (("off",), "execution={execution} (--spac-execution) computes missing experts itself"),
+    "prefetch": (("off",), "execution={execution} (--spac-execution) moves experts ahead of need itself"),
+    "host_memory": (
+        (None,),
+        "host_memory (--spac-host-memory) holds experts between slots and disk, and execution={execution} "
+        "(--spac-execution) reads none from a disk",
+    ),
+    "io_submit": (
+        ("threads",),
+        "io_submit (--spac-io-submit) is how missed experts are read from a disk into slots, and execution={execution} "
+        "(--spac-execution) reads none",
+    ),
+    "layer_ahead": (
+        ("on",),
+        "layer_ahead (--spac-layer-ahead) reads experts into slots, and execution={execution} (--spac-execution) moves "
+        "experts ahead of need itself",
+    ),
+    "speculate": (
+        ("off",),
+        "speculate (--spac-speculate) decides before a layer's experts are loaded, and execution={execution} "
+        "(--spac-execution) loads none before it runs",
+    ),
+    "staging": (
+        ("auto", "off"),
+        "staging (--spac-staging) applies to execution=pointers only: with slots, prompts pass through the slots",
+    ),
+    "admission": (
+        (None,),
+        "admission (--spac-admission) applies to execution=pointers only: with slots, each missing expert is loaded "
+        "before its layer computes",
+    ),
+}
+_PREDICTED = add(prefetch="linear", predictor_file="FILE")
+_BUDGETS = ("budget", "budget_mass", "budget_file")
+_refused = ConfigError.refused
+
+
+def _check_budget(config: Any) -> None:
+    given = [name for name in _BUDGETS if getattr(config, name) is not None]
+    if len(given) > 1:
+        one = (drop(*(other for other in given if other != name)) for name in given)
+        raise _refused(f"{' and '.join(given)} bound the same thing, use one of them", *one)
+    if config.budget_mass_of is not None and config.budget_mass is None:
+        share = drop("budget_mass_of") if given else add(budget_mass=0.98)
+        raise _refused(
+            f"budget_mass_of={config.budget_mass_of} (--spac-budget-mass-of) has no effect without a share", share
+        )
+    if config.budget_votes_alpha is not None and config.budget_votes != "path":
+        raise _refused(
+            f"budget_votes_alpha={config.budget_votes_alpha} (--spac-budget-votes-alpha) has no effect on uniform "
+            "votes",
+            add(budget_votes="path"),
+            drop("budget_votes_alpha"),
+        )
+    if config.budget_rescue and config.budget_coverage != "truncation":
+        raise _refused(
+            "budget_rescue (--spac-budget-rescue) has no effect with substitution, which gives every row experts",
+            add(budget_coverage="truncation"),
+        )
+    if given and config.calibration is None and components.find("rankings", config.budget_ranking).needs_calibration:
+        raise _refused(
+            f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) needs calibration",
+            add(calibration="FILE").but(", which `vllm-spac calibrate` writes"),
+        )
+
+
+def _check_execution(config: Any) -> None:
+    kind, named = config.execution_class, f"execution={config.execution} (--spac-execution)"
+    if kind.needs_addressable_store:
+        store = None if config.store is None else components.find("stores", config.store)
+        if config.disk_dir is not None or (store is not None and not store.addressable):
+            where = f"store={config.store}" if store is not None and not store.persistent else "a disk"
+            raise _refused(
+                f"{named} reads missing experts in place, and {where} has no addresses",
+                use(store="host", disk_dir=None),
+                use(execution="slots"),
+            )
+    for name, (idle, problem) in _OF_EXECUTION.items():
+        if name not in kind.knobs and getattr(config, name) not in idle:
+            of_pointers = name in ("staging", "admission") and config.executor == "local"
+            pointers = of_pointers and (config.prefetch == "off" or config.admission is None or _looks_ahead(config))
+            remedies = (add(execution="pointers"), drop(name)) if pointers else (drop(name),)
+            raise _refused(problem.format(execution=config.execution), *remedies)
+    if not kind.needs_host and config.prefetch != "off":
+        _check_device_prefetch(config, named)
+    if not kind.needs_host and components.find("policies", config.policy).needs_layers:
+        raise _refused(
+            f"policy={config.policy} (--spac-policy) evicts from the layer that misses, and no layer asks the host "
+            f"for experts with {named}",
+            use(policy="lru"),
+            use(execution="slots"),
+        )
+
+
+def _looks_ahead(config: Any) -> bool:
+    return components.find("admissions", config.admission).looks_ahead
+
+
+def _check_device_prefetch(config: Any, execution: str) -> None:
+    """Refuses reads ahead that cannot be decided on the device."""
+    named = f"prefetch={config.prefetch} (--spac-prefetch)"
+    if config.prefetch == AUTO or not components.find("predictors", config.prefetch).on_device:
+        names = [name for name in components.names("predictors") if components.find("predictors", name).on_device]
+        trained = (use(prefetch=name, predictor_file="FILE") for name in names)
+        raise _refused(
+            f"{named} is decided on the host, which no layer waits for with {execution}", *trained, drop("prefetch")
+        )
+    if components.parse(config.prefetch)[1]:
+        alone = use(prefetch=components.parse(config.prefetch)[0])
+        raise _refused(f"{named} has no settings with {execution}, which has no queue of reads", alone)
+    if (given := config.admission) and not _looks_ahead(config):
+        raise _refused(
+            f"{named} gives slots to experts before their layer, and admission={given} (--spac-admission) between "
+            "steps",
+            use(admission="layer"),
+        )
+    if config.soft_pins is not None:
+        raise _refused(f"soft_pins (--spac-soft-pins) has no effect with {execution}", drop("soft_pins"))
+
+
+def _of_workers(config: Any) -> list[str]:
+    """Returns the knobs that were given and mean nothing without expert workers."""
+    idle = {"workers": None, "cluster": None, "replicas": 0, "workers_per_layer": 1}
+    return [name for name, value in idle.items() if getattr(config, name) != value]
+
+
+def without_workers(config: Any) -> Remedy:
+    """Returns the remedy of serving without expert workers."""
+    return drop("executor", *_of_workers(config))
+
+
+def check_groups(config: Any, workers: int) -> None:
+    """Raises ``ConfigError`` if so many workers do not form the groups and replicas of ``config``."""
+    size, replicas = config.workers_per_layer, config.replicas
+    if workers % size:
+        fits = size * -(-workers // size)
+        raise _refused(
+            f"spac: {workers} workers (--spac-workers) do not form groups of workers_per_layer={size} "
+            "(--spac-workers-per-layer)",
+            use(workers=fits),
+        )
+    if replicas > workers - size:
+        whom = "workers" if size == 1 else "workers than a layer's own"
+        raise _refused(
+            f"spac: replicas={replicas} (--spac-replicas) are other {whom}, and there are {workers} (--spac-workers)",
+            use("use at most", replicas=workers - size),
+        )
+
+
+def _check_workers(config: Any) -> None:
+    named = f"executor={config.executor} (--spac-executor)"
+    if config.executor == "local":
+        if name := next(iter(_of_workers(config)), None):
+            alone = add(executor="processes"), drop(name)
+            raise _refused(f"{name} ({flag(name)}) has no effect with {named}", *alone)
+        return
+    if config.workers is None and (config.executor == "ray" or config.cluster is None):
+        cluster = () if config.executor == "ray" else (add(cluster="FILE"),)
+        raise _refused(f"{named} needs workers", add(workers=max(2, config.workers_per_layer)), *cluster)
+    if config.executor == "processes" and config.cluster is not None:
+        path_of(config.cluster)
+    if config.workers is not None:
+        check_groups(config, config.workers)
+    idle_values: dict[str, str | None] = {"execution": "slots", "cpu_experts": "off", "host_memory": None}
+    idle_values |= {"io_submit": "threads", "layer_ahead": "on"}
+    for name, without in idle_values.items():
+        if (value := getattr(config, name)) != without:
+            raise _refused(f"{name}={value} ({flag(name)}) is not for {named}", drop(name))
+    named_prefetch = f"prefetch={config.prefetch} (--spac-prefetch)"
+    if config.prefetch == AUTO:
+        raise _refused(f"{named_prefetch} measures this process's loads, and {named} has none", use(prefetch="linear"))
+    if config.prefetch != "off" and not components.find("predictors", config.prefetch).looks_at_layers():
+        raise _refused(
+            f"{named_prefetch} guesses after a step, and with {named} workers are told within it",
+            use(prefetch="linear", predictor_file="FILE"),
+            drop("prefetch"),
+        )
+    if config.store not in (None, "disk"):
+        raise _refused(
+            f"store={config.store} (--spac-store) is not for {named}: each worker packs its experts on its disk",
+            drop("store").but(", and give --spac-slots 100% if they are to be in memory"),
+        )
+    if components.find("policies", config.policy).needs_calibration:
+        raise _refused(f"policy={config.policy} (--spac-policy) is not for {named}", use(policy="lru"))
+    if components.find("rankings", config.budget_ranking).needs_resident:
+        raise _refused(
+            f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) asks which experts are in fast memory, "
+            f"and with {named} that is the workers'",
+            use(budget_ranking="selected"),
+        )
+
+
+def _check_tree(config: Any) -> None:
+    given = [name for name in ("tree_shape", "tree_depth", "tree_width") if getattr(config, name) is not None]
+    if given and not config.tree:
+        fits = min(
+            16, tree_shape.most_nodes(config.tree_shape or "dynamic", config.tree_depth or 6, config.tree_width or 8)
+        )
+        tree = (add(tree=fits),) if fits > 1 else ()
+        raise _refused(f"{given[0]} ({flag(given[0])}) has no effect without a tree", *tree, drop(given[0]))
+    if config.tree == 1:
+        raise _refused("tree=1 (--spac-tree) is a chain of one token", use(tree=2).but(" or more"), drop("tree"))
+    if config.tree_shape not in (None, "static", "dynamic") and (set(given) - {"tree_shape"}):
+        raise _refused(f"{given[-1]} ({flag(given[-1])}) has no effect on a list of paths", drop(given[-1]))
+    _ = config.draft_tree
+
+
+def _check_host_memory(config: Any) -> None:
+    if config.host_memory is not None and config.store is not None:
+        store = components.find("stores", config.store)
+        if not store.persistent:
+            raise _refused(
+                f"host_memory (--spac-host-memory) holds a part of the experts, and store={config.store} "
+                "(--spac-store) holds all of them in memory",
+                use(store="disk"),
+                drop("host_memory"),
+            )
+
+
+def _check_io_submit(config: Any) -> None:
+    if config.io_submit == "threads":
+        return
+    asked = f"io_submit={config.io_submit} (--spac-io-submit)"
+    if config.host_memory is not None:
+        raise _refused(
+            f"{asked} reads straight into slots, and with host_memory (--spac-host-memory) experts are also copied "
+            "from and to host memory",
+            drop("host_memory"),
+            drop("io_submit"),
+        )
+    if config.store is not None and not components.find("stores", config.store).persistent:
+        raise _refused(
+            f"{asked} reads from a disk, and store={config.store} (--spac-store) is in memory",
+            use(store="disk"),
+            drop("io_submit"),
+        )
+
+
+def _check_calibration(config: Any) -> None:
+    if config.calibration is None and components.find("policies", config.policy).needs_calibration:
+        raise _refused(
+            f"policy={config.policy} (--spac-policy) needs calibration",
+            add(calibration="FILE").but(", which `vllm-spac calibrate` writes"),
+        )
+
+
+def _check_prefetch(config: Any) -> None:
+    named, off = f"prefetch={config.prefetch} (--spac-prefetch)", config.prefetch == "off"
+    auto = config.prefetch == AUTO
+    kind = None if off or auto else components.find("predictors", config.prefetch)
+    trained = auto or (kind is not None and kind.needs_file)
+    looks = auto or (kind is not None and kind.looks_at_layers())
+    if trained and config.predictor_file is None:
+        raise _refused(
+            f"{named} needs predictor_file",
+            add(predictor_file="FILE").but(", which `vllm-spac train-predictor` writes"),
+            drop("prefetch"),
+        )
+    if config.predictor_file is not None and not trained:
+        raise _refused(
+            f"predictor_file (--spac-predictor-file) has no effect with {named}",
+            add(prefetch="linear").but(" or another predictor of the file"),
+            drop("predictor_file"),
+        )
+    if config.soft_pins is not None and not looks:
+        raise _refused(
+            f"soft_pins={config.soft_pins} (--spac-soft-pins) has no effect with {named}, which does not look at "
+            "layers",
+            *((_PREDICTED,) if config.execution_class.needs_host else ()),
+            drop("soft_pins"),
+        )
+    if config.prefetch_extra is not None and off:
+        raise _refused(
+            "prefetch_extra (--spac-prefetch-extra) limits nothing with prefetch=off (--spac-prefetch)",
+            drop("prefetch_extra"),
+        )
+
+
+def _check_speculate(config: Any) -> None:
+    if config.speculate == "off":
+        return
+    named = f"speculate={config.speculate} (--spac-speculate)"
+    if given := [name for name in _BUDGETS if getattr(config, name) is not None]:
+        raise _refused(
+            f"{named} and {given[0]} ({flag(given[0])}) both choose a layer's experts",
+            drop("speculate"),
+            drop(given[0]),
+        )
+    if config.tree:
+        raise _refused(f"{named} was not tried with draft trees", drop("tree"), drop("speculate"))
+    off = config.prefetch in ("off", AUTO)
+    if off or not components.find("predictors", config.prefetch).needs_file:
+        raise _refused(
+            f"{named} needs a predictor that looks one layer ahead, and prefetch={config.prefetch} (--spac-prefetch) "
+            "names none",
+            _PREDICTED,
+            drop("speculate"),
+        )
+
+
+def _check_trace(config: Any) -> None:
+    if config.trace_overwrite and config.trace is None:
+        raise _refused(
+            "trace_overwrite (--spac-trace-overwrite) replaces nothing", add(trace="FILE"), drop("trace_overwrite")
+        )
+    if config.timeline_steps is not None and config.timeline is None:
+        raise _refused(
+            "timeline_steps (--spac-timeline-steps) keeps nothing", add(timeline="FILE"), drop("timeline_steps")
+        )
+    if config.timeline is not None and config.timeline == config.trace:
+        two = use(timeline="OTHER")
+        raise _refused("timeline (--spac-timeline) and trace (--spac-trace) would replace each other", two)
+
+
+def _check_cpu_experts(config: Any) -> None:
+    decides = config.balancer is not None and components.find("balancers", config.balancer).uses_cpu
+    if config.cpu_experts == "auto" and config.balancer is not None and not decides:
+        raise _refused(
+            f"cpu_experts=auto (--spac-cpu-experts) lets the balancer decide, and balancer={config.balancer} "
+            "(--spac-balancer) computes none",
+            use(balancer="waterfill"),
+            use(cpu_experts="off"),
+        )
+    weighed = config.profile is not None and config.prefetch != AUTO
+    for name, given in (("balancer", decides), ("profile", weighed)):
+        if config.cpu_experts != "auto" and given:
+            raise _refused(
+                f"{name} ({flag(name)}) decides nothing with cpu_experts={config.cpu_experts}",
+                *_computing(config),
+                drop(name),
+            )
+    if config.cpu_kernel is not None and config.cpu_experts == "off":
+        nothing = "cpu_kernel (--spac-cpu-kernel) computes nothing without CPU experts"
+        raise _refused(nothing, *_computing(config), drop("cpu_kernel"))
+
+
+def _computing(config: Any) -> tuple[Remedy, ...]:
+    """The remedy of CPU experts, where there may be any."""
+    return (add(cpu_experts="auto"),) if "cpu_experts" in config.execution_class.knobs else ()
+
+
+_RULES = (
+    _check_budget,
+    _check_workers,
+    _check_execution,
+    _check_tree,
+    _check_host_memory,
+    _check_io_submit,
+    _check_calibration,
+    _check_prefetch,
+    _check_speculate,
+    _check_trace,
+    _check_cpu_experts,
+)
+
+
+def check(config: Any) -> None:
+    """Raises ``ConfigError`` at the first rule that a ``SpacConfig`` breaks; it has the remedies."""
+    for rule in _RULES:
+        rule(config)

@@ -1,0 +1,1 @@
+"""Kernels that compute experts on the CPU, where they are stored."""

@@ -1,0 +1,50 @@
+"""CPU experts in plain torch: the reference, and the executor of GPU machines without another package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
+from vllm_spac.errors import ConfigError
+from vllm_spac.kernels.reference.grouped_gemm import Activation, activate
+
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+
+
+class Torch(CpuExperts):
+    """Computes one expert after the other by matrix products.
+
+    Rounds to the dtype of x where vLLM's kernel does, except that the sum over experts is computed and returned in
+    float32.
+    """
+
+    def __init__(self, shape: MoEShape, threads: int, activation: str, kernel: Kernel | None = None) -> None:
+        super().__init__(shape, threads, activation, kernel)
+        if activation not in _ACTIVATIONS:
+            raise ConfigError(
+                f"spac: CPU experts in torch have no activation {activation!r}, only {', '.join(_ACTIVATIONS)}; "
+                "use --spac-cpu-experts off"
+            )
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Mapping[str, Tensor]) -> Tensor:
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        counted = ids.masked_fill(weights == 0, -1)
+        bias13, bias2 = experts.get("w13_bias"), experts.get("w2_bias")
+        for expert in counted.unique().tolist():
+            if expert < 0:
+                continue
+            rows, places = (counted == expert).nonzero(as_tuple=True)
+            hidden = F.linear(x[rows], experts["w13_weight"][expert], None if bias13 is None else bias13[expert])
+            acted = activate(hidden.float(), cast(Activation, self.activation), x.dtype).to(x.dtype)
+            out = F.linear(acted, experts["w2_weight"][expert], None if bias2 is None else bias2[expert])
+            total.index_add_(0, rows, out.float() * weights[rows, places, None].float())
+        return total
+
+    def describe(self) -> str:
+        return "torch"

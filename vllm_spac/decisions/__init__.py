@@ -1,0 +1,1 @@
+"""Decisions without I/O: costs, comparisons, cutoffs; the file of trained predictors."""

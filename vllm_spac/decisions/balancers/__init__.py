@@ -1,0 +1,1 @@
+"""Which missing experts are loaded, and which the CPU computes."""

@@ -1,0 +1,69 @@
+"""Balancer that splits the misses between PCIe and CPU so that both finish at the same time, while hits run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_spac.decisions.balancers._admitting import Admitting, least_likely_first
+from vllm_spac.decisions.balancers.base import LayerState, Plan, split
+
+
+def solve(
+    misses: Sequence[int],
+    rows_per_expert: Sequence[int],
+    *,
+    t_stream: float,
+    t_cpu: float,
+    t_row: float = 0.0,
+    stream_free: float = 0.0,
+    cpu_free: float = 0.0,
+) -> tuple[list[int], list[int]]:
+    """Splits the missing experts so that the later of the two processors finishes as early as possible.
+
+    Streaming takes ``t_stream`` per expert, whatever its rows; the CPU takes max(t_cpu, rows * t_row) per expert. For
+    any number of experts on the CPU those with the fewest rows are the fastest, so only the m + 1 numbers are compared:
+    exact, O(m log m).
+
+    Args:
+        misses: experts, [m].
+        rows_per_expert: rows of each, [m], same order.
+        t_stream, t_cpu: seconds per expert, >= 0.
+        t_row: seconds per row of an expert on the CPU, >= 0.
+        stream_free, cpu_free: seconds until each processor has finished its current work.
+
+    Returns:
+        (streamed, on the CPU), each ascending. Among equally good splits the one with the fewest on the CPU,
+        because a streamed expert stays resident.
+    """
+    rows = np.asarray(rows_per_expert, dtype=np.float64)
+    assert len(rows) == len(misses), "one number of rows for each missing expert"
+    if not len(misses):
+        return [], []
+    order = np.argsort(rows, kind="stable")
+    cpu = np.concatenate(([0.0], cpu_free + np.cumsum(np.maximum(t_cpu, rows[order] * t_row))))
+    left = np.arange(len(misses), -1, -1)
+    stream = np.where(left > 0, stream_free + left * t_stream, 0.0)  # a processor without work has finished at 0
+    best = int(np.argmin(np.maximum(cpu, stream)))  # the first of equals
+    experts = np.asarray(misses)[order]
+    return sorted(experts[best:].tolist()), sorted(experts[:best].tolist())
+
+
+class Waterfill(Admitting):
+    """Splits misses between streaming and CPU by finishing time, so that PCIe and CPU bandwidth add up.
+
+    MoE-SpAc balances two processors, CPU and GPU. Here streaming is the third; without it the two-way rule remains.
+    Of experts with equally many rows those run on the CPU that are least likely to be selected again, since a streamed
+    one stays resident.
+    """
+
+    def plan(self, state: LayerState) -> Plan:
+        hit, missing = split(state)
+        rates = self.rates
+        assert rates is not None, "it weighs costs"
+        missing = least_likely_first(state, missing)
+        streamed, cpu = solve(
+            missing.tolist(), state.rows[missing], t_stream=rates.stream, t_cpu=rates.cpu, t_row=rates.cpu_row
+        )
+        return Plan(hit=hit, stream=tuple(streamed), cpu=tuple(cpu))

@@ -1,0 +1,1 @@
+"""Which expert is evicted."""

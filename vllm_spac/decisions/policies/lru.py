@@ -1,0 +1,47 @@
+"""Least recently used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container
+from itertools import islice
+
+import numpy as np
+
+from vllm_spac.decisions.policies.base import Policy, Standing
+
+
+class LRU(Policy):
+    """Evicts the expert whose last use is longest ago."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def insert(self, key: int) -> None:
+        assert key not in self._order, f"{key} is resident already"
+        self._order[key] = None
+
+    def touch(self, key: int) -> None:
+        self._order.move_to_end(key)
+
+    def remove(self, key: int) -> None:
+        del self._order[key]
+
+    def evict(self, count: int, pinned: Container[int]) -> list[int]:
+        victims = list(islice((key for key in self._order if key not in pinned), count))
+        if len(victims) < count:
+            raise LookupError(f"{count} victims wanted, {len(victims)} are not in use")
+        for key in victims:
+            del self._order[key]
+        return victims
+
+    def standing(self, keys: int) -> Standing:
+        held = len(self._order)
+        order = np.fromiter(self._order, dtype=np.int64, count=held)
+        return Standing(order, np.arange(held, dtype=np.float64), np.full(keys, np.inf))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._order

@@ -1,0 +1,1 @@
+"""Which experts will be needed."""

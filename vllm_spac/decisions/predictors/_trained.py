@@ -1,0 +1,169 @@
+"""Predictors that are made from samples of a model and kept in a file."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_spac.decisions.predictors._samples import Samples
+from vllm_spac.decisions.predictors.base import Predictor
+
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+_ROUNDING = 0.05  # relative difference between a router as read from the checkpoint and as it ran, in bf16
+_CHECKED = 256  # rows that are compared
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that the tensors of trained predictors follow from.
+
+    Attributes:
+        layers, experts, top_k, width: of the model: L, N, k, d.
+        reach: layers that maps look ahead, at least 1 and below ``layers``.
+        words: distinct tokens of the texts.
+        draft_width: of the drafter's states (D); 0: the texts were read without a drafter.
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    width: int
+    reach: int
+    words: int
+    draft_width: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = vars(self) | {"draft_width": self.draft_width + 1}
+        if min(sizes.values()) < 1 or self.top_k > self.experts or self.reach >= max(2, self.layers):
+            raise ValueError("impossible sizes")
+
+    def jumps(self) -> list[tuple[int, int]]:
+        """Returns (layers ahead, layer that is predicted) of every map."""
+        return [(ahead, target) for ahead in range(1, self.reach + 1) for target in range(ahead, self.layers)]
+
+    def jumps_from(self, layer: int) -> list[tuple[int, int]]:
+        """Returns those of ``jumps`` that start in ``layer``, the nearest first."""
+        return [(ahead, layer + ahead) for ahead in range(1, self.reach + 1) if layer + ahead < self.layers]
+
+
+@dataclass(frozen=True, eq=False)
+class Gates:
+    """The routers of a model and the norms before them: router logits are norm(r) @ weight.T + bias, with RMSNorm.
+
+    Attributes:
+        weight: float32 [L, N, d].
+        bias: float32 [L, N].
+        norm: float32 [L, d], weights of the RMSNorm whose output a router reads.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    norm: Tensor
+
+    def problem(self, samples: Samples) -> str:
+        """Returns why these are not the routers and norms that ``samples`` come from; empty if they are."""
+        for layer in range(samples.layers):
+            hidden, logits = samples.hidden[layer, :_CHECKED].float(), samples.logits[layer, :_CHECKED]
+            ours = hidden @ self.weight[layer].T + self.bias[layer]
+            if (ours - logits).norm() > _ROUNDING * logits.norm():
+                return f"the scores of router {layer} are not its gate times its input"
+            if not self.norm[layer].all():
+                return f"the norm before router {layer} has a weight of 0"
+            size = (hidden / self.norm[layer]).square().mean(-1).sqrt()
+            if (size - 1).abs().mean() > _ROUNDING:
+                return f"the input of router {layer} is not the output of an RMSNorm with the checkpoint's weight"
+        return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """What predictors are made from.
+
+    Attributes:
+        sizes: of the model and of what is made.
+        samples: fitted to.
+        others: samples of other texts: choices between predictors are made by the first half of their rows, and the
+            recall that a file holds is measured on the second.
+        gates: the model's routers, or why they are not known or cannot be used.
+        outputs: float32 [L, N, d], mean output of each expert for the rows of ``samples`` that selected it.
+    """
+
+    sizes: Sizes
+    samples: Samples
+    others: Samples
+    gates: Gates | str
+    outputs: Tensor
+
+
+class Trained(Predictor):
+    """A predictor whose tensors ``train`` makes, stage by stage.
+
+    Args:
+        sizes: of the file.
+        tensors: those of ``specs``.
+        beside: the predictors of the same file that it ``uses``.
+
+    Raises:
+        ValueError: a tensor has values that it cannot have.
+
+    Attributes:
+        uses: names of predictors that must be trained before it; None: all that do not say None.
+    """
+
+    needs_file: ClassVar[bool] = True
+    uses: ClassVar[tuple[str, ...] | None] = ()
+
+    def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
+        self.sizes = sizes
+
+    @classmethod
+    def unfit(cls, material: Material) -> str:
+        """Returns why it cannot predict this model; empty if it can."""
+        return ""
+
+    @classmethod
+    @abstractmethod
+    def specs(cls, sizes: Sizes) -> Specs:
+        """Returns dtype and shape of each tensor by its name."""
+
+    @classmethod
+    def stages(cls, sizes: Sizes) -> int:
+        """Returns the number of parts in which it is trained; training can be interrupted between them."""
+        return 1
+
+    @classmethod
+    @abstractmethod
+    def train(cls, stage: int, material: Material, beside: Mapping[str, Trained]) -> dict[str, Tensor]:
+        """Returns the tensors that a stage makes; no tensor depends on another stage.
+
+        Args:
+            stage: from 0 to ``stages`` - 1.
+            material: see there.
+            beside: the predictors that it ``uses``.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it holds, with those of the predictors that it uses."""
+        return sum(_storages(self).values())
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """Returns address -> bytes of all memory of tensors in ``value``: a tensor, a mapping or a predictor."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    inner = vars(value) if isinstance(value, Trained) else value if isinstance(value, Mapping) else {}
+    return {address: count for item in inner.values() for address, count in _storages(item).items()}
+
+
+def mixing(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """Returns float32 [rows, N]: the routing weights of the chosen experts, 0 for the others."""
+    zeros = torch.zeros(len(ids), experts)
+    return zeros.scatter_(1, ids.long(), weights.float())

@@ -1,0 +1,50 @@
+"""The gate of a later layer on this layer's router input (SP-MoE and Speculating Experts use it as their baseline)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from vllm_spac.decisions.predictors._maps import Maps
+from vllm_spac.decisions.predictors._trained import Material, Sizes, Trained
+from vllm_spac.decisions.predictors.base import Seen
+
+
+class Gate(Maps):
+    """Scores of layer t on layer l are gate_t(norm_t(r_l)), r_l the residual before layer l's experts.
+
+    A layer has no r_l, only h_l = norm_l(r_l). With RMSNorm, norm_t(r_l) = h_l * w_t / w_l, so that one matrix does
+    both: see ``folded``. It is computed from the checkpoint, not trained. No LayerNorm, and no router whose choice is
+    not that of gate times input.
+    """
+
+    @classmethod
+    def unfit(cls, material: Material) -> str:
+        return material.gates if isinstance(material.gates, str) else ""
+
+    @classmethod
+    def features_of(cls, sizes: Sizes) -> int:
+        return sizes.width
+
+    @classmethod
+    def fit(cls, ahead: int, target: int, material: Material, beside: Mapping[str, Trained]) -> tuple[Tensor, Tensor]:
+        gates = material.gates
+        assert not isinstance(gates, str)
+        layer = target - ahead
+        return folded(gates.weight[target], gates.norm[target], gates.norm[layer]), gates.bias[target]
+
+    def features(self, seen: Seen) -> Tensor:
+        assert seen.hidden is not None
+        return seen.hidden.float()
+
+
+def folded(gate: Tensor, norm: Tensor, own: Tensor) -> Tensor:
+    """Returns F [d, N] with (r / rms(r) * own) @ F = (r / rms(r) * norm) @ gate.T.
+
+    Args:
+        gate: [N, d], of the later layer.
+        norm: [d], weight of the RMSNorm before it.
+        own: [d], weight of this layer's RMSNorm; not 0.
+    """
+    return (gate * (norm / own)).T

@@ -1,0 +1,286 @@
+"""CUDA streams and events, and the exchange of routing between host and device.
+
+In-order work queues and events between them: CUDA streams on a GPU, threads on a CPU.
+
+A ``Stream`` has the same meaning everywhere: ``submit`` does not wait, work runs in the order of submission, ``wait``
+delays what is submitted after it until an event of another stream is reached, and the host may query whether an event
+is ``done``. On a CPU a stream is the calling thread or a thread of its own.
+
+Copies of small tensors between host and device through reused pinned buffers.
+
+For memory that is not pinned CUDA copies through its own staging buffer and makes the caller wait for the device.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in a stream, made by ``Stream.record``."""
+
+    def done(self) -> bool:
+        """Whether all work before it has finished, with its effects visible to the caller. Does not wait."""
+
+    def wait(self) -> None:
+        """Waits until it is done."""
+
+
+E = TypeVar("E", bound=Event)
+
+
+class Stream(ABC, Generic[E]):
+    """Runs submitted work in order. Called by one thread."""
+
+    @abstractmethod
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Runs ``work(*arguments)`` after what was submitted before."""
+
+    @abstractmethod
+    def record(self) -> E:
+        """Returns an event at the end of what was submitted so far."""
+
+    @abstractmethod
+    def wait(self, event: E) -> None:
+        """Orders what is submitted from now on after ``event``, of any stream of the same kind. Does not wait."""
+
+    def close(self) -> None:
+        """Finishes what was submitted; nothing is submitted afterwards."""
+
+
+class ThreadEvent:
+    """Event that the thread of its stream reaches; ``wait`` and ``done`` raise the error of a failed stream."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._error: BaseException | None = None
+
+    def reach(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._reached.set()
+
+    def wait(self) -> None:
+        self._reached.wait()
+        self._check()
+
+    def done(self) -> bool:
+        reached = self._reached.is_set()
+        self._check()
+        return reached
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CallerStream(Stream[ThreadEvent]):
+    """The calling thread as a stream: work has finished when ``submit`` returns."""
+
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        work(*arguments)
+
+    def record(self) -> ThreadEvent:
+        event = ThreadEvent()
+        event.reach()
+        return event
+
+    def wait(self, event: ThreadEvent) -> None:
+        event.wait()
+
+
+class ThreadStream(Stream[ThreadEvent]):
+    """A thread with a queue. After work has raised, no further work is run, and later events raise the same error."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        self._queue.put((work, arguments))
+
+    def record(self) -> ThreadEvent:
+        event = ThreadEvent()
+        self._queue.put((event.reach, None))
+        return event
+
+    def wait(self, event: ThreadEvent) -> None:
+        self.submit(event.wait)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, arguments = item
+            if arguments is None:
+                work(self._error)
+            elif self._error is None:
+                try:
+                    work(*arguments)
+                except BaseException as error:  # raised by the events
+                    self._error = error
+
+
+class CudaStream(Stream[_CudaEvent]):
+    """A CUDA stream. ``work`` launches and returns; it must not synchronise."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        with torch.cuda.stream(self.stream):
+            work(*arguments)
+
+    def record(self) -> _CudaEvent:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return _CudaEvent(event)
+
+    def wait(self, event: _CudaEvent) -> None:
+        self.stream.wait_event(event.event)
+
+    def close(self) -> None:
+        self.stream.synchronize()
+
+
+class CurrentCudaStream(CudaStream):
+    """The stream that the calling thread launches on, which runs the model.
+
+    If that stream changes, the new one waits for the old one. A capture has a stream of its own, which must wait for
+    nothing outside of it: vLLM has ordered it before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.cuda.current_stream(device))
+        self._device = device
+
+    def record(self) -> _CudaEvent:
+        event = torch.cuda.Event()
+        event.record(self._current())
+        return _CudaEvent(event)
+
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        with torch.cuda.stream(self._current()):
+            work(*arguments)
+
+    def wait(self, event: _CudaEvent) -> None:
+        self._current().wait_event(event.event)
+
+    def _current(self) -> torch.cuda.Stream:
+        current = torch.cuda.current_stream(self._device)
+        if current != self.stream and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(self.stream)
+            self.stream = current
+        return current
+
+
+def streams(device: torch.device) -> tuple[Stream, Stream]:
+    """Returns the stream that runs the model on ``device``, and a new one for concurrent copies."""
+    if device.type == "cuda":
+        return CurrentCudaStream(device), CudaStream(torch.cuda.Stream(device))
+    return CallerStream(), ThreadStream("spac-copy")
+
+
+def capturing(tensor: torch.Tensor) -> bool:
+    """Whether launches on ``tensor`` are captured into a CUDA graph instead of run."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_BUFFERS = 4  # for copies in flight to the device
+
+
+class Lane(Protocol):
+    """Copies that run in order, after what the caller launched before, possibly after the call has returned."""
+
+    def copy(self, target: Tensor, source: Tensor) -> object: ...
+    def record(self) -> Event: ...
+
+
+class _CapturedEvent:
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CurrentStream:
+    """The CUDA stream that the caller launches on."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def record(self) -> _CapturedEvent:
+        return _CapturedEvent()
+
+
+class Exchange:
+    """Copies tensors to and from a device. Called by one thread.
+
+    The host writes a buffer, then launches the copy that reads it; it writes the buffer again only after the event
+    recorded after that copy has been reached. The device receives newly allocated memory, ordered by its stream.
+    """
+
+    def __init__(self, device: torch.device, lane: Lane | None = None) -> None:
+        self._device = device
+        self._lane = lane or CurrentStream()
+        self._in = _grown(None, 0)
+        self._out: list[tuple[Tensor, Event | None]] = [(_grown(None, 0), None) for _ in range(_BUFFERS)]
+        self._next = 0
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of the device's ``tensor`` on the CPU, owned by the caller; waits for the device."""
+        self._in = _grown(self._in, tensor.nbytes)
+        arrived = _as(self._in, tensor)
+        self._lane.copy(arrived, tensor)
+        self._lane.record().wait()
+        return arrived.clone()
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of the CPU's ``tensor`` on the device, for work launched from now on; does not wait for it."""
+        buffer, event = self._out[self._next]
+        if event is not None:
+            event.wait()
+        buffer = _grown(buffer, tensor.nbytes)
+        leaves = _as(buffer, tensor)
+        leaves.copy_(tensor)
+        arrives = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        self._lane.copy(arrives, leaves)
+        self._out[self._next] = buffer, self._lane.record()
+        self._next = (self._next + 1) % _BUFFERS
+        return arrives
+
+
+def _grown(buffer: Tensor | None, nbytes: int) -> Tensor:
+    if buffer is not None and buffer.numel() >= nbytes:
+        return buffer
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+def _as(buffer: Tensor, like: Tensor) -> Tensor:
+    return buffer[: like.nbytes].view(like.dtype).view(like.shape)

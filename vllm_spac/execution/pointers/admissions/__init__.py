@@ -1,3 +1,0 @@
-"""Admissions: which missed experts get slots under ``execution=pointers``, and when."""
-
-DEFAULT = "layer"

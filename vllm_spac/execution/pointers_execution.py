@@ -1,0 +1,508 @@
+"""Runs layers over a table of addresses by our own kernel, without waiting for the host.
+
+Reads experts of the next layer into slots while a layer computes. No layer waits for the host, also in a full graph.
+
+While the kernel of layer l runs on the compute stream, the copy stream
+
+1. scores the experts of layer l + 1 by a predictor on the device, from what the router of layer l read and chose,
+2. gives slots to the first top-k of each row that have none (``Admission.ahead``), and copies them there.
+
+The next layer starts when both streams have arrived. What a layer does while the other stream works cannot conflict: a
+slot is taken from an expert that no layer up to l of this step uses and that l + 1 is not expected to use, so that no
+launch in flight reads it; and between a layer's own admission and its end, nothing but this changes the table. A wrong
+guess costs bytes, never a token: the true router decides in the next layer's own admission.
+
+Execution over a table of pointers: one launch reads hits from their slots and misses from host memory.
+
+No layer waits for the host. Between steps the host reads the counts of finished steps and assigns slots to experts
+(``admissions``: it moves them itself, or offers slots to the layers that miss them). Long prompts read their misses
+from buffers that are filled one layer ahead (``staging``). On a CPU the launches are the torch twins of the kernels:
+the same addresses and the same rounding, for comparison and not for speed.
+
+So a step may also be one CUDA graph. A replay runs launches and no line of this module. Whatever differs from step to
+step is kept in memory at fixed addresses: the table, the offers, where padding begins, the counts. Some of it is
+written before the replay and some read after it, on the stream of the replay, by ``begin_step`` and ``end_forward``.
+
+Nothing can be compiled while a graph is captured, and no request should wait for compilation. So the first forward,
+which vLLM runs to measure its memory, first launches every variant of the kernels that any forward can need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
+
+import torch
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.core import MoEShape, Step
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.decisions.predictors.base import Seen, Signal
+from vllm_spac.execution.address_table import ALIGNMENT, AddressTable
+from vllm_spac.execution.admission import DEFAULT, Admission, Kernels, Parts
+from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows, refusal
+from vllm_spac.execution.exchange import capturing, streams
+from vllm_spac.execution.moves import STEP_BYTES
+from vllm_spac.execution.slot_layers import filled_experts
+from vllm_spac.execution.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
+from vllm_spac.kernels.types import Quantised
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage.base import ExpertStore
+from vllm_spac.system.host_memory import gib
+
+if TYPE_CHECKING:
+    from vllm_spac.config.types import SlotCount
+    from vllm_spac.core import Step
+    from vllm_spac.decisions.predictors._maps import Maps
+    from vllm_spac.execution.admission import Admission
+    from vllm_spac.execution.exchange import Event, Stream
+
+MOST_ROWS = 256  # of a forward; the scores that follow from its tokens are kept in as many rows
+
+
+class DeviceLookahead:
+    """Called by the thread that launches.
+
+    Args:
+        predictor: on the device, looking one layer ahead.
+        admission: one that ``looks_ahead``.
+        compute, copy: as in ``Parts``.
+        rows: maximum number of rows of a forward.
+    """
+
+    def __init__(self, predictor: Maps, admission: Admission, compute: Stream, copy: Stream, rows: int) -> None:
+        sizes, device = predictor.sizes, admission.parts.memory.device
+        assert predictor.reach == 1 and sizes.experts == admission.parts.shape.experts
+        self.rows = min(rows, MOST_ROWS)
+        self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
+        self._last = sizes.layers - 1
+        # Memory at fixed addresses, which a graph refers to. Of the step: what its scores are without the products.
+        self._known = torch.zeros(self.rows, self._last, sizes.experts, device=device)
+        self._named = torch.zeros(self.rows, sizes.top_k, dtype=torch.int32, device=device)
+        self._live = torch.zeros(1, dtype=torch.int32, device=device)  # pairs that count
+        self._nothing = torch.zeros_like(self._live)
+        self._pairs: int | None = None  # in ``_live``; None before the first step: forwards warm up
+        self._arrives: Event | None = None
+        self._kept: tuple[Tensor, ...] = ()  # inputs that the copy stream reads, which must not be freed meanwhile
+        self._by_token = Signal.TOKENS in predictor.needs
+        if not self._by_token:
+            self._know(None)
+
+    def begin(self, step: Step) -> None:
+        """Called after ``Admission.begin``; nothing is read ahead in steps with prompts, or while it does not pay."""
+        ahead = not step.prompts and step.rows <= self.rows and self._admission.ahead_left > 0
+        pairs = step.rows * self._named.shape[1] if ahead else 0
+        if ahead and self._by_token:
+            self._compute.submit(self._know, step.tokens)
+        if pairs != self._pairs:
+            self._compute.submit(self._live.fill_, pairs)
+        self._pairs = pairs
+
+    def compile(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """Launches on the copy stream all that ``start`` may launch later, for no pair: nothing is named or moved.
+
+        A capture must launch nothing for the first time: libraries load kernels and get their memory then, which a
+        capture forbids, and they do it for each stream.
+        """
+        if self._last and len(x) <= self.rows:
+            self._launch(min(layer, self._last - 1), x, ids, weights, self._nothing)
+            self.join()
+
+    def start(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, *, captured: bool) -> None:
+        """Called between a layer's admission and its kernel; arguments as of ``PointerExecution.run``.
+
+        Forwards before the first step do the same for no pair: vLLM runs one of each size before it captures it.
+
+        Args:
+            captured: whether launches are captured into a graph, whose replays may read ahead.
+        """
+        if layer < self._last and len(x) <= self.rows and (captured or self._pairs != 0):
+            self._launch(layer, x, ids, weights, self._live)
+
+    def _launch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
+        self._copy.wait(self._compute.record())
+        self._copy.submit(self._look, layer, x, ids, weights, live)
+        self._arrives, self._kept = self._copy.record(), (x, ids, weights)
+
+    def join(self) -> None:
+        """What is launched from now on runs after what was started. Called before a layer, and when a step ends."""
+        if self._arrives is not None:
+            self._compute.wait(self._arrives)
+            self._arrives, self._kept = None, ()
+
+    @torch.inference_mode()
+    def _know(self, tokens: Tensor | None) -> None:
+        if tokens is None:  # the same for all rows
+            self._known.copy_(self._predictor.of_step(None).unflatten(1, self._known.shape[1:]))
+        else:  # of V1's runner on the host, of V2's on the device
+            there = tokens.to(self._known.device, non_blocking=True)
+            self._known[: len(tokens)] = self._predictor.of_step(there).unflatten(1, self._known.shape[1:])
+
+    @torch.inference_mode()
+    def _look(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor) -> None:
+        named = self._named[: len(x)]
+        self.name(layer, x, ids, weights, named)
+        self._admission.ahead(layer + 1, named, live)
+
+    def name(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Writes the experts of layer ``layer + 1`` that are likeliest for each row into ``out``, int32 [rows, k]."""
+        there = ids.clamp(0, self._known.shape[2] - 1)  # padding may have any
+        features = self._predictor.features(Seen(layer, hidden=x, ids=there, weights=weights))
+        scores = torch.addmm(self._known[: len(x), layer], features, self._predictor.matrix(layer))
+        out.copy_(scores.topk(out.shape[1]).indices)
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")  # what the kernels compute
+MAX_EXPERTS = 1024  # per layer; the limit of the kernels' routing
+_TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+_SCALES = ("w13_scale", "w2_scale")
+_FILL_BATCH = 16
+_ALL = 2**31 - 1  # pairs: none is padding
+
+logger = logging.getLogger("vllm.spac")
+
+
+class PointerExecution(Execution):
+    """Runs layers by kernels that read a table of pointers; the slots are shared by all layers of one shape.
+
+    Args:
+        shape: the layers, experts and tensors: ``w13_weight`` [2 ff, d], ``w2_weight`` [d, ff], and both biases or
+            none, as in the checkpoint; with ``shape.packed`` the weights' codes, and ``w13_scale`` and ``w2_scale``.
+        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
+        policy: chooses victims; owned.
+        store: stores every expert in memory that the device can address; owned.
+        tensors: name -> slots of shape [slots, ...], on the device that computes.
+        path: name of the store in the counters.
+        rows: maximum number of rows of a forward; the kernels are compiled for up to this number.
+        admission: how missed experts get slots, a component of ``admissions``.
+        step_bytes: with the admission ``step``, the maximum bytes in flight into slots, but at least one expert; 0:
+            nothing is moved.
+        predictor: names experts of the next layer, which are read ahead; on the device. None: nothing is.
+        extra: loads that reads ahead may add, as in ``Allowance``; ``prefetch``: the predictor's name.
+        staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
+        poison: fill slots with NaN before they are written; for tests.
+    """
+
+    needs_host: ClassVar[bool] = False
+    needs_addressable_store: ClassVar[bool] = True
+    keeps_bits = False  # the kernels sum in another order than vLLM's
+    layout: ClassVar[Literal["plain", "kernel"]] = "plain"
+    knobs: ClassVar[frozenset[str]] = frozenset({"admission", "prefetch", "staging"})
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        slots: int,
+        policy: Policy,
+        store: ExpertStore,
+        tensors: Mapping[str, Tensor],
+        *,
+        path: str,
+        rows: int,
+        admission: str = DEFAULT,
+        step_bytes: int = STEP_BYTES,
+        predictor: Maps | None = None,
+        extra: float = 1.0,
+        prefetch: str = "off",
+        staged: bool = False,
+        poison: bool = False,
+    ) -> None:
+        assert shape.top_k <= slots <= shape.total
+        self.check_shape(shape)
+        self.shape = shape
+        self.counters = Counters()
+        self.tensors = tensors
+        self.store = store
+        self.holds_all = slots == shape.total
+        self._path = path
+        device = next(iter(tensors.values())).device
+        self._compute, copy = streams(device)
+        self._kernels = _kernels(device)
+        self._memory = memory = AddressTable(store, tensors, shape.total, poison)
+        parts = Parts(shape, slots, policy, memory, self.counters, self._compute, copy, self._kernels, path, step_bytes)
+        self.admission: Admission = components.build("admissions", admission, parts=parts)
+        self._admission = admission
+        self._staging: tuple[ExpertBuffers, Staging] | None = None
+        if staged and slots < shape.total:
+            buffers = ExpertBuffers(store, memory, tensors, poison)
+            self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, copy)
+        self._ahead: DeviceLookahead | None = None
+        if predictor is not None and not self.holds_all:
+            self.admission.read_ahead(extra, prefetch)
+            self._ahead = DeviceLookahead(predictor, self.admission, self._compute, copy, rows)
+            self.looks_at = predictor.needs & {Signal.TOKENS}
+        self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
+        self._counts = self.admission.counts.view(-1, shape.experts)
+        self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts, shape.packed is not None)
+        self._compiled: set[str] = set()  # activations
+        # int32 [1], number of pairs of the requests' rows, after which padding begins; ``_all``: without padding.
+        self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
+        self._all = self._live.clone()
+        self._rows: int | None = None  # of requests; None: all
+        self._step: Step | None = None
+        self._staged = False  # whether some layer of the step was
+
+    @classmethod
+    def of(cls, context: ExecutionContext) -> Self:
+        return cls(
+            context.shape,
+            context.room.slots,
+            context.policy,
+            context.store,
+            context.tensors,
+            path=context.path,
+            rows=context.rows,
+            admission=context.config.admission or DEFAULT,
+            predictor=cast("Maps | None", context.predictor),  # as ``knobs.rules`` checks
+            extra=context.config.prefetch_share,
+            prefetch=context.config.prefetch,
+            staged=context.room.staged,
+        )
+
+    @classmethod
+    def check_layer(cls, layer: LayerFacts) -> None:
+        if layer.quantised is not None and not layer.packed:
+            raise refusal("pointers", f"the quantised experts ({layer.quantised}) of {layer.name}")
+        reason = None
+        if layer.activation not in ACTIVATIONS:
+            reason = f"the activation {layer.activation}"
+        elif (layer.activation != "swigluoai" and layer.limit) or (
+            layer.limit not in (None, 7.0) or layer.alpha not in (None, 1.702)
+        ):
+            reason = f"{layer.activation} with limit {layer.limit} and alpha {layer.alpha}"
+        elif layer.weighs_input:
+            reason = "router weights on the input"
+        if reason is not None:
+            raise refusal("pointers", f"{reason} of {layer.name}")
+
+    @classmethod
+    def check_shape(cls, shape: MoEShape) -> None:
+        d, ff = _sizes(shape)
+        gated = (2 * ff, d) if shape.packed is None else shape.packed.code_shape(2 * ff, d)
+        odd = [name for name, spec in shape.tensors.items() if spec.nbytes % ALIGNMENT]
+        reason = None
+        scales = () if shape.packed is None else _SCALES
+        if set(shape.tensors) not in ({*_TENSORS[:2], *scales}, {*_TENSORS, *scales}):
+            reason = f"experts of {', '.join(sorted(shape.tensors))}"
+        elif shape.tensors["w13_weight"].shape != gated:
+            reason = f"experts whose activation has no gate (w13 is {list(shape.tensors['w13_weight'].shape)})"
+        elif odd:
+            reason = f"experts whose {odd[0]} is no multiple of {ALIGNMENT} bytes"
+        elif shape.experts > MAX_EXPERTS:
+            reason = f"layers of more than {MAX_EXPERTS} experts"
+        elif 2 * ff * d >= 2**31:
+            reason = "experts of 2**31 weights and more"
+        if reason is not None:
+            raise refusal("pointers", reason)
+
+    @classmethod
+    def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
+        count, staged = divide(slots, staging, shape, free_bytes)
+        return Room(count, staged, count * shape.expert_bytes + (staging_bytes(shape) if staged else 0))
+
+    @property
+    def residency(self) -> Residency:
+        return self.admission.residency
+
+    @property
+    def staged(self) -> bool:
+        """Whether forwards of many rows read experts without a slot from buffers."""
+        return self._staging is not None
+
+    def describe(self) -> str:
+        parts = []
+        if not self.holds_all:
+            prompts = f"staged in {gib(staging_bytes(self.shape))}" if self.staged else "read in place"
+            parts = [f"admission={self._admission}", f"prompts {prompts}"]
+        if self.shape.packed is not None:
+            parts.append(f"weights {self.shape.packed.describe()}, activations not quantised")
+        return ", ".join(parts)
+
+    def caveat(self) -> str | None:
+        if self._live.is_cuda:
+            return None
+        return (
+            "execution=pointers on a CPU runs the torch twins of the GPU's kernels: for comparison, and slow; to "
+            "serve, use --spac-execution slots"
+        )
+
+    def resident(self, layer: int) -> Tensor:
+        """Returns bool [experts] on the device: which experts of a layer its kernels read from slots.
+
+        One launch over state of the device, which may be captured into a CUDA graph.
+        """
+        experts = self.shape.experts
+        if self.holds_all:
+            return torch.ones(experts, dtype=torch.bool, device=self._live.device)
+        return self._memory.resident(slice(layer * experts, (layer + 1) * experts))
+
+    # -- between steps -------------------------------------------------------------------------------------
+
+    def begin_step(self, step: Step) -> None:
+        """Starts a forward of the target model for real requests; the admission moves or offers slots."""
+        self._step, self._staged = step, False
+        self._pad_from(step.rows)
+        if self._staging is not None:
+            self._staging[1].begin()
+        self.counters.began(step.kind)
+        self.admission.begin(step)
+        if self._ahead is not None:
+            self._ahead.begin(step)
+
+    def _pad_from(self, rows: int) -> None:
+        """Marks rows from ``rows`` on as padding, until the next step; one launch if the number has changed."""
+        if rows != self._rows:
+            self._compute.submit(self._live.fill_, rows * self.shape.top_k)
+        self._rows = rows
+
+    def end_forward(self) -> None:
+        step, self._step = self._step, None
+        if self._ahead is not None:
+            self._ahead.join()
+        if step is not None:
+            self.admission.end(step, staged=self._staged)
+
+    def snapshot(self) -> dict:
+        self.admission.take()
+        return self.counters.snapshot()
+
+    # -- a layer -------------------------------------------------------------------------------------------
+
+    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
+        if rows.record is not None:
+            rows.record(layer, ids[: rows.real], weights[: rows.real])
+        return self.run(layer, x, weights, ids, kernel.activation, torch.empty_like(x))
+
+    def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: str, out: Tensor) -> Tensor:
+        """Computes the routed experts of one layer without host synchronisation; returns ``out``.
+
+        May be captured into a CUDA graph, which is never staged. Rows after those of the step are padding and run
+        nothing; in a graph this refers to the step that replays it.
+
+        Args:
+            layer: number of the layer in ``shape.layers``.
+            x: [T, d] of the experts' dtype.
+            weights: [T, k] float32; a pair with weight 0 is skipped.
+            ids: [T, k] int32 or int64; ids outside 0 ... experts - 1 are padding and skipped.
+            activation: one of ``ACTIVATIONS``.
+            out: [T, d] like x, is overwritten.
+        """
+        captured = capturing(ids)
+        if activation not in self._compiled:
+            self._compile(layer, x, activation, captured)
+        live = self._live if captured or self._step is not None else self._all
+        x, routed = x.contiguous(), (ids.int().contiguous(), weights.float().contiguous(), live)
+        with self._reading(layer, x, *routed, captured) as tables:
+            return self._launch(tables, layer, x, *routed, activation, out)
+
+    def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
+        """Launches each kernel variant that forwards like ``x`` need, over padding only; decides and moves nothing.
+
+        Writes to the counts of ``layer`` and the next one, whose own launches come next and overwrite them.
+        """
+        assert not (captured and self._sizes), "a forward must run before one is captured"
+        start = time.perf_counter()
+        for rows in self._sizes:
+            padding = x.new_zeros(rows, x.shape[1])
+            ids = torch.full((rows, self.shape.top_k), -1, dtype=torch.int32, device=x.device)
+            routed = ids, torch.zeros(ids.shape, device=x.device), self._all
+            self.admission.enter(layer, *routed)
+            if self._ahead is not None:
+                self._ahead.compile(layer, padding, *routed[:2])
+            self._launch(self._tables_of(layer), layer, padding, *routed, activation, torch.empty_like(padding))
+        self._compiled.add(activation)
+        if self._sizes:
+            logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
+
+    def _launch(
+        self,
+        tables: Mapping[str, Tensor],
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        live: Tensor,
+        activation: str,
+        out: Tensor,
+    ) -> Tensor:
+        (_, ff), (w13, w2, b13, b2) = _sizes(self.shape), map(tables.get, _TENSORS)
+        kind = self.shape.packed
+        quantised = None if kind is None else Quantised(kind, *(tables[name] for name in _SCALES))
+        return self._kernels.grouped_gemm(
+            x, w13, w2, weights, ids, ff, b13, b2, activation,
+            out=out, counts=self._counts[layer], live=live, quantised=quantised,
+        )  # fmt: skip
+
+    def _tables_of(self, layer: int) -> Mapping[str, Tensor]:
+        return {name: table[layer] for name, table in self._tables.items()}
+
+    @contextlib.contextmanager
+    def _reading(
+        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor, captured: bool
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Yields the tables that the launch of a layer reads, name -> int64 [experts]."""
+        if self._staging is None or captured or ids.numel() < ROWS * self.shape.experts:
+            if self._ahead is not None:
+                self._ahead.join()
+            self.admission.enter(layer, ids, weights, live)
+            if self._ahead is not None:
+                self._ahead.start(layer, x, ids, weights, captured=captured)
+            yield self._tables_of(layer)
+            return
+        slots = self.admission.slots().reshape(len(self.shape.layers), -1)  # does not change within a staged step
+        buffers, staging = self._staging
+        with staging.layer(layer, slots) as buffer:
+            yield buffers.tables[buffer]
+        if self._step is not None:
+            self._staged = True
+            missing = int((slots[layer] == NOWHERE).sum())
+            self.counters.moved(f"{self._path} staged", missing * self.shape.expert_bytes)
+
+    # -- start and end -------------------------------------------------------------------------------------
+
+    def fill(self) -> Iterator[int]:
+        slots, first = self.residency.slots, self.residency.policy.first()
+        for share in filled_experts(len(self.shape.layers), self.shape.experts, slots, first):
+            for start in range(0, len(share), _FILL_BATCH):
+                keys = share[start : start + _FILL_BATCH]
+                for key in keys:
+                    slot = self.admission.seat(key)
+                    self.store.read(key, {name: tensor[slot] for name, tensor in self.tensors.items()})
+                self.admission.seated(keys)
+                yield len(keys)
+
+    def close(self) -> None:
+        self.admission.close()
+        self.store.close()
+
+
+def _sizes(shape: MoEShape) -> tuple[int, int]:
+    """Returns (d, ff)."""
+    d, stored = shape.tensors["w2_weight"].shape
+    return d, stored * (1 if shape.packed is None else shape.packed.per_byte)
+
+
+def _kernels(device: torch.device) -> Kernels:
+    """Returns the launches for ``device``."""
+    return _twins() if device.type == "cpu" else _launches()
+
+
+def _twins() -> Kernels:
+    from vllm_spac.kernels.reference.admit import admit
+    from vllm_spac.kernels.reference.fetch import fetch
+    from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm
+
+    return Kernels(grouped_gemm, admit, fetch, lambda *_: ())
+
+
+def _launches() -> Kernels:
+    from vllm_spac.kernels.admit import admit
+    from vllm_spac.kernels.fetch import fetch
+    from vllm_spac.kernels.grouped_gemm import grouped_gemm, rows_to_compile
+
+    return Kernels(grouped_gemm, admit, fetch, rows_to_compile)

@@ -1,0 +1,154 @@
+"""Host side of in-layer admission: which slots a step may reassign, and what the device reports back. No I/O.
+
+A layer that misses an expert may copy it into a slot before it computes, so that it crosses PCIe once. The experts that
+need a slot are known on the device, after the router; the value of a slot is known on the host, to the policy. So
+between steps the host offers slots, the least valuable first, together with the value of a slot to each expert. The
+layers compare these values (the rule is in ``vllm_spac.kernels.admit``), and what they did is reported after the step.
+
+The host's state may be a step or two old. Hence an offer contains the slot's owner and is void if that has changed.
+Nothing else about an offer must hold for correctness: accepting a bad one costs transferred bytes, never a wrong token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_spac.cache.allowance import Allowance
+from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.kernels.types import ADMITTED, HIT, STREAMED, UNUSED
+from vllm_spac.recording.metrics import Counters
+
+
+def with_prompts(counts: np.ndarray, sources: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """Returns ``sources`` (as of ``Offering.learn``) of all rows of a step whose layers reported those of its first.
+
+    Later rows take no slot, and no layer takes the slot of an expert that it or one before it uses for other rows, so
+    that an expert that only they used was read from its slot if it has one at the end of the step.
+
+    Args:
+        counts: int [keys], rows that selected each expert.
+        sources: of the experts that the first rows selected.
+        owner: int [slots], the expert in each slot at the end.
+    """
+    has_slot = np.isin(np.arange(len(counts)), owner)
+    return np.where((counts > 0) & (sources == UNUSED), np.where(has_slot, HIT, STREAMED), sources)
+
+
+class Offered(NamedTuple):
+    """Slots that the layers of a step may take; see ``vllm_spac.kernels.types.Offers``.
+
+    Attributes:
+        slots: int32 [offers], the slots.
+        owners: int32 [offers], the expert in each slot.
+        kept: float32 [offers], ascending, the value of each slot to its owner.
+        used: float32 [keys], the value of a slot to an expert that the step uses.
+    """
+
+    slots: np.ndarray
+    owners: np.ndarray
+    kept: np.ndarray
+    used: np.ndarray
+
+
+class Learned(NamedTuple):
+    """Numbers of experts of a step: streamed, given a slot in the layer that missed them, or ahead of it.
+
+    ``judged``: as ``Allowance.end_step`` returns it.
+    """
+
+    streamed: int
+    admitted: int
+    ahead: int
+    judged: tuple[int, int] | None = None
+
+
+class Offering:
+    """Computes the offers of each step and applies its result. Pure; called between steps, by one thread.
+
+    Args:
+        keys: number of experts of all layers.
+        slots: number of slots; all are filled before the first step.
+        policy: values slots; owned.
+        counters: ``hits``, ``misses``, ``loads`` and those of prefetches are counted here.
+
+    Attributes:
+        allowance: limits reads ahead of need, if there are any.
+    """
+
+    def __init__(self, keys: int, slots: int, policy: Policy, counters: Counters) -> None:
+        self.residency = Residency(keys, slots, policy)
+        self._counters = counters
+        self.allowance: Allowance | None = None
+        self._unused: set[int] = set()  # read ahead, and no layer has used them
+        self._displaced: set[int] = set()  # evicted for an expert that was read ahead, and not needed since
+
+    def offer(self) -> Offered:
+        """Returns the slots that are worth at least as much to some expert without a slot as to their owner."""
+        standing = self.residency.policy.standing(len(self.residency.slot_of))
+        outside = self.residency.slot_of == NOWHERE
+        most = standing.used[outside].max(initial=-np.inf)
+        owners = standing.order[: int(np.searchsorted(standing.kept, most, side="right"))]
+        kept = standing.kept[: len(owners)].astype(np.float32)
+        slots = self.residency.slot_of[owners]
+        return Offered(slots, owners.astype(np.int32), kept, standing.used.astype(np.float32))
+
+    def learn(
+        self,
+        counts: np.ndarray,
+        sources: np.ndarray,
+        owner: np.ndarray,
+        guessed: np.ndarray | None = None,
+        *,
+        generating: np.ndarray | None,
+    ) -> Learned:
+        """Applies the report of a finished step.
+
+        Args:
+            counts: int [keys], rows that selected each expert.
+            sources: int [keys], how each was read: ``HIT``, ``STREAMED``, ``ADMITTED``, or not at all.
+            owner: int [slots], the expert in each slot at the end of the step.
+            guessed: int [keys], ``ADMITTED`` for the experts that got a slot before their layer; None without guesses.
+            generating: ``counts`` of the rows that generate, those of prompts predict little about the next step; None:
+                they are not known, or there are none.
+        """
+        hits, streamed, admitted = (np.flatnonzero(sources == source) for source in (HIT, STREAMED, ADMITTED))
+        self._counters.hits += len(hits)
+        self._counters.misses += len(streamed) + len(admitted)
+        self._counters.loads += len(admitted)
+        policy = self.residency.policy
+        if generating is not None:
+            self.residency.observe(generating)
+            for key in hits[(generating[hits] > 0) & (self.residency.slot_of[hits] != NOWHERE)].tolist():
+                policy.touch(key)
+        changed = np.flatnonzero(owner != self.residency.owner)
+        ahead = np.zeros(0, dtype=np.int64) if guessed is None else np.flatnonzero(guessed == ADMITTED)
+        displaced = self.residency.owner[changed[np.isin(owner[changed], ahead)]].tolist()
+        self.residency.take_over(changed, owner[changed])
+        judged = None
+        if self.allowance is not None:
+            missed = np.concatenate([streamed, admitted]).tolist()
+            judged = self._judge(self.allowance, counts, missed, ahead.tolist(), displaced)
+        return Learned(len(streamed), len(admitted), len(ahead), judged)
+
+    def _judge(
+        self, allowance: Allowance, counts: np.ndarray, missed: list[int], ahead: list[int], displaced: list[int]
+    ) -> tuple[int, int] | None:
+        """Counts what became of reads ahead, after a step that missed ``missed`` and read ``ahead``."""
+        harm, again = self._displaced.intersection(missed), self._unused.intersection(ahead)
+        self._unused.update(ahead)
+        used = {key for key in self._unused if counts[key] > 0}
+        wasted = {key for key in self._unused - used if self.residency.slot_of[key] == NOWHERE}
+        self._unused -= used | wasted
+        self._displaced = (self._displaced | set(displaced)) - harm - set(ahead)
+        counters = self._counters
+        counters.prefetches += len(ahead)
+        counters.prefetch_hits += len(used)
+        counters.prefetch_wasted += len(wasted) + len(again)  # evicted unused, and read once more
+        counters.prefetch_harmful += len(harm)
+        allowance.loaded(len(missed), len(harm))
+        allowance.read(len(ahead))
+        allowance.used(len(used))
+        return allowance.end_step()

@@ -1,0 +1,522 @@
+"""Runs layers over slots: missing experts are loaded, then vLLM's kernel computes.
+
+The experts that rows selected in the layers of a step, kept until they are counted.
+
+Runs rows in waves of whole experts, for kernels whose result for a row depends on an expert's other rows.
+
+Execution that loads the experts a layer misses, then runs vLLM's kernel.
+
+The order of the operations (divide, pin, load, run, unpin) is defined in this file and in ``_slot_layers``, which has
+the decisions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.cache.loader import ExpertLoader
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.cache.transfers import Transfers
+from vllm_spac.core import NOT_RUN, MoEShape, Step
+from vllm_spac.cpu_kernels._thread import Computation, ExecutorThread
+from vllm_spac.decisions.balancers.base import Balancer
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.decisions.predictors.base import Seen
+from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Rows
+from vllm_spac.execution.row_shares import Share, combine, numbered, runnable, typed_like
+from vllm_spac.execution.slot_layers import CpuCheck, SlotLayers, filled_experts
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.recording.timeline_recorder import Timeline
+from vllm_spac.storage.base import ExpertStore
+from vllm_spac.system.io_uring import Ring
+
+if TYPE_CHECKING:
+    from vllm_spac.cache.transfers import HostRows
+    from vllm_spac.execution.exchange import Exchange
+
+
+class StepRouting:
+    """The routing of some forwards of layers.
+
+    Args:
+        shape: the layers and experts.
+        partly: some ids are -1: experts that this process does not hold. They are not counted.
+
+    Attributes:
+        pairs: (row, expert) pairs kept.
+    """
+
+    def __init__(self, shape: MoEShape, partly: bool = False) -> None:
+        self._shape, self._partly = shape, partly
+        self._kept: list[tuple[int, Tensor]] = []
+        self.pairs = 0
+
+    def __len__(self) -> int:
+        """Number of forwards of layers."""
+        return len(self._kept)
+
+    def add(self, layer: int, ids: Tensor) -> None:
+        """Keeps the routing of a layer's rows, ids [rows, top_k]."""
+        self._kept.append((layer, ids))
+        self.pairs += ids.numel()
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self.pairs = 0
+
+    def distinct(self) -> int:
+        """Returns the sum over forwards of the number of distinct experts."""
+        experts = torch.cat([ids.flatten() for _, ids in self._kept]).cpu().numpy()
+        forward = np.repeat(np.arange(len(self._kept)), [ids.numel() for _, ids in self._kept])
+        keys = experts + forward * self._shape.experts
+        return len(np.unique(keys[experts >= 0] if self._partly else keys))
+
+    def uses(self) -> np.ndarray:
+        """Returns int64 [keys]: rows that selected each expert, padding included."""
+        counts = np.zeros(self._shape.total, dtype=np.int64)
+        by_layer = counts.reshape(-1, self._shape.experts)
+        for layer, ids in self._kept:
+            by_layer[layer] += self._sums(ids.cpu().numpy().ravel(), None)
+        return counts
+
+    def counts(self, rows: Sequence[slice], weights: Sequence[float] | None = None) -> np.ndarray | None:
+        """Returns how many of ``rows`` selected each expert, as in ``Policy.observe``; None if there are none.
+
+        The caller leaves out prefill rows, which predict little about the next token.
+
+        Args:
+            weights: of the rows one after another; None: each counts 1.
+        """
+        if not rows:
+            return None
+        counts = np.full(self._shape.total, NOT_RUN, dtype=np.int64 if weights is None else np.float64)
+        each = None if weights is None else np.repeat(weights, self._shape.top_k)
+        by_layer = counts.reshape(-1, self._shape.experts)
+        for layer, ids in self._kept:
+            found = ids.numpy()
+            chosen = found[rows[0]] if len(rows) == 1 else np.concatenate([found[part] for part in rows])
+            by_layer[layer] = by_layer[layer].clip(0) + self._sums(chosen.ravel(), each)
+        return counts
+
+    def _sums(self, experts: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        if self._partly:
+            own = experts >= 0
+            experts, weights = experts[own], None if weights is None else weights[own]
+        return np.bincount(experts, weights, minlength=self._shape.experts)
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Rows of a forward whose experts are all resident.
+
+    Attributes:
+        rows: a slice, or int64 [wave] on the CPU, ascending.
+        slot_ids: slot numbers in place of experts, with the shape and dtype of the rows' routed ids.
+    """
+
+    rows: slice | Tensor
+    slot_ids: Tensor
+
+
+def by_expert(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    kernel: LayerKernel,
+    waves: Callable[[Tensor], Iterator[Wave]],
+    loaded: Callable[[], None] | None = None,
+) -> Tensor:
+    """Returns what ``kernel`` returns for all rows at once, to the bit, see ``LayerKernel.by_expert``.
+
+    The pairs of a row and an expert are sorted by expert, and divided between experts: each wave has all rows of its
+    experts, in their order. The results of a row are then added as the kernel does.
+
+    Args:
+        x: [rows, hidden].
+        weights: [rows, top_k].
+        ids: [rows, top_k], experts of the layer.
+        kernel: takes slots.
+        waves: makes the experts of pairs [rows * top_k, 1] resident, wave by wave; one has all pairs of its experts.
+        loaded: called when a wave's experts are resident, before its kernel runs.
+    """
+    assert kernel.takes_slots
+    top_k, flat, shares = ids.shape[1], ids.flatten(), weights.flatten()
+    order = flat.argsort(stable=True)
+    parts = x.new_empty(len(flat), x.shape[1])
+    for wave in waves(flat[order][:, None]):
+        pairs = order[wave.rows]
+        if loaded is not None:
+            loaded()
+        parts[pairs] = kernel(x[pairs // top_k], shares[pairs][:, None], wave.slot_ids)
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for choice in parts.view(len(x), top_k, -1).unbind(1):
+        out += choice
+    return out.to(x.dtype)
+
+
+_COUNT_BATCH = 1024  # forwards of layers whose routing is kept before it is counted
+_COUNT_PAIRS = 4 << 20  # (row, expert) pairs kept: 16 MiB of ids, possibly in GPU memory
+
+
+class SlotExecution(Execution):
+    """Runs layers over slots shared by all layers of one shape; their weights are only accessed through it.
+
+    Args:
+        shape: the layers, experts and tensors.
+        slots: number of slots, from ``shape.top_k`` to ``shape.total``.
+        policy: eviction policy; owned.
+        store: stores every expert; owned.
+        tensors: name -> slots of shape [slots, ...].
+        io_threads: maximum number of reads in flight.
+        path: name of the store in the counters.
+        ahead: settings of the prefetcher.
+        balancer: decides per layer which scores are worth a prefetch; None leaves it to ``ahead``.
+        exchange: copies routing to the host and slots to the device; needed by kernels that do not take slots.
+        host: host memory between the slots and the store, if any; owned.
+        local_of: the experts that this process holds, see ``Execution``; on a CPU only.
+        ring: reads missed experts in place of ``io_threads``; owned.
+    """
+
+    needs_host: ClassVar[bool] = True
+    divides_experts: ClassVar[bool] = True
+    counts_votes: ClassVar[bool] = True
+    knobs: ClassVar[frozenset[str]] = frozenset(
+        {"cpu_experts", "host_memory", "io_submit", "layer_ahead", "prefetch", "speculate"}
+    )
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        slots: int,
+        policy: Policy,
+        store: ExpertStore,
+        tensors: Mapping[str, Tensor],
+        *,
+        io_threads: int,
+        path: str,
+        ahead: PrefetchSettings | None = None,
+        balancer: Balancer | None = None,
+        exchange: Exchange | None = None,
+        host: HostRows | None = None,
+        local_of: Tensor | None = None,
+        ring: Ring | None = None,
+    ) -> None:
+        assert shape.top_k <= slots <= shape.total
+        self.shape = shape
+        self.counters = Counters()
+        residency = self._residency = Residency(shape.total, slots, policy)
+        self.tensors = tensors
+        self.store = store
+        self.holds_all = slots == shape.total  # each expert has its slot: nothing is ever decided or moved
+        self._step: Step | None = None
+        self._cpu: ExecutorThread | None = None
+        self._exchange = exchange
+        self._routed = StepRouting(shape, partly=local_of is not None)
+        knobs = ahead or PrefetchSettings()
+        self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host, ring)
+        self.host, self.local_of = host, local_of
+        self._loader = ExpertLoader(residency, transfers, self.counters, shape.experts, knobs, balancer, shape.top_k)
+        self._layers = SlotLayers(self._loader, shape.experts)
+        self.looks_at = frozenset() if self.holds_all else self._loader.needs or frozenset()
+
+    @classmethod
+    def of(cls, context: ExecutionContext) -> Self:
+        config = context.config
+        return cls(
+            context.shape,
+            context.room.slots,
+            context.policy,
+            context.store,
+            context.tensors,
+            io_threads=config.io_threads,
+            path=context.path,
+            ahead=PrefetchSettings.configured(config, config.named_prefetch, context.predictor, drafts=context.drafts),
+            exchange=context.exchange,
+            host=context.host,
+            local_of=context.local_of,
+            ring=Ring() if config.io_submit == "io_uring" else None,
+        )
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
+
+    @property
+    def _counted(self) -> Counters | None:
+        """The counters inside a step; what runs outside of steps is not counted."""
+        return None if self._step is None else self.counters
+
+    def draft(self, tokens: Tensor, read: Tensor) -> None:
+        self._layers.draft(Seen.at_start(tokens, read, self.looks_at))
+
+    def begin_step(self, step: Step) -> None:
+        self._step = step
+        if not self.holds_all:
+            self._routed.clear()  # of a forward that failed
+            seen = Seen.at_start(step.tokens, step.draft, self.looks_at)
+            alike = bool(step.requests) and not step.prompts
+            self._layers.begin_step(seen if alike else None, step.rows if alike else 0)
+        self.counters.began(step.kind)
+
+    def end_forward(self) -> None:
+        step, self._step = self._step, None
+        if self.holds_all:
+            if len(self._routed) >= _COUNT_BATCH or self._routed.pairs >= _COUNT_PAIRS:
+                self._count_hits()
+        elif step is not None and self._routed:
+            self._layers.end_step(self._routed.counts(step.generating, step.generating_weights))
+            self._routed.clear()
+
+    def observe(self, layer: int, ids: Tensor) -> None:
+        """Keeps the routing of a layer's rows (ids [rows, top_k]) until the step ends."""
+        if self._step is not None:
+            self._routed.add(layer, ids)
+
+    def snapshot(self) -> dict:
+        if self.holds_all:
+            self._count_hits()
+        self.counters.read_retries = self.store.retries
+        return self.counters.snapshot()
+
+    def balance(self, balancer: Balancer, thread: ExecutorThread, checked: bool = False) -> None:
+        """As in ``Execution``; the store must be addressable. From now on results are exact up to rounding."""
+        self.balancer = balancer
+        self._layers.balance(balancer, CpuCheck(self.counters, self._transfers.clock) if checked else None)
+        self._cpu = thread
+        self.keeps_bits = False
+
+    def read_ahead(self, settings: PrefetchSettings) -> None:
+        self._loader.read_ahead(settings, self._loader.balancer)
+        self.looks_at = self._loader.needs or frozenset()
+
+    @property
+    def queued(self) -> int:
+        return len(self._transfers.ahead.keys)
+
+    def watch(self, timeline: Timeline | None, first: int) -> None:
+        self._transfers.watch(timeline, first)
+        if self._cpu is not None:
+            self._cpu.timeline = timeline
+
+    # -- a layer -------------------------------------------------------------------------------------------
+
+    def waits_for_host(self, kernel: LayerKernel) -> bool:
+        return kernel.takes_slots or not self.holds_all
+
+    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
+        if not self.waits_for_host(kernel):  # vLLM's own routing and kernel
+            self._tell(layer, ids[: rows.real], weights[: rows.real], rows)
+            return kernel(x, weights, ids)
+        if self.local_of is not None:
+            return self._own_part(layer, x, weights, ids, kernel, rows)
+        routed, there = ids, None
+        if not kernel.takes_slots:
+            assert self._exchange is not None
+            routed = self._exchange.to_host(ids)  # waits for the router
+        if rows.as_routed:  # each call into torch takes microseconds, in every layer of every token
+            there = ids
+            self._tell(layer, routed, weights, rows)
+        else:
+            weights = weights.masked_fill(ids < 0, 0)
+            routed = runnable(routed, rows.real)
+            self._tell(layer, routed[: rows.real], weights[: rows.real], rows)
+        if self.holds_all:
+            return kernel(x, weights, routed)
+        if self._step is not None and self._layers.looks:
+            self._layers.look(layer, x[: rows.real], routed[: rows.real], weights[: rows.real])
+        if (cold := self.cold(layer, routed, rows.real)) is None:
+            return self.in_slots(layer, x, weights, routed, kernel, there=there)
+        beside, hot = Share.of(routed, cold), Share.of(routed, ~cold)
+        with self.computing(layer, beside, x, weights) as computation:
+            part = self.in_slots(layer, *hot.pick(x, weights), hot.ids, kernel, computation.give_way)
+            combined = combine(x, [(hot.rows, part), (beside.rows, computation.result())])
+        self._layers.admit()
+        return combined
+
+    def _own_part(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
+        """Computes what this process's experts add to a layer's output; vLLM adds the parts of all ranks behind it.
+
+        Arguments and result as in ``forward``. Rows that chose none of them stay 0.
+        """
+        assert kernel.takes_slots and self.local_of is not None
+        local = numbered(ids, self.local_of, rows.real)
+        self.observe(layer, local[: rows.real])
+        if rows.record is not None:
+            rows.record(layer, ids[: rows.real], weights[: rows.real])
+        share, out = Share.of(local, local >= 0), torch.zeros_like(x)
+        if len(share.rows):
+            picked = share.pick(x, weights)
+            if self.holds_all:
+                out[share.rows] = kernel(*picked, share.ids)
+            else:
+                if self._step is not None and self._layers.looks:
+                    self._layers.look(layer, picked[0], share.ids, picked[1])
+                out[share.rows] = self.in_slots(layer, *picked, share.ids, kernel)
+        return out
+
+    def in_slots(
+        self,
+        layer: int,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        kernel: LayerKernel,
+        loaded: Callable[[], None] | None = None,
+        there: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the experts ``ids`` from their slots, in several waves if there are too few slots.
+
+        What is computed together in a wave changes no result: whole rows, or all rows of an expert, see
+        ``LayerKernel.by_expert``.
+
+        Args:
+            layer: number of the layer in ``shape.layers``.
+            x: [rows, hidden].
+            weights: [rows, top_k].
+            ids: [rows, top_k] on the CPU, experts of the layer.
+            kernel: vLLM's kernel of the layer.
+            loaded: called when a wave's experts are resident, before its kernel runs.
+            there: ``ids`` on the device of ``x``, if the caller has them.
+
+        Returns:
+            [rows, hidden] like ``x``.
+        """
+        slots = self._layers.resident(layer, ids.numpy(), self._counted)
+        if slots is not None:
+            if loaded is not None:
+                loaded()
+            return self._run(kernel, x, weights, ids, typed_like(slots, ids), there, len(x))
+        if kernel.by_expert and len(np.unique(ids)) > self.residency.slots:
+            return by_expert(x, weights, ids, kernel, partial(self.waves, layer), loaded)
+        out = None
+        for wave in self.waves(layer, ids):
+            rows = wave.rows if kernel.takes_slots or isinstance(wave.rows, slice) else self._on_device(wave.rows)
+            if loaded is not None:
+                loaded()
+            named = None if there is None else there[rows]
+            part = self._run(kernel, x[rows], weights[rows], ids[wave.rows], wave.slot_ids, named, len(x))
+            if len(part) == len(x):
+                out = part
+            else:
+                out = torch.empty_like(x) if out is None else out
+                out[rows] = part
+        return torch.empty_like(x) if out is None else out
+
+    def _run(
+        self,
+        kernel: LayerKernel,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        slot_ids: Tensor,
+        there: Tensor | None,
+        rows: int,
+    ) -> Tensor:
+        """Runs ``kernel`` on rows whose experts ``ids`` are in the slots ``slot_ids``; ``there``: ids on the device."""
+        if kernel.takes_slots:
+            return kernel(x, weights, slot_ids)
+        slot_of = self._on_device(self._map(ids, slot_ids))
+        return kernel(x, weights, self._on_device(ids) if there is None else there, slot_of, rows)
+
+    def _map(self, ids: Tensor, slot_ids: Tensor) -> Tensor:
+        """Returns int32 [experts]: the slots ``slot_ids`` of the experts ``ids``, both [rows, top_k]; on the CPU."""
+        slot_of = torch.full((self.shape.experts,), NOWHERE, dtype=torch.int32)
+        slot_of[ids.long()] = slot_ids.to(torch.int32)
+        return slot_of
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        assert self._exchange is not None
+        return self._exchange.to_device(tensor)
+
+    def _tell(self, layer: int, ids: Tensor, weights: Tensor, rows: Rows) -> None:
+        self.observe(layer, ids)
+        if rows.record is not None:
+            rows.record(layer, ids, weights)
+
+    def cold(self, layer: int, ids: Tensor, real: int | None = None) -> Tensor | None:
+        """Decides which (row, expert) pairs run on the CPU: bool [rows, top_k], or None if there are none.
+
+        Their experts are not loaded. The policy observes them when the step ends, like all others. ``ids`` as in
+        ``waves``; ``real``: leading rows that belong to requests, all by default.
+        """
+        if self._cpu is None:
+            return None
+        pairs = self._layers.cold(layer, ids.numpy(), self._counted, real)
+        return None if pairs is None else torch.from_numpy(pairs)
+
+    @contextlib.contextmanager
+    def computing(self, layer: int, share: Share, x: Tensor, weights: Tensor) -> Iterator[Computation]:
+        """Computes ``share`` of a layer's rows on the CPU while the block runs.
+
+        Args:
+            layer: number of the layer in ``shape.layers``.
+            share: the (row, expert) pairs to compute.
+            x: [rows, hidden].
+            weights: [rows, top_k].
+
+        Raises:
+            SpacError: the thread is closed.
+        """
+        assert self._cpu is not None
+        experts = self.store.layer(layer)
+        with self._cpu.computing(*share.pick(x, weights), share.ids, experts) as computation:
+            yield computation
+        if self._step is not None:
+            self.counters.cpu_wait_seconds += computation.waited
+
+    def waves(self, layer: int, ids: Tensor) -> Iterator[Wave]:
+        """Makes the routed experts of a layer resident, wave by wave.
+
+        A wave's experts are pinned until the next wave is requested. There is one wave unless the rows need more
+        experts than there are slots; every row is in exactly one wave.
+
+        Args:
+            layer: number of the layer in ``shape.layers``.
+            ids: experts of shape [rows, top_k] on the CPU, each in ``[0, shape.experts)``.
+
+        Raises:
+            StoreError: an expert could not be loaded; nothing was computed with it.
+        """
+        routed, first = ids.numpy(), layer * self.shape.experts
+        table = self.residency.slot_of[first : first + self.shape.experts]
+        with contextlib.closing(self._layers.waves(layer, routed, self._counted)) as waves:
+            for rows, _ in waves:
+                found = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+                yield Wave(found, typed_like(table[routed[rows]], ids))
+
+    def fill(self) -> Iterator[int]:
+        slots = self.residency.slots
+        first = self.residency.policy.first()
+        layers, experts = len(self.shape.layers), self.shape.experts
+        yield from self._layers.fill(filled_experts(layers, experts, slots, first))
+        if self.host is not None:
+            both = min(self.shape.total, slots + self.host.tier.rows)
+            wanted = chain.from_iterable(filled_experts(layers, experts, both, first))
+            yield from self._transfers.keep(self.host.tier.first(wanted, self.residency.slot_of))
+        assert not self.holds_all or (self.residency.slot_of == np.arange(slots)).all()
+
+    def close(self) -> None:
+        self._loader.close()
+        if self._cpu is not None:
+            self._cpu.close()
+        self.store.close()
+
+    def _count_hits(self) -> None:
+        """Counts the hits of many steps at once, for use when every expert has its slot and nothing is decided."""
+        if not self._routed:
+            return
+        if self.residency.activity is not None:
+            self.residency.activity.observe(self._routed.uses())
+        self.counters.hits += self._routed.distinct()
+        self.counters.waves += len(self._routed)
+        self._routed.clear()

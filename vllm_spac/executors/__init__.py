@@ -1,1 +1,0 @@
-"""Executors: compute experts on the CPU, from the store's memory, without loading them into fast memory."""

@@ -1,0 +1,1 @@
+"""What the other folders need of vLLM: each wrapped name (``patches``), versions, graphs, ranks, the drafter."""

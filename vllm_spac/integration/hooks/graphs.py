@@ -1,0 +1,169 @@
+"""CUDA graphs: full graphs where no layer needs the host, else graphs split at our op, or none.
+
+A full graph repeats in every replay what the host decided at capture. That would be wrong if experts are loaded between
+layers, routing is recorded, or the host applies a budget within the forward. An execution that does not need the host
+is controlled between steps only, and so is a budget whose ranking can be replayed; with a slot for each expert there is
+nothing to decide.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm_spac import components
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import Remedy, UnsupportedError, drop, use
+from vllm_spac.execution.staging import ROWS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.spac")
+
+MOE_LAYER = "vllm::spac_moe_layer"  # registered in ``layers.custom_ops``, which imports vLLM's MoE layers
+_PIECEWISE = Remedy(
+    """add --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager""",
+    {"--compilation-config.cudagraph_mode": "PIECEWISE"},
+)
+
+
+def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
+    """Why layers need the host and which flags avoid it, or None if they do not need it."""
+    if config.execution_class.needs_host and config.parsed_slots.share != 1:
+        return "experts are loaded between the pieces", _all_in_slots(config)
+    if config.trace is not None:
+        return "routing is recorded between the pieces", (drop("trace"),)
+    if not config.execution_class.needs_host and components.find("rankings", config.budget_ranking).replayable:
+        return None
+    for name in ("budget", "budget_mass", "budget_file"):
+        if getattr(config, name) is not None:
+            return "a budget is applied between the pieces", (drop(name),)
+    if config.control:
+        return "a budget may be applied between the pieces", (drop("control"),)
+    return None
+
+
+def _all_in_slots(config: SpacConfig) -> tuple[Remedy, ...]:
+    """Expert workers compute outside of the graph whatever their slots are."""
+    return (use(execution="pointers"), use(slots="100%")) if config.executor == "local" else ()
+
+
+def hold_budget(config: SpacConfig) -> bool:
+    """Whether full graphs of this engine hold the launches of a budget that is in force or may be set later."""
+    budgets = config.budget, config.budget_mass, config.budget_file
+    asked = config.control or any(budget is not None for budget in budgets)
+    return not config.execution_class.needs_host and asked and needs_host(config) is None
+
+
+def request(engine_args: EngineArgs, config: SpacConfig) -> None:
+    """Sets ``EngineArgs`` to piecewise graphs if full ones are impossible and the user did not choose a mode.
+
+    Raises:
+        UnsupportedError: the user chose an option that needs full graphs.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or engine_args.enforce_eager:
+        return
+    if (engine_args.speculative_config or {}).get("enable_adaptive_verification"):
+        raise UnsupportedError(
+            "spac: enable_adaptive_verification needs full CUDA graphs, and leaves it to the device which rows of a "
+            "step count; drop it from --speculative-config"
+        )
+    asked = engine_args.compilation_config.cudagraph_mode
+    if asked is not None:
+        check_mode(asked.name, config, breakable=False)
+    elif needs_host(config):
+        engine_args.compilation_config = copy.deepcopy(engine_args.compilation_config)
+        engine_args.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def split(vllm_config: VllmConfig, config: SpacConfig) -> None:
+    """Adds our op to the splitting ops of a checked configuration; vLLM's own, or the user's, are kept.
+
+    If all experts have slots and vLLM's own kernels run, graphs may contain the layers: then nothing is changed, unless
+    ``PIECEWISE`` was requested.
+
+    Raises:
+        UnsupportedError: as ``check_mode``.
+    """
+    from vllm import envs
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if mode == CUDAGraphMode.NONE:
+        return
+    host = needs_host(config)
+    if host is None and config.execution_class.keeps_bits and mode != CUDAGraphMode.PIECEWISE:
+        logger.info("spac: CUDA graphs are %s, as without the plugin; hits in them are not counted", mode.name)
+        return
+    check_mode(mode.name, config, breakable=envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
+    compilation.splitting_ops = with_moe_layer(compilation.splitting_ops)
+    if mode == CUDAGraphMode.PIECEWISE:
+        reason, _ = host or ("as requested", None)
+        logger.info("spac: CUDA graphs are PIECEWISE, split at the MoE layers: %s", reason)
+    else:
+        held = "the MoE layers and a budget" if hold_budget(config) else "the MoE layers"
+        logger.info("spac: CUDA graphs are %s: the full ones hold %s, which need no host", mode.name, held)
+
+
+def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
+    """Refuses graphs that would contain our op while it needs the host.
+
+    Args:
+        mode: name of vLLM's ``CUDAGraphMode``.
+        config: the plugin's.
+        breakable: whether vLLM's ops split graphs during capture (``VLLM_USE_BREAKABLE_CUDAGRAPH``).
+
+    Raises:
+        UnsupportedError: names the flag that helps.
+    """
+    if mode not in ("NONE", "PIECEWISE") and (found := needs_host(config)) is not None:
+        reason, instead = found
+        raise UnsupportedError.refused(
+            f"spac: cudagraph_mode {mode} captures steps in one piece, and {reason}", *instead, _PIECEWISE
+        )
+    if breakable and mode != "NONE":
+        raise UnsupportedError(
+            "spac: VLLM_USE_BREAKABLE_CUDAGRAPH=1, which vLLM sets for some models, splits graphs at vLLM's own ops "
+            "only; set VLLM_USE_BREAKABLE_CUDAGRAPH=0 or add --enforce-eager"
+        )
+
+
+def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
+    """Refuses full graphs of prompts that are long enough to be staged, which the host does layer by layer.
+
+    Full graphs of decode steps may have as many rows: they read missing experts in place.
+
+    Raises:
+        UnsupportedError: names the flag that helps.
+    """
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    captures_prompts = (compilation.cudagraph_mode or CUDAGraphMode.NONE).mixed_mode() == CUDAGraphMode.FULL
+    staged_from = -(-ROWS * shape.experts // shape.top_k)
+    if captures_prompts and (compilation.max_cudagraph_capture_size or 0) >= staged_from:
+        raise UnsupportedError(
+            f"spac: cudagraph_mode FULL captures prompts of up to {compilation.max_cudagraph_capture_size} rows, and "
+            f"those of {staged_from} and more are staged, which no graph can hold; use --spac-staging off, or "
+            """--compilation-config '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'"""
+        )
+
+
+def most_rows(vllm_config: VllmConfig) -> int:
+    """Maximum number of rows of a forward, including the padding for a graph."""
+    captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    return max(vllm_config.scheduler_config.max_num_batched_tokens, captured)
+
+
+def with_moe_layer(ops: Sequence[str] | None) -> list[str]:
+    """Returns the splitting ops ``ops`` with ours appended, once."""
+    return [*(op for op in ops or () if op != MOE_LAYER), MOE_LAYER]

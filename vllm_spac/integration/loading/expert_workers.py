@@ -1,0 +1,146 @@
+"""Expert workers of an engine: what they serve of a model, where they are, and what cannot be served by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_spac import components
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.rules import check_groups, without_workers
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import ConfigError, UnsupportedError, use
+from vllm_spac.integration.hooks.ranks import Refusal
+from vllm_spac.integration.layers import cpu_kernel
+from vllm_spac.methods.od_moe import division, places
+from vllm_spac.methods.od_moe.client import WorkerClient
+from vllm_spac.methods.od_moe.places import Places, Processes, RunningWorkers
+from vllm_spac.methods.od_moe.service import Service
+from vllm_spac.methods.od_moe.workers_execution import WorkerStore
+from vllm_spac.storage.base import ExpertStore
+from vllm_spac.system import machine
+from vllm_spac.system.untrusted import path_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_spac.integration.layers.managed_experts import ManagedExperts
+
+
+def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
+    """Yields (whether it is in use, the option, what to do instead) for what workers cannot serve."""
+    if config.executor == "local":
+        return
+    from vllm.platforms import current_platform
+
+    model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    named, local = f"executor={config.executor} (--spac-executor)", (without_workers(config),)
+    yield not current_platform.is_cpu(), f"{named} on a GPU (workers run vLLM's CPU kernel)", local
+    yield model.quantization is not None, f"{named} with quantised experts", local
+    one = use(vllm_tensor_parallel_size=1)
+    yield ranks > 1, f"{named} with --tensor-parallel-size {ranks}", (*local, one)
+
+
+def check_places(config: SpacConfig) -> None:
+    """Refuses a cluster that is not there before an engine starts; ``ConfigError`` says what to do."""
+    if config.executor == "processes" and config.cluster is not None:
+        RunningWorkers(path_of(config.cluster), config.workers)
+    if config.executor == "ray":
+        places.check_installed()
+
+
+def check_shapes(config: SpacConfig, shapes: Sequence[MoEShape]) -> None:
+    """Refuses layers of several shapes."""
+    if len(shapes) != 1:
+        raise ConfigError.refused(
+            f"spac: executor={config.executor} (--spac-executor) needs MoE layers of one shape, this model has "
+            f"{len(shapes)}",
+            without_workers(config),
+        )
+
+
+def store(
+    config: SpacConfig, vllm_config: VllmConfig, shape: MoEShape, layer: ManagedExperts, fingerprint: str, free: int
+) -> WorkerStore:
+    """Starts or reaches the workers, and opens the store that they are.
+
+    Args:
+        config, vllm_config: of the engine.
+        shape: of all MoE layers.
+        layer: one of them, whose kernel is built.
+        fingerprint: of the packed experts.
+        free: bytes that experts may take on this machine.
+
+    Raises:
+        SpacError: a worker cannot be started, reached or used.
+    """
+    isa = cpu_kernel.isa_of(layer)
+    if isa is None or layer.apply_router_weight_on_input:
+        raise UnsupportedError.refused(
+            f"spac: executor={config.executor} (--spac-executor) needs vLLM's fused CPU kernel, and {layer.layer_name} "
+            "runs in another",
+            without_workers(config),
+        )
+    places, client = _places(config, free), None
+    try:
+        count = len(places.addresses()) if config.workers is None else config.workers
+        _check_count(config, count, len(shape.layers))
+        knobs: dict[str, Any] = {"slots": config.slots, "policy": config.policy, "io_threads": config.io_threads}
+        if config.prefetch != "off":
+            knobs |= {"hints": True, "pins": config.soft_pins != "off", "extra": config.prefetch_share}
+            options = components.parse(config.prefetch)[1]
+            knobs |= {name: options[name] for name in ("depth", "background") if name in options}
+        kind = {"activation": layer.activation.value, "isa": isa, "hidden": layer.moe_config.hidden_dim}
+        kind["divides"] = config.workers_per_layer > 1
+        size, replicas = config.workers_per_layer, config.replicas
+        layers = [division.layers_of(worker, len(shape.layers), count, replicas, size) for worker in range(count)]
+        services = [Service.of(shape, fingerprint, mine, **knobs, **kind) for mine in layers]
+        kernel = cpu_kernel.named(isa, layer.activation.value)
+        client = WorkerClient(
+            places,
+            services,
+            replicas,
+            kernel,
+            vllm_config.model_config.dtype,
+            lambda: _copy(config, shape, fingerprint),
+            size,
+        )
+        return WorkerStore(shape, fingerprint, client)
+    except BaseException:
+        (places if client is None else client).close()
+        raise
+
+
+def _places(config: SpacConfig, free: int) -> Places:
+    """Returns where the workers are; those of this machine share its CPUs with the engine, and ``free`` bytes."""
+    if config.executor == "processes" and config.cluster is not None:
+        return RunningWorkers(path_of(config.cluster), config.workers)
+    assert config.workers is not None
+    arguments = ["--disk-dir", str(config.folder)]
+    if config.executor == "ray" and config.cluster is not None:
+        return places.RayWorkers(config.workers, arguments, config.cluster)
+    threads = max(1, len(machine.cpus()) // (config.workers + 1))
+    arguments += ["--memory", str(max(0, free) // config.workers), "--threads", str(threads)]
+    if config.executor == "ray":
+        return places.RayWorkers(config.workers, arguments, None)
+    return Processes(config.workers, arguments)
+
+
+def _check_count(config: SpacConfig, count: int, layers: int) -> None:
+    if count > (most := layers * config.workers_per_layer):
+        raise ConfigError(
+            f"spac: {count} workers (--spac-workers) for {layers} MoE layers: a worker has at least one; use "
+            f"--spac-workers {most}"
+        )
+    check_groups(config, count)
+
+
+def _copy(config: SpacConfig, shape: MoEShape, fingerprint: str) -> ExpertStore | None:
+    """Opens the experts on this machine's disk, if all are packed there, as they are where workers share it."""
+    if not (config.folder / fingerprint).is_dir():
+        return None
+    found = components.build("stores", "disk", shape=shape, fingerprint=fingerprint, folder=config.folder)
+    if all(map(found.holds, range(shape.total))):
+        return found
+    found.close()
+    return None

@@ -1,0 +1,136 @@
+"""What draft trees need of an engine: settings that are added to its arguments, and combinations that are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, add, drop, use
+from vllm_spac.integration.hooks import drafts
+from vllm_spac.integration.hooks.ranks import Refusal
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.spac")
+
+SCHEDULER = "vllm_spac.integration.stepping.tree_scheduler.TreeScheduler"
+ASYNC_SCHEDULER = "vllm_spac.integration.stepping.tree_scheduler.AsyncTreeScheduler"
+_V2 = Remedy("drop VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": None})
+_EAGER = Remedy("add --enforce-eager", {"--enforce-eager": True})
+_BLOCK = 32  # tokens; vLLM's own for CPUs is 128, and scratch is counted in blocks
+_HEAD = {"method": "eagle3", "model": "HEAD"}
+_EAGLE = Remedy(f"add --speculative-config '{json.dumps(_HEAD)}'", {"--speculative-config": _HEAD})
+_CHAINS = drop("tree").but(", and the drafter proposes chains")
+
+
+def request(engine_args: EngineArgs, config: SpacConfig) -> None:
+    """Adds what trees need to ``EngineArgs``: the draft length, the scheduler with scratch, small blocks.
+
+    Raises:
+        ConfigError: the user's arguments contradict it.
+    """
+    if not config.tree:
+        return
+    named = f"tree={config.tree} (--spac-tree)"
+    if engine_args.tensor_parallel_size > 1:  # first: what else is in the way need not be
+        ranks = "--tensor-parallel-size above 1, where they were not tested"
+        raise UnsupportedError.refused(f"spac: {named} does not work with {ranks}", _CHAINS)
+    given = engine_args.speculative_config
+    if not isinstance(given, dict):
+        raise ConfigError.refused(f"spac: {named} is drafted by an EAGLE head", _EAGLE, drop("tree"))
+    asked = given.get("num_speculative_tokens")
+    if asked not in (None, config.tree):
+        raise ConfigError.refused(
+            f"spac: {named} and num_speculative_tokens={asked} name two numbers of draft tokens",
+            drafts.without("num_speculative_tokens"),
+        )
+    if given.get("disable_padded_drafter_batch") is False:
+        padded = "disable_padded_drafter_batch"
+        raise ConfigError.refused(f"spac: {named} needs {padded}, and it is false", drafts.without(padded))
+    if engine_args.scheduler_cls is not None:
+        raise ConfigError.refused(f"spac: {named} brings its own scheduler", drop("vllm_scheduler_cls"))
+    engine_args.speculative_config = {
+        **given,
+        "num_speculative_tokens": config.tree,
+        "disable_padded_drafter_batch": True,
+    }
+    engine_args.scheduler_cls = SCHEDULER
+    if engine_args.block_size is None:
+        engine_args.block_size = _BLOCK
+        logger.info("spac: trees set --block-size %d: scratch is counted in blocks", _BLOCK)
+
+
+def check(config: SpacConfig, vllm_config: VllmConfig) -> None:
+    """Refuses engines that cannot serve trees exactly; names the scheduler for those that plan steps ahead.
+
+    Raises:
+        UnsupportedError: names what is in the way, and what helps.
+    """
+    if not config.tree:
+        return
+    for refused, what, instead in _refusals(config, vllm_config):
+        if refused:
+            raise UnsupportedError.refused(
+                f"spac: tree={config.tree} (--spac-tree) does not work with {what}", *instead
+            )
+    if vllm_config.scheduler_config.async_scheduling:
+        vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
+
+
+def _refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
+    """Yields (whether it is in the way, what it is, what to do instead)."""
+    from vllm.platforms import current_platform
+
+    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    chains = (_CHAINS,)
+    method = vllm_config.speculative_config.method
+    head = Remedy("use an EAGLE head", _EAGLE.changes)
+    yield method not in ("eagle", "eagle3"), f"drafts of {method}", (head, *chains)
+    if drafts.plans_drafts(vllm_config):
+        yield from _refusals_of_v2(config, vllm_config, chains)
+    else:
+        yield not current_platform.is_cpu(), "vLLM's V1 runner on a GPU", (_V2,)
+        yield scheduler.async_scheduling, "async scheduling in vLLM's V1 runner", (drafts.IN_ORDER,)
+    yield model.is_hybrid, "recurrent layers, which have one state per request", chains
+    yield model.uses_mrope, "M-RoPE", chains
+    yield model.use_mla, "MLA attention", chains
+    yield vllm_config.kv_transfer_config is not None, "--kv-transfer-config", (drop("vllm_kv_transfer_config"),)
+    yield parallel.decode_context_parallel_size > 1, "--decode-context-parallel-size above 1", chains
+    yield parallel.prefill_context_parallel_size > 1, "--prefill-context-parallel-size above 1", chains
+    assert config.draft_tree is not None
+    each = max(config.tree + 1, config.draft_tree.front)  # rows that a request has in the target, in the drafter
+    rows, most = scheduler.max_num_seqs * each, scheduler.max_num_batched_tokens
+    fit = max(1, most // each)
+    yield (
+        rows > most,
+        f"--max-num-batched-tokens {most}: trees of {scheduler.max_num_seqs} requests have {rows} rows",
+        (use(vllm_max_num_seqs=fit), use(vllm_max_num_batched_tokens=rows)),
+    )
+
+
+def _refusals_of_v2(config: SpacConfig, vllm_config: VllmConfig, chains: tuple[Remedy, ...]) -> Iterator[Refusal]:
+    """As ``_refusals``, what is in the way with V2's runner only."""
+    speculation, backend = vllm_config.speculative_config, vllm_config.attention_config.backend
+    mode, named = vllm_config.compilation_config.cudagraph_mode, getattr(backend, "name", "vLLM's choice of attention")
+    yield mode is not None and mode.name != "NONE", f"CUDA graphs ({mode and mode.name})", (_EAGER,)
+    yield named != "TRITON_ATTN", f"{named}, which it was not tried with", (add(vllm_attention_backend="TRITON_ATTN"),)
+    untraced = (drop("trace"), *chains)
+    yield config.trace is not None, "--spac-trace, for V2 keeps on the device which draft follows which", untraced
+    yield vllm_config.parallel_config.use_ubatching, "--enable-dbo", (drop("vllm_enable_dbo"),)
+    yield (
+        speculation.rejection_sample_method != "standard",
+        f"rejection_sample_method={speculation.rejection_sample_method}",
+        (drafts.without("rejection_sample_method"),),
+    )
+    model = vllm_config.model_config
+    yield bool(model.logits_processors), "--logits-processors", chains
+    yield getattr(vllm_config, "watermark_config", None) is not None, "watermarks", chains
+    for name in ("return_sampling_mask", "enable_trace_replay"):
+        yield getattr(model, name, False), f"--{name.replace('_', '-')}", chains
+    kept = str(vllm_config.cache_config.cache_dtype)
+    yield "per_token_head" in kept, f"--kv-cache-dtype {kept}", (use(vllm_kv_cache_dtype="auto"),)

@@ -1,0 +1,513 @@
+"""Draft trees with vLLM's V2 model runner: grown, verified and sampled.
+
+Verifies trees with V2's sampler, which draws once at every row.
+
+Its noise depends on the request's seed and the row's position only. So the draws along the accepted path are those of
+an engine that does not speculate.
+
+Grows trees with V2's EAGLE drafter: its own first pass, then one forward per level over the expanded nodes.
+
+Draft trees in vLLM's V2 model runner, whose drafts stay on the device: nothing of them is read on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.config.tree_shape import TreeShape
+from vllm_spac.integration.stepping.tree_attention import updating
+from vllm_spac.integration.stepping.tree_scratch import Scratch, to_device
+from vllm_spac.methods.trees.growth import Growth
+from vllm_spac.methods.trees.tensors import StepTrees, TensorRows, TreeTensors, Walked, trees_of, walk
+from vllm_spac.methods.trees.tree_counters import DeviceCounters
+from vllm_spac.methods.trees.virtual_batch import BlockCopies, LevelBatch, Scattered, level_batch
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+
+class Trees(Protocol):
+    """What the sampler asks and tells."""
+
+    def trees(self, batch: InputBatch) -> TreeTensors: ...
+
+    def accepted(self, walked: Walked, trees: TreeTensors, rows: Tensor) -> None: ...
+
+
+class TreeSampler:
+    """In place of V2's ``RejectionSampler``.
+
+    Args:
+        plain: vLLM's; its sampler draws, and it gathers log-probabilities.
+        trees: of the runner.
+    """
+
+    enable_adaptive_verification = False  # vLLM's warm-up asks
+
+    def __init__(self, plain: RejectionSampler, trees: Trees) -> None:
+        self._plain, self._trees = plain, trees
+
+    def __call__(
+        self,
+        logits: Tensor,
+        input_batch: InputBatch,
+        draft_logits: Tensor | None = None,
+        invalid_drafts: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Samples a batch that has drafts.
+
+        Args:
+            logits: [rows that are sampled, V].
+            input_batch: of the step; positions of tree rows are those in their trees.
+            draft_logits: not used: trees hold the drafter's best tokens, and the target alone decides.
+            invalid_drafts: bool [rows that are sampled], drafts that a grammar excludes.
+        """
+        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+        from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+        from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+        sampler, trees = self._plain.sampler, self._trees.trees(input_batch)
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        at = Sampled.of(input_batch, trees.parents.shape[1])
+        drafts = input_batch.input_ids[input_batch.logits_indices]
+        chosen, processed = sampler.sample(
+            logits,
+            input_batch.expanded_idx_mapping,
+            input_batch.idx_mapping,
+            input_batch.idx_mapping_np,
+            input_batch.positions[input_batch.logits_indices],
+            drafts,
+            input_batch.expanded_local_pos,
+            input_batch.seq_lens_cpu_upper_bound.numpy(),
+            return_logprobs=True,
+        )
+        roots = input_batch.positions[input_batch.logits_indices[at.first]]
+        known = roots >= sampler.req_states.prefill_len.gpu[input_batch.idx_mapping]  # vLLM pads prompts with drafts
+        tokens = drafts if invalid_drafts is None else drafts.masked_fill(invalid_drafts, -1)
+        tokens = tokens[at.logits].long().masked_fill(~known[:, None], -1)
+        walked = walk(trees, tokens, at.rows, chosen[at.logits].long())
+        self._trees.accepted(walked, trees, at.rows)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            walked.emitted.clone(),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=walked.tokens,
+            logprobs_tensors=self._logprobs(walked, at, num_sampled, logits, processed, input_batch),
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _logprobs(
+        self, walked: Walked, at: Sampled, counts: Tensor, logits: Tensor, processed: Tensor, batch: InputBatch
+    ) -> Any:
+        """vLLM's log-probabilities, from the logits of accepted rows in place of the first ones."""
+        from vllm.config.model import PROCESSED_LOGPROBS_MODES
+        from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+
+        sampler = self._plain.sampler
+        if (most := sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)) == NO_LOGPROBS:
+            return None
+        shown = processed if sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES else logits
+        order = at.along(walked.path, len(shown))
+        return self._plain._get_logprobs_tensors(
+            walked.tokens, counts, shown[order], batch.cu_num_logits, batch.cu_num_logits_np, most
+        )
+
+
+class Sampled:
+    """Where the rows of each request are among those that are sampled.
+
+    Attributes:
+        first: int64 [requests], that of the root.
+        rows: int64 [requests], how many there are.
+        logits: int64 [requests, n + 1], that of each row; those behind the last one repeat it.
+    """
+
+    def __init__(self, first: Tensor, rows: Tensor, nodes: int) -> None:
+        self.first, self.rows = first, rows
+        row = torch.arange(nodes, device=first.device)
+        self.logits = first[:, None] + torch.minimum(row, rows[:, None] - 1)
+
+    @classmethod
+    def of(cls, batch: InputBatch, nodes: int) -> Sampled:
+        starts = batch.cu_num_logits.long()
+        return cls(starts[:-1], starts.diff(), nodes)
+
+    def along(self, path: Tensor, total: int) -> Tensor:
+        """Order of all ``total`` sampled rows in which each request's accepted ones come first, int64 [total]."""
+        level = torch.arange(path.shape[1], device=path.device)
+        target = torch.where(path < 0, total, self.first[:, None] + level)
+        order = torch.arange(total + 1, device=path.device)
+        order[target.flatten()] = (self.first[:, None] + path.clamp(min=0)).flatten()
+        return order[:total]
+
+
+class Drafter:
+    """Replaces what follows the first pass of a V2 speculator.
+
+    Args:
+        speculator: its attention has been set up.
+        shape: of the trees.
+        scratch: blocks that no request uses.
+        caches: KV cache of each of the drafter's attention layers, [blocks, ...].
+        keep: gets (requests of the runner's state, int64 [R], their trees).
+    """
+
+    def __init__(
+        self,
+        speculator: EagleSpeculator,
+        shape: TreeShape,
+        scratch: Scratch,
+        caches: Sequence[Tensor],
+        keep: Callable[[Tensor, TreeTensors], None],
+    ) -> None:
+        self._speculator, self._shape, self._scratch, self._caches = speculator, shape, scratch, caches
+        self._keep = keep
+        self._chain: np.ndarray | None = None  # of the requests that are drafted for; None: made-up ones
+        self._logits: Tensor | None = None  # of the first pass
+        self._sample, speculator.sample_draft = speculator.sample_draft, self.sample_draft
+        name = "_fused_multi_step_decode" if speculator.supports_decode_metadata_update else "_multi_step_decode"
+        self._decode = getattr(speculator, name)
+        vars(speculator)[name] = self.decode
+
+    @contextmanager
+    def growing(self, chain: np.ndarray | None) -> Iterator[None]:
+        """Context of a call of the speculator's ``propose``.
+
+        Args:
+            chain: bool [requests], which get a chain; None: vLLM made the requests up, and drafts as it does.
+        """
+        self._chain = chain
+        try:
+            yield
+        finally:
+            self._chain = self._logits = None
+
+    def sample_draft(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of the speculator's: keeps the logits that the first level is drawn from."""
+        if self._chain is None:
+            return self._sample(hidden_states, *args, **kwargs)
+        self._logits = self._speculator.compute_draft_logits(hidden_states, 0)
+        return self._logits.argmax(-1)
+
+    def decode(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
+        """In place of the speculator's further steps: fills its ``draft_tokens`` with trees."""
+        if self._chain is None or self._logits is None:
+            return self._decode(num_reqs, *args, **kwargs)
+        speculator = self._speculator
+        chain = to_device(self._chain, speculator.device)
+        tokens, trees = trees_of(self._grown(num_reqs, self._logits).chosen(), self._shape.depth, chain)
+        speculator.draft_tokens[:num_reqs] = tokens
+        self._keep(speculator.idx_mapping[:num_reqs], trees)
+
+    def _grown(self, requests: int, logits: Tensor) -> Growth:
+        speculator, size = (
+            self._speculator,
+            self._speculator.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        )
+        table = speculator.block_tables.input_block_tables[0][:requests]
+        bases = speculator.input_buffers.positions[:requests].clone()  # vLLM has advanced them
+        hidden = speculator.hidden_states[:requests].clone()
+        growth = Growth(self._shape, logits.float().log_softmax(-1))
+        places, previous = self._scratch.levels(requests), None
+        while not growth.over:
+            front = growth.expanded.shape[1]
+            here, parents = places[growth.level % 2, :, :front], growth.parent[..., None]
+            if previous is None:
+                before = hidden[:, None].expand(-1, front, -1)
+                own = table.gather(1, (bases // size)[:, None]).long()
+                self._copy(own.expand(-1, front), here[..., 0])
+            else:
+                before = hidden.gather(1, parents.expand(-1, -1, hidden.shape[-1]))
+                self._copy(previous.gather(1, parents.expand(-1, -1, self._scratch.each)), here)
+            batch = level_batch(table, bases, growth.level, here, size)
+            last, hidden = self._forward(growth, batch, before.flatten(0, 1))
+            level = speculator.compute_draft_logits(last, growth.level).float().log_softmax(-1)
+            hidden, previous = hidden.clone().view(requests, front, -1), here
+            growth.add(level.view(requests, front, -1))
+        return growth
+
+    def _forward(self, growth: Growth, batch: LevelBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the drafter on one level: (hidden states for logits, hidden states for the next level), [R * F, d]."""
+        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+
+        speculator, count = self._speculator, len(batch.lengths)
+        most, buffers = speculator.max_model_len, speculator.input_buffers
+        buffers.input_ids[:count] = growth.tokens.flatten().to(buffers.input_ids.dtype)
+        # A request that is nearly full gets nodes behind its end: the scheduler does not verify them.
+        buffers.positions[:count] = batch.positions.clamp(max=most - 1)
+        speculator.hidden_states[:count] = hidden
+        starts = torch.arange(count + 1, dtype=torch.int32)
+        slots = batch.slots[None]
+        metadata = build_attn_metadata(
+            attn_groups=speculator.attn_groups,
+            num_reqs=count,
+            num_tokens=count,
+            query_start_loc_gpu=starts.to(speculator.device),
+            query_start_loc_cpu=starts,
+            max_query_len=1,
+            seq_lens=batch.lengths.clamp(max=most),
+            max_seq_len=most,
+            block_tables=[batch.block_table],
+            slot_mappings=slots,
+            kv_cache_config=speculator.kv_cache_config,
+            seq_lens_cpu_upper_bound=torch.full((count,), most, dtype=torch.int32),
+            positions=buffers.positions[:count],
+            is_prefilling=torch.zeros(count, dtype=torch.bool),
+        )
+        by_layer = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
+        last, following = speculator._run_model(count, metadata, by_layer, num_tokens_across_dp=None)
+        return last[:count], following[:count]
+
+    def _copy(self, sources: Tensor, targets: Tensor) -> None:
+        for cache in self._caches:
+            cache[targets.flatten()] = cache[sources.flatten()]
+
+
+class TreeDecodingV2:
+    """The trees of one V2 model runner.
+
+    In each step: ``begin`` when vLLM has prepared the batch, ``prepare_attn`` in place of its model state's, the hook
+    of the KV cache during the forward, ``accepted`` from the sampler, ``propose`` around the drafter.
+
+    Args:
+        runner: V2's, its KV cache initialised.
+        shape: of the trees.
+        scratch: blocks that no request uses.
+    """
+
+    def __init__(self, runner: GPUModelRunner, shape: TreeShape, scratch: Scratch) -> None:
+        self._runner, self._scratch, device = runner, scratch, runner.device
+        self.block_size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.counters = DeviceCounters(shape.depth, device)
+        self._drafted = TreeTensors.chains(runner.max_num_reqs, shape.nodes, shape.depth, device)
+        self._as_chain = np.zeros(runner.max_num_reqs, dtype=bool)  # by request state
+        self._batch: InputBatch | None = None  # a real batch, until its metadata is built
+        self._step: StepTrees | None = None  # from then until the drafter runs
+        self._requests: Tensor  # int64 [T], those of the step whose drafts are trees
+        self._last: Tensor | None = None  # last accepted row of each tree of the step
+        self.scattered: Scattered | None = None  # while the target runs
+        speculator, layers = runner.speculator, runner.compilation_config.static_forward_context
+        names = runner.kv_cache_config.kv_cache_groups[0].layer_names
+        self._layers = [name for name in names if name not in speculator.draft_attn_layer_names]
+        self._caches = [layers[name].kv_cache for name in self._layers]
+        for name in self._layers:
+            layers[name].impl.do_kv_cache_update = updating(layers[name].impl.do_kv_cache_update, self)
+        caches = [layers[name].kv_cache for name in speculator.draft_attn_layer_names]
+        self._drafter = Drafter(speculator, shape, scratch, caches, self._keep)
+        self._propose, speculator.propose = speculator.propose, self.propose
+        self._prepare_attn, runner.model_state.prepare_attn = runner.model_state.prepare_attn, self.prepare_attn
+        self._add_request, runner.sampler.add_request = runner.sampler.add_request, self.add_request
+        runner.rejection_sampler = TreeSampler(runner.rejection_sampler, self)
+
+    def add_request(self, index: int, parameters: SamplingParams) -> None:
+        """In place of the sampler's: notes which requests need chains."""
+        self._as_chain[index] = needs_chain(parameters)
+        self._add_request(index, parameters)
+
+    def _keep(self, requests: Tensor, trees: TreeTensors) -> None:
+        self._drafted.put(requests, trees)
+
+    # -- the target's forward --------------------------------------------------------------------------------
+
+    def begin(self, batch: InputBatch) -> None:
+        """Takes note of a batch of requests; others are made up to profile and to warm up."""
+        self._batch, self._step, self._last, self.scattered = batch, None, None, None
+
+    def _is_of_requests(self, batch: InputBatch) -> bool:
+        begun, self._batch = self._batch, None
+        return begun is batch
+
+    def prepare_attn(
+        self, input_batch: InputBatch, cudagraph_mode: Any, block_tables: Sequence[Tensor], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """In place of the model state's: the target sees rows of trees as sequences, the drafter sees chains.
+
+        vLLM has computed the slots of the rows from their positions in a chain; from here on they have those in a tree.
+        """
+        chains = self._prepare_attn(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
+        if not self._is_of_requests(input_batch):
+            return chains
+        drafts = input_batch.num_draft_tokens_per_req
+        if drafts is None:
+            return chains
+        drafting = drafts > 0
+        self.counters.host.unknown += int((drafting & input_batch.is_prefilling_np).sum())
+        requests = np.flatnonzero(drafting & ~input_batch.is_prefilling_np)
+        if not len(requests):
+            return chains
+        layout = Layout.of(input_batch.query_start_loc_np[: input_batch.num_reqs + 1], drafts, requests)
+        step = self._take_up(input_batch, layout, block_tables[0])
+        sequences = expanded(input_batch, step, layout, block_tables[0], self.block_size)
+        input_batch.positions[step.rows.token] = step.positions
+        self.scattered = step.scattered(self.block_size)
+        self._copy(step.before_forward(self.block_size))
+        trees = self._prepare_attn(sequences[0], cudagraph_mode, (sequences[1],), *args, **kwargs)
+        return chains | {name: trees[name] for name in self._layers}
+
+    def _take_up(self, batch: InputBatch, layout: Layout, table: Tensor) -> StepTrees:
+        self._requests = to_device(layout.requests, table.device)
+        self._step = StepTrees(
+            self._drafted.take(batch.idx_mapping[self._requests]),
+            TensorRows(*to_device(layout.rows, table.device)),
+            batch.positions[to_device(layout.roots, table.device)].long(),
+            table[self._requests],
+            self._scratch.trees(len(layout.requests)),
+        )
+        return self._step
+
+    def _copy(self, copies: BlockCopies) -> None:
+        for cache in self._caches:
+            copies.apply(cache)
+
+    # -- its tokens ------------------------------------------------------------------------------------------
+
+    def trees(self, batch: InputBatch) -> TreeTensors:
+        """The trees of all requests of a batch, [requests, ...]; those without drafts have any."""
+        return self._drafted.take(batch.idx_mapping)
+
+    def accepted(self, walked: Walked, trees: TreeTensors, rows: Tensor) -> None:
+        """Moves the keys of accepted rows into place.
+
+        Args:
+            walked: of all requests of the batch.
+            trees: theirs.
+            rows: int64 [requests], rows of each tree that were verified.
+        """
+        self.scattered = None
+        if self._step is not None:
+            self._last = walked.last[self._requests]
+            self._copy(self._step.after_walk(self._last, self.block_size))
+        self.counters.verified(trees.parents, rows, walked.emitted.long() - 1)
+
+    # -- its drafts ------------------------------------------------------------------------------------------
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Around the drafter's: what it gets is a chain, and it grows trees."""
+        if not dummy_run and self._step is not None and self._last is not None:
+            order = self._step.as_chains(self._last, input_batch.num_tokens)
+            input_batch.positions[self._step.rows.token] = self._step.linear
+            tokens = input_batch.input_ids[: len(order)]
+            tokens.copy_(tokens[order])
+            last_hidden_states = reordered(last_hidden_states, order)
+            aux_hidden_states = [reordered(state, order) for state in aux_hidden_states or ()] or None
+        chain = None if dummy_run else self._as_chain[input_batch.idx_mapping_np]
+        with self._drafter.growing(chain):
+            return self._propose(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                *args,
+                dummy_run=dummy_run,
+                **kwargs,
+            )
+
+
+def needs_chain(parameters: SamplingParams) -> bool:
+    """Whether vLLM processes a request's logits by the drafts before a row, which it takes for a chain."""
+    plain = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    others = ("bad_words", "structured_outputs", "thinking_token_budget")
+    return any(getattr(parameters, name) != value for name, value in plain.items()) or any(
+        getattr(parameters, name, None) for name in others
+    )
+
+
+def reordered(state: Tensor, order: Tensor) -> Tensor:
+    """``state``, [rows, d], with its first rows in ``order``; rows behind them pad a CUDA graph."""
+    return torch.cat([state[order], state[len(order) :]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the rows of trees are in a batch; all that is known on the host.
+
+    Attributes:
+        requests: int64 [T], those whose drafts are trees.
+        rows: int64 [4, N], as ``TensorRows``.
+        roots: int64 [T], row of the forward of each root.
+        owner: int64 [S], request of each sequence that attention sees.
+        starts: int32 [S + 1], first row of each.
+    """
+
+    requests: np.ndarray
+    rows: np.ndarray
+    roots: np.ndarray
+    owner: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, starts: np.ndarray, drafts: np.ndarray, requests: np.ndarray) -> Layout:
+        """The layout of a batch.
+
+        Args:
+            starts: int [R + 1], first row of each request.
+            drafts: int [R], drafts of each.
+            requests: int [T], ascending, those whose drafts are trees; each of their rows is one of a tree.
+        """
+        sequences = np.ones(len(drafts), dtype=np.int64)
+        sequences[requests] = drafts[requests] + 1
+        owner = np.repeat(np.arange(len(drafts)), sequences)
+        first = np.cumsum(sequences) - sequences
+        row = np.arange(len(owner)) - first[owner]  # 0 for plain requests
+        begins = starts[:-1][owner] + row
+        tree = np.full(len(drafts), -1)
+        tree[requests] = np.arange(len(requests))
+        sequence = np.flatnonzero(tree[owner] >= 0)
+        rows = np.stack([tree[owner][sequence], row[sequence], begins[sequence], sequence])
+        return cls(
+            requests,
+            rows.astype(np.int64),
+            starts[requests].astype(np.int64),
+            owner,
+            np.append(begins, starts[-1]).astype(np.int32),
+        )
+
+
+def expanded(
+    batch: InputBatch, step: StepTrees, layout: Layout, table: Tensor, block_size: int
+) -> tuple[InputBatch, Tensor]:
+    """(the batch whose requests are the sequences that attention sees, their block table)."""
+    owner, count = to_device(layout.owner, table.device), len(layout.owner)
+    lengths, tables = step.sequences(owner, batch.seq_lens, table, block_size)
+    return dataclasses.replace(
+        batch,
+        num_reqs=count,
+        num_reqs_after_padding=count,
+        idx_mapping=batch.idx_mapping[owner],
+        idx_mapping_np=batch.idx_mapping_np[layout.owner],
+        num_scheduled_tokens=np.diff(layout.starts),
+        query_start_loc=to_device(layout.starts, table.device),
+        query_start_loc_np=layout.starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[torch.from_numpy(layout.owner)],
+        is_prefilling_np=batch.is_prefilling_np[layout.owner],
+    ), tables

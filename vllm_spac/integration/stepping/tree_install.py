@@ -1,0 +1,101 @@
+"""Sets up draft trees for a model runner once its KV cache exists."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_spac.decisions.guard.tree_guard import TreeGuard
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.integration.hooks import patches
+from vllm_spac.integration.hooks.drafts import plans_drafts
+from vllm_spac.integration.hooks.runner_hooks import managed_experts
+from vllm_spac.integration.stepping.tree_decoding_v1 import TreeDecoding
+from vllm_spac.integration.stepping.tree_decoding_v2 import TreeDecodingV2
+from vllm_spac.integration.stepping.tree_scratch import Scratch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+logger = logging.getLogger("vllm.spac")
+
+
+def install(vllm_config: VllmConfig) -> None:
+    """Wraps ``initialize_kv_cache`` of the model runner that an engine uses; a second call does nothing."""
+    runner = patches.RUNNER_V2 if plans_drafts(vllm_config) else patches.RUNNER_V1
+    patches.wrap(f"{runner}.initialize_kv_cache", _initializing)
+
+
+def trees_of(runner: RunnerV1) -> TreeDecoding | None:
+    """The trees of a V1 runner; None if it drafts chains, or has not been initialised."""
+    return getattr(runner, "_spac_trees", None)
+
+
+def device_trees_of(runner: RunnerV2) -> TreeDecodingV2 | None:
+    """The trees of a V2 runner; None as of ``trees_of``."""
+    return getattr(runner, "_spac_trees", None)
+
+
+def _initializing(initialize: Callable):
+    def initialized(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kwargs: Any):
+        result = initialize(self, kv_cache_config, is_profiling, *args, **kwargs)
+        experts = managed_experts(self)
+        if is_profiling or experts is None or (shape := experts.config.draft_tree) is None:
+            return result
+        _check(self, kv_cache_config)
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        requests, by_scheduler = self.vllm_config.scheduler_config.max_num_seqs, plans_drafts(self.vllm_config)
+        scratch = Scratch(shape, requests, block_size, self.device, by_row=by_scheduler)
+        share = 100 * scratch.count / kv_cache_config.num_blocks
+        logger.info(
+            "spac: draft trees of %s; their scratch takes %d of %d KV cache blocks (%.1f%%)",
+            f"{shape.nodes} nodes and {shape.depth} levels"
+            if by_scheduler
+            else f"up to {shape.nodes} nodes, {shape.depth} levels and {shape.leaves} paths",
+            scratch.count,
+            kv_cache_config.num_blocks,
+            share,
+        )
+        if by_scheduler:
+            self._spac_trees = TreeDecodingV2(self, shape, scratch)
+        else:
+            guard = experts.guard if isinstance(experts.guard, TreeGuard) else None
+            self._spac_trees = TreeDecoding(self, shape, scratch, guard)
+        experts.trees = self._spac_trees
+        return result
+
+    return initialized
+
+
+def _check(runner: RunnerV1 | RunnerV2, kv_cache_config: KVCacheConfig) -> None:
+    """Raises ``UnsupportedError`` if the model's attention cannot verify trees."""
+    from vllm.platforms import current_platform
+
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise UnsupportedError(
+            f"spac: trees (--spac-tree) need one group of KV cache blocks, this model has {len(groups)}; "
+            "add --disable-hybrid-kv-cache-manager, or drop --spac-tree"
+        )
+    layers = runner.compilation_config.static_forward_context
+    for name in groups[0].layer_names:
+        found = type(layers[name].impl).__name__
+        if not hasattr(layers[name].impl, "do_kv_cache_update"):
+            raise UnsupportedError(
+                f"spac: trees (--spac-tree) need an attention backend that writes its cache before it attends, and "
+                f"{found} of {name} does not; drop --spac-tree"
+            )
+        if not current_platform.is_cpu() and found != "TritonAttentionImpl":
+            raise UnsupportedError(
+                f"spac: trees (--spac-tree) were tried with TRITON_ATTN only on a GPU, and {name} has {found}; "
+                "add --attention-backend TRITON_ATTN"
+            )
+    if any(size != groups[0].kv_cache_spec.block_size for size in getattr(runner, "kernel_block_sizes", ())):
+        raise UnsupportedError(
+            f"spac: trees (--spac-tree) copy blocks of {groups[0].kv_cache_spec.block_size} tokens, and the attention "
+            f"kernel has blocks of {runner.kernel_block_sizes}; use --block-size {min(runner.kernel_block_sizes)}"
+        )

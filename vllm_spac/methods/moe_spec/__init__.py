@@ -1,0 +1,1 @@
+"""MoE-Spec: a budget of experts per layer, ranked over all tokens of a verify step."""

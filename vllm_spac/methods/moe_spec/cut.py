@@ -1,0 +1,327 @@
+"""Cuts rows to a shortlist: on the host (NumPy) and on a device (torch).
+
+Coverage: how a row is routed when some of its experts are outside the shortlist (MoE-Spec §3.3, Eq. 7 and 8).
+
+Shortlist and coverage of a layer as NumPy operations, for routing that is in host memory.
+
+A verify step has a few rows of a few dozen experts. The torch operations of ``kernels.reference`` take longer to
+dispatch than to compute there: 35 of them in a layer cost more than the layer's attention. NumPy's dispatch is several
+times cheaper. The ids are equal, and the weights too, except that the sum that renormalises a row may be taken in
+another order.
+
+Shortlist and coverage of a layer as torch operations, for routing that is in a GPU's memory; see ``host_cut``.
+
+Nothing is read on the host, so no operation waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_spac.kernels.reference.cover import rescued, substituted, truncated, where, within_groups
+from vllm_spac.kernels.reference.shortlist import first_members, mass_count, selected_first
+from vllm_spac.methods.moe_spec.rankings import router_mass, selected_mass, weighted
+from vllm_spac.methods.moe_spec.settings import RoutingRule, validate
+
+
+def members(found: Tensor, experts: int) -> Tensor:
+    """bool [N]: whether each expert is among those ``found``, int [n], any number of times."""
+    return torch.zeros(experts, dtype=torch.bool, device=found.device).index_fill_(0, found.long(), True)
+
+
+def kept(inside: Tensor, ids: Tensor) -> Tensor:
+    """bool [rows, k]: which of ``ids`` are ``members`` of the shortlist."""
+    return inside.index_select(0, ids.flatten()).view(ids.shape)
+
+
+def selectable(rule: RoutingRule, probs: Tensor, inside: Tensor, needed: int) -> tuple[Tensor, Tensor]:
+    """What experts are chosen by, and which a row may choose.
+
+    Args:
+        rule: of the layer.
+        probs: float [rows, N], its scores.
+        inside: bool [N] or [rows, N], the experts that are left.
+        needed: experts that a row chooses; where its groups hold fewer of ``inside``, the limit to groups is lifted.
+
+    Returns:
+        float [rows, N], and bool [N] or [rows, N].
+    """
+    chosen_by = probs if rule.bias is None else probs + rule.bias
+    if rule.groups is None or rule.top_groups is None:
+        return chosen_by, inside
+    summed = 1 if rule.bias is None else 2
+    return chosen_by, within_groups(inside, chosen_by, needed, rule.groups, rule.top_groups, summed)
+
+
+def truncate(probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, shortlist: Tensor) -> tuple[Tensor, Tensor]:
+    """The natural top-k without the experts outside the shortlist; the remaining weights are not recomputed (Eq. 7).
+
+    Args:
+        probs: float [rows, N], router scores over all experts.
+        topk_ids: int [rows, k], the natural choice.
+        topk_weights: float32 [rows, k], the mixing weights of ``topk_ids``.
+        shortlist: int64 [B], distinct.
+
+    Returns:
+        (weights, ids), with the shapes and dtypes of ``topk_weights`` and ``topk_ids``. A dropped expert has weight 0;
+        its id is replaced by the best expert that the row keeps (ties: the lowest id), or in a row that keeps none by
+        the first of the shortlist, so that no expert outside is ever loaded. A row that keeps all is bitwise unchanged.
+    """
+    inside = kept(members(shortlist, probs.shape[1]), topk_ids)
+    return truncated(probs, topk_weights, topk_ids, inside, shortlist[0])
+
+
+def substitute(
+    probs: Tensor,
+    top_k: int,
+    shortlist: Tensor,
+    renormalize: bool,
+    *,
+    selection: Tensor | None = None,
+    scale: float = 1.0,
+    groups: int | None = None,
+    top_groups: int | None = None,
+    natural: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The top-k within the shortlist, weighted as the checkpoint weights its experts (Eq. 8).
+
+    Scores are masked, never logits: a bias cannot lift an expert that is outside. Groups are chosen by the scores of
+    all their experts, as without a budget; where a row's groups hold fewer than ``top_k`` experts of the shortlist,
+    the limit to groups is lifted for that row.
+
+    Args:
+        probs: float [rows, N], router scores over all experts; the weights are taken from them.
+        top_k: experts per row.
+        shortlist: int64 [B], distinct; its order does not matter.
+        renormalize: whether the checkpoint divides the weights of a row by their sum. Scores that underflowed to 0
+            altogether stay 0.
+        selection: float [rows, N], what experts are chosen by, e.g. ``probs`` plus a correction bias.
+        scale: ``routed_scaling_factor``.
+        groups, top_groups: DeepSeek's limit: only the experts of the ``top_groups`` best of ``groups`` equal groups.
+            A group's score is that of its best expert, or with ``selection`` the sum of its best two.
+        natural: (weights, ids) [rows, k] of the unbudgeted router. Rows whose whole choice is in the shortlist keep
+            it bitwise, ties and rounding included; the dtype of ids is taken from it.
+
+    Returns:
+        (float32 [rows, top_k], int64 [rows, top_k]): weights and ids, the best first, ties by the lowest id.
+
+    Raises:
+        ConfigError: the shortlist has fewer than ``top_k`` experts.
+    """
+    validate(len(shortlist), probs.shape[1], top_k, "substitution")
+    inside = members(shortlist, probs.shape[1])
+    assert (groups is None) == (top_groups is None), "groups and top_groups come together"
+    chosen_by, open_to = probs if selection is None else selection, inside
+    if groups is not None and top_groups is not None:
+        open_to = within_groups(inside, chosen_by, top_k, groups, top_groups, 1 if selection is None else 2)
+    covered = substituted(probs, chosen_by, open_to, top_k, renormalize, scale)
+    return covered if natural is None else where(kept(inside, natural[1]).all(1), natural, covered)
+
+
+_Floats = NDArray[np.float32]
+_Ids = NDArray[np.int64]
+_Bools = NDArray[np.bool_]
+_SMALLEST = np.finfo(np.float32).smallest_subnormal
+
+
+def cut_on_host(
+    probs: Tensor,
+    order: Tensor,
+    natural: tuple[Tensor, Tensor],
+    votes: Tensor | None,
+    rule: RoutingRule,
+    *,
+    bound: int | None = None,
+    mass: float | None = None,
+    mass_of: str = "selected",
+    least: int = 1,
+    substitute: bool = True,
+    rescue: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts rows that vote together to one shortlist.
+
+    Args:
+        probs: float32 [rows, N], ``rule.probs`` of the router's logits.
+        order: int64 [N], all experts as ranked, the best first; those that a row selected are put before the others.
+        natural: float [rows, k] and int [rows, k], weights and ids without a budget.
+        votes: float64 [rows]; None: all are 1.
+        rule: of the layer.
+        bound: number of experts in the shortlist, the first of ``order``.
+        mass, mass_of, least: instead, the shortlist is the first part of ``order``, of at least ``least`` experts, that
+            holds this share of the mass.
+        substitute: coverage by substitution (Eq. 8), else by truncation (Eq. 7).
+        rescue: under truncation, whether a row that keeps no expert gets its best one.
+
+    Returns:
+        float [rows, k] weights, ids of the dtype of ``natural``, and bool [rows, k]: which of the natural ids are in
+        the shortlist. Rows that keep all their experts are bitwise unchanged; if all do, the tensors are those of
+        ``natural``.
+    """
+    scores, weights, ids = probs.numpy(), natural[0].float().numpy(), natural[1].numpy()
+    wanted = selected(ids, scores.shape[1])[order.numpy()]
+    ranked = np.concatenate([order.numpy()[wanted], order.numpy()[~wanted]])
+    leaders = ranked[:bound]
+    if mass is not None:
+        leaders = leading(ranked, _held(scores, weights, ids, votes, mass_of), mass, least)
+    inside = np.zeros(scores.shape[1], dtype=np.bool_)
+    inside[leaders] = True
+
+    keeps = inside[ids]
+    if keeps.all():
+        return *natural, torch.from_numpy(keeps)
+    if substitute:
+        taken, chosen = _substituted(scores, ids.shape[1], rule, inside)
+        whole = keeps.all(axis=1, keepdims=True)
+        taken, chosen = np.where(whole, weights, taken), np.where(whole, ids, chosen)
+    else:
+        taken, chosen = _truncated(scores, weights, ids, keeps, leaders[0])
+        lost = np.flatnonzero(~keeps.any(axis=1)) if rescue else ()
+        if len(lost):
+            taken[lost], chosen[lost] = _rescued(scores[lost], ids[lost], rule, inside)
+    chosen = chosen.astype(ids.dtype, copy=False)
+    return torch.from_numpy(taken), torch.from_numpy(chosen), torch.from_numpy(keeps)
+
+
+def selected(ids: NDArray[np.integer], experts: int) -> _Bools:
+    """bool [N]: the experts that rows with this choice, int [rows, k], selected."""
+    found = np.zeros(experts, dtype=np.bool_)
+    found[ids] = True
+    return found
+
+
+def leading(order: _Ids, held: NDArray[np.float64], share: float, least: int) -> _Ids:
+    """Returns the first experts of ``order``, at least ``least``, that hold ``share`` of the mass.
+
+    Args:
+        order: int64 [N], all experts, the best first.
+        held: float64 [N], the mass of each expert.
+    """
+    if share >= 1:
+        return order
+    found = held[order].cumsum()
+    return order[: max(least, 1 + int((found < share * found[-1]).sum()))]
+
+
+def _held(scores: _Floats, weights: _Floats, ids: _Ids, votes: Tensor | None, mass_of: str) -> NDArray[np.float64]:
+    """float64 [N]: each expert's part of the mass that the budget keeps a share of."""
+    if mass_of == "scores":
+        if votes is None:
+            return scores.sum(axis=0, dtype=np.float64)
+        heard = votes.numpy()
+        return (scores[heard != 0] * heard[heard != 0, None]).sum(axis=0)
+    parts = weights.astype(np.float64)
+    if votes is not None:
+        heard = votes.numpy()
+        ids, parts = ids[heard != 0], parts[heard != 0] * heard[heard != 0, None]
+    return np.bincount(ids.ravel(), parts.ravel(), scores.shape[1]).astype(np.float64, copy=False)
+
+
+def _best(scores: _Floats, rule: RoutingRule, inside: _Bools, count: int) -> _Ids:
+    """int64 [rows, count]: the experts of ``inside`` that the router would choose, ties by the lowest id."""
+    chosen_by, open_to = scores, inside
+    if rule.bias is not None:
+        chosen_by = scores + rule.bias.float().numpy()
+    if rule.groups is not None and rule.top_groups is not None:
+        open_to = _within_groups(inside, chosen_by, count, rule.groups, rule.top_groups, 1 if rule.bias is None else 2)
+    return np.where(open_to, -chosen_by, np.float32(np.inf)).argsort(axis=1, kind="stable")[:, :count]
+
+
+def _within_groups(inside: _Bools, scores: _Floats, needed: int, groups: int, top_groups: int, summed: int) -> _Bools:
+    """bool [rows, N]: see ``kernels.reference.cover.within_groups``."""
+    rows, experts = scores.shape
+    worth = np.sort(scores.reshape(rows, groups, experts // groups), axis=2)[:, :, -summed:].sum(axis=2)
+    first = np.argsort(-worth, axis=1, kind="stable")[:, :top_groups]
+    chosen = np.zeros((rows, groups), dtype=np.bool_)
+    np.put_along_axis(chosen, first, True, axis=1)
+    best = inside & chosen.repeat(experts // groups, axis=1)
+    return best | (inside & (best.sum(axis=1, keepdims=True) < needed))
+
+
+def _substituted(scores: _Floats, top_k: int, rule: RoutingRule, inside: _Bools) -> tuple[_Floats, _Ids]:
+    """See ``kernels.reference.cover.substituted``."""
+    chosen = _best(scores, rule, inside, top_k)
+    taken = _of(scores, chosen)
+    return _scaled(taken, taken, rule), chosen
+
+
+def _truncated(scores: _Floats, weights: _Floats, ids: _Ids, keeps: _Bools, best: np.int64) -> tuple[_Floats, _Ids]:
+    """See ``kernels.reference.cover.truncated``."""
+    own = np.where(keeps, _of(scores, ids), np.float32(-np.inf))
+    leading_ids = np.where(keeps & (own == own.max(axis=1, keepdims=True)), ids, scores.shape[1])
+    stand_in = leading_ids.min(axis=1, keepdims=True)
+    stand_in = np.where(stand_in < scores.shape[1], stand_in, best)
+    return np.where(keeps, weights, np.float32(0)), np.where(keeps, ids, stand_in)
+
+
+def _rescued(scores: _Floats, ids: _Ids, rule: RoutingRule, inside: _Bools) -> tuple[_Floats, _Ids]:
+    """See ``kernels.reference.cover.rescued``, for rows that keep no expert."""
+    chosen = _best(scores, rule, inside, 1)
+    taken = np.zeros(ids.shape, dtype=np.float32)
+    first = _of(scores, chosen)
+    taken[:, :1] = _scaled(first, _of(scores, ids), rule)
+    return taken, chosen.repeat(ids.shape[1], axis=1)
+
+
+def _scaled(taken: _Floats, whole: _Floats, rule: RoutingRule) -> _Floats:
+    """``taken`` divided by the rows' sums of ``whole`` if the checkpoint renormalises, times its factor."""
+    if rule.renormalize:
+        taken = taken / np.maximum(whole.sum(axis=1, keepdims=True), _SMALLEST)  # where a sum is 0, so is ``taken``
+    return taken if rule.scale == 1.0 else taken * np.float32(rule.scale)
+
+
+def _of(scores: _Floats, ids: _Ids) -> _Floats:
+    """float32 [rows, k]: ``np.take_along_axis``, which takes four times as long."""
+    return scores[np.arange(len(ids))[:, None], ids]
+
+
+def cut_on_device(
+    probs: Tensor,
+    order: Tensor,
+    natural: tuple[Tensor, Tensor],
+    votes: Tensor | None,
+    rule: RoutingRule,
+    *,
+    bound: int | None = None,
+    mass: Tensor | None = None,
+    mass_of: str = "selected",
+    least: int = 1,
+    substitute: bool = True,
+    rescue: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts rows that vote together to one shortlist.
+
+    Args:
+        mass: float64 [], on the device.
+        others: as for ``cut_on_host``.
+
+    Returns:
+        [rows, k] weights and ids, and bool [rows, k]: which of the natural ids are in the shortlist.
+    """
+    weights, ids = natural
+    order = selected_first(order, members(ids.flatten(), probs.shape[1]))
+    if mass is None:
+        inside = members(order[:bound], probs.shape[1])
+    else:
+        count = mass_count(order, _held_on_device(probs, natural, votes, mass_of), mass, least)
+        inside = first_members(order, count)
+    keeps, needed = kept(inside, ids), ids.shape[1]
+    if not substitute:
+        covered, needed = truncated(probs, weights, ids, keeps, order[0]), 1
+        if not rescue:
+            return *covered, keeps
+    chosen_by, open_to = selectable(rule, probs, inside, needed)
+    if substitute:
+        covered = substituted(probs, chosen_by, open_to, needed, rule.renormalize, rule.scale)
+        return *where(keeps.all(1), natural, covered), keeps
+    return *rescued(probs, chosen_by, open_to, ids, keeps, covered, rule.renormalize, rule.scale), keeps
+
+
+def _held_on_device(probs: Tensor, natural: tuple[Tensor, Tensor], votes: Tensor | None, mass_of: str) -> Tensor:
+    """float64 [N]: each expert's part of the mass that the budget keeps a share of."""
+    if mass_of == "scores":
+        return router_mass(probs, votes)
+    weights, ids = natural
+    return selected_mass(weights if votes is None else weighted(weights, votes), ids, probs.shape[1])

@@ -1,0 +1,187 @@
+"""The contract of a ranking, and functions that rankings share (MoE-Spec §3.2)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.errors import ConfigError
+from vllm_spac.kernels.reference.shortlist import sorted_by
+
+if TYPE_CHECKING:
+    from vllm_spac.methods.moe_spec.calibration import Calibration
+
+
+@dataclass(frozen=True, eq=False)
+class LayerContext:
+    """Inputs of a ranking in addition to the router's scores; each ranking uses some of them and ignores the rest.
+
+    Attributes:
+        layer: number of the MoE layer in the order of execution.
+        resident: bool [N], experts in fast memory.
+        mixing: float [rows, N], the natural mixing weights; 0 for experts outside a row's top-k.
+        outputs: float [rows, N, d], every expert's output of every row. Offline only.
+        ids: int64 [rows, k], the natural choice; of rows that do not vote, any experts.
+    """
+
+    layer: int = 0
+    resident: Tensor | None = None
+    mixing: Tensor | None = None
+    outputs: Tensor | None = None
+    ids: Tensor | None = None
+
+
+class Ranking(ABC):
+    """Orders the experts of a layer. Its tensors are never modified; deterministic, ties by the lowest id.
+
+    A shortlist is the beginning of that order with the experts that voting rows selected before all others, whatever
+    the ranking (``kernels.reference.shortlist.selected_first``): where no more are selected than may run, none is cut.
+
+    Attributes:
+        offline: why no engine can serve with it, e.g. because it needs every expert's output; empty if one can.
+        needs_calibration: it is built from a calibration file.
+        needs_ids: it ranks by ``LayerContext.ids``.
+        needs_mixing: it ranks by ``LayerContext.mixing``.
+        needs_resident: it ranks by ``LayerContext.resident``.
+        replayable: it ranks by ``scores``, whose operations a CUDA graph can capture.
+    """
+
+    offline: ClassVar[str] = ""
+    needs_calibration: ClassVar[bool] = False
+    needs_ids: ClassVar[bool] = False
+    needs_mixing: ClassVar[bool] = False
+    needs_resident: ClassVar[bool] = False
+    replayable: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, calibration: Calibration | None = None, **knobs: Any) -> Self:
+        """Builds an instance from its knobs and, if it needs one, a calibration; ``ConfigError`` if that is missing."""
+        if not cls.needs_calibration:
+            return cls(**knobs)
+        if calibration is None:
+            name = cls.__module__.rpartition(".")[2]
+            raise ConfigError(
+                f"spac: the ranking {name} needs a calibration file; write one with `vllm-spac calibrate` and name it"
+            )
+        return cls(**cls._calibrated(calibration), **knobs)
+
+    @classmethod
+    def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def to(self, device: torch.device | str) -> Self:
+        """Moves its tensors to ``device``, in place; ``rank`` needs them on the device of ``probs``."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        return self
+
+    @abstractmethod
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        """The best experts of a layer for one forward.
+
+        Args:
+            probs: float [rows, N], router scores over all experts, before any top-k, bias or renormalisation.
+            votes: float64 [rows], how much each row counts, at least one above 0; None: all count 1. The values of
+                rows with 0 are ignored, even NaN.
+            budget: number of experts, from 1 to N.
+            context: the layer, and the other inputs that this ranking needs.
+
+        Returns:
+            int64 [budget], distinct experts, the most important first; on the device of ``probs``. A smaller budget
+            gives a prefix of it.
+        """
+
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        """The scores that a ``replayable`` ranking sorts by, the greatest first, ties by the lowest id.
+
+        Consists of operations of fixed shapes; no result is read on the host.
+
+        Args:
+            probs: float64 [rows, N], as for ``rank``, multiplied by the votes (``weighted``); all may be 0.
+            context: as for ``rank``.
+
+        Returns:
+            float64 [N], or int64 below 2**53; or [2, N], of which the second decide where the first are equal.
+        """
+        raise NotImplementedError
+
+
+def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:
+    """float64 [N]: s_i, the sum over rows of the scores times the rows' votes, by default 1 (MoE-Spec Eq. 5).
+
+    Args:
+        probs: float [rows, N].
+        votes: float64 [rows], as in ``Ranking.rank``; bool: 1 for the rows that vote.
+    """
+    if votes is None:
+        return probs.sum(0, dtype=torch.float64)
+    assert votes.is_cuda or bool(votes.any()), "no row votes: such a step has no shortlist"
+    return weighted(probs, votes).sum(0, dtype=torch.float64)
+
+
+def weighted(values: Tensor, votes: Tensor) -> Tensor:
+    """float64 [rows, n]: ``values`` (float [rows, n]) times the rows' votes; 0 in rows that do not vote, even for NaN.
+
+    Exact for float32 values, see ``budget.votes``.
+    """
+    assert values.ndim == 2 and votes.shape == values.shape[:1] and votes.dtype in (torch.float64, torch.bool)
+    return values.masked_fill(votes[:, None] == 0, 0) * votes[:, None].double()
+
+
+def selected_mass(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """float64 [N]: the sum over rows of the routing weights of the experts selected for them.
+
+    Args:
+        weights: float [rows, k], as the router returns them: after top-k, renormalised and scaled if the model does
+            so; times the rows' votes, if these differ.
+        ids: int [rows, k], the natural choice.
+        experts: N.
+    """
+    zeros = torch.zeros(experts, dtype=torch.float64, device=ids.device)
+    return zeros.index_add_(0, ids.flatten().long(), weights.flatten().double())
+
+
+def best(scores: Tensor, budget: int) -> Tensor:
+    """int64 [budget]: the experts with the highest ``scores``, the best first, ties by the lowest id.
+
+    Args:
+        scores: [N] or [2, N], see ``Ranking.scores``.
+        budget: from 1 to N.
+    """
+    assert 1 <= budget <= scores.shape[-1], f"a budget of {budget} for {scores.shape[-1]} experts"
+    return sorted_by(scores)[:budget]
+
+
+def least_residual(gram: Tensor, budget: int, target: Tensor | None = None, prior: Tensor | None = None) -> Tensor:
+    """Greedy choice of the vectors whose sum is closest to a target, from inner products alone.
+
+    Each step adds the i with the smallest ||o - sum_{j in S + i} v_j||^2, that is with the largest
+    2 <o, v_i> - <v_i, v_i> - 2 sum_{j in S} <v_i, v_j>: O(N) per step, on the host.
+
+    Args:
+        gram: float [N, N], <v_i, v_j>.
+        budget: number of vectors to choose.
+        target: float [N], <o, v_i>; by default o is the sum of all v.
+        prior: float [N], added to the gains, to decide between vectors of equal gain.
+
+    Returns:
+        int64 [budget], in the order of the steps, ties by the lowest id; on the device of ``gram``.
+    """
+    inner = gram.to("cpu", torch.float64).numpy()
+    assert 1 <= budget <= len(inner), f"a budget of {budget} for {len(inner)} experts"
+    along = inner.sum(1) if target is None else target.to("cpu", torch.float64).numpy()
+    gain = 2 * along - inner.diagonal()
+    if prior is not None:
+        gain += prior.to("cpu", torch.float64).numpy()
+    order = np.empty(budget, dtype=np.int64)
+    for step in range(budget):
+        order[step] = chosen = gain.argmax()
+        gain -= 2 * inner[chosen]
+        gain[chosen] = -np.inf
+    return torch.from_numpy(order).to(gram.device)

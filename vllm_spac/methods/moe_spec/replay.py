@@ -1,0 +1,207 @@
+"""What CUDA graphs read and count of a budget.
+
+Counters of a budget's effect: rows, dropped routing weight, shortlists, and experts used.
+
+Budgets in CUDA graphs: the launches that are captured, and the buffers that hold what differs per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.core import RowKind, Step
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.methods.moe_spec.settings import BudgetSettings
+
+_PENDING = 64  # shortlists that are counted together
+
+
+class BudgetCounters:
+    """Effect of a budget since the start, or since ``reset``, summed over layers and forwards.
+
+    ``add`` only stores its arguments; those of many layers are counted together later, so that no layer waits. CUDA
+    graphs count in device memory, which ``snapshot`` reads.
+
+    Attributes:
+        on_device: float64 [5], counts of the graphs, in the order of ``snapshot``; None until ``count_on``.
+        unweighted: verified requests that voted as if every row were reached, though votes are weighted: the draft's
+            probabilities were not known. Counted once per step.
+    """
+
+    def __init__(self) -> None:
+        self.on_device: Tensor | None = None
+        self.unweighted = 0
+        self._counted = _none()
+        self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def add(self, natural: Tensor, kept: Tensor, weights: Tensor, ids: Tensor) -> None:
+        """Adds one shortlist.
+
+        Args:
+            natural: float [rows, k], the routing weights without a budget.
+            kept: bool [rows, k], which of these experts are in the shortlist.
+            weights, ids: [rows, k], the routing under the budget.
+        """
+        if len(self._pending) == _PENDING or (self._pending and self._pending[0][0].shape[1] != natural.shape[1]):
+            self._count()
+        self._pending.append((natural.clone(), kept, weights.clone(), ids.clone()))  # they may be overwritten
+
+    def count_on(self, device: torch.device | str) -> None:
+        """Allocates the counters of graphs on ``device``, at a fixed address."""
+        self.on_device = torch.zeros(len(self._counted), dtype=torch.float64, device=device)
+
+    def reset(self) -> None:
+        """Sets all counters to zero."""
+        self._counted, self._pending, self.unweighted = _none(), [], 0
+        if self.on_device is not None:
+            self.on_device.zero_()
+
+    def snapshot(self) -> dict:
+        """The counters as plain data.
+
+        Returns:
+            ``rows``: rows under the budget, counted once per layer. ``dropped_weight``: sum over these rows of the
+            share of the row's routing weights that belongs to experts outside the shortlist. ``shortlists``: number of
+            shortlists, one per layer and forward. ``experts``: sum over shortlists of the distinct experts that their
+            rows used. ``emptied``: rows none of whose experts was in the shortlist; truncation leaves such a row
+            without routed experts, or with one if it rescues. ``unweighted``: see the class. ``dropped_share``:
+            ``dropped_weight`` per row.
+        """
+        self._count()
+        found = self._counted
+        if self.on_device is not None:
+            told = self.on_device.tolist()  # waits for the steps that were launched
+            found = {name: type(found[name])(found[name] + more) for name, more in zip(found, told, strict=True)}
+        found = {**found, "unweighted": self.unweighted}
+        return {**found, "dropped_share": found["dropped_weight"] / found["rows"] if found["rows"] else 0.0}
+
+    def _count(self) -> None:
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        natural, kept, weights, ids = (torch.cat(parts) for parts in zip(*pending, strict=True))
+        lost = natural.masked_fill(kept, 0).sum(1) / natural.sum(1).clamp_min(1e-30)
+        used, chosen = (weights != 0).cpu().numpy(), ids.cpu().numpy()
+        shortlist = np.repeat(np.arange(len(pending)), [len(part[0]) for part in pending])
+        seen = np.zeros((len(pending), int(chosen.max()) + 1), dtype=bool)
+        seen[np.broadcast_to(shortlist[:, None], chosen.shape)[used], chosen[used]] = True
+        counted = self._counted
+        counted["rows"] += len(natural)
+        counted["dropped_weight"] += float(lost.sum(dtype=torch.float64))
+        counted["shortlists"] += len(pending)
+        counted["experts"] += int(seen.sum())
+        counted["emptied"] += int((~kept.any(1)).sum())
+
+
+def _none() -> dict:
+    return {"rows": 0, "dropped_weight": 0.0, "shortlists": 0, "experts": 0, "emptied": 0}
+
+
+class BudgetKernels(NamedTuple):
+    """The kernels of ``vllm_spac.kernels`` that apply a budget, or their torch twins."""
+
+    shortlist: Callable[..., tuple[Tensor, Tensor]]
+    cover: Callable[..., tuple[Tensor, Tensor]]
+    tally: Callable[..., None]
+
+    @classmethod
+    def on(cls, device: torch.device) -> BudgetKernels:
+        """The kernels for ``device``: torch twins on a CPU."""
+        if device.type == "cpu":
+            from vllm_spac.kernels.reference.cover import cover
+            from vllm_spac.kernels.reference.shortlist import shortlist
+            from vllm_spac.kernels.reference.tally import tally
+        else:
+            from vllm_spac.kernels.cover import cover
+            from vllm_spac.kernels.shortlist import shortlist
+            from vllm_spac.kernels.tally import tally
+        return cls(shortlist, cover, tally)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The part of a budget that is fixed when a graph is captured; the rest is read from memory by each replay.
+
+    Attributes:
+        ranking, coverage, rescue: as in ``BudgetSettings``.
+        mass_of: as in ``BudgetSettings`` for a budget by mass; None for one by number of experts.
+    """
+
+    ranking: str
+    coverage: str
+    mass_of: str | None
+    rescue: bool = False
+
+    @classmethod
+    def of(cls, settings: BudgetSettings) -> Launches:
+        mass_of = None if settings.mass is None else settings.mass_of
+        return cls(settings.ranking, settings.coverage, mass_of, settings.rescue)
+
+    def describe(self) -> str:
+        bound = "budget" if self.mass_of is None else f"mass, mass_of={self.mass_of}"
+        rescue = ", rescue" if self.rescue else ""
+        return f"{bound}, ranking={self.ranking}, coverage={self.coverage}{rescue}"
+
+    def check_settings(self, settings: BudgetSettings) -> None:
+        """Raises ``UnsupportedError`` if ``settings`` need other launches than these."""
+        asked = self.of(settings)
+        if asked != self:
+            raise UnsupportedError(
+                f"spac: the full CUDA graphs of this engine hold a budget of the kind ({self.describe()}), whose "
+                f"number and rows can be changed; one of the kind ({asked.describe()}) needs a restart with its "
+                """--spac-budget flags, or with --compilation-config '{"cudagraph_mode": "PIECEWISE"}'"""
+            )
+        if settings.window is not None:
+            raise UnsupportedError(
+                "spac: window ranks some rows of a request at a time, which a full CUDA graph cannot; start this "
+                "engine with --enforce-eager"
+            )
+
+
+class ReplayBuffers:
+    """Buffers at fixed addresses that the captured launches of a budget read; written between steps, by one thread.
+
+    The writes are enqueued on the stream that runs the model: after the previous replay and before the next.
+
+    Args:
+        rows: maximum number of rows of a forward.
+        layers: MoE layers of the model.
+
+    Attributes:
+        votes: float64 [rows], how much each row counts in the current step; rows above 0 are cut.
+        bounds: int64 [layers], experts that each layer may use.
+    """
+
+    def __init__(self, rows: int, layers: int, device: torch.device | str) -> None:
+        self.votes = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.bounds = torch.zeros(layers, dtype=torch.int64, device=device)
+        self._silent = True
+
+    def bound(self, experts: Sequence[int]) -> None:
+        """Writes the budget of each layer, in experts; one copy."""
+        self.bounds.copy_(torch.tensor(experts))
+
+    def begin_step(self, step: Step, kinds: Sequence[RowKind]) -> None:
+        """Writes the votes of the rows of these kinds, which are the weights of ``step``; at most one copy."""
+        voting = [request for request in step.requests if request.kind in kinds]
+        if not voting:
+            self.end_step()
+            return
+        votes = torch.zeros(len(self.votes), dtype=torch.float64, pin_memory=self.votes.is_cuda)
+        for request in voting:
+            rows = votes[request.start : request.stop]
+            rows.copy_(torch.tensor(request.weights or [1.0] * len(rows), dtype=torch.float64))
+        self.votes.copy_(votes, non_blocking=True)
+        self._silent = False
+
+    def end_step(self) -> None:
+        """Marks all rows as not voting; at most one launch."""
+        if not self._silent:
+            self.votes.zero_()
+        self._silent = True

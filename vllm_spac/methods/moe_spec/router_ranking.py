@@ -1,0 +1,33 @@
+"""MoE-Spec's ranking (Eq. 5): the router mass of the rows that vote, weighted by their votes.
+
+The paper cuts all experts but the first B of this order, also selected ones where fewer than B are selected. Here, as
+by every ranking, those that no row selected come after the others (``Ranking``); they can fill a shortlist up, and
+never displace an expert that a row needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, best, router_mass
+
+
+@dataclass(kw_only=True, eq=False)
+class Router(Ranking):
+    """The experts with the highest s_i = sum_t w_t g_i(h_t); in the paper all w_t are 1."""
+
+    replayable: ClassVar[bool] = True
+
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        return rank(probs, votes, budget)
+
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        return router_mass(probs)
+
+
+def rank(probs: Tensor, votes: Tensor | None, budget: int) -> Tensor:
+    """float [rows, N], float64 [rows] -> int64 [budget]; see ``Ranking.rank``."""
+    return best(router_mass(probs, votes), budget)

@@ -1,0 +1,284 @@
+"""Settings of a budget, its limits, and the layers under it.
+
+Limits of a budget: valid shares of a mass, and valid numbers of experts per layer.
+
+How a checkpoint turns router logits into routing weights.
+
+Settings of a budget, parsed from plain data.
+
+A MoE layer whose routing may be changed, and what it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from torch import Tensor
+
+from vllm_spac.config.types import ALPHA
+from vllm_spac.core import RowKind
+from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, brief, shortened, use
+from vllm_spac.kernels.reference.shortlist import mass_count
+
+if TYPE_CHECKING:
+    from vllm_spac.config.config import SpacConfig
+
+MASSES = ("selected", "scores")  # the mass that a share refers to: ``selected_mass`` or ``router_mass``
+
+
+def check_mass(mass: float) -> None:
+    """Raises ``ConfigError`` unless ``mass`` is above 0 and at most 1."""
+    if not 0 < mass <= 1:
+        raise ConfigError(
+            f"spac: budget_mass={mass} (--spac-budget-mass): use a share of the mass above 0 and at most 1, e.g. 0.98"
+        )
+
+
+def mass_cut(order: Tensor, scores: Tensor, mass: float, least: int = 1) -> int:
+    """The smallest B whose first B experts of a full ranking hold a share of the mass.
+
+    Args:
+        order: int64 [N], all experts, the best first.
+        scores: float [N], the mass of each (``selected_mass`` or ``router_mass``).
+        mass: share of the sum of ``scores``; 1.0 always gives N.
+        least: lower bound of B: ``top_k`` under substitution, which needs that many.
+
+    Raises:
+        ConfigError: ``mass`` is not in (0, 1].
+    """
+    check_mass(mass)
+    assert len(order) == len(scores) and 1 <= least <= len(order)
+    return int(mass_count(order, scores, torch.tensor(mass, dtype=torch.float64, device=scores.device), least))
+
+
+def check_mass_of(mass_of: str) -> None:
+    """Raises ``ConfigError`` unless ``mass_of`` is one of ``MASSES``."""
+    if mass_of not in MASSES:
+        raise ConfigError(f"spac: budget_mass_of={mass_of!r} (--spac-budget-mass-of): use {' or '.join(MASSES)}")
+
+
+def validate(budget: int, experts: int, top_k: int, coverage: str) -> None:
+    """Raises ``ConfigError`` unless a layer of ``experts`` experts can run with ``budget`` of them."""
+    if coverage not in ("truncation", "substitution"):
+        raise ConfigError(
+            f"spac: budget_coverage={coverage!r} (--spac-budget-coverage): use truncation or substitution"
+        )
+    least = top_k if coverage == "substitution" else 1
+    problem = f"spac: budget={budget} (--spac-budget): "
+    if 1 <= budget < least:
+        raise ConfigError.refused(
+            f"{problem}substitution gives every token {top_k} experts",
+            use(budget=least).but(f" to {experts}"),
+            use(budget_coverage="truncation"),
+        )
+    if not least <= budget <= experts:
+        fits = Remedy(f"use {least} to {experts}", {"budget": max(least, min(budget, experts))})
+        raise ConfigError.refused(f"{problem}a layer has {experts} experts", fits)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingRule:
+    """How a checkpoint turns router logits into weights, as vLLM configured it.
+
+    Attributes:
+        scoring: ``softmax`` or ``sigmoid``.
+        renormalize: whether the weights of a row are divided by their sum.
+        scale: factor of the weights (``routed_scaling_factor``).
+        bias: float [N], added to the scores for the choice of experts, not for their weights.
+        groups, top_groups: experts are chosen from the ``top_groups`` best of ``groups`` equal groups; None: from all.
+        custom: the model has its own routing function, which substitution cannot reproduce.
+    """
+
+    scoring: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    bias: Tensor | None = None
+    groups: int | None = None
+    top_groups: int | None = None
+    custom: bool = False
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """float32 [rows, N], the scores of all experts."""
+        logits = logits.float()
+        return logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
+
+
+_KINDS = {
+    "verify": (RowKind.VERIFY,),
+    "decode": (RowKind.VERIFY, RowKind.DECODE),
+    "all": tuple(RowKind),
+}
+_MOST_PROBLEMS = 3  # named in one refusal
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("use a number")
+    return value
+
+
+_Experts = Annotated[int, Field(ge=0, le=1 << 20), BeforeValidator(_number)]
+_Bound = Annotated[
+    Annotated[_Experts, Tag("number")] | Annotated[dict[str, _Experts], Tag("layers")],
+    Discriminator(lambda value: "layers" if isinstance(value, dict) else "number"),
+]
+
+
+class BudgetSettings(BaseModel):
+    """Budget settings that can be changed while the model runs; nothing set means exact. An unknown key is an error.
+
+    Attributes:
+        budget: experts per layer that one forward may use (B), for all layers or by layer name.
+        mass: instead of B, the share of the mass that the shortlist of each layer and forward must hold.
+        mass_of: which mass. ``selected``: the routing weights of the experts selected by the voting rows; experts that
+            no row selected are ranked last. ``scores``: the routers' scores of all experts (MoE-Spec's s_i).
+        ranking: name of a ranking (``components``). Whichever it is, the experts that voting rows
+            selected come first: where these are no more than the shortlist holds, nothing is cut.
+        coverage: how a row is routed without an expert that is outside the shortlist.
+        rescue: with truncation, a row whose experts are all outside gets the best expert of the shortlist, at that
+            expert's natural weight.
+        when: which rows vote and are cut.
+        votes: how much each of these rows counts. ``uniform``: all the same; ``path``: P ** votes_alpha, where P is the
+            probability that the row is reached (``budget.votes``).
+        votes_alpha: from 0, which equals ``uniform``, to 1.
+        window: number of consecutive rows of a request that are ranked at a time, as if they were one verify step. For
+            evaluation.
+        speculate: instead of a bound, experts are run by prediction (``budget.speculated``). Then ``when=verify``
+            means all decoding rows too; with ``all``, experts in fast memory do not count as admitted, because while
+            a prompt is read a layer finds all or none of its experts there.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    budget: _Bound | None = None
+    mass: Annotated[float, BeforeValidator(_number)] | None = None
+    mass_of: Literal["selected", "scores"] = "selected"
+    ranking: str = "selected"
+    coverage: Literal["substitution", "truncation"] = "substitution"
+    rescue: bool = False
+    when: Literal["verify", "decode", "all"] = "verify"
+    votes: Literal["uniform", "path"] = "uniform"
+    votes_alpha: Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)] = ALPHA
+    window: Annotated[int, Field(ge=1, le=1 << 20), BeforeValidator(_number)] | None = None
+    speculate: Literal["off", "restricted", "predicted"] = "off"
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> BudgetSettings:
+        if self.budget is not None and self.mass is not None:
+            raise ValueError("budget and budget_mass bound the same thing; use one of them")
+        if self.speculate != "off" and (self.budget is not None or self.mass is not None):
+            raise ValueError("speculate and a budget both choose a layer's experts; use one of them")
+        if self.mass is None and self.mass_of != "selected":
+            raise ValueError(f"mass_of={self.mass_of} has no effect without a share; give mass as well")
+        if self.votes == "uniform" and self.votes_alpha != ALPHA:
+            raise ValueError(f"votes_alpha={self.votes_alpha} has no effect on uniform votes; give votes=path as well")
+        if self.rescue and self.coverage != "truncation":
+            raise ValueError("rescue has no effect with substitution, which gives every row experts; use truncation")
+        return self
+
+    @classmethod
+    def at_start(cls, config: SpacConfig, budget: int | dict[str, int] | None) -> BudgetSettings:
+        """Those of the knobs; ``budget`` is B, or B by layer name from the budget file."""
+        return cls(
+            budget=budget,
+            mass=config.budget_mass,
+            mass_of=config.budget_mass_of or "selected",
+            ranking=config.budget_ranking,
+            coverage=config.budget_coverage,
+            rescue=config.budget_rescue,
+            when=config.budget_when,
+            votes=config.budget_votes,
+            votes_alpha=ALPHA if config.budget_votes_alpha is None else config.budget_votes_alpha,
+            speculate=config.speculate,
+        )
+
+    @classmethod
+    def parse(cls, raw: Any) -> BudgetSettings:
+        """Parses plain data, e.g. the body of ``POST /spac/budget``; ``ConfigError`` names what is wrong."""
+        try:
+            return cls(**raw)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            problems = "; ".join(
+                f"{shortened('.'.join(map(str, item['loc']))) or 'budget'}: {item['msg'].removeprefix('Value error, ')}"
+                for item in found[:_MOST_PROBLEMS]
+            )
+            if len(found) > _MOST_PROBLEMS:
+                problems += f"; and {len(found) - _MOST_PROBLEMS} more"
+            raise ConfigError(f"spac: {problems}; known: {', '.join(cls.model_fields)}") from None
+        except TypeError:
+            raise ConfigError(f'spac: a budget is a mapping such as {{"budget": 16}}, not {brief(raw)}') from None
+
+    @property
+    def kinds(self) -> tuple[RowKind, ...]:
+        """Kinds of rows that vote and are cut, or whose experts are speculated."""
+        return _KINDS["decode" if self.speculate != "off" and self.when == "verify" else self.when]
+
+    @property
+    def alpha(self) -> float | None:
+        """Exponent of the rows' votes; None for uniform ones."""
+        return self.votes_alpha if self.votes == "path" else None
+
+    @property
+    def active(self) -> bool:
+        return self.budget is not None or self.mass is not None or self.speculate != "off"
+
+    def describe(self) -> str:
+        """A short description for the log and the metrics."""
+        if not self.active:
+            return "exact"
+        if self.speculate != "off":
+            return f"lossy (speculated execution, {self.speculate}, {'all' if self.when == 'all' else 'decoding'} rows)"
+        bound = "by layer" if isinstance(self.budget, dict) else self.budget
+        if self.mass is not None:
+            bound = f"{self.mass:g} of the mass {self.mass_of}"
+        rescue = " with rescue" if self.rescue else ""
+        votes = "" if self.alpha is None else f", path votes ** {self.alpha:g}"
+        return f"lossy (budget {bound}, {self.ranking}, {self.coverage}{rescue}, {self.when} rows{votes})"
+
+
+@dataclass(frozen=True)
+class BudgetedLayer:
+    """A MoE layer under a budget.
+
+    Attributes:
+        name: of the layer.
+        experts: routed experts (N).
+        top_k: experts per token.
+        rule: how the layer turns router logits into weights.
+        resident: returns bool [N], which experts are in fast memory; None if no ranking uses it.
+    """
+
+    name: str
+    experts: int
+    top_k: int
+    rule: RoutingRule
+    resident: Callable[[], Tensor] | None = field(default=None, compare=False)
+
+
+def check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
+    """Refuses a budget that ``layer`` cannot run with.
+
+    Raises:
+        ConfigError: the bound does not fit it.
+        UnsupportedError: it routes by a function of its own, which the coverage would have to repeat.
+    """
+    if settings.coverage == "substitution" and layer.rule.custom:
+        raise UnsupportedError(
+            f"spac: {layer.name} routes by a function of its own, which substitution cannot repeat; "
+            "use --spac-budget-coverage truncation"
+        )
+    if settings.rescue and layer.rule.custom:
+        raise UnsupportedError(
+            f"spac: {layer.name} routes by a function of its own, which gives no weight to an expert that it did not "
+            "choose; drop --spac-budget-rescue"
+        )
+    if isinstance(settings.budget, dict) and layer.name not in settings.budget:
+        raise ConfigError(f"spac: the budget names no experts for {layer.name}; name every MoE layer")
+    bound = settings.budget[layer.name] if isinstance(settings.budget, dict) else settings.budget
+    if bound is not None:
+        validate(bound, layer.experts, layer.top_k, settings.coverage)

@@ -1,0 +1,42 @@
+"""MoE-Spec's fixed ranking (Eq. 4): by how often each expert was selected in the calibration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, best
+
+if TYPE_CHECKING:
+    from vllm_spac.methods.moe_spec.calibration import Calibration
+
+
+@dataclass(kw_only=True, eq=False)
+class Static(Ranking):
+    """The same experts in every step.
+
+    Attributes:
+        counts: int64 [L, N], selections of each expert.
+    """
+
+    counts: Tensor
+    needs_calibration: ClassVar[bool] = True
+    replayable: ClassVar[bool] = True
+
+    @classmethod
+    def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:
+        return {"counts": calibration.counts}
+
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        return rank(probs, votes, budget, self.counts[(context or LayerContext()).layer])
+
+    def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
+        return self.counts[context.layer]
+
+
+def rank(probs: Tensor, votes: Tensor | None, budget: int, counts: Tensor) -> Tensor:
+    """float [rows, N], float64 [rows], selections int64 [N] of the layer -> int64 [budget]; see ``Ranking.rank``."""
+    assert counts.shape == probs.shape[1:], "one count for each expert"
+    return best(counts, budget)

@@ -1,0 +1,1 @@
+"""OD-MoE: expert workers, and a shadow of the model that predicts."""

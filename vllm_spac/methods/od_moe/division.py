@@ -1,0 +1,246 @@
+"""Which worker has which layer, which rows and which experts.
+
+Which worker serves which layer, and when a worker without a cache loads in time. Pure.
+
+OD-MoE: On-Demand Expert Loading for Cacheless Edge-Distributed MoE Inference (Wang et al., 2025), section 3.
+
+Workers form n groups of equal size, and layer l belongs to group l mod n. Each worker of a group has all experts of its
+layers. A group of one worker computes whole rows, so that results keep the bits of vLLM's kernel; the workers of a
+larger one divide the experts that a layer needs (``expert_divider``), so that each loads a part of them.
+
+How the rows of a prompt are divided among the workers that have its layer. Pure.
+
+Rows are whole: each is computed by one worker, with all of its experts, so that results keep the bits of vLLM's kernel,
+in which a row does not depend on the others. A worker has up to two parts at a time, so that one travels while the
+other is computed (OD-MoE, section 3.3: mini-batches).
+
+How the experts that a layer needs are divided among the workers of its group. Pure.
+
+OD-MoE (section 3) has each worker of a group load and compute a part of a token's experts. Here the last worker is to
+finish as early as possible: a load costs what it takes there, and an expert costs none where it has a slot already. So
+experts stay with the worker that has them, until another one is faster. The division is greedy, and where a layer takes
+long that of ``balancers.makespan``, which takes this process longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_spac.decisions.balancers._processors import Division, Work, greedy
+from vllm_spac.decisions.balancers.makespan import solve
+
+
+def owners(layer: int, workers: int, replicas: int, size: int = 1) -> tuple[int, ...]:
+    """Returns the workers that have ``layer``: its group, then the replicas that compute for those that are lost.
+
+    Args:
+        layer: number of the layer.
+        workers: number of workers, a multiple of ``size``.
+        replicas: further workers that have the layer, at most ``workers - size``.
+        size: workers of a group.
+    """
+    assert size > 0 and workers % size == 0 and 0 <= replicas <= workers - size
+    return tuple((size * layer + ahead) % workers for ahead in range(size + replicas))
+
+
+def layers_of(worker: int, layers: int, workers: int, replicas: int, size: int = 1) -> tuple[int, ...]:
+    """Returns the layers, of 0 to ``layers - 1``, that ``worker`` has: those of its group, and replicas."""
+    return tuple(layer for layer in range(layers) if worker in owners(layer, workers, replicas, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """Times of one layer at a group of workers, in seconds.
+
+    Attributes:
+        main: the main process's part of a layer (t_M).
+        worker: from sending the rows to having the answer (t_W).
+        load: loading the experts of a layer (t_load).
+    """
+
+    main: float
+    worker: float
+    load: float
+
+    def slack(self, groups: int) -> float:
+        """Time between a group's answer and its next layer, n t_M + (n - 1) t_W: a load in it stalls nobody.
+
+        OD-MoE's condition, with n the number of groups.
+        """
+        return groups * self.main + (groups - 1) * self.worker
+
+    def stall(self, groups: int) -> float:
+        """Time by which a load exceeds ``slack``; 0 if ``load <= slack``."""
+        return max(0.0, self.load - self.slack(groups))
+
+    def layer(self, groups: int) -> float:
+        """Time per layer in the steady state: a group is busy for ``load + worker`` once in ``groups`` layers."""
+        return max(self.main + self.worker, (self.load + self.worker) / groups)
+
+
+PART_ROWS = 128  # rows of a part
+WINDOW = 2  # parts that one worker has at a time
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoad:
+    """What a worker has to do for a layer.
+
+    Attributes:
+        parts, rows: of the open requests to it.
+        pace: seconds per row that it took lately; None while nothing is known.
+    """
+
+    parts: int = 0
+    rows: int = 0
+    pace: float | None = None
+
+
+def parts(rows: int, workers: int, part_rows: int = PART_ROWS) -> list[slice]:
+    """Divides the rows of a layer into parts of consecutive rows.
+
+    As many parts for each of ``workers``, of equal size but for one row; up to ``part_rows`` rows are one part.
+
+    Args:
+        rows: at least 1.
+        workers: that have the layer, at least 1.
+        part_rows: most rows of a part.
+    """
+    assert rows > 0 and workers > 0
+    if rows <= part_rows:
+        return [slice(0, rows)]
+    count = min(rows, workers * -(-rows // (workers * part_rows)))
+    ends = [rows * number // count for number in range(count + 1)]
+    return [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def sent(
+    waiting: Sequence[tuple[int, Sequence[int]]], loads: Mapping[int, LayerLoad], divided: bool
+) -> list[int | None]:
+    """Returns for each part that waits the worker to send it to now; None: it waits until one has answered.
+
+    Args:
+        waiting: rows of each part, and the workers that may compute it, the one to be asked first in front.
+        loads: of these workers.
+        divided: the layer's rows are divided: each part goes to the worker that would finish it first, parts that wait
+            for a worker counted, too. Else it goes to the first of its workers.
+    """
+    known = [load.pace for load in loads.values() if load.pace is not None]
+    usual = sum(known) / len(known) if known else 1.0
+    pace = {worker: usual if load.pace is None else load.pace for worker, load in loads.items()}
+    parts_of = {worker: load.parts for worker, load in loads.items()}
+    rows_of = {worker: load.rows for worker, load in loads.items()}
+    found: list[int | None] = []
+    for rows, workers in waiting:
+        if not workers:
+            found.append(None)
+            continue
+        ends = [(rows_of[worker] + rows) * pace[worker] for worker in workers]
+        worker = workers[ends.index(min(ends)) if divided else 0]  # the first of equals
+        found.append(worker if parts_of[worker] < WINDOW else None)
+        parts_of[worker] += 1
+        rows_of[worker] += rows
+    return found
+
+
+_NODES = 200  # branches of a search
+_WORTH_A_SEARCH = 0.02  # seconds of a layer, of which a search saves a fortieth on average and takes half a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorRates:
+    """Seconds that a worker takes.
+
+    Attributes:
+        expert: one expert in a slot, for few rows.
+        row: one row of an expert, where its rows are many: an expert takes ``max(expert, rows * row)``.
+        load: one expert into a slot.
+        message: of the engine, to send the worker rows and to take its answer; the engine does one after another.
+    """
+
+    expert: float
+    row: float
+    load: float
+    message: float
+
+
+class Assigned(NamedTuple):
+    """What one worker is to compute: ``experts`` is int64 [n], ascending, or likeliest first of a hint."""
+
+    worker: int
+    experts: np.ndarray
+
+
+class ExpertDivider:
+    """Divides experts, and keeps in mind where each has a slot: each answer of a worker says it. Called by one thread.
+
+    Args:
+        layers, experts: of the model.
+        mine: the layers of each worker, ascending.
+    """
+
+    def __init__(self, layers: int, experts: int, mine: Sequence[Sequence[int]]) -> None:
+        self._mine = [np.asarray(each, dtype=np.int64) for each in mine]
+        self._experts = experts
+        self._there = np.zeros((len(mine), layers, experts), dtype=bool)
+        self._told = np.zeros_like(self._there)  # hints since the layer ran
+        self._rates: dict[int, ProcessorRates] = {}
+
+    def served(self, worker: int) -> int:
+        """Returns of how many experts an answer of ``worker`` says whether they have a slot."""
+        return len(self._mine[worker]) * self._experts
+
+    def admit(self, worker: int, rates: ProcessorRates) -> None:
+        """``worker`` is asked from now on; what ``sees`` says next is all that is known of its slots."""
+        self._rates[worker] = rates
+        self._there[worker] = self._told[worker] = False
+
+    def sees(self, worker: int, resident: np.ndarray) -> None:
+        """An answer of ``worker`` says which experts have a slot there: bool [``served``]."""
+        self._there[worker, self._mine[worker]] = resident.reshape(-1, self._experts)
+
+    def divide(self, layer: int, ids: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
+        """Returns what each worker computes of a layer: every expert of ``ids`` once, and no worker without one.
+
+        Args:
+            layer: number of the layer.
+            ids: int [rows, top_k], its experts.
+            workers: those among which they are divided, at least one, each admitted.
+        """
+        active, rows = np.unique(ids, return_counts=True)
+        where = self._where(layer, active, rows, workers)
+        self._told[:, layer] = False
+        return _assigned(active.astype(np.int64), where, workers)
+
+    def expect(self, layer: int, experts: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
+        """Returns what each worker is to load ahead; ``experts``: int [n], distinct, likeliest first, as the result."""
+        experts = np.asarray(experts, dtype=np.int64)
+        found = _assigned(experts, self._where(layer, experts, np.ones(len(experts)), workers), workers)
+        for worker, told in found:
+            self._told[worker, layer, told] = True
+        return found
+
+    def _where(self, layer: int, experts: np.ndarray, rows: np.ndarray, workers: Sequence[int]) -> np.ndarray:
+        """Returns the place in ``workers`` of each expert, int64."""
+        if len(workers) == 1:
+            return np.zeros(len(experts), dtype=np.int64)
+        rates = [self._rates[worker] for worker in workers]
+        compute = np.stack([np.maximum(rate.expert, rows * rate.row) for rate in rates])
+        told, there = (known[list(workers), layer][:, experts] for known in (self._told, self._there))
+        there = np.where(told.any(axis=0), told, there)  # a hint is newer than the answers before it
+        load = np.where(there, 0.0, np.asarray([[rate.load] for rate in rates]))
+        wire = np.asarray([rate.message for rate in rates])
+        work = Work(compute, load, np.zeros(len(rates)), wire)
+        found: Division = greedy(work)
+        if found.seconds > _WORTH_A_SEARCH:
+            found = solve(work, _NODES)
+        return np.asarray(found.where, dtype=np.int64)
+
+
+def _assigned(experts: np.ndarray, where: np.ndarray, workers: Sequence[int]) -> list[Assigned]:
+    found = (Assigned(worker, experts[where == place]) for place, worker in enumerate(workers))
+    return [each for each in found if len(each.experts)]

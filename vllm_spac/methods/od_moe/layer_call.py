@@ -1,0 +1,320 @@
+"""One layer computed by workers, as a protocol without sockets: what to send, and which answers count.
+
+Rows are sent whole, with all their experts, in parts of consecutive rows; the parts of a prompt go to all of the
+layer's workers (``division``). Where several workers divide experts (``ExpertDivider``), a part is the rows' pairs with
+the experts of one worker, and the results for a row are added. Each part is computed once: by its worker, else by
+another one that has the layer, else by this process. An answer counts if it belongs to an open request: the same
+worker, epoch, step, layer and sequence, and tensors of the part's sizes. Whatever else arrives is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_spac.execution.row_shares import combine
+from vllm_spac.methods.od_moe import division
+from vllm_spac.methods.od_moe.division import Assigned, ExpertDivider
+from vllm_spac.methods.od_moe.roster import Roster, name
+from vllm_spac.methods.od_moe.wire import (
+    HEADER_BYTES,
+    Frame,
+    FrameError,
+    FrameKind,
+    Header,
+    Limits,
+    decode,
+    encode,
+    run_payload,
+)
+
+
+@dataclass(eq=False)
+class _Part:
+    """Rows of the layer and their experts, all or those of one worker.
+
+    Attributes:
+        rows: those of the layer: consecutive, or int64 [n], ascending.
+        x: [n, hidden].
+        weights: [n, experts per row].
+        ids: int like ``weights``; -1, with weight 0, where a row has fewer than others.
+        first: the worker to ask first; None: the first of those that have the layer.
+        tried: workers that were asked and lost it.
+        request: the sequence of its open request, if any.
+        out: [n, hidden] like ``x``; None until it was computed.
+    """
+
+    rows: slice | Tensor
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    first: int | None = None
+    tried: set[int] = field(default_factory=set)
+    request: int | None = None
+    out: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.x)
+
+    @property
+    def done(self) -> bool:
+        return self.out is not None
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether each row has neither NaN nor infinities, also in its weights: bool [n]."""
+        return self.x.isfinite().all(dim=1) & self.weights.isfinite().all(dim=1)
+
+
+@dataclass(frozen=True)
+class _Request:
+    part: _Part
+    worker: int
+    epoch: int
+    sent: float
+
+
+class Forward(NamedTuple):
+    """A forward of the model: its number, 0 outside of steps, and whether it has rows of prompts."""
+
+    number: int = 0
+    prompts: bool = False
+
+
+class LayerCall:
+    """The rows of one layer in one forward.
+
+    Args:
+        roster: the workers.
+        step: the forward.
+        layer: number of the layer.
+        x: [rows, hidden] on the CPU.
+        weights: [rows, top_k] float32.
+        ids: int [rows, top_k], experts of the layer.
+        limits: the sizes that answers may have.
+        part_rows: most rows per part; more rows are divided among the layer's workers.
+        divider: divides the experts among the workers of the layer's group; None: rows are computed whole.
+
+    Attributes:
+        reasons: why each worker that was asked did not answer.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        step: Forward,
+        layer: int,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        limits: Limits,
+        part_rows: int = division.PART_ROWS,
+        divider: ExpertDivider | None = None,
+    ) -> None:
+        self.roster, self.step, self.layer = roster, step, layer
+        self._like, self._limits, self._divider = x, limits, divider
+        self.reasons: dict[int, str] = {}
+        self._divided = divider is None and len(x) > part_rows
+        workers = 1 if divider is not None else max(1, len(roster.owners(layer)))
+        chunks = division.parts(len(x), workers, part_rows)
+        self._parts = [_Part(rows, x[rows], weights[rows], ids[rows]) for rows in chunks]
+        if divider is not None and (group := roster.group(layer)):
+            self._parts = _shared(self._parts, divider.divide(layer, ids.numpy(), group), ids)
+        self._open: dict[int, _Request] = {}  # by sequence
+        self._heard: dict[int, float] = {}  # when a worker with open requests was sent the first or answered last
+
+    @property
+    def done(self) -> bool:
+        """Whether every row was computed."""
+        return all(part.done for part in self._parts)
+
+    @property
+    def out(self) -> Tensor:
+        """The layer's output, [rows, hidden] like ``x``, once ``done``.
+
+        Where experts are divided, results of a row are added in float32 in the order of the workers and rounded once.
+        """
+        whole, shared = [], []
+        for part in self._parts:
+            assert part.out is not None
+            if isinstance(part.rows, slice):
+                whole.append(part.out)  # of consecutive rows
+            else:
+                shared.append((part.rows, part.out))
+        return combine(self._like, shared) if shared else torch.cat(whole)
+
+    def outgoing(self, now: float) -> list[tuple[int, tuple[bytes, bytes]]]:
+        """Returns (worker, message) to send now; the requests are open from here on."""
+        found = []
+        waiting = [part for part in self._parts if not part.done and part.request is None]
+        loads = {worker: self._load(worker) for worker in self.roster.owners(self.layer)}
+        chosen = division.sent([(part.count, self._may(part)) for part in waiting], loads, self._divided)
+        for part, worker in zip(waiting, chosen, strict=True):
+            if worker is None:
+                continue
+            epoch, sequence = self.roster.epoch(worker), self.roster.sequence()
+            assert epoch is not None
+            if all(request.worker != worker for request in self._open.values()):
+                self._heard[worker] = now
+            self._open[sequence] = _Request(part, worker, epoch, now)
+            part.request = sequence
+            message = self._message(part, epoch, sequence)
+            self.roster.asked(worker, sum(map(len, message)))
+            found.append((worker, message))
+        return found
+
+    def incoming(self, worker: int, parts: Sequence[Any], now: float) -> bool:
+        """Takes a message of ``worker``; returns whether it counted."""
+        try:
+            frame = decode(parts, self._limits)
+        except FrameError as error:
+            self.reasons[worker] = str(error)
+            self.roster.shares.dropped += 1
+            return False
+        request = self._open.get(frame.header.sequence)
+        if request is None or not self._answers(frame.header, worker, request):
+            self.roster.shares.dropped += 1
+            return False
+        if frame.header.kind == FrameKind.FAILED:
+            self._lose(request, frame.header.sequence, frame.why())
+            self.roster.failed(worker, self.reasons[worker])
+            return False
+        return self._take(frame, request, now)
+
+    def gone(self, worker: int, why: str) -> None:
+        """The connection to ``worker`` is over: it is asked no more, and its parts are lost."""
+        self.roster.remove(worker, why)
+        self._lose_all(worker, why)
+
+    def expire(self, now: float) -> None:
+        """Gives up requests whose deadline is over."""
+        for worker in {request.worker for request in self._open.values()}:
+            if now >= self._deadline(worker):
+                why = f"no answer for {now - self._heard[worker]:.2f} s"
+                self._lose_all(worker, why)
+                self.roster.failed(worker, why)
+
+    def deadline(self) -> float | None:
+        """When ``expire`` has something to do next; None while nothing is open."""
+        return min((self._deadline(worker) for worker in {r.worker for r in self._open.values()}), default=None)
+
+    def stranded(self) -> list[int]:
+        """The parts that no worker is left to compute, for ``computed``."""
+        left = [(n, part) for n, part in enumerate(self._parts) if not part.done and part.request is None]
+        return [number for number, part in left if not self._may(part)]
+
+    def rows(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns x, weights and ids of a part; ids are -1, with weight 0, where a row has no further expert."""
+        part = self._parts[number]
+        return part.x, part.weights, part.ids
+
+    def computed(self, number: int, out: Tensor) -> None:
+        """This process computed a stranded part: ``out`` [rows, hidden]."""
+        part = self._parts[number]
+        assert not part.done and part.request is None
+        part.out = out
+        self.roster.shares.elsewhere += part.count
+
+    def blame(self) -> str:
+        """Returns which workers have the layer, and why each did not compute it."""
+        why = self.roster.why_out | self.reasons
+        having = self.roster.having(self.layer)
+        return "; ".join(f"{name(worker)}: {why.get(worker, 'it was lost')}" for worker in having)
+
+    def _may(self, part: _Part) -> list[int]:
+        """The workers that may compute ``part``, the one to ask first in front."""
+        found = [worker for worker in self.roster.owners(self.layer) if worker not in part.tried]
+        return [part.first, *(w for w in found if w != part.first)] if part.first in found else found
+
+    def _load(self, worker: int) -> division.LayerLoad:
+        rows = [request.part.count for request in self._open.values() if request.worker == worker]
+        return division.LayerLoad(len(rows), sum(rows), self.roster.pace(worker))
+
+    def _message(self, part: _Part, epoch: int, sequence: int) -> tuple[bytes, bytes]:
+        x, top_k = part.x, part.ids.shape[1]
+        header = Header(
+            FrameKind.RUN, epoch, self.step.number, sequence, self.layer, part.count, x.shape[1], top_k, x.dtype,
+            fingerprint=self.roster.fingerprint, prompts=self.step.prompts,
+        )  # fmt: skip
+        return encode(header, run_payload(x, part.weights, part.ids))
+
+    def _answers(self, header: Header, worker: int, request: _Request) -> bool:
+        """Whether a frame belongs to ``request``, and has its part's sizes."""
+        same = (worker, header.epoch, header.step, header.layer, header.fingerprint)
+        if same != (request.worker, request.epoch, self.step.number, self.layer, self.roster.fingerprint):
+            return False
+        sizes = (header.kind, header.rows, header.hidden, header.dtype)
+        wanted = (FrameKind.ROWS, request.part.count, self._like.shape[1], self._like.dtype)
+        served = 0 if self._divider is None else self._divider.served(worker)
+        return header.kind == FrameKind.FAILED or (sizes, header.top_k) == (wanted, served)
+
+    def _take(self, frame: Frame, request: _Request, now: float) -> bool:
+        part, worker = request.part, request.worker
+        rows = frame.rows()
+        spoiled = ~rows.isfinite().all(dim=1)
+        if bool(spoiled.any()) and bool((spoiled & part.finite).any()):
+            self._lose(request, frame.header.sequence, "its answer had NaN or infinities for a row that had none")
+            self.roster.failed(worker, self.reasons[worker])
+            return False
+        del self._open[frame.header.sequence]
+        part.request, part.out = None, rows
+        if self._divider is not None:
+            self._divider.sees(worker, frame.resident())
+        if self._divided:
+            self.roster.paced(worker, part.count, now - self._heard[worker])
+        self._heard[worker] = now
+        if self._divided and self.done:
+            for idle in set(self.roster.owners(self.layer)) - self._heard.keys():
+                self.roster.rested(idle)
+        self.roster.answered(worker, part.count, now - request.sent, HEADER_BYTES + frame.header.payload)
+        return True
+
+    def _lose(self, request: _Request, sequence: int, why: str) -> None:
+        del self._open[sequence]
+        request.part.request = None
+        request.part.tried.add(request.worker)
+        self.reasons[request.worker] = why
+        self.roster.lost(request.worker, request.part.count)
+
+    def _lose_all(self, worker: int, why: str) -> None:
+        for sequence, request in list(self._open.items()):
+            if request.worker == worker:
+                self._lose(request, sequence, why)
+
+    def _deadline(self, worker: int) -> float:
+        rows = max(request.part.count for request in self._open.values() if request.worker == worker)
+        if self.roster.epoch(worker) is None:  # removed by another part's failure
+            return self._heard[worker]
+        return self._heard[worker] + self.roster.patience(worker, rows)
+
+
+def _shared(parts: list[_Part], shares: list[Assigned], ids: Tensor) -> list[_Part]:
+    """Returns ``parts`` of whole rows divided by experts; ``ids`` as of ``LayerCall``."""
+    if len(shares) == 1:
+        for part in parts:
+            part.first = shares[0].worker
+        return parts
+    own = [torch.isin(ids, torch.from_numpy(share.experts)) for share in shares]
+    return [
+        _pairs(part, share.worker, mask[part.rows])
+        for part in parts
+        for share, mask in zip(shares, own, strict=True)
+        if mask[part.rows].any()
+    ]
+
+
+def _pairs(part: _Part, worker: int, own: Tensor) -> _Part:
+    """Returns the pairs ``own``, bool like ``part.ids``, of the rows that have one, for ``worker``."""
+    assert isinstance(part.rows, slice)
+    rows = own.any(dim=1).nonzero().flatten()
+    own = own[rows]
+    order = own.int().argsort(dim=1, descending=True, stable=True)[:, : int(own.sum(dim=1).max())]
+    there = own.gather(1, order)
+    ids = part.ids[rows].gather(1, order).masked_fill(~there, -1)
+    weights = part.weights[rows].gather(1, order).masked_fill(~there, 0)
+    return _Part(part.rows.start + rows, part.x[rows], weights, ids, worker)

@@ -1,0 +1,284 @@
+"""Which workers answer, which are lost, and how lost ones come back.
+
+How long a layer waits for a worker before its rows go elsewhere: a multiple of what such calls took. Pure.
+
+Which workers are asked, and under which epoch: what a client knows between two layers. Pure, without sockets.
+
+Brings lost workers back while the engine serves, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from vllm_spac.errors import SpacError
+from vllm_spac.methods.od_moe import division
+from vllm_spac.methods.od_moe.worker_link import WorkerLink
+
+_KEPT, _ENOUGH, _TIMES = 64, 8, 8
+
+
+class Patience:
+    """Deadlines of the calls to one worker, by size: calls with about as many rows take about as long.
+
+    Args:
+        least: shortest deadline in seconds.
+        first: deadline in seconds while fewer than 8 calls of that size were answered.
+    """
+
+    def __init__(self, least: float = 1.0, first: float = 60.0) -> None:
+        self._least, self._first = least, first
+        self._taken: dict[int, deque[float]] = {}  # by the power of two of the rows
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A call with so many rows was answered after ``seconds``."""
+        self._taken.setdefault(rows.bit_length(), deque(maxlen=_KEPT)).append(seconds)
+
+    def of(self, rows: int) -> float:
+        """Returns the deadline in seconds of a call: 8 times the longest of the last 64 of that size."""
+        taken = self._taken.get(rows.bit_length(), ())
+        return self._first if len(taken) < _ENOUGH else max(self._least, _TIMES * max(taken))
+
+
+_FORGETS = 0.9  # part of a pace that is left after a prompt's layer without rows
+_INERTIA = 0.75  # weight of what was known of a worker's pace
+_MOST_FAILURES = 2  # in a row: late answers, errors or values that cannot be
+
+
+@dataclass
+class WorkerShare:
+    """What became of the calls of one worker; rows are counted once per layer, and per worker of a group.
+
+    Attributes:
+        calls: requests whose answer counted.
+        rows: their rows.
+        losses: requests whose answer did not count: late, wrong, or of a worker that ended.
+        rows_lost: their rows, which were computed elsewhere.
+        sent_bytes, received_bytes: of requests, and of answers that counted.
+        round_trip_seconds: from sending a request to its answer, of those that counted; a worker has up to two at once.
+        readmissions: times that it returned after it was lost.
+    """
+
+    calls: int = 0
+    rows: int = 0
+    losses: int = 0
+    rows_lost: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    round_trip_seconds: float = 0.0
+    readmissions: int = 0
+
+
+@dataclass
+class Shares:
+    """What became of the rows of all layers since the start.
+
+    Attributes:
+        workers: of each worker, by its number.
+        elsewhere: rows that this process computed, because no worker could.
+        dropped: answers that did not count: late, repeated, damaged, or of another session.
+    """
+
+    workers: tuple[WorkerShare, ...]
+    elsewhere: int = 0
+    dropped: int = 0
+
+
+class Roster:
+    """The workers of one engine. Called by one thread.
+
+    Args:
+        workers: number of workers.
+        replicas, size: as in ``schedule.owners``.
+        fingerprint: 16 bytes, of the experts.
+        patience: makes the deadlines of a worker.
+
+    Attributes:
+        shares: counters.
+        why_out: reason for each worker that is out.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        replicas: int,
+        fingerprint: bytes,
+        patience: Callable[[], Patience] = Patience,
+        size: int = 1,
+    ) -> None:
+        self.workers, self.replicas, self.size, self.fingerprint = workers, replicas, size, fingerprint
+        self.shares = Shares(tuple(WorkerShare() for _ in range(workers)))
+        self.why_out: dict[int, str] = dict.fromkeys(range(workers), "it has not joined yet")
+        self._patience = patience
+        self._patiences: dict[int, Patience] = {}
+        self._paces: dict[int, float] = {}  # seconds per row of a prompt
+        self._epochs: dict[int, int] = {}  # of the workers that are in
+        self._failures: dict[int, int] = {}  # in a row
+        self._sequence = 0
+
+    def admit(self, worker: int, epoch: int) -> None:
+        """Asks ``worker`` from now on; answers of its earlier epochs do not count."""
+        assert worker not in self._epochs and epoch > 0
+        self._epochs[worker], self._failures[worker] = epoch, 0
+        self.shares.workers[worker].readmissions += worker in self._patiences
+        self._patiences[worker] = self._patience()
+        self._paces.pop(worker, None)
+        self.why_out.pop(worker, None)
+
+    def remove(self, worker: int, why: str) -> None:
+        """Asks ``worker`` no more; does nothing if it is out."""
+        if self._epochs.pop(worker, None) is not None:
+            self.why_out[worker] = why
+
+    def failed(self, worker: int, why: str) -> None:
+        """A request to ``worker`` came to nothing; two in a row remove it."""
+        if worker in self._epochs:
+            self._failures[worker] += 1
+            if self._failures[worker] >= _MOST_FAILURES:
+                self.remove(worker, why)
+
+    def asked(self, worker: int, nbytes: int) -> None:
+        """``worker`` was sent a request of ``nbytes``."""
+        self.shares.workers[worker].sent_bytes += nbytes
+
+    def answered(self, worker: int, rows: int, seconds: float, nbytes: int) -> None:
+        """An answer of ``worker`` counted: ``nbytes`` for so many rows, so long after the request."""
+        self._failures[worker] = 0
+        self._patiences[worker].observe(rows, seconds)
+        share = self.shares.workers[worker]
+        share.calls += 1
+        share.rows += rows
+        share.round_trip_seconds += seconds
+        share.received_bytes += nbytes
+
+    def paced(self, worker: int, rows: int, seconds: float) -> None:
+        """``worker`` was busy for so long with so many rows of a prompt."""
+        found = seconds / rows
+        self._paces[worker] = found + _INERTIA * (self._paces.get(worker, found) - found)
+
+    def rested(self, worker: int) -> None:
+        """``worker`` was given no rows of a prompt: its pace is forgotten slowly, so that it is given some again."""
+        if worker in self._paces:
+            self._paces[worker] *= _FORGETS
+
+    def pace(self, worker: int) -> float | None:
+        """Seconds per row of a prompt that ``worker`` takes lately; None: not known yet."""
+        return self._paces.get(worker)
+
+    def lost(self, worker: int, rows: int) -> None:
+        """Counts a request of so many rows whose answer by ``worker`` does not count."""
+        self.shares.workers[worker].losses += 1
+        self.shares.workers[worker].rows_lost += rows
+
+    def epoch(self, worker: int) -> int | None:
+        """The epoch of ``worker``; None if it is out."""
+        return self._epochs.get(worker)
+
+    def patience(self, worker: int, rows: int) -> float:
+        """As ``Patience.of``, of a worker that is in."""
+        return self._patiences[worker].of(rows)
+
+    def having(self, layer: int) -> tuple[int, ...]:
+        """The workers that have ``layer``, in or out, its group before the replicas."""
+        return division.owners(layer, self.workers, self.replicas, self.size)
+
+    def owners(self, layer: int) -> list[int]:
+        """Those of ``having`` that are in."""
+        return [worker for worker in self.having(layer) if worker in self._epochs]
+
+    def group(self, layer: int) -> list[int]:
+        """Those of ``owners`` that compute the layer together: as many as a group has, while enough are in."""
+        return self.owners(layer)[: self.size]
+
+    def sequence(self) -> int:
+        """Returns the number of a new request; none is used twice."""
+        self._sequence += 1
+        return self._sequence
+
+
+def name(worker: int) -> str:
+    """How a worker is called in logs and statistics."""
+    return f"worker-{worker}"
+
+
+logger = logging.getLogger("vllm.spac")
+
+_LONGEST = 30.0  # seconds between two attempts
+
+
+class Recovery:
+    """Tries to reach lost workers until they are back.
+
+    Args:
+        bring: returns a link to a worker that serves again and was tested; called in this object's thread.
+        ended: set when the engine ends.
+    """
+
+    def __init__(self, bring: Callable[[int], WorkerLink], ended: threading.Event) -> None:
+        self._bring, self._ended = bring, ended
+        self._lost: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._back: queue.SimpleQueue[tuple[int, WorkerLink]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def lost(self, worker: int) -> None:
+        """``worker`` is to be brought back."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="spac-recovery", daemon=True)
+            self._thread.start()
+        self._lost.put(worker)
+
+    def back(self) -> list[tuple[int, WorkerLink]]:
+        """Returns the workers that are back since the last call, with their links."""
+        found = []
+        while not self._back.empty():
+            found.append(self._back.get())
+        return found
+
+    def close(self) -> None:
+        """Waits for the thread, after ``ended`` was set, and closes links that nobody took."""
+        self._lost.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        for _, link in self.back():
+            link.drop()
+
+    def _run(self) -> None:
+        waiting: dict[int, tuple[float, int]] = {}  # worker -> when to try next, and attempts so far
+        said: dict[int, str] = {}
+        while not self._ended.is_set():
+            for worker in self._news(waiting):
+                waiting[worker] = time.monotonic(), 0
+            for worker, (due, attempts) in list(waiting.items()):
+                if time.monotonic() < due or self._ended.is_set():
+                    continue
+                try:
+                    link = self._bring(worker)
+                except (SpacError, zmq.ZMQError, OSError) as error:
+                    if said.get(worker) != str(error):
+                        said[worker] = str(error)
+                        logger.warning("spac: %s is not back yet: %s", name(worker), error)
+                    waiting[worker] = time.monotonic() + min(_LONGEST, 2.0**attempts), attempts + 1
+                else:
+                    del waiting[worker]
+                    said.pop(worker, None)
+                    self._back.put((worker, link))
+
+    def _news(self, waiting: dict[int, tuple[float, int]]) -> list[int]:
+        """Waits for lost workers, at most until the next attempt is due."""
+        due = min((due for due, _ in waiting.values()), default=None)
+        found = []
+        try:
+            timeout = None if due is None else max(0.0, due - time.monotonic())
+            found.append(self._lost.get(timeout=timeout) if timeout != 0 else self._lost.get_nowait())
+            while True:
+                found.append(self._lost.get_nowait())
+        except queue.Empty:
+            return [worker for worker in found if worker is not None]

@@ -1,0 +1,37 @@
+"""The routing of a draft model that is a copy of the model, taken as the model's own (OD-MoE's SEP)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen, Signal
+
+
+class Shadow(Predictor):
+    """Names, for each row whose token the draft model has read, the experts that its routers chose in every layer.
+
+    OD-MoE's SEP (scaled emulative prediction) runs a quantised copy of the model beside it. A copy has the model's
+    layers and experts, so its choice is taken as it is, and nothing is trained. Here the copy is the draft model, and
+    the tokens that it reads are the drafts that the model verifies. Of a row's experts the one with the greatest weight
+    is the likeliest. A row whose token it has not read, such as the last draft, names none.
+
+    Args:
+        num_experts: number of keys.
+    """
+
+    needs = frozenset({Signal.DRAFT_ROUTING})
+
+    def __init__(self, num_experts: int) -> None:
+        self._keys = num_experts
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        if seen.layer == START:
+            assert seen.draft_ids is not None
+            rows, layers, top_k = seen.draft_ids.shape
+            experts, ids = self._keys // layers, seen.draft_ids.long()
+            places = torch.arange(top_k, 0, -1, dtype=torch.float32).expand(ids.shape)
+            scores = torch.full((rows, layers, experts + 1), -torch.inf)  # the last column is for -1
+            scores.scatter_(2, ids.where(ids >= 0, experts), places)
+            yield Guess(0, scores[:, :, :experts].reshape(rows, -1))

@@ -1,0 +1,201 @@
+"""Runs layers at expert workers: rows go to where the experts are.
+
+The store of an engine whose layers belong to workers: experts are packed here and kept there.
+
+Execution whose layers belong to expert workers: rows go there, and no expert is kept in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self, cast
+
+import torch
+from torch import Tensor
+
+from vllm_spac.cache.lookahead import named
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.cache.residency import Residency
+from vllm_spac.core import MoEShape, Step
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.decisions.predictors.base import Predictor, Seen
+from vllm_spac.execution.base import Execution, ExecutionContext, LayerKernel, Room, Rows
+from vllm_spac.execution.row_shares import runnable
+from vllm_spac.methods.od_moe.client import WorkerClient
+from vllm_spac.methods.od_moe.layer_call import Forward
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage.base import ExpertStore
+
+if TYPE_CHECKING:
+    from vllm_spac.config.types import SlotCount
+
+
+class WorkerStore(ExpertStore):
+    """Sends experts to the workers that serve their layers, and reads them there.
+
+    Args:
+        client: the workers; owned, opened here.
+    """
+
+    persistent: ClassVar[bool] = True
+    offline: ClassVar[str] = "it is taken with --spac-executor processes"
+
+    def __init__(self, shape: MoEShape, fingerprint: str, client: WorkerClient, folder: Path | None = None) -> None:
+        super().__init__(shape, fingerprint, folder)
+        self.client = client
+        client.open()
+
+    def holds(self, key: int) -> bool:
+        return self.client.holds(key)
+
+    def reserve(self, experts: int) -> None:
+        """Does nothing: each worker has its own disk."""
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        self.client.put(key, tensors)
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        for name, tensor in self.client.fetch(key).items():
+            into[name].copy_(tensor)
+        return self.shape.expert_bytes
+
+    def drop(self, key: int) -> None:
+        self.client.drop(key)
+
+    def verify(self, threads: int) -> Iterator[str | None]:
+        """Asks the workers again: what one could not read, it holds no more."""
+        self.client.refresh()
+        yield None
+
+    def describe(self) -> str:
+        return f"workers: {self.client.describe()}"
+
+    def close(self) -> None:
+        self.client.close()
+
+
+logger = logging.getLogger("vllm.spac")
+
+
+class WorkerExecution(Execution):
+    """Sends the rows of each layer to the worker that serves it, or divides their experts among several.
+
+    Whole rows keep the bits of vLLM's kernel; those whose experts are divided are exact up to rounding.
+
+    Args:
+        shape: the layers and experts.
+        policy: decides nothing here, where there are no slots; each worker has its own.
+        store: the workers' experts; owned.
+        predictor: looks at layers; what it guesses of later ones is told to their workers, which load it ahead.
+    """
+
+    offline: ClassVar[str] = "it is taken with --spac-executor processes"
+    knobs: ClassVar[frozenset[str]] = frozenset({"prefetch"})
+
+    def __init__(self, shape: MoEShape, policy: Policy, store: WorkerStore, predictor: Predictor | None = None) -> None:
+        self.shape, self.store, self._client = shape, store, store.client
+        self.tensors = {name: torch.empty((0, *spec.shape), dtype=spec.dtype) for name, spec in shape.tensors.items()}
+        self.counters = Counters()
+        self.holds_all = False
+        self.keeps_bits = not self._client.divides
+        self._residency = Residency(shape.total, 0, policy)
+        self._steps = 0
+        self._forward = Forward()
+        self._filled = False
+        self._predictor = predictor
+        self._seen: Seen | None = None  # at the start of the step; None outside, and where nothing is guessed
+        self.looks_at = frozenset() if predictor is None else predictor.needs
+
+    @classmethod
+    def of(cls, context: ExecutionContext) -> Self:
+        config, predictor = context.config, None
+        if config.prefetch != "off":
+            settings = PrefetchSettings.configured(config, config.named_prefetch, context.predictor)
+            predictor = settings.build(context.shape.total)
+        return cls(context.shape, context.policy, cast(WorkerStore, context.store), predictor)
+
+    @classmethod
+    def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
+        """Takes nothing: the knob ``slots`` is that of each worker."""
+        return Room(0, False, 0)
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
+
+    def fill(self) -> Iterator[int]:
+        """Has the workers fill their slots."""
+        self._client.fill()
+        self._filled = True
+        yield 0
+
+    def begin_step(self, step: Step) -> None:
+        self._steps += 1
+        self._forward = Forward(self._steps, step.prompts)
+        self.counters.began(step.kind)
+        guessed = self._predictor is not None and step.requests and not step.prompts
+        self._seen = Seen.at_start(step.tokens, step.draft, self.looks_at) if guessed else None
+        if self._seen is not None:
+            self._hint(self._seen, self._steps)
+
+    def draft(self, tokens: Tensor, read: Tensor) -> None:
+        self._hint(Seen.at_start(tokens, read, self.looks_at), self._steps + 1)
+
+    def end_forward(self) -> None:
+        self._forward, self._seen = Forward(), None
+
+    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, kernel: LayerKernel, rows: Rows) -> Tensor:
+        real = slice(0, rows.real)
+        if rows.record is not None:
+            rows.record(layer, ids[real], weights[real])
+        if rows.real == 0:
+            return torch.zeros_like(x)
+        if not rows.as_routed:
+            ids, weights = runnable(ids, rows.real), weights.masked_fill(ids < 0, 0)
+        meanwhile = None
+        if self._seen is not None and self._predictor is not None and self._predictor.reach:
+            seen = Seen(layer, self._seen.tokens, x[real], ids[real], weights[real])
+            meanwhile = partial(self._hint, seen, self._steps)
+        found = self._client.compute(self._forward, layer, x[real], weights[real], ids[real], meanwhile)
+        if rows.real == len(x):
+            return found
+        out = torch.zeros_like(x)  # padding is not used
+        out[real] = found
+        return out
+
+    def _hint(self, seen: Seen, step: int) -> None:
+        """Tells workers what is guessed of their layers in a step; one that has run is guessed for the next step."""
+        if self._predictor is None:
+            return
+        try:
+            guesses = list(self._predictor.guesses(seen))
+        except Exception:  # of any predictor, also of another package: it moves experts ahead of need, and no more
+            logger.exception("spac: the predictor of prefetch (--spac-prefetch) failed; workers get no more hints")
+            self._predictor = None
+            return
+        for guess in guesses:
+            for layer, experts in named(guess, self.shape.experts, self.shape.top_k):
+                if layer != seen.layer:
+                    self._client.hint(step + (layer < seen.layer), layer, experts)
+
+    def snapshot(self) -> dict:
+        """Returns the counters of all workers together and of each, their slots, and what became of the rows."""
+        counts, shares = self._client.counts(), self._client.shares
+        return {
+            **self.counters.snapshot(),
+            **counts,
+            "steps": dict(self.counters.steps),
+            "worker_rows_elsewhere": shares.elsewhere,
+            "worker_answers_dropped": shares.dropped,
+        }
+
+    def describe(self) -> str:
+        return f"{self._client.slots} slots at the workers"
+
+    def close(self) -> None:
+        """Closes the store; one that could not be filled stays open, so that what is damaged is packed again."""
+        if self._filled:
+            self.store.close()

@@ -1,0 +1,1 @@
+"""SP-MoE: experts are read while the drafter drafts."""

@@ -1,0 +1,1 @@
+"""Speculating Experts: predictors that look one layer ahead, and execution by prediction."""

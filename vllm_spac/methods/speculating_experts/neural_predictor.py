@@ -1,0 +1,118 @@
+"""Speculating Experts' estimator: a small network per layer from this layer's input and choice to the next router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vllm_spac.decisions.predictors._features import LayerFeatures, distil, ridge
+from vllm_spac.decisions.predictors._trained import Material, Sizes, Specs, Trained, mixing
+from vllm_spac.decisions.predictors.base import START, Guess, Seen, Signal
+
+INNER = 256  # units of the hidden layers
+_STEPS, _RATE = 600, 2e-3
+_PARTS = ("in", "in_bias", "up", "up_bias", "down", "down_bias", "scale", "shift", "head", "skip", "bias")
+
+
+class Neural(Trained):
+    """Scores of layer l + 1 on layer l, after the paper's appendix A.
+
+    With x = [h_l | m_l] (router input, routing weights): z = x @ in, z += silu(z @ up) @ down,
+    scores = norm(z) @ head + x @ skip, norm a LayerNorm. Each layer has a network of its own, in place of the paper's
+    layer embedding, and a linear part (skip) that starts as the ridge regression. Trained by the KL divergence to the
+    router's distribution.
+    """
+
+    needs = frozenset({Signal.ROUTER_INPUT, Signal.ROUTING})
+    reach = 1
+
+    def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], beside: Mapping[str, Trained]) -> None:
+        super().__init__(sizes, tensors, beside)
+        self._features = LayerFeatures(sizes.width, sizes.experts)
+        self._nets = {
+            target: _merged({part: tensors[f"{part}.{target}"].float() for part in _PARTS})
+            for target in range(1, sizes.layers)
+        }
+        self._first = torch.empty(0)  # [rows, INNER + N], written anew in each layer; and its two parts
+        self._hidden, self._skipped = self._first, self._first
+
+    @classmethod
+    def specs(cls, sizes: Sizes) -> Specs:
+        features, experts = sizes.width + sizes.experts, sizes.experts
+        shapes: dict[str, tuple[int, ...]] = {"in": (features, INNER), "up": (INNER, INNER), "down": (INNER, INNER)}
+        shapes |= {"head": (INNER, experts), "skip": (features, experts), "bias": (experts,)}
+        shapes |= dict.fromkeys(("in_bias", "up_bias", "down_bias", "scale", "shift"), (INNER,))
+        return {
+            f"{part}.{target}": (torch.bfloat16 if len(shapes[part]) == 2 else torch.float32, shapes[part])
+            for target in range(1, sizes.layers)
+            for part in _PARTS
+        }
+
+    @classmethod
+    def stages(cls, sizes: Sizes) -> int:
+        return sizes.layers - 1
+
+    @classmethod
+    def train(cls, stage: int, material: Material, beside: Mapping[str, Trained]) -> dict[str, Tensor]:
+        samples, target = material.samples, stage + 1
+        chosen = mixing(samples.ids[stage], samples.weights[stage], samples.experts)
+        inputs = torch.cat([samples.hidden[stage].float(), chosen], 1)
+        mean, deviation = inputs.mean(0), inputs.std(0, unbiased=False) + 1e-5
+        inputs, logits = (inputs - mean) / deviation, samples.logits[target]
+        net = _fresh(inputs, logits, seed=stage)
+        given = list(net.values())
+        distil(given, lambda rows: _run(net, rows), inputs, logits, steps=_STEPS, rate=_RATE, seed=stage)
+        for part, shift in (("in", "in_bias"), ("skip", "bias")):  # the inputs of ``guesses`` are not normalised
+            net[part] = net[part] / deviation[:, None]
+            net[shift] = net[shift] - mean @ net[part]
+        return {f"{part}.{target}": value.bfloat16() if value.ndim == 2 else value for part, value in net.items()}
+
+    def guesses(self, seen: Seen) -> Iterable[Guess]:
+        target = seen.layer + 1
+        if seen.layer != START and target in self._nets:
+            yield Guess(target * self.sizes.experts, self._run(self._nets[target], self._features.of(seen)))
+
+    def _run(self, net: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """Returns what ``_run`` does, up to rounding: with ``net`` of ``_merged``, in six calls of torch."""
+        if len(inputs) != len(self._first):
+            with torch.inference_mode(False):  # a buffer for calls inside and outside of it
+                self._first = torch.empty(len(inputs), INNER + self.sizes.experts)
+                self._hidden, self._skipped = self._first.split([INNER, self.sizes.experts], 1)
+        torch.addmm(net["first_bias"], inputs, net["first"], out=self._first)
+        inner = functional.silu(torch.addmm(net["up_bias"], self._hidden, net["up"]), inplace=True)
+        hidden = torch.addmm(self._hidden, inner, net["down"])
+        hidden = functional.layer_norm(hidden, (INNER,), net["scale"], net["shift"])
+        return torch.addmm(self._skipped, hidden, net["head"])
+
+
+def _merged(net: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a network with the two products of its input in one, and the bias of ``down`` in that of ``in``."""
+    shifted = (net["up_bias"].double() - net["down_bias"].double() @ net["up"].double()).float()
+    kept = {part: net[part] for part in ("up", "down", "scale", "shift", "head")}
+    biases = torch.cat([net["in_bias"] + net["down_bias"], net["bias"]])
+    return kept | {"first": torch.cat([net["in"], net["skip"]], 1), "first_bias": biases, "up_bias": shifted}
+
+
+def _fresh(inputs: Tensor, logits: Tensor, seed: int) -> dict[str, Tensor]:
+    """Returns a network whose scores are those of the ridge regression."""
+    generator = torch.Generator().manual_seed(seed)
+    features, experts = inputs.shape[1], logits.shape[1]
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) / rows**0.5
+
+    net = {"in": matrix(features, INNER), "up": matrix(INNER, INNER), "down": 0.1 * matrix(INNER, INNER)}
+    net |= {name: torch.zeros(INNER) for name in ("in_bias", "up_bias", "down_bias", "shift")}
+    net |= {"scale": torch.ones(INNER), "head": torch.zeros(INNER, experts)}
+    return net | {"skip": ridge(inputs, logits), "bias": (logits - logits.mean(1, keepdim=True)).mean(0)}
+
+
+def _run(net: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+    hidden = torch.addmm(net["in_bias"], inputs, net["in"])
+    inner = functional.silu(torch.addmm(net["up_bias"], hidden, net["up"]))
+    hidden = hidden + torch.addmm(net["down_bias"], inner, net["down"])
+    hidden = functional.layer_norm(hidden, (INNER,), net["scale"], net["shift"])
+    return torch.addmm(net["bias"], hidden, net["head"]) + inputs @ net["skip"]

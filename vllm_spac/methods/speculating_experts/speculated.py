@@ -1,0 +1,133 @@
+"""Speculated execution (lossy): a prediction, made one layer earlier, decides which experts a layer runs.
+
+``predicted`` runs the experts that a row was predicted to choose, with the predicted weights, whatever its router
+chooses (Speculating Experts, section 3.2: execute predicted experts and their associated routing weights).
+``restricted`` (ours) lets the router choose, by its own scores and weights, among the 2k experts that were predicted
+first for the row and those that are in fast memory.
+
+A layer without a prediction, such as the first one, runs its router's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import Step
+from vllm_spac.decisions.predictors.base import Predictor, Seen, Signal
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.kernels.reference.cover import Chosen, substituted, where
+from vllm_spac.methods.moe_spec.cut import selectable
+from vllm_spac.methods.moe_spec.replay import BudgetCounters
+from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
+
+_WIDE = 2  # times k: the predicted experts that ``restricted`` admits
+
+
+class SpeculatedExecution:
+    """Replaces the choice of routers by one that follows from predictions.
+
+    Args:
+        layers: in the order of execution, all of one shape.
+        predictor: looks at layers and reaches one ahead; its scores stand for the router's logits.
+        counters: count the rows and the routing weight of experts that were chosen and are not run.
+    """
+
+    def __init__(self, layers: Sequence[BudgetedLayer], predictor: Predictor, counters: BudgetCounters) -> None:
+        assert predictor.reach > 0, "it sees no layer ahead"
+        self._layers, self._predictor, self._counters = layers, predictor, counters
+        self._guess: tuple[Step, int, Tensor] | None = None  # step, layer, scores [rows, N]
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """What the predictor must be passed."""
+        return self._predictor.needs
+
+    def check(self, settings: BudgetSettings) -> None:
+        """Refuses what cannot be speculated.
+
+        Raises:
+            UnsupportedError: a layer's choice or weights do not follow from predicted scores.
+        """
+        named = f"spac: speculate={settings.speculate} (--spac-speculate)"
+        for layer in self._layers:
+            if layer.rule.custom:
+                raise UnsupportedError(
+                    f"{named} cannot work here: {layer.name} routes by a function of its own; drop --spac-speculate"
+                )
+            if settings.speculate == "predicted" and (layer.rule.scoring != "softmax" or layer.rule.bias is not None):
+                raise UnsupportedError(
+                    f"{named} cannot work here: predicted scores give no weights for the {layer.rule.scoring} routing "
+                    f"of {layer.name}; use --spac-speculate restricted"
+                )
+
+    def apply(
+        self,
+        index: int,
+        hidden: Tensor,
+        logits: Tensor,
+        natural: Chosen,
+        step: Step,
+        groups: Sequence[slice | Tensor],
+        settings: BudgetSettings,
+    ) -> Chosen:
+        """Returns weights and ids [rows, k] of layer ``index``, and predicts the next layer from them.
+
+        Args:
+            index: number of the layer in ``layers``; a step runs all layers in their order.
+            hidden: [rows, d], input of the router.
+            logits: [rows, N], of the router.
+            natural: weights and ids [rows, k], its choice.
+            step: the rows by request; further rows are padding.
+            groups: the rows whose experts are speculated, in parts that are counted apart; others keep theirs.
+            settings: ``speculate`` is not off.
+        """
+        if not groups:
+            return natural
+        weights, ids = natural
+        if self._guess is not None and self._guess[0] is step and self._guess[1] == index:
+            weights, ids = weights.clone(), ids.clone()
+            for rows in groups:
+                own = natural[0][rows], natural[1][rows]
+                chosen = self._chosen(self._layers[index], self._guess[2][rows], logits[rows], own, settings)
+                run = (own[1][:, :, None] == chosen[1][:, None]).any(2)
+                self._counters.add(own[0], run, *chosen)
+                weights[rows], ids[rows] = chosen
+        real = step.rows
+        self._predict(index + 1, Seen(index, step.tokens, hidden[:real], ids[:real], weights[:real]), step)
+        return weights, ids
+
+    def _chosen(
+        self, layer: BudgetedLayer, scores: Tensor, logits: Tensor, natural: Chosen, settings: BudgetSettings
+    ) -> Chosen:
+        """Returns weights and ids [rows, k] of rows with predicted ``scores`` and the router's ``logits`` [rows, N]."""
+        every = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+        if settings.speculate == "predicted":
+            weights, ids = _best(layer, scores, every)
+            return weights.to(natural[0].dtype), ids.to(natural[1].dtype)
+        likely = scores.sort(dim=1, descending=True, stable=True).indices[:, : _WIDE * layer.top_k]
+        inside = torch.zeros_like(every).scatter_(1, likely, True)
+        if layer.resident is not None and settings.when != "all":
+            inside |= layer.resident()
+        covered = inside.gather(1, natural[1].long()).all(1)
+        return where(covered, natural, _best(layer, logits, inside))
+
+    def _predict(self, target: int, seen: Seen, step: Step) -> None:
+        """Keeps the scores of layer ``target``, if there is such a layer and the predictor knows anything about it."""
+        self._guess = None
+        if target == len(self._layers):
+            return
+        experts = self._layers[target].experts
+        for guess in self._predictor.guesses(seen):
+            if guess.first == target * experts:
+                self._guess = step, target, guess.scores[:, :experts].expand(step.rows, -1)
+                return
+
+
+def _best(layer: BudgetedLayer, logits: Tensor, inside: Tensor) -> Chosen:
+    """Returns weights and ids [rows, k] as the layer's router would choose by ``logits`` among ``inside`` [rows, N]."""
+    rule, probs = layer.rule, layer.rule.probs(logits)
+    chosen_by, open_to = selectable(rule, probs, inside, layer.top_k)
+    return substituted(probs, chosen_by, open_to, layer.top_k, rule.renormalize, rule.scale)

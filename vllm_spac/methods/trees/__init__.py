@@ -1,0 +1,1 @@
+"""EAGLE draft trees, without vLLM."""

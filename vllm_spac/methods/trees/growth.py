@@ -1,0 +1,108 @@
+"""Candidates of draft trees, drawn level by level, and the trees that are chosen from them (EAGLE-2)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_spac.config.tree_shape import TreeShape
+from vllm_spac.methods.trees.draft_tree import DraftTree
+
+
+class Chosen(NamedTuple):
+    """The nodes of trees, one tree per row.
+
+    Attributes:
+        tokens: int64 [requests, n].
+        parents: int64 [requests, n + 1], row that each row follows; -1 for the root, row 0.
+        logp: joint log-probability of each node, [requests, n].
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    logp: Tensor
+
+
+class Growth:
+    """Growing trees of several requests, all at the same level.
+
+    Args:
+        shape: of each tree.
+        logp: log-probabilities of the drafter behind each request's last token, [requests, V].
+        ids: token of each column of ``logp``, [V]; None: the columns are token ids.
+
+    Attributes:
+        expanded: candidates that the next level continues, [requests, F], as positions among all candidates.
+        level: of the newest candidates, from 1.
+        parent: which member of the previous ``expanded`` each one continues, [requests, F]; the root at level 1 is 0.
+    """
+
+    def __init__(self, shape: TreeShape, logp: Tensor) -> None:
+        self._shape, self.level = shape, 1
+        values, tokens = _best(logp, shape.width)
+        self._tokens, self._logp = [tokens], [values]
+        self._parents = [torch.full_like(tokens, -1)]
+        self._expand(values, tokens.new_zeros(tokens.shape))
+
+    def _expand(self, logp: Tensor, source: Tensor) -> None:
+        """Chooses what the next level continues among the newest candidates; ``source``: member each came from."""
+        chosen = self._shape.expand(self.level, logp)
+        before = sum(part.shape[1] for part in self._tokens[:-1])
+        self.expanded, self.parent = chosen + before, source.gather(1, chosen)
+
+    @property
+    def over(self) -> bool:
+        """Whether no level follows."""
+        return self.expanded.shape[1] == 0
+
+    @property
+    def tokens(self) -> Tensor:
+        """Token of each expanded candidate, int64 [requests, F]: the input of the drafter's next forward."""
+        return torch.cat(self._tokens, 1).gather(1, self.expanded)
+
+    def add(self, logp: Tensor) -> None:
+        """Adds a level; ``logp``: log-probabilities behind each expanded candidate, [requests, F, V]."""
+        requests, front, vocabulary = logp.shape
+        width = min(self._shape.width, vocabulary)
+        values, tokens = _best(logp, width)
+        joint = values + torch.cat(self._logp, 1).gather(1, self.expanded)[..., None]
+        self._tokens.append(tokens.flatten(1))
+        self._logp.append(joint.flatten(1))
+        self._parents.append(self.expanded.repeat_interleave(width, 1))
+        self.level += 1
+        member = torch.arange(front, device=logp.device).repeat_interleave(width).expand(requests, -1)
+        self._expand(joint.flatten(1), member)
+
+    def chosen(self) -> Chosen:
+        """The nodes of each request's tree, on the device of the logits."""
+        tokens, parents, logp = (torch.cat(part, 1) for part in (self._tokens, self._parents, self._logp))
+        order = self._shape.order(logp)
+        row = tokens.new_zeros(len(tokens), tokens.shape[1] + 1)  # of each candidate; the last one is the root's
+        row.scatter_(1, order, 1 + torch.arange(order.shape[1], device=order.device).expand_as(order))
+        before = row.gather(1, parents.gather(1, order) % row.shape[1])
+        root = before.new_full((len(before), 1), -1)
+        return Chosen(tokens.gather(1, order), torch.cat([root, before], 1), logp.gather(1, order))
+
+    def trees(self, nodes: int) -> list[DraftTree]:
+        """The tree of each request, with at most ``nodes`` draft tokens."""
+        parts = (part.cpu() for part in self.chosen())
+        return [
+            DraftTree(
+                tuple(tokens[:nodes].tolist()),
+                tuple(parents[: nodes + 1].tolist()),
+                (1.0, *logp[:nodes].double().exp().tolist()),
+            )
+            for tokens, parents, logp in zip(*parts, strict=True)
+        ]
+
+
+def _best(logp: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens, [..., width], and their log-probabilities.
+
+    Where the drafter's are NaN, as behind a target whose hidden states have overflowed, they are -inf: NaN is larger
+    than any number to a sort, and children would come before their parents.
+    """
+    values, tokens = logp.topk(min(width, logp.shape[-1]), dim=-1)
+    return values.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens

@@ -1,1 +1,0 @@
-"""Eviction policies: which resident expert is evicted for a missing one."""

@@ -1,0 +1,1 @@
+"""What is recorded while an engine runs: routing, a timeline, counters."""

@@ -1,0 +1,1 @@
+"""Where experts are stored: disk, host memory, or the slots themselves."""

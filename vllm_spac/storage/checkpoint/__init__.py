@@ -1,0 +1,1 @@
+"""Checkpoints and folders of packed experts: read, checked, repacked."""

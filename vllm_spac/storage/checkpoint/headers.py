@@ -1,0 +1,236 @@
+"""Reads a checkpoint's config.json and the headers of its safetensors files, but no weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_spac.errors import UnsupportedError, brief
+from vllm_spac.storage.checkpoint import quant_config, quantisation
+from vllm_spac.storage.checkpoint.scales import check_scales
+from vllm_spac.system.untrusted import parse_json, read_header, read_text
+
+# Model families use different names for the same fact; the first name that a config has counts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
+LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+
+
+_MOST_INDEX = 100_000_000  # bytes
+_EXPERT = re.compile(r".*?\b(?:layers?|blocks|h)\.(?P<index>\d{1,6})\..*?\bexperts\.(?:(?P<expert>\d{1,6})\.)?")
+_MOST = 1 << 20  # experts or layers that a config may claim
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The experts of a checkpoint, according to its files.
+
+    Attributes:
+        name: name of the model type.
+        experts: routed experts per layer.
+        top_k: experts per token.
+        layer_bytes: bytes of all experts of each MoE layer, in the order of the layers.
+        other_bytes: bytes of everything else.
+        draft_bytes: bytes of the layers after the target's last one, which only a draft of the same checkpoint uses.
+        dtypes: element types of the experts.
+        quantisation: the ``quantization_config`` of a quantised checkpoint.
+    """
+
+    name: str
+    experts: int
+    top_k: int
+    layer_bytes: dict[int, int]
+    other_bytes: int
+    draft_bytes: int = 0
+    dtypes: frozenset[str] = field(default_factory=frozenset)
+    quantisation: Mapping | None = None
+
+    @property
+    def expert_bytes(self) -> list[int]:
+        """The distinct sizes of one expert in bytes, ascending."""
+        return sorted({count // self.experts for count in self.layer_bytes.values()})
+
+    @property
+    def total(self) -> int:
+        return self.experts * len(self.layer_bytes)
+
+    def slots(self, percent: int) -> list[tuple[int, int]]:
+        """Returns (slots, bytes of an expert) per shape at ``--spac-slots percent%``, computed as the plugin does."""
+        return [(-(-percent * total // 100), size) for size, total in self._shapes()]
+
+    def slots_of_tokens(self, tokens: int) -> list[tuple[int, int]]:
+        """Returns the same at ``--spac-slots {tokens}k``: for as many tokens as need no expert in common."""
+        return [(min(total, tokens * self.top_k), size) for size, total in self._shapes()]
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        """Bytes of an expert of each shape, and the number of such experts."""
+        layers_of = Counter(count // self.experts for count in self.layer_bytes.values())
+        return [(size, layers * self.experts) for size, layers in layers_of.items()]
+
+    def smallest_percent(self) -> int:
+        """Returns the smallest whole percentage that leaves each shape enough slots for one token."""
+        return next(p for p in range(1, 101) if all(count >= self.top_k for count, _ in self.slots(p)))
+
+
+def find_folder(model: str) -> Path:
+    """Returns the folder of ``model``: itself, or its snapshot in the Hugging Face cache.
+
+    Raises:
+        UnsupportedError: it is neither.
+    """
+    if os.path.isdir(model):
+        return Path(model)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not os.path.exists(model):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(model, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError) as error:
+            raise UnsupportedError(
+                f"{model} is neither a folder nor in the Hugging Face cache; run: hf download {model}"
+            ) from error
+    raise UnsupportedError(f"{model} is not a folder; name a folder with config.json and *.safetensors")
+
+
+def read_checkpoint(folder: Path, kernels: quantisation.FormatKernels | None = None) -> Checkpoint:
+    """Reads the checkpoint in ``folder``; ``kernels``: of quantised experts, as in ``quantisation.kept_bytes``.
+
+    Raises:
+        UnsupportedError: there is no such checkpoint, or it has no experts.
+    """
+    return count(read_config(folder / "config.json"), folder, _tensors(folder), kernels)
+
+
+def count(
+    config: dict, folder: Path, tensors: Iterable[tuple[str, dict]], kernels: quantisation.FormatKernels | None = None
+) -> Checkpoint:
+    """Adds up the experts and everything else of a checkpoint.
+
+    Args:
+        config: content of ``config.json``.
+        folder: named in errors.
+        tensors: name and safetensors header entry of each.
+        kernels: as in ``quantisation.kept_bytes``.
+
+    Raises:
+        UnsupportedError: there are no experts, or config and tensors contradict each other.
+    """
+    experts, top_k = first_number(config, EXPERTS), first_number(config, TOP_K)
+    if not experts:
+        raise UnsupportedError(f"{folder} is a dense model: it has no experts to keep outside; serve it without spac")
+    if not top_k:
+        raise UnsupportedError(f"{folder}/config.json does not say how many experts a token uses ({', '.join(TOP_K)})")
+    if top_k > experts:
+        raise UnsupportedError(f"{folder}/config.json says that a token uses {top_k} of {experts} experts")
+    layers = first_number(config, LAYERS) or math.inf
+    layer_bytes: Counter[int] = Counter()
+    dtypes, draft, other, named = set(), 0, 0, set()
+    coded: dict[str, dict] = {}
+    quantised = quant_config.of(config)
+    for name, entry in tensors:
+        size = entry["data_offsets"][1] - entry["data_offsets"][0]
+        match = _EXPERT.match(name)
+        if name.startswith("mtp.") or (match and int(match["index"]) >= layers):
+            draft += size
+        elif match:
+            if quantised:
+                coded[name] = entry
+                size = quantisation.kept_bytes(quantised, name, entry["shape"], size, kernels)
+            layer_bytes[int(match["index"])] += size
+            dtypes.add(entry["dtype"])
+            named.add(match["expert"])
+        else:
+            other += size
+    if not layer_bytes:
+        raise UnsupportedError(f"{folder} speaks of {experts} experts, but none of its tensors is one")
+    if None not in named and len(named) != experts:
+        raise UnsupportedError(f"{folder} has the tensors of {len(named)} experts, config.json says {experts}")
+    if quantised:
+        check_scales(quantised, coded, folder)
+    return Checkpoint(
+        name=str(config.get("model_type", "?")),
+        experts=experts,
+        top_k=top_k,
+        layer_bytes=dict(sorted(layer_bytes.items())),
+        other_bytes=other,
+        draft_bytes=draft,
+        dtypes=frozenset(dtypes),
+        quantisation=quantised,
+    )
+
+
+def read_config(path: Path) -> dict:
+    """Reads a ``config.json``; raises ``UnsupportedError`` if it is none.
+
+    The quantisation that older ModelOpt describes in a file beside it is added, as vLLM does.
+    """
+    config, beside = _mapping(path), path.with_name("hf_quant_config.json")
+    if quant_config.of(config) is None and beside.exists():
+        config[quant_config.QUANTISED[0]] = _mapping(beside)
+    return config
+
+
+def _mapping(path: Path) -> dict:
+    try:
+        found = parse_json(read_text(path), strict=False)
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UnsupportedError(f"{path} is no mapping")
+    return found
+
+
+def first_number(config: dict, names: tuple[str, ...], most: int = _MOST) -> int:
+    """Returns the first of ``names`` that the config or a nested model config has, of a list the largest; 0 for none.
+
+    Raises:
+        UnsupportedError: it is no number from 0 to ``most``.
+    """
+    found = (part[name] for part in quant_config.parts(config) for name in names if part.get(name))
+    value = next(found, 0)
+    values = value if isinstance(value, list) else [value]
+    if not all(type(number) is int and 0 <= number <= most for number in values):
+        raise UnsupportedError(f"config.json says {names[0]}={brief(value)}; it must be a number up to {most}")
+    return max(values)
+
+
+def shards(folder: Path) -> list[Path]:
+    """Returns the safetensors files of the index, or all files if there is no index, by name.
+
+    Raises:
+        UnsupportedError: there are none, or the index is damaged or names files of other folders.
+    """
+    index = folder / "model.safetensors.index.json"
+    if os.path.lexists(index):
+        try:
+            names = set(parse_json(read_text(index, _MOST_INDEX))["weight_map"].values())
+            if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
+                raise ValueError(f"{outside[0]} is outside of its folder")
+            files = sorted(folder / name for name in names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UnsupportedError(f"{index} is not an index of safetensors files: {error!r}") from error
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UnsupportedError(f"{folder} has no *.safetensors; convert the checkpoint, or download it completely")
+    return files
+
+
+def entries(path: Path) -> dict[str, dict]:
+    """Returns the header entry of each tensor of a file; raises ``UnsupportedError`` if it is not complete."""
+    try:
+        return read_header(path)[1]
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, dict]]:
+    """Yields (name, header entry) of each tensor."""
+    for path in shards(folder):
+        yield from entries(path).items()

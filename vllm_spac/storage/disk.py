@@ -1,0 +1,453 @@
+"""Store on disk: one file per expert, in the layout of the kernel, read without the page cache.
+
+Each file is a valid safetensors file whose header is padded to one page, so that the data can be read with
+O_DIRECT. The header contains the fingerprint, the layer, the expert and the checksum of the data; a read
+returns exactly what was packed, or is tried again, or fails. A file that fails the check each time is moved aside and
+the folder is marked, so that the next start checks all files and repacks the damaged ones from the checkpoint.
+
+Reads of files that are tried again when they fail: disks, networks and transfers fail for a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.torch import save
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import StoreError
+from vllm_spac.storage.base import ExpertStore, Slot
+from vllm_spac.storage.checkpoint.packed_folder import FORMAT, HEADER, MARK, PAGE
+from vllm_spac.system import files
+from vllm_spac.system.files import FILE, make_folder, replacing
+from vllm_spac.system.host_memory import gib
+from vllm_spac.system.io_uring import ENTRIES, Ring
+from vllm_spac.system.machine import unbind
+
+logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
+PAUSES = (0.02, 0.1, 0.5)  # seconds before the second, third and fourth try
+_LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}  # no other try helps
+
+
+class Failure(NamedTuple):
+    """Why a file could not be used: ``error`` of reading it, or None if it was read and is not what was packed."""
+
+    what: str
+    error: OSError | None = None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the next try would fail alike."""
+        return self.error is not None and self.error.errno in _LASTING
+
+
+class Retries:
+    """Tries reads again; threads may call it at once.
+
+    Attributes:
+        count: tries after a first one that failed.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._logged: set[Path] = set()
+        self._lock = threading.Lock()  # protects both
+
+    def run(self, path: Path, attempt: Callable[[], Failure | None]) -> Failure | None:
+        """Calls ``attempt`` until it succeeds, at most once more than there are ``PAUSES``; returns the last failure.
+
+        Args:
+            path: the file; the first retry of each one is logged.
+            attempt: reads it once; returns None if that succeeded.
+        """
+        failure = attempt()
+        for pause in PAUSES:
+            if failure is None or failure.lasts:
+                break
+            self.begin(path, failure.what)
+            time.sleep(pause)
+            failure = attempt()
+        return failure
+
+    def begin(self, path: Path, what: str) -> None:
+        """Counts another try to read ``path``, after ``what`` happened."""
+        with self._lock:
+            self.count += 1
+            first = path not in self._logged
+            self._logged.add(path)
+        if first:
+            logger.warning(
+                "spac: %s, which is tried again up to %d times; look at the disk if it happens often: read_retries of "
+                "the statistics counts, and this file is not logged again (%s)",
+                what,
+                len(PAUSES),
+                path.name,
+            )
+
+
+_RESERVE = 256 << 20  # left free on the disk
+_NO_CHECKSUM = "0" * 32
+
+
+class DiskStore(ExpertStore):
+    """Experts in files ``folder/<fingerprint>/layer-003/expert-0042.safetensors``."""
+
+    persistent: ClassVar[bool] = True
+
+    def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
+        assert folder is not None, "a store on disk needs a folder"
+        super().__init__(shape, fingerprint, folder)
+        self.folder = folder / fingerprint
+        self.file_bytes = HEADER + shape.expert_bytes
+        self._blank = self._headers_example()
+        self._paths: dict[int, Path] = {}
+        self._headers: dict[int, tuple[bytes, bytes]] = {}  # before and after the checksum
+        self._local = threading.local()
+        self._refuse_if(files.refusal(self.folder))
+        self._retries = Retries()
+        self._held = {key for key in range(shape.total) if self._intact(key)}
+        self._read_only = _why_unwritable(self.folder)
+        if self._read_only and len(self._held) < shape.total:
+            raise StoreError(
+                f"spac: cannot write to {self.folder}: {self._read_only}, and {shape.total - len(self._held)} of "
+                f"{shape.total} experts are not packed there; name a writable folder with --spac-disk-dir DIR"
+            )
+        self.direct = _supports_direct(self.path(0)) if self._read_only else _supports_direct_in(self.folder)
+
+    def path(self, key: int) -> Path:
+        """Returns the path of an expert's file."""
+        if key not in self._paths:  # a new Path interns its parts, and Python's table of these is rebuilt ever again
+            layer, expert = self.shape.split(key)
+            self._paths[key] = self.folder / f"layer-{layer:03d}" / f"expert-{expert:04d}.safetensors"
+        return self._paths[key]
+
+    def holds(self, key: int) -> bool:
+        return key in self._held
+
+    def reserve(self, experts: int) -> None:
+        needed, free = experts * self.file_bytes, shutil.disk_usage(self.folder).free
+        if experts and needed + _RESERVE > free:
+            raise StoreError(
+                f"spac: packing {experts} experts needs {gib(needed + _RESERVE)} in {self.folder}, {gib(needed)} for "
+                f"them and {gib(_RESERVE)} that stay free, and {gib(free)} are free; free some room, or name another "
+                "disk with --spac-disk-dir DIR"
+            )
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        data = _data_of(save({name: tensors[name].contiguous() for name in self.shape.tensors}))
+        header = self._header(key, xxhash.xxh3_128_hexdigest(data))
+        path = self.path(key)
+        try:
+            make_folder(path.parent)
+            # Not synced to disk: the checksum in the header detects files that a power failure left incomplete.
+            with replacing(path, durable=False, mode=FILE) as partial, open(partial, "wb") as file:
+                file.write(header)
+                file.write(data)
+        except OSError as error:
+            raise StoreError(
+                f"spac: cannot write {path}: {error.strerror}; check --spac-disk-dir and the room on that disk"
+            ) from error
+        self._held.add(key)
+
+    def sweep(self) -> None:
+        for pattern in ("layer-*/expert-*.partial", ".probe-*"):
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        buffer, slot = self._buffer(), Slot.of(into)
+        if (tensors := self._readable(slot)) is not None:  # straight to where they belong
+            self._check(key, [buffer.header, *tensors, buffer.rest], buffer.header, tensors)
+        else:
+            self._check(key, [buffer.whole], buffer.header, list(buffer.tensors.values()))
+            for name, source in buffer.tensors.items():
+                slot.fill(name, source)
+        return self.shape.expert_bytes
+
+    def batches(self, into: Mapping[str, Tensor]) -> bool:
+        return self.direct and self._readable(Slot.of(into)) is not None
+
+    def read_all(
+        self, reads: Sequence[tuple[int, Mapping[str, Tensor]]], ring: Ring
+    ) -> Generator[tuple[int, int | StoreError], None, None]:
+        for first in range(0, len(reads), ENTRIES):
+            for number, result in self._read_together(reads[first : first + ENTRIES], ring):
+                yield first + number, result
+
+    @property
+    def retries(self) -> int:
+        return self._retries.count
+
+    @property
+    def suspect(self) -> bool:
+        """As in ``ExpertStore``: after a failed read, or if some but not all experts are missing."""
+        return (self.folder / MARK).exists() or 0 < len(self._held) < self.shape.total
+
+    def verify(self, threads: int) -> Iterator[str | None]:
+        keys = sorted(self._held)
+        with ThreadPoolExecutor(threads, thread_name_prefix="spac-check", initializer=unbind) as pool:
+            for key, problem in zip(keys, pool.map(self._problem, keys), strict=True):
+                if problem is not None:
+                    self._held.discard(key)
+                    self._set_aside(self.path(key))  # also what cannot be read
+                yield problem
+        if not self._read_only:
+            (self.folder / MARK).unlink(missing_ok=True)
+
+    def drop(self, key: int) -> None:
+        self._held.discard(key)
+        self.path(key).unlink(missing_ok=True)
+
+    def describe(self) -> str:
+        how = "direct I/O" if self.direct else "buffered I/O, pages dropped: this file system has no direct I/O"
+        how += ", read-only" if self._read_only else ""
+        return f"disk ({self.folder}, {gib(self.shape.total * self.file_bytes)}, {how})"
+
+    def _read_together(
+        self, reads: Sequence[tuple[int, Mapping[str, Tensor]]], ring: Ring
+    ) -> Generator[tuple[int, int | StoreError], None, None]:
+        """As ``read_all``, of as many as ``ring`` takes at once. What does not succeed is left to ``read``."""
+        files: dict[int, int] = {}
+        parts: dict[int, list[np.ndarray]] = {}
+        try:
+            for number, ((key, into), (header, rest)) in enumerate(zip(reads, self._edges, strict=False)):
+                if (tensors := self._readable(Slot.of(into))) is not None:
+                    parts[number] = [header, *tensors, rest]
+                    with contextlib.suppress(OSError):  # ``read`` says what is wrong
+                        files[number] = os.open(self.path(key), os.O_RDONLY | os.O_DIRECT)
+            ring.submit([(number, file, parts[number]) for number, file in files.items()])
+            for number in set(range(len(reads))) - files.keys():
+                yield number, self._outcome(*reads[number])
+            left = len(files)
+            while left:
+                for number, size in ring.completed():
+                    left -= 1
+                    (key, into), (header, *tensors, _) = reads[number], parts[number]
+                    intact = size == self.file_bytes and self._matches(key, header, tensors)
+                    if not intact:
+                        self._retries.begin(self.path(key), f"{self.path(key)} could not be read by io_uring")
+                    yield number, self.shape.expert_bytes if intact else self._outcome(key, into)
+        finally:
+            ring.drain()
+            for file in files.values():
+                os.close(file)
+
+    def _outcome(self, key: int, into: Mapping[str, Tensor]) -> int | StoreError:
+        try:
+            return self.read(key, into)
+        except StoreError as error:
+            return error
+
+    @cached_property
+    def _edges(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each read of a batch, memory for its header, and a page that a file which is too long reaches."""
+        pages = np.frombuffer(mmap.mmap(-1, ENTRIES * (HEADER + PAGE)), np.uint8).reshape(ENTRIES, -1)
+        return [(page[:HEADER], page[HEADER:]) for page in pages]
+
+    def _matches(self, key: int, header: np.ndarray, tensors: Sequence[np.ndarray]) -> bool:
+        """Whether header and tensors, as bytes, are those that were packed for ``key``."""
+        checksum = xxhash.xxh3_128()
+        for tensor in tensors:
+            checksum.update(tensor.data)
+        return header.tobytes() == self._header(key, checksum.hexdigest())
+
+    def _intact(self, key: int) -> bool:
+        path = self.path(key)
+        try:
+            if key % self.shape.experts == 0:
+                self._refuse_if(files.problem(path.parent, path.parent.stat()))
+            facts = path.stat()
+        except OSError:  # absent, or unreadable: it will be packed again, and that reports what is wrong
+            return False
+        self._refuse_if(files.problem(path, facts))
+        return facts.st_size == self.file_bytes
+
+    def _refuse_if(self, problem: str | None) -> None:
+        if problem:
+            raise StoreError(f"spac: {problem}, or name another folder with --spac-disk-dir DIR")
+
+    def _problem(self, key: int) -> str | None:
+        buffer = self._buffer()
+        try:
+            self._check(key, [buffer.whole], buffer.header, list(buffer.tensors.values()))
+        except StoreError as error:
+            return str(error)
+        return None
+
+    def _readable(self, slot: Slot) -> list[np.ndarray] | None:
+        """Returns the tensors of a slot as bytes, in the order of a file, if the file can be read into them."""
+        if slot.memory is None or (self.direct and not slot.whole_pages):  # O_DIRECT refuses
+            return None
+        return [slot.memory[name] for name in self._offsets]
+
+    def _check(self, key: int, parts: Sequence[np.ndarray], header: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+        """Reads the file of an expert into consecutive ``parts`` and checks the header and tensors in them.
+
+        What fails is tried again, as ``Retries`` does.
+
+        Raises:
+            StoreError: it cannot be read, or is not what was packed.
+        """
+        failure = self._retries.run(self.path(key), lambda: self._attempt(key, parts, header, tensors))
+        if failure is not None:
+            self._mark()
+            if failure.error is None:
+                self._set_aside(self.path(key))
+            tried = "" if failure.lasts else f", tried {1 + len(PAUSES)} times"
+            raise StoreError(f"spac: {failure.what}{tried}; {self._remedy(key)}") from failure.error
+
+    def _attempt(
+        self, key: int, parts: Sequence[np.ndarray], header: np.ndarray, tensors: Sequence[np.ndarray]
+    ) -> Failure | None:
+        """Reads as ``_check``, once; returns what is wrong."""
+        path = self.path(key)
+        try:
+            size = self._read_file(path, parts)
+        except OSError as error:
+            return Failure(f"cannot read {path}: {error.strerror}", error)
+        if size != self.file_bytes:
+            return Failure(f"{path} has {size} bytes, not {self.file_bytes}")
+        if not self._matches(key, header, tensors):
+            return Failure(f"{path} is not what was packed (checksum or header differ)")
+        return None
+
+    def _mark(self) -> None:
+        with contextlib.suppress(OSError):  # the error being handled is more informative
+            (self.folder / MARK).touch(FILE)
+
+    def _read_file(self, path: Path, parts: Sequence[np.ndarray]) -> int:
+        """Reads ``path`` into consecutive parts; returns the bytes read."""
+        descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
+        try:
+            left, done = [part.data for part in parts], 0
+            while left:
+                count = os.preadv(descriptor, left, done)
+                done += count
+                if count == 0 or (self.direct and done % PAGE):  # the end of the file
+                    break
+                left = _after(left, count)
+            if not self.direct:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            return done
+        finally:
+            os.close(descriptor)
+
+    def _buffer(self) -> _Buffer:
+        """Returns this thread's buffer."""
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = _Buffer(self._offsets, self.file_bytes)
+        return self._local.buffer
+
+    def _headers_example(self) -> dict:
+        """Returns the header that safetensors writes for this layout, and sets the offset of each tensor."""
+        raw = save({name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self.shape.tensors.items()})
+        entries = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        entries.pop("__metadata__", None)
+        self._offsets = {name: tuple(entry["data_offsets"]) for name, entry in entries.items()}
+        return entries
+
+    def _header(self, key: int, checksum: str) -> bytes:
+        if key not in self._headers:  # written once: reads of many threads compare it
+            layer, expert = self.shape.split(key)
+            metadata = {
+                "format": FORMAT,
+                "fingerprint": self.fingerprint,
+                "layer": self.shape.layers[layer],
+                "expert": str(expert),
+                "xxh3_128": _NO_CHECKSUM,
+            }
+            text = json.dumps({"__metadata__": metadata, **self._blank}).encode()
+            assert len(text) <= HEADER - 8, "the header outgrew its page"
+            before, _, after = text.rpartition(_NO_CHECKSUM.encode())
+            self._headers[key] = (HEADER - 8).to_bytes(8, "little") + before, after
+        before, after = self._headers[key]
+        return (before + checksum.encode() + after).ljust(HEADER)
+
+    def _remedy(self, key: int) -> str:
+        layer, expert = self.shape.split(key)
+        return (
+            f"expert {expert} of {self.shape.layers[layer]} cannot be used: restart to pack it again from the "
+            f"checkpoint, or delete {self.folder}"
+        )
+
+    def _set_aside(self, path: Path) -> None:
+        try:
+            os.replace(path, path.with_suffix(".corrupt"))
+        except FileNotFoundError:  # another thread or process did
+            pass
+        except OSError as error:
+            raise StoreError(
+                f"spac: {path} is damaged and cannot be moved aside: {error.strerror}; run `vllm-spac packed --repair` "
+                "where it can be written to, or name another folder with --spac-disk-dir DIR"
+            ) from error
+
+
+class _Buffer:
+    """Page-aligned memory for a file: header, tensors, and a page more, so that a file that is too long is noticed."""
+
+    def __init__(self, offsets: Mapping[str, tuple[int, int]], file_bytes: int) -> None:
+        self.whole = np.frombuffer(mmap.mmap(-1, -(-file_bytes // PAGE) * PAGE + PAGE), np.uint8)
+        self.header, self.rest = self.whole[:HEADER], self.whole[file_bytes:]
+        self.tensors = {name: self.whole[HEADER + start : HEADER + stop] for name, (start, stop) in offsets.items()}
+
+
+def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Returns what of consecutive parts follows the first ``count`` bytes."""
+    left = []
+    for part in parts:
+        if count < len(part):
+            left.append(part[count:])
+        count = max(0, count - len(part))
+    return left
+
+
+def _data_of(serialized: bytes) -> memoryview:
+    return memoryview(serialized)[8 + int.from_bytes(serialized[:8], "little") :]
+
+
+def _why_unwritable(folder: Path) -> str | None:
+    """Returns why ``folder`` is not writable, or None if it is; creates it if it is missing."""
+    try:
+        make_folder(folder)
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as probe:
+            probe.write(bytes(PAGE))  # not empty: an empty file fits on a full disk
+            probe.flush()
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def _supports_direct_in(folder: Path) -> bool:
+    with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as probe:
+        probe.write(bytes(PAGE))
+        probe.flush()
+        return _supports_direct(Path(probe.name))
+
+
+def _supports_direct(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            return os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 0) == PAGE
+        finally:
+            os.close(descriptor)
+    except OSError:  # EINVAL, e.g. tmpfs: reported in the start-up line
+        return False

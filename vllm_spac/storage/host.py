@@ -1,0 +1,90 @@
+"""Store in host memory, pinned if there is a GPU: one block per layer, in the layout of the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spac.core import MoEShape
+from vllm_spac.errors import StoreError
+from vllm_spac.storage.base import ExpertStore, Slot, rows_of
+from vllm_spac.system.host_memory import HostBlock, available_host_bytes, block_bytes, gib
+
+_RESERVE = 1 << 30  # left to the rest of the machine
+
+
+class HostStore(ExpertStore):
+    """Experts in blocks ``[experts, ...]`` per tensor and layer; a read is one copy per tensor."""
+
+    addressable: ClassVar[bool] = True
+
+    def __init__(self, shape: MoEShape, fingerprint: str, folder: Path | None = None) -> None:
+        super().__init__(shape, fingerprint, folder)
+        self._layers: dict[int, HostBlock] = {}
+        self._memory: dict[int, dict[str, np.ndarray]] = {}  # the same as bytes, [experts, bytes]
+        self._packed: set[int] = set()
+        self._pin = torch.cuda.is_available()
+
+    def holds(self, key: int) -> bool:
+        return key in self._packed
+
+    def reserve(self, experts: int) -> None:
+        layers = -(-experts // self.shape.experts)
+        needed, available = layers * self._layer_bytes, available_host_bytes()
+        if experts and needed + _RESERVE > available:
+            raise StoreError(
+                f"spac: store=host needs {gib(needed)} of host memory for {experts} experts, "
+                f"{gib(available)} are available (1 GiB is left to the system); "
+                "use --spac-store disk --spac-disk-dir DIR, or a machine with more memory"
+            )
+
+    def put(self, key: int, tensors: Mapping[str, Tensor]) -> None:
+        layer, expert = self.shape.split(key)
+        if layer not in self._layers:
+            self._layers[layer] = HostBlock(self.shape.tensors, self.shape.experts, self._pin)
+            self._memory[layer] = rows_of(self._layers[layer].tensors)
+        for name, block in self._layers[layer].tensors.items():
+            block[expert].copy_(tensors[name])
+        self._packed.add(key)
+
+    def read(self, key: int, into: Mapping[str, Tensor]) -> int:
+        layer, expert = self._place(key)
+        slot = Slot.of(into)
+        for name, rows in self._memory[layer].items():
+            slot.fill(name, rows[expert])
+        return self.shape.expert_bytes
+
+    def view(self, key: int) -> dict[str, Tensor]:
+        layer, expert = self._place(key)
+        return {name: block[expert] for name, block in self._layers[layer].tensors.items()}
+
+    def _place(self, key: int) -> tuple[int, int]:
+        if key not in self._packed:
+            raise StoreError(f"expert {self.shape.split(key)} was never packed")
+        return self.shape.split(key)
+
+    def layer(self, number: int) -> Mapping[str, Tensor]:
+        return self._layers[number].tensors
+
+    def describe(self) -> str:
+        kind = "pinned host memory" if self._pin else "host memory"
+        return f"host ({kind}, {gib(len(self.shape.layers) * self._layer_bytes)})"
+
+    @property
+    def _layer_bytes(self) -> int:
+        return block_bytes(self.shape.tensors.values(), self.shape.experts)
+
+    def close(self) -> None:
+        blocks = [block for _, block in sorted(self._layers.items())]
+        self._layers.clear()
+        self._memory.clear()
+        self._packed.clear()
+        if self._pin and blocks:
+            torch.cuda.synchronize()  # kernels may read experts in place
+        for block in blocks:
+            block.close()

@@ -1,1 +1,0 @@
-"""Stores of the packed experts: disk, host memory, or the slots themselves."""

@@ -1,0 +1,170 @@
+"""How many of the experts that layers use predictors name, measured on samples, and shown.
+
+Measures predictors on samples: the share of the experts a router chose that a predictor named before.
+
+Formats the recall of predictors: a table and pictures.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.config.types import SlotCount
+from vllm_spac.decisions.predictors._recall import RECALLS, Hits
+from vllm_spac.decisions.predictors._samples import Samples
+from vllm_spac.decisions.predictors._trained import Trained
+from vllm_spac.decisions.predictors.base import START, Predictor, Signal
+from vllm_spac.errors import ConfigError
+from vllm_spac.system.host_memory import gib
+
+_TIMED = 64  # rows
+
+
+def measure(predictor: Predictor, samples: Samples, missed: Tensor) -> dict:
+    """Returns what ``vllm-spac predictors`` reports of one predictor: recalls, and microseconds per layer and bytes.
+
+    Args:
+        predictor: as built; one that needs counts has seen no step.
+        samples: of texts that it was not fitted to.
+        missed: as in ``Hits``.
+    """
+    hits = Hits.of(predictor, samples, missed)
+    nbytes = predictor.nbytes if isinstance(predictor, Trained) else predictor.scores.nbytes
+    costs = {"us_per_layer": microseconds(predictor, samples), "bytes": nbytes}
+    return hits.result() | costs | {"reach": predictor.reach, "needs": sorted(predictor.needs)}
+
+
+def microseconds(predictor: Predictor, samples: Samples) -> float:
+    """Returns the median time per layer of all guesses about one row, with the threads that torch has here."""
+    layers = range(START, samples.layers if predictor.reach else START + 1)
+    spent = []
+    for row in range(min(_TIMED, samples.rows)):
+        seen = [samples.seen(layer, slice(row, row + 1), predictor.needs) for layer in layers]
+        start = time.perf_counter()
+        for one in seen:
+            list(predictor.guesses(one))
+        spent.append((time.perf_counter() - start) / samples.layers)
+    return 1e6 * median(spent)
+
+
+def history(samples: Samples) -> dict[str, Predictor]:
+    """Returns the predictors that look at counts alone and are not trained, by name."""
+    found: dict[str, Predictor] = {}
+    for name in components.names("predictors"):
+        kind = components.find("predictors", name)
+        if not issubclass(kind, Trained) and kind.needs == {Signal.COUNTS}:
+            found[name] = kind(num_experts=samples.layers * samples.experts)
+    return found
+
+
+def misses(samples: Samples, slots: int) -> Tensor:
+    """Returns bool [L, rows, k]: chosen experts that one LRU cache per layer would not have had; it starts empty.
+
+    Args:
+        slots: experts that a layer's cache holds between rows.
+    """
+    missed = torch.empty(samples.ids.shape, dtype=torch.bool)
+    for layer in range(samples.layers):
+        cached: dict[int, None] = {}
+        for row, ids in enumerate(samples.ids[layer].tolist()):
+            for place, expert in enumerate(ids):
+                missed[layer, row, place] = expert not in cached
+            for expert in ids:
+                cached.pop(expert, None)
+                cached[expert] = None
+            while len(cached) > slots:
+                del cached[next(iter(cached))]
+    return missed
+
+
+def cache_of(slots: SlotCount, experts: int) -> int:
+    """Returns the experts that the cache of one layer holds: those per layer, or the share of a layer, rounded up."""
+    if slots.per_layer is not None:
+        return min(slots.per_layer, experts)
+    if slots.share is None:
+        raise ConfigError("the cache of a layer is a number (32) or a percentage (25%)")
+    return math.ceil(slots.share * experts)
+
+
+_TITLES = {
+    "recall_at_k": "of the chosen experts, in the first k",
+    "recall_at_2k": "in the first 2k",
+    "recall_on_misses": "in the first k, of those that a cache misses",
+}
+
+
+def table(found: Mapping[str, dict], title: str, caption: str) -> Table:
+    """Returns a table of all predictors, and under each its recall by horizon if it has several."""
+    columns = ("predictor", "horizon", "R@k", "R@2k", "R@k on misses", "layers", "us per layer", "bytes")
+    made = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
+    for column in columns:
+        made.add_column(column, justify="left" if column in ("predictor", "horizon") else "right")
+    for name, one in ranked(found):
+        horizons = list(one["by_horizon"])
+        known = sum(layer is not None for layer in one["by_layer"])
+        costs = (f"{known} of {len(one['by_layer'])}", f"{one['us_per_layer']:.0f}", gib(one["bytes"]))
+        made.add_row(name, horizons[0] if len(horizons) == 1 else "last", *cells(one), *costs)
+        for horizon in horizons if len(horizons) > 1 else ():
+            made.add_row("", horizon, *cells(one["by_horizon"][horizon]), "", "", "")
+    return made
+
+
+def ranked(found: Mapping[str, dict]) -> list[tuple[str, dict]]:
+    """Returns the predictors in the order of their recall, the lowest first."""
+    return sorted(found.items(), key=lambda item: item[1]["recall_at_k"])
+
+
+def cells(recalls: Mapping) -> list[str]:
+    """Returns the three recalls as text."""
+    return ["-" if recalls[name] is None else f"{recalls[name]:.3f}" for name in RECALLS]
+
+
+def pictures(found: Mapping[str, dict], title: str, folder: Path) -> list[Path]:
+    """Draws recall by layer (``layers.png``) and by horizon (``horizons.png``) into ``folder``; returns the files.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from vllm_spac.system.pictures import save_picture
+
+    figure, axes = pyplot.subplots(1, len(RECALLS), figsize=(4 * len(RECALLS), 3.6), layout="constrained", sharey=True)
+    for axis, recall in zip(axes, RECALLS, strict=True):
+        for name, one in ranked(found):
+            values = [
+                (n, by[recall]) for n, by in enumerate(one["by_layer"]) if by is not None and by[recall] is not None
+            ]
+            axis.plot(*zip(*values, strict=True), marker=".", label=name) if values else None
+        axis.set(title=_TITLES[recall], xlabel="layer", ylim=(0, 1))
+        axis.title.set_fontsize(9)
+    axes[0].set_ylabel("recall")
+    axes[-1].legend(fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    save_picture(figure, folder / "layers.png")
+
+    ahead = [(name, one) for name, one in ranked(found) if one["reach"]]
+    figure, axis = pyplot.subplots(figsize=(4.5, 3.4), layout="constrained")
+    for name, one in ahead:
+        points = sorted((int(h), recalls["recall_at_k"]) for h, recalls in one["by_horizon"].items() if h.isdecimal())
+        axis.plot(*zip(*points, strict=True), marker="o", label=name)
+    axis.set(xlabel="layers ahead", ylabel="recall in the first k", ylim=(0, 1))
+    axis.set_xticks(range(1, 1 + max((one["reach"] for _, one in ahead), default=1)))
+    if ahead:
+        axis.legend(fontsize=7)
+    axis.set_title(title, fontsize=9)
+    save_picture(figure, folder / "horizons.png")
+    return [folder / "layers.png", folder / "horizons.png"]

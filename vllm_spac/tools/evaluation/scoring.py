@@ -1,0 +1,146 @@
+"""Scores of tokens under a model, by a forward of vLLM.
+
+Compares a model's predictions with those of a reference, over many rows.
+
+Compares a model's predictions for texts with its earlier predictions for the same texts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_spac.errors import SpacError
+
+
+class Scores:
+    """Accumulates scores over rows that each predict a known next token.
+
+    Args:
+        reference: whether these are the reference's own scores.
+
+    Attributes:
+        texts: number of texts scored; counted by the caller.
+    """
+
+    def __init__(self, reference: bool = False) -> None:
+        self.reference = reference
+        self.texts = 0
+        self._rows = 0
+        self._loss = self._difference = self._difference_squares = self._divergence = 0.0
+        self._agreed = 0
+
+    def add(self, logits: Tensor, reference: Tensor, following: Tensor) -> None:
+        """Adds some rows.
+
+        Args:
+            logits, reference: float [rows, V].
+            following: int64 [rows], the true next tokens.
+        """
+        assert logits.shape == reference.shape and len(following) == len(logits)
+        ours, theirs = (each.to(torch.float32).log_softmax(-1) for each in (logits, reference))
+        columns = following[:, None]
+        loss, other = (-each.gather(1, columns)[:, 0].double() for each in (ours, theirs))
+        self._rows += len(following)
+        self._loss += float(loss.sum())
+        self._difference += float((loss - other).sum())
+        self._difference_squares += float((loss - other).square().sum())
+        self._divergence += float((theirs.exp() * (theirs - ours)).sum(dtype=torch.float64))
+        self._agreed += int((logits.argmax(-1) == reference.argmax(-1)).sum())
+
+    def snapshot(self) -> dict:
+        """Returns the scores as plain data.
+
+        Returns:
+            ``tokens`` predicted, ``perplexity`` exp(mean loss), ``perplexity_change`` exp(mean difference of the
+            losses) - 1, with its standard error over tokens, ``agreement``: share of rows whose best token is the
+            reference's, with its standard error, ``kl``: mean KL(reference || this) in nats.
+        """
+        assert self._rows, "no row was scored"
+        rows, mean, agreed = self._rows, self._difference / self._rows, self._agreed / self._rows
+        spread = max(0.0, self._difference_squares / rows - mean**2)
+        return {
+            "tokens": rows,
+            "perplexity": math.exp(self._loss / rows),
+            "perplexity_change": math.expm1(mean),
+            "perplexity_change_error": math.exp(mean) * math.sqrt(spread / rows),
+            "agreement": agreed,
+            "agreement_error": math.sqrt(agreed * (1 - agreed) / rows),
+            "kl": max(0.0, self._divergence / rows),
+        }
+
+
+_BLOCK = 64  # rows whose logits are in memory at a time
+
+
+class Scoring:
+    """Keeps the final hidden states of all rows; logits are computed from them in blocks.
+
+    Args:
+        model: the target model, a vLLM module, run by calling it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._hook: Any = None
+        self._hidden: list[Tensor] = []  # of the current text
+        self._reference: list[Tensor] = []  # one per text
+        self._chances: dict[int, list[float]] = {}  # by number of the text
+        self._scores = Scores()
+
+    def begin(self, reference: bool) -> None:
+        """Starts scoring the following texts, against themselves if they are the ``reference``."""
+        assert self._hook is None, "the previous scores were not collected"
+        if reference:
+            self._reference.clear()
+            self._chances.clear()
+        self._scores = Scores(reference)
+        self._hook = self._model.register_forward_hook(self._keep)
+
+    def end_text(self, ids: list[int]) -> None:
+        """Scores the next text of the reference, ``ids``, which the model processed in one or several forwards.
+
+        Raises:
+            SpacError: the model ran another number of rows.
+        """
+        hidden, number = torch.cat(self._hidden), self._scores.texts
+        self._hidden.clear()
+        if len(hidden) != len(ids):
+            raise SpacError(f"spac: the model ran {len(hidden)} rows for a text of {len(ids)} tokens; this is a bug")
+        if self._scores.reference:
+            self._reference.append(hidden)
+        other, following = self._reference[number], torch.tensor(ids[1:], device=hidden.device)
+        for start in range(0, len(following), _BLOCK):
+            rows = slice(start, min(start + _BLOCK, len(following)))
+            ours, theirs = (self._model.compute_logits(states[rows]) for states in (hidden, other))
+            self._scores.add(ours, theirs, following[rows])
+        self._scores.texts += 1
+
+    def chances(self, ids: list[int]) -> list[float]:
+        """Returns the reference's probability of each token of the next text ``ids`` but the first, given those before.
+
+        It is computed once per text.
+        """
+        number = self._scores.texts
+        if number not in self._chances:
+            following = torch.tensor(ids[1:], device=self._reference[number].device)
+            parts = []
+            for start in range(0, len(following), _BLOCK):
+                rows = slice(start, min(start + _BLOCK, len(following)))
+                probabilities = self._model.compute_logits(self._reference[number][rows]).softmax(-1, torch.float32)
+                parts.append(probabilities.gather(1, following[rows, None])[:, 0])
+            self._chances[number] = torch.cat(parts).tolist() if parts else []
+        return self._chances[number]
+
+    def end(self) -> dict:
+        """Ends scoring; returns the scores of the texts since ``begin``."""
+        self._hook.remove()
+        self._hook = None
+        return self._scores.snapshot()
+
+    def _keep(self, module: torch.nn.Module, arguments: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
+        states = output[0] if isinstance(output, tuple) else output  # a tuple also has hidden states for a draft model
+        self._hidden.append(states.detach().clone())

@@ -1,0 +1,310 @@
+"""Measures the costs of experts on this machine with the serving code.
+
+Random experts of the size in question are written to a temporary folder, read, copied, computed, and removed.
+A measurement is the median of its repeats.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from vllm_spac.cache.transfers import Transfers
+from vllm_spac.decisions.costs import (
+    FORMAT,
+    WIDTH,
+    Capacity,
+    Costs,
+    ExpertSize,
+    Provenance,
+    Rate,
+    fit_compute,
+    fit_load,
+)
+from vllm_spac.errors import ConfigError
+from vllm_spac.storage.base import ExpertStore, allocate
+from vllm_spac.storage.disk import DiskStore
+from vllm_spac.storage.host import HostStore
+from vllm_spac.system.files import make_folder
+from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.system.machine import Machine
+from vllm_spac.system.timing import ROWS, median
+from vllm_spac.tools.machine.host_work import EXPERTS, LAYERS, MEASUREMENTS, TOP_K, host_work, measure_host_work
+
+_POOL_BYTES = 256 << 20  # of experts used in rotation: more than caches hold
+_MOST_EXPERTS = 128
+_TINY = WIDTH  # hidden and intermediate size of an expert whose bytes take no time
+
+Tell = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that computes experts on the CPU or GPU.
+
+    Attributes:
+        name: for the provenance.
+        prepare: w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate] -> a function that runs
+            rows: x [rows, hidden], weights [rows, 1] float32, ids [rows, 1] int32.
+    """
+
+    name: str
+    prepare: Callable[[Tensor, Tensor], Callable[[Tensor, Tensor, Tensor], object]]
+
+
+def measure(
+    nbytes: int,
+    folder: Path,
+    *,
+    store: Literal["host", "disk"] | None = None,
+    io_threads: int = 4,
+    seconds: float = 0.5,
+    draft: float = 0.0,
+    other: float = 0.0,
+    kernel: Kernel | None = None,
+    source: str = "vllm_spac.tools.machine.measure.measure",
+    tell: Tell = lambda text: None,
+) -> Costs:
+    """Measures this machine with experts of about ``nbytes``.
+
+    Args:
+        folder: on the disk where packed experts will be stored; files written there are removed.
+        store: the store that ``Costs.load`` describes; default as in serving: host where there is a GPU, else disk.
+        io_threads: reads in flight at once, in addition to the caller's own.
+        seconds: approximate duration of each of the ``measurements(io_threads)`` measurements.
+        draft, other: seconds per draft token, and per step outside of experts; they depend on the model and are not
+            measured here.
+        kernel: computes on the CPU; the torch reference unless given.
+        tell: called with the name of each measurement before it starts.
+
+    Raises:
+        ConfigError: the experts are too small to be measured.
+        StoreError: there is no room for them.
+    """
+    size, gpu, kernel = ExpertSize.of(nbytes), torch.cuda.is_available(), kernel or _REFERENCE
+    device = torch.device("cuda" if gpu else "cpu")
+    kinds = _kinds(store)
+    points = {
+        f"{name} reads at once": _loads(kind, size, folder, device, io_threads, seconds, tell)
+        for name, kind in kinds.items()
+    }
+    tell("memory to memory")
+    points["memory copy of bytes"] = {size.nbytes: _copy(size.nbytes, seconds)}
+    points["CPU expert by rows"], fixed = _computes(size, torch.device("cpu"), kernel, seconds, tell)
+    cpu = fast = fit_compute(points["CPU expert by rows"], size.nbytes, fixed)
+    if gpu:
+        points["GPU expert by rows"], fixed = _computes(size, device, _TRITON, seconds, tell)
+        fast = fit_compute(points["GPU expert by rows"], size.nbytes, fixed)
+    points |= measure_host_work(device, io_threads, seconds, tell)
+    store = store or ("host" if gpu else "disk")
+    load = fit_load(points[f"{store} reads at once"], size.nbytes)
+    host = disk = None
+    if store == "host":
+        disk = fit_load(points["disk reads at once"], size.nbytes)
+    if store == "disk":  # on a machine without a GPU, a load from host memory is a copy
+        copied = Rate(bytes_per_second=size.nbytes / points["memory copy of bytes"][size.nbytes])
+        host = fit_load(points["host reads at once"], size.nbytes) if gpu else copied
+    given = "draft and other were given, not measured" if draft or other else "draft and other are left out"
+    origin = _provenance(source, size, store, kernel, given, folder, points)
+    return Costs(
+        format=FORMAT, name="here", provenance=origin, fast=fast, load=load, host=host, disk=disk, cpu=cpu,
+        capacity=_capacity(gpu), load_at_once=io_threads + 1, draft=draft, other=other,
+        host_work=host_work(points),
+    )  # fmt: skip
+
+
+def _capacity(gpu: bool) -> Capacity:
+    host = psutil.virtual_memory().total
+    if not gpu:
+        return Capacity(host=host)
+    total, capability = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_capability(0)
+    return Capacity(gpu=total, host=host, capability=capability)
+
+
+def _provenance(
+    source: str,
+    size: ExpertSize,
+    store: str,
+    kernel: Kernel,
+    given: str,
+    folder: Path,
+    points: dict[str, dict[int, float]],
+) -> Provenance:
+    return Provenance(
+        how="measured",
+        source=source,
+        assumes=(
+            f"experts of {size.nbytes} bytes (bfloat16); other sizes are calculated from them",
+            f"loads come from {store}; {torch.get_num_threads()} threads compute on the CPU, with {kernel.name}",
+            given,
+            f"host work: of one row over {LAYERS} layers of {EXPERTS} experts, top-{TOP_K}, a quarter of them in slots",
+        ),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=Machine.here(folder),
+        versions={"python": platform.python_version(), "torch": torch.__version__, "vllm-spac": version("vllm-spac")},
+        points=points,
+        expert_bytes=size.nbytes,
+        store=store,
+    )
+
+
+def measurements(io_threads: int, store: Literal["host", "disk"] | None = None) -> int:
+    """Returns how often ``measure`` calls ``tell``."""
+    processors = 1 + torch.cuda.is_available()
+    loads = len(_kinds(store)) * (1 + len(_in_flight(io_threads)))
+    return loads + 1 + processors * (1 + len(ROWS)) + MEASUREMENTS
+
+
+def _kinds(store: str | None) -> dict[str, type[ExpertStore]]:
+    """Returns the stores to measure: the disk always, host memory if it is not fast memory itself or was requested."""
+    kinds: dict[str, type[ExpertStore]] = {"disk": DiskStore}
+    if store == "host" or torch.cuda.is_available():
+        kinds["host"] = HostStore
+    return kinds
+
+
+def _in_flight(threads: int) -> list[int]:
+    return list(range(1, threads + 2))
+
+
+def _loads(
+    kind: type[ExpertStore],
+    size: ExpertSize,
+    folder: Path,
+    device: torch.device,
+    threads: int,
+    seconds: float,
+    tell: Tell,
+) -> dict[int, float]:
+    """Returns, by the number of loads that start together, the seconds until all have finished."""
+    name = "disk" if kind is DiskStore else "host"
+    tell(f"{name}: writing experts")
+    with _packed(kind, size, folder, threads + 1) as store:
+        slots = allocate(store.shape.tensors, threads + 1, device)
+        transfers = Transfers(store, slots, threads, name)
+        found, turn = {}, 0
+
+        def load(count: int) -> None:
+            nonlocal turn
+            keys = [(turn + index) % store.shape.total for index in range(count)]
+            turn += count
+            for error in transfers.load(list(zip(keys, range(count), strict=True)), None).values():
+                raise error
+
+        try:
+            for key in range(store.shape.total):  # warm-up; also opens files that stay open
+                for error in transfers.load([(key, 0)], None).values():
+                    raise error
+            for count in _in_flight(threads):
+                tell(f"{name}: {count} at once")
+                found[count] = median(partial(load, count), seconds)
+        finally:
+            transfers.close()
+    return found
+
+
+@contextmanager
+def _packed(kind: type[ExpertStore], size: ExpertSize, folder: Path, least: int) -> Iterator[ExpertStore]:
+    folder = folder.expanduser()
+    experts = max(2 * least, min(_MOST_EXPERTS, _POOL_BYTES // size.nbytes))
+    make_folder(folder)
+    with tempfile.TemporaryDirectory(prefix=".profile-", dir=folder) as scratch:
+        store = kind(size.shape(experts), "profile", Path(scratch))
+        try:
+            store.reserve(experts)
+            rng = torch.Generator().manual_seed(0)
+            for key in range(experts):
+                store.put(key, _expert(size, rng))
+            yield store
+        finally:
+            store.close()
+
+
+def _expert(size: ExpertSize, rng: torch.Generator) -> dict[str, Tensor]:
+    def normal(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=rng, dtype=torch.float32).div_(columns**0.5).bfloat16()
+
+    return {"w13": normal(2 * size.intermediate, size.hidden), "w2": normal(size.hidden, size.intermediate)}
+
+
+def _copy(nbytes: int, seconds: float) -> float:
+    count = _turns(nbytes)
+    source = np.ones((count, nbytes), np.uint8)
+    target, turn = np.ones_like(source), iter(range(1 << 62))
+    return median(lambda: np.copyto(target[(at := next(turn) % count)], source[at]), seconds)
+
+
+def _computes(
+    size: ExpertSize, device: torch.device, kernel: Kernel, seconds: float, tell: Tell
+) -> tuple[dict[int, float], float]:
+    """Returns the seconds of an expert by rows, with its weights in no cache, and those of an almost empty expert."""
+    tell(f"{device.type}: an empty expert")
+    fixed = _compute(ExpertSize(_TINY, _TINY), device, kernel, 1, 1, seconds)
+    found = {}
+    for rows in ROWS:
+        tell(f"{device.type}: {rows} rows")
+        found[rows] = _compute(size, device, kernel, rows, _turns(size.nbytes), seconds)
+    return found, fixed
+
+
+def _compute(size: ExpertSize, device: torch.device, kernel: Kernel, rows: int, count: int, seconds: float) -> float:
+    one = _expert(size, torch.Generator().manual_seed(0))
+    run_rows = kernel.prepare(*(one[name].to(device).repeat(count, 1, 1) for name in ("w13", "w2")))
+    x = torch.randn(rows, size.hidden).bfloat16().to(device)
+    weights = torch.ones(rows, 1, device=device)
+    ids = [torch.full((rows, 1), index, dtype=torch.int32, device=device) for index in range(count)]
+    turn = iter(range(1 << 62))
+
+    def run() -> None:
+        run_rows(x, weights, ids[next(turn) % count])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    run()
+    return median(run, seconds)
+
+
+def _by_address(module: str) -> Callable[[Tensor, Tensor], Callable[[Tensor, Tensor, Tensor], object]]:
+    """Returns a ``Kernel.prepare`` for the grouped GEMM of ``module`` over tables of addresses."""
+
+    def prepare(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], object]:
+        grouped_gemm = importlib.import_module(f"vllm_spac.kernels.{module}").grouped_gemm
+        tables = [
+            torch.tensor([expert.data_ptr() for expert in experts], device=experts.device) for experts in (w13, w2)
+        ]
+
+        def run(
+            x: Tensor, weights: Tensor, ids: Tensor, keep: tuple = (w13, w2)
+        ) -> Tensor:  # keep: the tables own nothing
+            return grouped_gemm(x, *tables, weights, ids, w2.shape[2])
+
+        return run
+
+    return prepare
+
+
+_REFERENCE = Kernel("the torch reference", _by_address("reference.grouped_gemm"))
+_TRITON = Kernel("Triton", _by_address("grouped_gemm"))
+
+
+def _turns(nbytes: int) -> int:
+    """Returns how many experts are used in rotation; raises ``ConfigError`` if two copies do not fit in memory."""
+    count = max(2, min(_MOST_EXPERTS, _POOL_BYTES // nbytes))
+    needed, free = 2 * count * nbytes, available_host_bytes()
+    if needed > free:
+        raise ConfigError(f"measuring needs {gib(needed)} of memory, {gib(free)} are free; stop something else first")
+    return count

@@ -1,0 +1,1 @@
+"""``vllm-spac plan``: how to serve a model on a machine, calculated."""

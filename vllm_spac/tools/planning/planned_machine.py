@@ -1,0 +1,155 @@
+"""The machine that is planned for: its memory, and what loads and experts cost on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from vllm_spac.decisions.costs import Costs, Rate, names
+from vllm_spac.errors import ConfigError
+from vllm_spac.storage.checkpoint.packed_folder import scan
+from vllm_spac.storage.checkpoint.quantisation import Capability
+from vllm_spac.system.host_memory import available_host_bytes, gib
+from vllm_spac.system.machine import DISK_DIR
+from vllm_spac.tools.planning.planned_model import ServedModel
+
+HERE = "here"
+PROFILE = "profile.json"  # that `vllm-spac profile` writes by default, beside packed experts
+UTILIZATION = 0.92  # vLLM's default --gpu-memory-utilization
+OTHERS = "for another GPU, the one with its generation of PCIe and --fast-memory"
+HOST_RESERVE = 4 << 30  # bytes of host memory left to the system and to vLLM's processes; assumed
+
+Store = Literal["none", "host", "disk", "tiers"]
+
+
+@dataclass(frozen=True)
+class PlannedMachine:
+    """A machine.
+
+    Attributes:
+        name: as it was asked for.
+        costs: its profile; of data sheets, what a machine is assumed to attain of them.
+        gpu: bytes of GPU memory; 0: there is none.
+        host: bytes of host memory that may be used.
+        disk_free: bytes free where experts are packed, or taken by the largest packed folder, which may be this
+            model's; None: unknown.
+        memory: where its sizes of memory are from, in sentences.
+    """
+
+    name: str
+    costs: Costs
+    gpu: int
+    host: int
+    disk_free: int | None = None
+    memory: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        fast_memory: int | None = None,
+        host_memory: int | None = None,
+        folder: Path | None = None,
+    ) -> PlannedMachine:
+        """Returns the machine ``name``: ``here``, a packaged profile, or a file of ``vllm-spac profile``.
+
+        Args:
+            fast_memory, host_memory: bytes, instead of the profile's; the first is of a GPU.
+            folder: where experts are packed and the profile of ``here`` is; None: ``DISK_DIR``.
+
+        Raises:
+            ConfigError: there is no such profile, it lacks what planning needs, or there is no GPU to have memory.
+        """
+        folder = (folder or DISK_DIR).expanduser()
+        costs = (_profile_here(folder) if name == HERE else _profile(name)).as_attained()
+        capacity = costs.capacity
+        if capacity is None:
+            raise ConfigError(
+                f"the profile {name} does not say how much memory its machine has; run vllm-spac profile there again"
+            )
+        here = name == HERE
+        if fast_memory is not None and not capacity.gpu:
+            raise ConfigError(f"--fast-memory is that of a GPU, and {name} has none; use --host-memory")
+        gpu = fast_memory or capacity.gpu
+        host = host_memory or (available_host_bytes() if here else capacity.host)
+        found = cls(name, costs, gpu, host, _free(folder) if here else None)
+        return replace(found, memory=tuple(found._origins(fast_memory is not None, host_memory is not None)))
+
+    @property
+    def capability(self) -> Capability | None:
+        """Compute capability of the GPU; None: there is none, or it is not known."""
+        return self.costs.capacity.capability if self.costs.capacity else None
+
+    @property
+    def fast(self) -> int:
+        """Bytes of fast memory that vLLM may use: of the GPU, or of the host where there is none."""
+        return int(UTILIZATION * self.gpu) if self.gpu else min(self.host, int(UTILIZATION * self.host))
+
+    @property
+    def spare(self) -> int:
+        """Bytes of host memory that may hold experts; 0 without a GPU, where it is fast memory."""
+        return max(0, self.host - HOST_RESERVE) if self.gpu else 0
+
+    @property
+    def disk(self) -> Rate | None:
+        """Cost of a load from disk, if it is known."""
+        return self.costs.load if self._loads_from_disk else self.costs.disk
+
+    @property
+    def link(self) -> Rate | None:
+        """Cost of a load from host memory, if it is known."""
+        return self.costs.host if self._loads_from_disk else self.costs.load
+
+    def costs_of(self, store: Store, model: ServedModel) -> Costs:
+        """Returns the costs with loads from ``store`` and with what this model reads outside of experts."""
+        costs, load = self.costs, self.link if store in ("none", "host") else self.disk
+        fixed = costs.other if costs.provenance.how == "measured" else 0.0
+        own = costs.vllm.step + model.layers * costs.vllm.layer
+        other = fixed or model.read_bytes / costs.fast.bytes_per_second + own
+        origin = costs.provenance.model_copy(update={"store": "disk" if store in ("disk", "tiers") else "host"})
+        host = self.link if store == "tiers" else None
+        changes = {"load": load or costs.load, "host": host, "other": other, "draft": 0.0, "provenance": origin}
+        return costs.model_copy(update=changes)
+
+    def _origins(self, gpu_given: bool, host_given: bool) -> Iterator[str]:
+        """Yields a sentence for each size of memory: how much it is, and how that is known."""
+        measured = self.costs.provenance.how == "measured"
+        if self.gpu:
+            known = "as --fast-memory says" if gpu_given else "as measured" if measured else "as its data sheet says"
+            yield f"{gib(self.gpu)} of GPU memory, {known}"
+        known = "as the profile has it" if measured else "which no data sheet says; --host-memory replaces it"
+        known = "that are free now" if self.name == HERE else known
+        yield f"{gib(self.host)} of host memory, {'as --host-memory says' if host_given else known}"
+
+    @property
+    def _loads_from_disk(self) -> bool:
+        return self.costs.provenance.store == "disk"
+
+
+def _profile_here(folder: Path) -> Costs:
+    path = folder / PROFILE
+    if not path.exists():
+        raise ConfigError(
+            f"this machine was not measured: there is no {path}; run vllm-spac profile --model MODEL or --expert-bytes "
+            f"N, which takes a minute or two, or plan for another: --machine {', '.join(names())} ({OTHERS}) or a file "
+            "of vllm-spac profile"
+        )
+    return Costs.read(path, here=True, disk_dir=folder)
+
+
+def _profile(name: str) -> Costs:
+    try:
+        return Costs.read(name)
+    except ConfigError as error:
+        if name in names() or Path(name).exists():
+            raise
+        raise ConfigError(f"{error}; {OTHERS}") from error
+
+
+def _free(folder: Path) -> int:
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    return psutil.disk_usage(str(there)).free + max((item.bytes for item in scan(folder)), default=0)

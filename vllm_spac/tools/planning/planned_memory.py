@@ -1,0 +1,123 @@
+"""Divides fast memory between weights, KV cache, run-time buffers and slots, as an engine would. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
+from vllm_spac.errors import ConfigError
+from vllm_spac.execution.staging import BUFFERS
+from vllm_spac.system.host_memory import gib
+from vllm_spac.tools.planning.planned_machine import PlannedMachine
+from vllm_spac.tools.planning.planned_model import ServedModel
+
+_ROWS = 2048  # vLLM's --max-num-batched-tokens when it serves
+_ROWS_LARGE, _LARGE = 8192, 70 << 30  # the same with a GPU of at least so many bytes
+_GRAPHS_EACH = 8  # vLLM captures graphs of 1, 2, 4 and multiples of 8 rows
+_MOST_CAPTURED = 512
+_BLOCK = 128  # tokens: a request's KV cache is whole blocks, of at most this size
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of an engine: ``concurrency`` requests of up to ``context`` tokens, with ``drafts`` drafts each."""
+
+    context: int
+    concurrency: int
+    drafts: int = 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """Bytes of fast memory.
+
+    Attributes:
+        fast: that vLLM may use.
+        weights: everything but experts.
+        kv: KV cache of the load.
+        working: run-time buffers.
+        staging: with pointers, buffers of two layers of experts, if they take at most a quarter of the rest.
+    """
+
+    fast: int
+    weights: int
+    kv: int
+    working: int
+    staging: int = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes left for slots; negative if the others do not fit."""
+        return self.fast - self.weights - self.kv - self.working - self.staging
+
+
+def rows(machine: PlannedMachine) -> int:
+    """Returns the most rows of a forward, by vLLM's default for such a machine."""
+    return _ROWS_LARGE if machine.gpu >= _LARGE else _ROWS
+
+
+def split(model: ServedModel, machine: PlannedMachine, load: Load) -> Split:
+    """Divides the fast memory of ``machine``."""
+    shape = model.architecture
+    moe = MoEWidths(model.checkpoint.top_k, shape.hidden, shape.inner)
+    widths = Widths(shape.hidden, shape.heads, shape.kv_heads, shape.head, shape.dense, (moe,), itemsize=2)
+    sampled = load.concurrency * (1 + load.drafts)
+    captured = min(2 * sampled, _MOST_CAPTURED) if machine.gpu else 0
+    graphs = 3 + captured // _GRAPHS_EACH if captured else 0
+    most = max(rows(machine), sampled)
+    working = Working.of(widths, shape.vocabulary, Batch(most, sampled, captured, graphs))
+    found = Split(machine.fast, model.checkpoint.other_bytes, kv_bytes(model, load), working.total)
+    staging = BUFFERS * max(model.checkpoint.layer_bytes.values()) if model.execution == "pointers" else 0
+    held = model.experts_bytes <= found.room or 4 * staging > found.room
+    return found if held else replace(found, staging=staging)
+
+
+def kv_bytes(model: ServedModel, load: Load) -> int:
+    """Returns the bytes of KV cache of all requests, each with a block to spare."""
+    tokens = (-(-load.context // _BLOCK) + 1) * _BLOCK
+    return load.concurrency * model.architecture.kv_bytes(tokens)
+
+
+def slot_bytes(model: ServedModel, percent: int, tokens: int = 0) -> int:
+    """Returns the bytes of the slots at ``--spac-slots percent%``, or with ``tokens`` at ``{tokens}k``."""
+    checkpoint = model.checkpoint
+    found = checkpoint.slots_of_tokens(tokens) if tokens else checkpoint.slots(percent)
+    return sum(count * size for count, size in found)
+
+
+def largest_slots(model: ServedModel, room: Split) -> tuple[int, int]:
+    """Returns the most slots that fit: (percent, 0), or (0, tokens) in multiples of top-k where no percent fits.
+
+    Raises:
+        ConfigError: not even the slots of one token fit.
+    """
+    if slot_bytes(model, model.checkpoint.smallest_percent()) <= room.room:
+        return largest_percent(model, room), 0
+    tokens = max(0, room.room) // slot_bytes(model, 0, tokens=1)
+    if tokens:
+        return 0, tokens
+    raise _too_small(model, room, "1k", slot_bytes(model, 0, tokens=1))
+
+
+def largest_percent(model: ServedModel, room: Split) -> int:
+    """Returns the largest share of slots that fits, in whole percent.
+
+    Raises:
+        ConfigError: not even the fewest slots fit.
+    """
+    smallest = model.checkpoint.smallest_percent()
+    fitting = [percent for percent in range(smallest, 101) if slot_bytes(model, percent) <= room.room]
+    if fitting:
+        return max(fitting)
+    raise _too_small(model, room, f"{smallest}%", slot_bytes(model, smallest))
+
+
+def _too_small(model: ServedModel, room: Split, slots: str, held: int) -> ConfigError:
+    needed = room.weights + room.kv + room.working + held
+    smaller = "" if model.quantised else "use a quantised checkpoint, "
+    return ConfigError(
+        f"nothing fits: {gib(room.weights)} of weights that are no experts, {gib(room.kv)} of KV cache, "
+        f"{gib(room.working)} of run-time buffers and {gib(held)} of the fewest slots "
+        f"({slots}) need {gib(needed)} of fast memory, and {gib(room.fast)} may be used; lower --context or "
+        f"--concurrency, {smaller}or name a machine with more memory"
+    )

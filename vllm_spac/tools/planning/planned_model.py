@@ -1,0 +1,114 @@
+"""The sizes of a model that is to be served: from its headers, or from its ``config.json`` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.storage.checkpoint import quant_config
+from vllm_spac.storage.checkpoint.described import Architecture, described
+from vllm_spac.storage.checkpoint.headers import Checkpoint, find_folder, read_checkpoint, read_config
+from vllm_spac.storage.checkpoint.quantisation import Capability, FormatKernels, only_ours, refusal
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as it is served: in 16 bits if its weights are in float32.
+
+    Attributes:
+        name: what ``vllm serve`` is given.
+        checkpoint: sizes of its weights; ``architecture``: everything else.
+        source: what the sizes are read from.
+        execution: what runs the experts.
+        kernels: of quantised experts, which decide how large one is.
+        halved: the weights are in float32, and the sizes half of theirs.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    architecture: Architecture
+    source: Literal["headers", "config.json"]
+    halved: bool = False
+    execution: Literal["slots", "pointers"] = "slots"
+    kernels: FormatKernels = FormatKernels.GPU
+
+    @classmethod
+    def read(
+        cls,
+        model: str,
+        execution: Literal["slots", "pointers"] | None = None,
+        *,
+        on_cpu: bool = False,
+        capability: Capability | None = None,
+    ) -> ServedModel:
+        """Reads ``model``: a folder, a ``config.json``, or a name in the Hugging Face cache.
+
+        Args:
+            model: as named.
+            execution: as the knob; None: slots, or pointers where slots of a GPU cannot hold its quantised experts.
+            on_cpu: it is served without a GPU.
+            capability: of the GPU, which decides whether its slots can hold FP8; None: not known.
+
+        Raises:
+            UnsupportedError: there is none, it has no experts, or it cannot be served.
+        """
+        path = Path(model)
+        path, name = (path, str(path.parent)) if path.is_file() else (_folder(model) / "config.json", model)
+        config, folder = read_config(path), path.parent
+        whole = path.name == "config.json" and any(folder.glob("*.safetensors"))
+        entry = quant_config.of(config)
+        if execution is None:
+            execution = "pointers" if entry is not None and not on_cpu and only_ours(entry, capability) else "slots"
+        kernels = FormatKernels.OURS if execution == "pointers" else FormatKernels.CPU if on_cpu else FormatKernels.GPU
+        checkpoint = read_checkpoint(folder, kernels) if whole else described(config, folder, kernels)
+        if entry is not None and (reason := refusal(entry, kernels, capability)):
+            raise UnsupportedError(f"{model} has {reason}")
+        halved = checkpoint.dtypes == {"F32"}
+        if halved:
+            layers = {layer: count // 2 for layer, count in checkpoint.layer_bytes.items()}
+            checkpoint = replace(checkpoint, layer_bytes=layers, other_bytes=checkpoint.other_bytes // 2)
+        return cls(
+            name,
+            checkpoint,
+            Architecture.of(config, path),
+            "headers" if whole else "config.json",
+            halved,
+            execution,
+            kernels,
+        )
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the experts of some layer are quantised."""
+        entry = self.checkpoint.quantisation
+        return entry is not None and not quant_config.spares_experts(entry, 1 + max(self.checkpoint.layer_bytes))
+
+    @property
+    def layers(self) -> int:
+        """Number of MoE layers."""
+        return len(self.checkpoint.layer_bytes)
+
+    @property
+    def experts_bytes(self) -> int:
+        """Bytes of all experts."""
+        return sum(self.checkpoint.layer_bytes.values())
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert, the mean where layers differ."""
+        return self.experts_bytes // self.checkpoint.total
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the other weights that a step reads: all but an input embedding, of which it reads few rows."""
+        shape = self.architecture
+        return max(0, self.checkpoint.other_bytes - (0 if shape.tied else 2 * shape.vocabulary * shape.hidden))
+
+
+def _folder(model: str) -> Path:
+    try:
+        return find_folder(model)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error} config.json" if "hf download" in str(error) else str(error)) from error

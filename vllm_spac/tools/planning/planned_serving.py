@@ -1,0 +1,251 @@
+"""Lists the sensible ways to serve a model on a machine, predicts each, and picks one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from vllm_spac.decisions.costs import Attained, HostWork, VllmStep
+from vllm_spac.errors import ConfigError, UnsupportedError
+from vllm_spac.storage.checkpoint.quantisation import refusal_without_amx
+from vllm_spac.system.host_memory import gib
+from vllm_spac.system.machine import has_amx
+from vllm_spac.tools.planning.plan_choice import DRAFTS, Choice
+from vllm_spac.tools.planning.planned_machine import HERE, HOST_RESERVE, UTILIZATION, PlannedMachine, Store
+from vllm_spac.tools.planning.planned_memory import Load, Split, largest_slots, slot_bytes, split
+from vllm_spac.tools.planning.planned_model import ServedModel
+from vllm_spac.tools.planning.planned_routing import Routing
+from vllm_spac.tools.planning.predict import Prediction, first_token, predict
+
+_FEWER = (50, 25, 10)  # further shares of slots
+_TIER_STEP = 1 << 28  # bytes: host memory between slots and disk is a multiple of it
+
+
+@dataclass(frozen=True)
+class Row:
+    """A choice with what it would achieve.
+
+    Attributes:
+        predictions: by routing, the slowest assumption first.
+        first_token: least and most seconds to the first token of a prompt.
+    """
+
+    choice: Choice
+    load: Load
+    predictions: tuple[Prediction, ...]
+    first_token: tuple[float, float]
+
+    @property
+    def low(self) -> Prediction:
+        """The prediction at the low end of the range; ``even`` routing is outside of it."""
+        return next(found for found in self.predictions if found.routing != "even")
+
+    @property
+    def high(self) -> Prediction:
+        """The prediction at the high end of the range."""
+        return self.predictions[-1]
+
+    @property
+    def even(self) -> Prediction | None:
+        """The prediction without any locality; None with a trace."""
+        return self.predictions[0] if self.predictions[0].routing == "even" else None
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """A plan.
+
+    Attributes:
+        split: of fast memory for ``best``.
+        rows: every choice, ``best`` first.
+        problems: what does not fit.
+    """
+
+    model: ServedModel
+    machine: PlannedMachine
+    load: Load
+    split: Split
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def best(self) -> Row:
+        return self.rows[0]
+
+
+def make_plan(
+    model: ServedModel,
+    machine: PlannedMachine,
+    load: Load,
+    routings: Sequence[Routing],
+    tell: Callable[[str], object] = lambda text: None,
+) -> ServingPlan:
+    """Plans how to serve ``model`` on ``machine``.
+
+    The best choice is the one with the most tokens per second at the low end of its range. All stores, CPU experts and
+    drafts are compared with as many slots as fit, and the best of them with fewer slots.
+
+    Args:
+        tell: called before each prediction.
+
+    Raises:
+        ConfigError: nothing fits, or the context is longer than the model's.
+        UnsupportedError: this machine's CPU has no kernel for the experts.
+    """
+    longest = model.architecture.longest
+    if machine.name == HERE and not machine.gpu and model.quantised and not has_amx():
+        assert model.checkpoint.quantisation is not None
+        raise UnsupportedError(f"{model.name} has {refusal_without_amx(model.checkpoint.quantisation)}")
+    if model.execution == "pointers" and not machine.gpu:
+        raise ConfigError(
+            f"execution=pointers serves on a GPU, and {machine.name} has none; name a machine with one"
+            + ("" if model.checkpoint.quantisation else ", or use --execution slots")
+        )
+    if longest and load.context > longest:
+        raise ConfigError(f"--context {load.context} is more than the {longest} tokens that the model was made for")
+    rows = [_row(choice, model, machine, load, routings, tell) for choice in choices(model, machine, load)]
+    if not rows:
+        raise ConfigError(_no_store(model, machine))
+    best = max(rows, key=lambda row: row.low.tokens_per_second)
+    fewer = [percent for percent in _FEWER if model.checkpoint.smallest_percent() <= percent < best.choice.percent]
+    if best.choice.store != "none":
+        for percent in fewer[:2]:
+            choice = _with_host_memory(replace(best.choice, percent=percent), model, machine)
+            rows.append(_row(choice, model, machine, load, routings, tell))
+    rows.sort(key=lambda row: (row is not best, -row.low.tokens_per_second))
+    return ServingPlan(
+        model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
+    )
+
+
+def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[Choice]:
+    """Yields each store, with and without CPU experts and drafts, with as many slots as fit.
+
+    Without a GPU nothing is drafted: vLLM's CPU build samples chains of drafts wrongly at temperature > 0.
+    """
+    for drafts in (0, DRAFTS) if machine.gpu else (0,):
+        percent, tokens = largest_slots(model, split(model, machine, Load(load.context, load.concurrency, drafts)))
+        for store in stores(model, machine, percent):
+            choice = _with_host_memory(Choice(percent, store, drafts=drafts, tokens=tokens), model, machine)
+            yield choice
+            if store == "host" and _computes_on_the_cpu(model, machine):
+                yield replace(choice, cpu=True)
+
+
+def _computes_on_the_cpu(model: ServedModel, machine: PlannedMachine) -> bool:
+    """Whether the engine lets the CPU compute experts beside a GPU: from slots, and none that are quantised."""
+    return bool(machine.gpu) and model.execution == "slots" and not model.quantised
+
+
+def stores(model: ServedModel, machine: PlannedMachine, percent: int) -> Iterator[Store]:
+    """Yields the stores that this machine has room for; three tiers only where host memory cannot hold all experts."""
+    if percent == 100:
+        yield "none"
+        return
+    if machine.gpu and machine.link is not None and model.experts_bytes <= machine.spare:
+        yield "host"
+    if model.execution == "pointers":  # which the GPU must be able to address
+        return
+    if machine.disk is not None and (machine.disk_free is None or model.experts_bytes <= machine.disk_free):
+        yield "disk"
+        if machine.link is not None and _TIER_STEP <= machine.spare < model.experts_bytes:
+            yield "tiers"
+
+
+def problems(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[str]:
+    """Yields what does not fit, in sentences."""
+    found = split(model, machine, load)
+    everything = found.fast - found.room + model.experts_bytes
+    memory = "GPU memory" if machine.gpu else "memory"
+    if everything > found.fast:
+        yield f"stock vLLM would need {gib(everything)} of {memory}, and {gib(found.fast)} may be used"
+    if machine.gpu and model.experts_bytes > machine.spare:
+        yield f"store=host needs {gib(model.experts_bytes)} of host memory, and {gib(machine.spare)} are to spare"
+    if machine.disk_free is not None and model.experts_bytes > machine.disk_free:
+        yield f"store=disk needs {gib(model.experts_bytes)} on the disk, and {gib(machine.disk_free)} are free"
+
+
+def assumptions(plan: ServingPlan) -> Iterator[str]:
+    """Yields what the plan takes for granted."""
+    model, machine, costs = plan.model, plan.machine, plan.machine.costs
+    yield f"costs of {machine.name}: {costs.provenance.how} ({costs.provenance.source})"
+    yield from costs.provenance.assumes[:2] if costs.attained is None else _attained(costs.attained)
+    yield from machine.memory
+    if model.source == "config.json":
+        yield "sizes are calculated from config.json, without a checkpoint"
+    if model.halved:
+        yield "weights in float32 are served as 16 bits, half of their size"
+    yield f"vLLM may use {UTILIZATION:.0%} of fast memory (--gpu-memory-utilization), and KV cache has 16 bits"
+    if machine.gpu:
+        yield f"{gib(HOST_RESERVE)} of host memory are left to the system and to vLLM"
+    if model.execution == "pointers":
+        kept = "as in vLLM's Marlin kernels, activations are not quantised" if model.checkpoint.quantisation else ""
+        yield "; ".join(filter(None, ("execution=pointers was never timed on a GPU", kept)))
+    if not machine.gpu and model.quantised and machine.name != HERE:
+        yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
+    if not machine.gpu:
+        yield "no drafts: vLLM's CPU build samples chains of them wrongly at temperature > 0"
+    unknown = ["kernel launches"] if machine.gpu else []
+    unknown += ["the plugin's own work"] if costs.host_work == HostWork() else []
+    unknown += ["vLLM's own work in a step"] if costs.vllm == VllmStep() else []
+    if unknown:
+        yield f"taken to take no time: {', '.join(unknown)}; real speeds are lower"
+
+
+def _attained(assumed: Attained) -> Iterator[str]:
+    """Yields what a machine of data sheets is assumed to attain; see ``Attained``."""
+    yield (
+        f"PCIe attains {assumed.link:.0%} of its peak, memory and disks all of theirs; nothing was measured on such a "
+        "machine"
+    )
+    work = assumed.host_work
+    layer, load, divide = (f"{1e3 * seconds:.2f} ms" for seconds in (work.layer, work.load, work.divide))
+    yield (
+        f"the plugin's own work is {layer} in a layer over slots, {load} more if it loads and {divide} more if the CPU "
+        "computes experts: about what was measured on a server's core"
+    )
+
+
+def _row(
+    choice: Choice,
+    model: ServedModel,
+    machine: PlannedMachine,
+    load: Load,
+    routings: Sequence[Routing],
+    tell: Callable[[str], object],
+) -> Row:
+    asked, found = Load(load.context, load.concurrency, choice.drafts), []
+    for routing in routings:
+        tell(f"{choice.slots} slots, {choice.store}")
+        found.append(predict(choice, model, machine, asked, routing))
+    if found[0].routing != "even":
+        found.sort(key=lambda prediction: prediction.tokens_per_second)
+    else:
+        found[1:] = sorted(found[1:], key=lambda prediction: prediction.tokens_per_second)
+    return Row(choice, asked, tuple(found), first_token(choice, model, machine, asked))
+
+
+def tier_bytes(model: ServedModel, machine: PlannedMachine, percent: int, tokens: int = 0) -> int:
+    """Returns the bytes of host memory between slots and disk that the experts without a slot can use."""
+    outside = model.experts_bytes - slot_bytes(model, percent, tokens)
+    return min(machine.spare, outside) // _TIER_STEP * _TIER_STEP
+
+
+def _with_host_memory(choice: Choice, model: ServedModel, machine: PlannedMachine) -> Choice:
+    """Returns the choice, with ``tiers`` with the host memory that the experts without a slot can use."""
+    host = tier_bytes(model, machine, choice.percent, choice.tokens) if choice.store == "tiers" else 0
+    return replace(choice, host_bytes=host)
+
+
+def _no_store(model: ServedModel, machine: PlannedMachine) -> str:
+    where = f"{gib(machine.spare)} of host memory" if machine.gpu else "fast memory"
+    if model.execution == "pointers":
+        return (
+            f"nothing fits: the experts take {gib(model.experts_bytes)}, and execution=pointers reads them from host "
+            f"memory, of which {gib(machine.spare)} are to spare; name a machine with more, or --host-memory"
+        )
+    disk = "" if machine.disk_free is None else f" and {gib(machine.disk_free)} of disk"
+    return (
+        f"nothing fits: the experts take {gib(model.experts_bytes)}, and {where}{disk} have no room for them; free "
+        "some, or measure a disk: run vllm-spac profile --store disk there"
+    )

@@ -1,0 +1,102 @@
+"""Simulates ``execution=pointers`` with ``admission=layer``, using the serving code's offers and the kernel's twin.
+
+Assumptions in addition to those of ``pointers_by_step``, each where nothing was measured:
+
+- A layer first copies the experts it admits, each once over the bus, and then runs as one launch, as in that module.
+- The kernels that decide and copy are launched in every layer and take ``LAUNCHES`` seconds in addition to the bytes.
+- Nothing else uses the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.execution.slot_offers import Offering, with_prompts
+from vllm_spac.kernels.reference.admit import admit
+from vllm_spac.kernels.types import ADMITTED, STREAMED, UNUSED, Experts, Offers
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
+
+LAUNCHES = 5e-6  # seconds per layer: one program that decides, and a grid that finds nothing to copy
+
+
+class AdmittedReplay(Replay[list[Part]]):
+    """Replays a trace over a table of pointers whose layers admit the experts that they miss.
+
+    Args:
+        outcome: with ``slots``.
+        policy: estimates what a slot is worth; owned.
+    """
+
+    def __init__(self, trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy) -> None:
+        super().__init__(trace, costs, nbytes, outcome)
+        keys = trace.facts.total
+        self.counters = Counters()
+        self.offering = Offering(keys, outcome.slots, policy, self.counters)
+        no_addresses = torch.zeros(0, keys, dtype=torch.int64), torch.zeros(0, keys, dtype=torch.int64)
+        residency = self.offering.residency
+        slot_of, owner = (torch.from_numpy(array.copy()) for array in (residency.slot_of, residency.owner))
+        self.experts = Experts(slot_of, owner, *no_addresses, torch.zeros(0, outcome.slots, dtype=torch.int64))
+        self.offers = Offers(*(torch.zeros(0) for _ in Offers._fields))
+        self._copies = torch.zeros(1 + 2 * trace.facts.experts, dtype=torch.int32)
+        self._counts, self._sources, self._decided = (torch.zeros(keys, dtype=torch.int32) for _ in range(3))
+        self._leading = 0  # rows of the step that slots are for
+        self._number = 0  # records before the next layer
+
+    def fill(self, keys: Sequence[int]) -> None:
+        residency = self.offering.residency
+        placement = residency.prepare(keys)
+        for key, _ in placement.loads:
+            residency.loaded(key)
+        residency.release(keys)
+        self.experts.slot_of.copy_(torch.from_numpy(residency.slot_of))
+        self.experts.owner.copy_(torch.from_numpy(residency.owner))
+
+    def begin_step(self, step: int, drafting: float, layers: int) -> None:
+        self._leading = self.leading(step)
+        offered = self.offering.offer()
+        end = len(offered.slots) if self._leading else 0
+        self.offers = Offers(torch.tensor([0, end], dtype=torch.int32), *map(torch.from_numpy, offered))
+        self._counts.fill_(-1)
+        self._decided.fill_(-1)
+        self._sources.fill_(UNUSED)
+
+    def layer(self, layer: int, work: list[Part]) -> None:
+        (part,), outcome = work, self.outcome
+        first = layer * self.trace.facts.experts
+        start = self.trace.record_start[self._number]
+        self._number += 1
+        ids = torch.from_numpy(self.trace.ids[start : start + self._leading].astype(np.int32))
+        admit(ids, torch.ones(ids.shape), first, self.experts, self.offers, self._decided, self._sources, self._copies)
+        self._counts[first : first + self.trace.facts.experts] = 0
+        self._counts[part.keys] = torch.tensor(part.rows, dtype=torch.int32)
+        sources = self._read_from()[part.keys].tolist()
+        computed = sum(self.fast[rows] for rows, source in zip(part.rows, sources, strict=True) if source != STREAMED)
+        copied, streamed = sources.count(ADMITTED), sources.count(STREAMED)
+        load = float(self.costs.load.ideal(self.nbytes))
+        launches = LAUNCHES if outcome.slots < self.trace.facts.total else 0.0
+        took = launches + copied * load + max(computed, streamed * load)
+        outcome.parts += 1
+        outcome.seconds += took
+        outcome.stall_seconds += took - computed
+        missed = copied + streamed
+        outcome.bound_seconds += self.costs.bound(self.nbytes, len(part.keys) - missed, missed, 0)
+
+    def _read_from(self) -> np.ndarray:
+        """Returns int [keys], how each expert was read by the layers that have run."""
+        return with_prompts(*(tensor.numpy() for tensor in (self._counts, self._sources, self.experts.owner)))
+
+    def end_step(self) -> None:
+        counts, owner, decided = (tensor.numpy().copy() for tensor in (self._counts, self.experts.owner, self._decided))
+        generating = decided if self._leading else None
+        streamed = self.offering.learn(counts, self._read_from(), owner, generating=generating).streamed
+        outcome, counters = self.outcome, self.counters
+        outcome.hits, outcome.misses, outcome.loads = counters.hits, counters.misses, counters.loads
+        outcome.bytes = outcome.loads * self.nbytes
+        outcome.streamed_bytes += streamed * self.nbytes

@@ -1,0 +1,176 @@
+"""Layers at expert workers, on a virtual clock: hops over a network, computing, and loading. Calculated, not measured.
+
+A step is one layer after another: the main process computes its part, rows go to the layer's group, it computes when
+its experts are loaded, and the rows come back. Groups take turns (``distributed.schedule``), so that one may load while
+others compute. The main process's link carries all copies of a row that its group of several workers needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_spac.cache.residency import Placement, Residency
+from vllm_spac.decisions.costs import Costs, Network
+from vllm_spac.decisions.policies.lru import LRU
+from vllm_spac.execution.slot_layers import filled_experts, row_waves
+from vllm_spac.methods.od_moe import division
+from vllm_spac.recording.trace_file import Trace, TraceFacts
+from vllm_spac.tools.traces.replayed import rows_of_records
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer without the network.
+
+    Attributes:
+        main: the main process's part (t_M).
+        compute: a group's experts for one row (t_X).
+        load: one expert into a worker's memory.
+    """
+
+    main: float
+    compute: float
+    load: float
+
+    @classmethod
+    def of(cls, costs: Costs, facts: TraceFacts, nbytes: int) -> LayerTimes:
+        """Returns the times of a worker that is like the machine of ``costs``, with experts of ``nbytes``.
+
+        A layer has an equal part of what a step takes outside its experts; a row's experts are computed one by one.
+        """
+        compute = facts.top_k * float(costs.fast.seconds(nbytes))
+        return cls(costs.other / facts.layers, compute, float(costs.load.seconds(nbytes)))
+
+
+@dataclass(frozen=True)
+class WorkerRun:
+    """Result of a simulation.
+
+    Attributes:
+        seconds: of all steps.
+        steps: number of steps.
+        hits, misses: experts that were in a worker's memory when they were needed, and others.
+        stalls: seconds that rows waited for loads.
+    """
+
+    seconds: float
+    steps: int
+    hits: int
+    misses: int
+    stalls: float
+
+    @property
+    def per_second(self) -> float:
+        """Steps per second: tokens per second of one request without drafts."""
+        return self.steps / self.seconds
+
+
+class Clock:
+    """The virtual clock of the main process, and when each group has loaded what it serves next.
+
+    Args:
+        groups: number of groups.
+        network, times: of a layer.
+        row_bytes: bytes of a row.
+        fan: workers of a group, each of which needs the rows.
+    """
+
+    def __init__(self, groups: int, network: Network, times: LayerTimes, row_bytes: int, fan: int = 1) -> None:
+        self.now, self.stalls = 0.0, 0.0
+        self._times, self._ready = times, [0.0] * groups
+        self._groups, self._network, self._row_bytes, self._fan = groups, network, row_bytes, fan
+
+    def layer(self, layer: int, rows: int, missing: float = 0.0, ahead: float = 0.0) -> None:
+        """Passes the time of a layer.
+
+        Args:
+            layer: its number.
+            rows: number of rows.
+            missing: seconds of loads that begin when the rows arrive.
+            ahead: seconds of loads for the group's next layer, which begin when this one is answered.
+        """
+        group, times = layer % self._groups, self._times
+        self.now += times.main
+        stall = max(0.0, self._ready[group] - self.now) + missing
+        hop = self._network.hop(rows * self._row_bytes, self._fan)
+        self.now += stall + 2 * hop + rows * times.compute
+        self.stalls += stall
+        self._ready[group] = self.now + ahead
+
+
+def cached(trace: Trace, workers: int, share: float, network: Network, times: LayerTimes, row_bytes: int) -> WorkerRun:
+    """Replays ``trace`` with workers that keep a share of their layers' experts in memory, by LRU.
+
+    Args:
+        workers: each is a group, and loads one expert after another.
+        share: of a worker's experts that have a slot, above 0.
+    """
+    facts, clock = trace.facts, Clock(workers, network, times, row_bytes)
+    memory = [filled(trace, division.layers_of(worker, facts.layers, workers, 0), share) for worker in range(workers)]
+    hits = misses = 0
+    for layer, ids in zip(trace.record_layer.tolist(), rows_of_records(trace), strict=True):
+        residency, loads = memory[layer % workers], 0
+        for rows in row_waves(ids, residency.slots, facts.experts):
+            keys = (np.unique(ids[rows]).astype(np.int64) + layer * facts.experts).tolist()
+            placed = use(residency, keys)
+            loads, hits = loads + len(placed.loads), hits + placed.hits
+        misses += loads
+        clock.layer(layer, len(ids), loads * times.load)
+    return WorkerRun(clock.now, trace.steps, hits, misses, clock.stalls)
+
+
+def cacheless(
+    layers: int,
+    top_k: int,
+    groups: int,
+    network: Network,
+    times: LayerTimes,
+    row_bytes: int,
+    recall: float = 1.0,
+    tokens: int = 64,
+    fan: int = 1,
+    seed: int = 0,
+) -> WorkerRun:
+    """Simulates OD-MoE's decoding: a group has nothing but the experts that were predicted for its next layer.
+
+    Args:
+        layers, top_k: of the model.
+        groups: number of groups; the ``fan`` workers of one load ``top_k`` experts together, at once.
+        recall: probability that an expert was predicted; a layer with one that was not waits for a whole load.
+        tokens: tokens of one request.
+        seed: of the predictions that fail.
+    """
+    clock, rng = Clock(groups, network, times, row_bytes, fan), np.random.default_rng(seed)
+    each = times.load * math.ceil(top_k / fan)
+    wrong = rng.random((tokens, layers, top_k)) >= recall
+    for token in range(tokens):
+        for layer in range(layers):
+            missing = times.load if wrong[token, layer].any() else 0.0
+            clock.layer(layer + token * layers, 1, missing, each)
+    misses = int(wrong.sum())
+    return WorkerRun(clock.now, tokens, tokens * layers * top_k - misses, misses, clock.stalls)
+
+
+def filled(trace: Trace, layers: Sequence[int], share: float) -> Residency:
+    """Returns a memory for ``share`` of the experts of ``layers``, filled with an equal part of each, as in serving."""
+    facts = trace.facts
+    total = len(layers) * facts.experts
+    slots = min(total, max(facts.top_k, math.ceil(share * total)))
+    residency = Residency(facts.total, slots, LRU())
+    for keys in filled_experts(len(layers), facts.experts, slots):
+        known = [layers[key // facts.experts] * facts.experts + key % facts.experts for key in keys]
+        use(residency, known)
+    return residency
+
+
+def use(residency: Residency, keys: list[int]) -> Placement:
+    """Uses ``keys``, which fit the slots together, and returns how they were placed; loads take no time."""
+    placed = residency.prepare(keys)
+    for key, _ in placed.loads:
+        residency.loaded(key)
+    residency.release(keys)
+    return placed

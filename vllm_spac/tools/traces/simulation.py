@@ -1,0 +1,131 @@
+"""Simulates a policy, a balancer and a prefetcher on recorded routing: the serving code, on a virtual clock."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+from vllm_spac import components
+from vllm_spac.cache.host_tier import HostTier
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.decisions.policies.base import Policy
+from vllm_spac.errors import ConfigError
+from vllm_spac.execution import admission as admissions
+from vllm_spac.execution.moves import STEP_BYTES
+from vllm_spac.recording.trace_file import Trace
+from vllm_spac.tools.traces.pointers_by_step import PointersReplay
+from vllm_spac.tools.traces.replayed import Outcome, Part, Replay, filling, parts, rows_of_records, uses
+from vllm_spac.tools.traces.simulated_components import build_balancer, build_policy, build_prefetch, check_pointers
+from vllm_spac.tools.traces.simulated_slots import OVERLAPS, SlotsReplay
+
+EXECUTIONS = ("slots", "pointers")
+
+
+def simulate(
+    trace: Trace,
+    slots: int,
+    costs: Costs,
+    *,
+    execution: str = "slots",
+    policy: str = "lru",
+    balancer: str = "none",
+    prefetch: str = "off",
+    overlap: str = "none",
+    admission: str = admissions.DEFAULT,
+    step_bytes: int = STEP_BYTES,
+    fill: bool = True,
+    expert_bytes: int | None = None,
+    host_bytes: int = 0,
+    predictor_file: Path | None = None,
+    soft_pins: bool = True,
+    prefetch_extra: float | None = None,
+    layer_ahead: bool = False,
+) -> Outcome:
+    """Replays ``trace`` with ``slots`` experts in fast memory.
+
+    Args:
+        execution: one of ``EXECUTIONS``; the assumptions for pointers are in ``pointers_by_step``.
+        policy, balancer: names of components, optionally with arguments: ``utility@upper=1@variant=literal``. A policy
+            that needs a calibration takes ``@calibration=FILE``, or ``@trace=FILE`` of another run.
+        prefetch: with slots, ``off`` or the name of a predictor, optionally with its arguments and with ``threshold``,
+            ``depth`` and ``background`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``. There are as many I/O
+            threads as ``costs.load_at_once`` says, without the forward thread.
+        overlap: one of ``OVERLAPS``; with pointers all loads overlap with hits.
+        admission: with pointers, how missed experts get slots, a name of ``admissions``; the assumptions for ``layer``
+            are in ``pointers_by_layer``.
+        step_bytes: with admission ``step``, the most bytes in flight into slots at once, but at least one expert; 0:
+            none moves.
+        fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
+        expert_bytes: overrides the size in the trace.
+        host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
+        predictor_file: file of trained predictors, of which ``prefetch`` names one.
+        soft_pins: as the knob, with a predictor that looks at layers.
+        prefetch_extra: as the knob, but without a limit by default.
+        layer_ahead: with slots, as the knob, but off by default; an offline policy has nothing read ahead.
+
+    Raises:
+        ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
+            size, a policy without the calibration that it needs, an offline policy with a balancer, a prefetcher or
+            pointers (it would have to foresee their decisions), a balancer or a prefetcher with pointers, or pointers
+            with costs of loads from a disk, which they cannot read; a predictor that needs what a trace lacks.
+    """
+    if overlap not in OVERLAPS:
+        raise ConfigError(f"loads overlap with none, rows or hits, not {overlap!r}")
+    facts = trace.facts
+    nbytes = facts.expert_bytes if expert_bytes is None else expert_bytes
+    _check(trace, slots, nbytes)
+    outcome = Outcome(policy, balancer, slots, slots / facts.total, execution, prefetch=prefetch)
+    if execution == "pointers":
+        check_pointers(policy, balancer, prefetch, costs)
+        chosen = build_policy(policy, trace, slots)
+        outcome.admission, outcome.step_bytes = admission, step_bytes if admission == "step" else None
+        replay = _pointers(trace, costs, nbytes, outcome, chosen)
+        replay.fill(filling(trace, slots, chosen.first()) if fill else [])
+        return replay.run(parts(trace, facts.total))
+    if execution != "slots":
+        raise ConfigError(f"no execution is called {execution!r}; use {' or '.join(EXECUTIONS)}")
+    future = chain(filling(trace, slots) if fill else (), uses(trace, slots))
+    chosen = build_policy(policy, trace, slots, balancer=balancer, prefetch=prefetch, future=lambda: future)
+    beside = build_balancer(balancer, trace, costs, nbytes)
+    tier = _tier(policy, trace, costs, slots, host_bytes // nbytes) if host_bytes else None
+    next_layer = layer_ahead and not chosen.offline
+    ahead = build_prefetch(prefetch, trace, predictor_file, soft_pins, prefetch_extra, next_layer)
+    on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, overlap, tier)
+    on_slots.fill(filling(trace, slots, chosen.first()) if fill else [])
+    if tier is not None and fill:
+        on_slots.keep(filling(trace, min(facts.total, slots + tier.rows), chosen.first()))
+    return on_slots.run(rows_of_records(trace))
+
+
+def _tier(policy: str, trace: Trace, costs: Costs, slots: int, rows: int) -> HostTier:
+    if costs.host is None:
+        raise ConfigError(
+            "the profile does not say what a load from host memory beside the store costs; use one of "
+            "`vllm-spac profile --store disk`"
+        )
+    if rows == 0:
+        raise ConfigError("host memory smaller than an expert holds none; give more")
+    rows = min(rows, trace.facts.total)
+    return HostTier(trace.facts.total, rows, slots, build_policy(policy, trace, rows))
+
+
+def _check(trace: Trace, slots: int, nbytes: int) -> None:
+    facts = trace.facts
+    if not facts.top_k <= slots <= facts.total:
+        raise ConfigError(f"{slots} slots: use from {facts.top_k} (one token's experts) to {facts.total} (all)")
+    if nbytes <= 0:
+        raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
+
+
+def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy) -> Replay[list[Part]]:
+    if outcome.admission == "layer":
+        from vllm_spac.tools.traces.simulated_pointers import AdmittedReplay  # torch, which takes a second
+
+        return AdmittedReplay(trace, costs, nbytes, outcome, policy)
+    if outcome.admission != "step":
+        known = " or ".join(components.names("admissions"))
+        raise ConfigError(f"no admission is called {outcome.admission!r}; use {known}")
+    assert outcome.step_bytes is not None, "given to admission step"
+    if outcome.step_bytes < 0:
+        raise ConfigError(f"{outcome.step_bytes} bytes per step: use 0 (nothing moves) or more")
+    return PointersReplay(trace, costs, nbytes, outcome, policy)

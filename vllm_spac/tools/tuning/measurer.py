@@ -1,0 +1,269 @@
+"""Measures configurations in turns, in engines of their own processes.
+
+What a run needs of engines: to start one for a candidate, and to answer prompts.
+
+Child processes that answer lines of JSON, and that are ended with everything they started.
+
+Starts the engines that ``vllm-spac tune`` measures, each in a process of its own: its memory is free afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_spac.config.tuned_profile import Candidate
+from vllm_spac.decisions.comparison import Said
+
+
+class MeasuringError(RuntimeError):
+    """An engine did not start, or did not answer; the message ends with the end of its log."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The greedy answer to one prompt, alone in the engine.
+
+    Attributes:
+        ids: its tokens.
+        seconds: from the request to the last token; ``first_token``: to the first.
+    """
+
+    ids: Sequence[int]
+    seconds: float
+    first_token: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return len(self.ids) / self.seconds
+
+
+class Engine(ABC):
+    """A running engine.
+
+    Attributes:
+        near_ties: whether kernels may round a row differently for other numbers of rows: not so in float32.
+        repeats: whether steps with the same rows give the same bits, as on a CPU.
+        nbytes: host memory that it takes.
+        exclusive: whether no other engine can run beside it, e.g. because each takes most of a GPU.
+    """
+
+    near_ties: bool
+    repeats: bool
+    nbytes: int
+    exclusive: bool
+
+    @abstractmethod
+    def answer(self, prompt: str | Sequence[int], tokens: int) -> Answer:
+        """Generates ``tokens`` tokens; ``MeasuringError`` if the engine has ended."""
+
+    @abstractmethod
+    def explain(self, prompt: str | Sequence[int], tokens: int) -> Said:
+        """Generates as ``answer`` does, with the second best token at each place."""
+
+
+class Measurer(ABC):
+    """Starts engines."""
+
+    @abstractmethod
+    def start(self, candidate: Candidate) -> AbstractContextManager[Engine]:
+        """Returns a context with an engine that is gone afterwards; ``MeasuringError`` if it does not start."""
+
+    def clock(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    def room(self) -> int:
+        """Bytes of host memory that are free."""
+        from vllm_spac.system.host_memory import available_host_bytes
+
+        return available_host_bytes()
+
+
+_LOG_LINES = 15
+
+
+class LiveProcessError(RuntimeError):
+    """A process did not start, ended, or did not answer; with the end of its log."""
+
+
+class LiveProcess:
+    """A process that answers each line of its input with a line of JSON, and one line when it is ready.
+
+    Args:
+        command: what is run, given a folder for its files; its output other than answers goes to a log there.
+        timeout: time limit in seconds for its start and for each answer.
+        environment: variables in addition to this process's.
+        before: called in the process before the command, e.g. to limit its memory.
+
+    Attributes:
+        ready: its first line.
+
+    Raises:
+        LiveProcessError: it did not start.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[Path], Sequence[str]],
+        timeout: float,
+        environment: Mapping[str, str],
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._scratch = tempfile.TemporaryDirectory(prefix="spac-live-")
+        folder = Path(self._scratch.name)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._child = start(command(folder), environment, folder, before, **pipes)
+        assert self._child.stdin is not None and self._child.stdout is not None, "both are pipes"
+        self._asked, self._answers = self._child.stdin, self._child.stdout
+        try:
+            self.ready = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def ask(self, line: dict) -> Any:
+        """Returns the answer to a line.
+
+        Raises:
+            LiveProcessError: the process ended, or did not answer in time.
+        """
+        with contextlib.suppress(BrokenPipeError):  # it has ended; ``_answer`` raises with its log
+            self._asked.write(json.dumps(line) + "\n")
+            self._asked.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._asked.close()  # the end of its input is its end
+            self._child.wait(30)
+        end(self._child)
+        self._answers.close()
+        self._scratch.cleanup()
+
+    def _answer(self) -> Any:
+        if not select.select([self._answers], [], [], self._timeout)[0]:
+            raise LiveProcessError(f"no answer after {self._timeout:.0f} s")
+        line = self._answers.readline()
+        if not line:
+            raise LiveProcessError(ending(self._child.wait(), Path(self._scratch.name)))
+        return json.loads(line)
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    before: Callable[[], None] | None = None,
+    **pipes: int,
+) -> subprocess.Popen[str]:
+    """Starts a command in a process group of its own; output without a pipe goes to ``folder / "log"``."""
+    with open(folder / "log", "w") as log:
+        streams: dict[str, Any] = {"stdout": log, "stderr": log} | pipes
+        env = {**os.environ, **environment}
+        return subprocess.Popen(command, env=env, start_new_session=True, text=True, preexec_fn=before, **streams)
+
+
+def ending(code: int, folder: Path) -> str:
+    """Returns the exit code and the last lines of ``folder / "log"``."""
+    tail = (folder / "log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return f"exit code {code}: " + "\n".join(tail)
+
+
+def end(child: subprocess.Popen) -> None:
+    """Kills the child's process group, with any processes that a stopped child has left."""
+    with contextlib.suppress(ProcessLookupError):  # all of them have gone, as they should
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+_ENGINE = "vllm_spac.tools.tuning.measured_engine"
+_TIMEOUT = 3600.0  # seconds that a start, which may pack the experts, or an answer may take
+
+
+class ProcessMeasurer(Measurer):
+    """Measures this machine.
+
+    Args:
+        model: folder or name of the model.
+        disk_dir: folder of the packed experts; None: the default.
+        options: further arguments of ``vllm.LLM``.
+        prompt_tokens: longer prompts are cut.
+    """
+
+    def __init__(self, model: str, disk_dir: Path | None, options: Mapping[str, Any], prompt_tokens: int) -> None:
+        self._model, self._disk_dir, self._options, self._most = model, disk_dir, dict(options), prompt_tokens
+
+    @contextlib.contextmanager
+    def start(self, candidate: Candidate) -> Iterator[Engine]:
+        job = self.job(candidate)
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+        if candidate.is_stock:
+            environment["VLLM_PLUGINS"] = ""  # stock means that no line of the plugin is loaded
+
+        def command(folder: Path) -> Sequence[str]:
+            (folder / "job.json").write_text(json.dumps(job))
+            return [sys.executable, "-P", "-m", _ENGINE, str(folder / "job.json")]
+
+        try:
+            process = LiveProcess(command, _TIMEOUT, environment)
+        except LiveProcessError as error:
+            raise MeasuringError(str(error)) from error
+        with contextlib.closing(process):
+            yield _Engine(process)
+
+    def job(self, candidate: Candidate) -> dict:
+        """Returns what ``engine`` is told."""
+        spac: dict[str, Any] | None = None
+        if candidate.knobs is not None:
+            spac = {**candidate.knobs, "tuned": "off"}
+            on_disk = spac.get("store", "disk") == "disk" and spac.get("execution", "slots") == "slots"
+            if self._disk_dir is not None and on_disk:
+                spac["disk_dir"] = str(self._disk_dir)
+        return {
+            "model": self._model,
+            "spac": spac,
+            "drafts": None if candidate.drafts is None else dict(candidate.drafts),
+            "options": {**self._options, **candidate.options},
+            "prompt_tokens": self._most,
+        }
+
+
+class _Engine(Engine):
+    def __init__(self, process: LiveProcess) -> None:
+        self._process = process
+        facts = process.ready
+        self.near_ties, self.repeats = facts["near_ties"], facts["repeats"]
+        self.nbytes, self.exclusive = facts["nbytes"], facts["exclusive"]
+
+    def answer(self, prompt: str | Sequence[int], tokens: int) -> Answer:
+        return Answer(**self._ask(prompt, tokens, explain=False))
+
+    def explain(self, prompt: str | Sequence[int], tokens: int) -> Said:
+        return Said.model_validate(self._ask(prompt, tokens, explain=True))
+
+    def _ask(self, prompt: str | Sequence[int], tokens: int, explain: bool) -> Any:
+        asked = prompt if isinstance(prompt, str) else list(prompt)
+        try:
+            return self._process.ask({"prompt": asked, "tokens": tokens, "explain": explain})
+        except LiveProcessError as error:
+            raise MeasuringError(str(error)) from error
