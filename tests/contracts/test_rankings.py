@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from vllm_spac.kernels.reference.shortlist import mass_count
 
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
@@ -26,9 +27,9 @@ from vllm_spac.methods.moe_spec import (
     static_ranking,
 )
 from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
-from vllm_spac.methods.moe_spec.cut import truncate
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, least_residual, router_mass
-from vllm_spac.methods.moe_spec.settings import mass_cut, validate
+from vllm_spac.methods.moe_spec.replay import members
+from vllm_spac.methods.moe_spec.settings import check_mass, validate
 from vllm_spac.methods.moe_spec.votes import vote
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -446,9 +447,14 @@ def test_rankings_in_order_of_their_error(budget: int) -> None:
             context = LayerContext(0, mixing=mixing, outputs=outputs)
             for name, ranking in rankings.items():
                 shortlist = ranking.rank(probs, torch.ones(16, dtype=torch.bool), budget, context)
-                kept = torch.zeros_like(probs).scatter_add(1, *truncate(probs, ids, weights, shortlist)[::-1])
+                kept = mixing * members(shortlist, probs.shape[1])
                 lost[name] += float(((kept - mixing)[:, :, None] * outputs).sum(1).square().sum())
     assert lost["oracle"] <= lost["coactivation"] <= lost["router"] <= lost["static"], lost
+
+
+def mass_cut(order: Tensor, held: Tensor, mass: float, least: int = 1) -> int:
+    """How many experts of ``order`` hold a share of the mass."""
+    return int(mass_count(order, held, torch.tensor(mass, dtype=torch.float64), least))
 
 
 @settings(max_examples=60, **BUSY)
@@ -471,7 +477,7 @@ def test_mass_cut_by_hand() -> None:
 @pytest.mark.parametrize("mass", [0.0, -0.1, 1.001, float("nan")])
 def test_a_share_out_of_range_is_refused(mass: float) -> None:
     with pytest.raises(ConfigError, match="--spac-budget-mass.*above 0 and at most 1"):
-        mass_cut(torch.tensor([0]), torch.tensor([1.0]), mass)
+        check_mass(mass)
 
 
 @pytest.mark.parametrize(

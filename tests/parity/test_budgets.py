@@ -7,9 +7,9 @@ import pytest
 import torch
 import zoo
 from exactness import first_difference
+from vllm_spac.kernels.reference.cover import substituted, within_groups
 
 import vllm_spac
-from vllm_spac.methods.moe_spec.cut import substitute
 
 EXPERTS = {"mixtral": 8, "gpt_oss": 8, "phimoe": 8}
 CUSTOM = {"phimoe"}  # routes by a function of its own: truncation only
@@ -27,12 +27,12 @@ class Routing:
         if known.rule.custom:
             return
         probs = known.rule.probs(logits)
-        selection = None if known.rule.bias is None else probs + known.rule.bias
-        every = torch.arange(known.experts)
-        groups = {"groups": known.rule.groups, "top_groups": known.rule.top_groups}
-        ours = substitute(
-            probs, known.top_k, every, known.rule.renormalize, selection=selection, scale=known.rule.scale, **groups
-        )
+        rule, size, summed = known.rule, known.experts, 1 if known.rule.bias is None else 2
+        chosen_by = probs if rule.bias is None else probs + rule.bias
+        every = torch.ones(size, dtype=torch.bool)
+        if rule.groups is not None:
+            every = within_groups(every, chosen_by, known.top_k, rule.groups, rule.top_groups, summed)
+        ours = substituted(probs, chosen_by, every, known.top_k, rule.renormalize, rule.scale)
         # Logits of 8 bits are often equal, and torch.topk breaks ties as it likes: weights are compared, not ids.
         ranked = [each.float().sort(dim=1, descending=True).values for each in (weights, ours[0])]
         # vLLM's CPU routers work in the dtype of the logits: exp(a - b) is off by what a - b is, here below 8, so that

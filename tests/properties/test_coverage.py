@@ -9,13 +9,41 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from vllm_spac.kernels.reference.cover import rescued, within_groups
+from vllm_spac.kernels.reference.cover import rescued, substituted, truncated, where, within_groups
 
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.moe_spec.cut import substitute, truncate
+from vllm_spac.methods.moe_spec.replay import members
+from vllm_spac.methods.moe_spec.settings import validate
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 KINDS = ("softmax", "softmax+bias", "sigmoid+bias", "grouped", "grouped+bias")
+
+
+def truncate(probs: Tensor, ids: Tensor, weights: Tensor, shortlist: Tensor) -> tuple[Tensor, Tensor]:
+    """The natural choice within ``shortlist`` (int64 [B], the best first)."""
+    inside = members(shortlist, probs.shape[1])[ids.long()]
+    return truncated(probs, weights, ids, inside, shortlist[0])
+
+
+def substitute(
+    probs: Tensor,
+    top_k: int,
+    shortlist: Tensor,
+    renormalize: bool,
+    *,
+    selection: Tensor | None = None,
+    scale: float = 1.0,
+    groups: int | None = None,
+    top_groups: int | None = None,
+    natural: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The best of ``shortlist`` by ``selection``; rows whose ``natural`` choice is inside keep it."""
+    inside = members(shortlist, probs.shape[1])
+    chosen_by, open_to = probs if selection is None else selection, inside
+    if groups is not None and top_groups is not None:
+        open_to = within_groups(inside, chosen_by, top_k, groups, top_groups, 1 if selection is None else 2)
+    covered = substituted(probs, chosen_by, open_to, top_k, renormalize, scale)
+    return covered if natural is None else where(inside[natural[1].long()].all(1), natural, covered)
 
 
 @dataclass(frozen=True)
@@ -294,4 +322,4 @@ def test_scores_that_underflowed_give_nothing_rather_than_nan() -> None:
 @pytest.mark.parametrize("top_k", [3, 4])
 def test_too_short_a_list_is_refused(top_k: int) -> None:
     with pytest.raises(ConfigError, match=rf"use --spac-budget {top_k} to 4, or use .*truncation"):
-        substitute(torch.full((1, 4), 0.25), top_k, torch.tensor([0, 1]), True)
+        validate(2, 4, top_k, "substitution")

@@ -1,4 +1,4 @@
-"""The cut of routing in host memory compared with the torch operations that a GPU runs."""
+"""The cut of routing in host memory compared with the launches that a GPU runs, by their twins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spac.methods.moe_spec import cut
+from vllm_spac.methods.moe_spec import host_cut, replay
 from vllm_spac.methods.moe_spec.settings import RoutingRule
 
 EXPERTS, TOP_K = 32, 3
@@ -52,9 +52,10 @@ def cuts(draw) -> tuple[tuple, dict]:
 def test_both_choose_the_same(given: tuple[tuple, dict]) -> None:
     """The ids are equal; the host's sum that renormalises a row adds the same ``TOP_K`` weights in another order."""
     arguments, options = given
-    weights, ids, keeps = cut.cut_on_host(*arguments, **options)
+    weights, ids, keeps = host_cut.cut(*arguments, **options)
     mass = None if options["mass"] is None else torch.tensor(options["mass"], dtype=torch.float64)
-    expected, experts, kept = cut.cut_on_device(*arguments, **{**options, "mass": mass})
+    kernels = replay.BudgetKernels.on(torch.device("cpu"))
+    expected, experts, kept = replay.cut(kernels, *arguments, **{**options, "mass": mass})
     assert ids.dtype == experts.dtype and ids.equal(experts)
     torch.testing.assert_close(weights, expected, rtol=TOP_K * 2**-23, atol=0)
     assert keeps.equal(kept)

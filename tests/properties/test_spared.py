@@ -12,7 +12,7 @@ from routing_rules import rules
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.methods.moe_spec import cut
+from vllm_spac.methods.moe_spec import replay
 from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
 from vllm_spac.methods.moe_spec.control import BudgetControl, BudgetedLayer
 from vllm_spac.methods.moe_spec.rankings import Ranking, router_mass
@@ -144,8 +144,8 @@ def test_what_is_cut_makes_room_for_selected_experts_only(case, ranking, coverag
 
 def test_the_device_s_cut_is_one_of_the_planes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    real = cut.cut_on_device
-    monkeypatch.setattr(cut, "cut_on_device", lambda *given, **options: asked.append(1) or real(*given, **options))
+    real = replay.cut
+    monkeypatch.setattr(replay, "cut", lambda *given, **options: asked.append(1) or real(*given, **options))
     logits = torch.randn(4, EXPERTS, generator=torch.Generator().manual_seed(3))
     weights, ids = logits.softmax(1).topk(TOP_K)
     step = Step((RequestRows(0, 4, RowKind.VERIFY, 3),))

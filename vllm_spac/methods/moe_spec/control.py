@@ -12,11 +12,10 @@ from vllm_spac import components
 from vllm_spac.core import RowKind, Step
 from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.methods.moe_spec import cut
+from vllm_spac.methods.moe_spec import host_cut, replay
 from vllm_spac.methods.moe_spec.calibration import Calibration
-from vllm_spac.methods.moe_spec.cut import members
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass, selected_mass
-from vllm_spac.methods.moe_spec.replay import BudgetCounters, BudgetKernels, Launches, ReplayBuffers
+from vllm_spac.methods.moe_spec.replay import BudgetCounters, BudgetKernels, Launches, ReplayBuffers, members
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings, check_layer, check_mass
 from vllm_spac.methods.moe_spec.votes import Group, groups, unknown, voted
 
@@ -282,7 +281,7 @@ class BudgetControl:
         silent, counts, experts = (votes == 0)[:, None], votes[:, None], layer.experts
         probs = layer.rule.probs(logits).masked_fill_(silent, 0)
         weighted, heard = probs * counts, ids.masked_fill(silent, experts).long()
-        selected = members(heard.flatten(), experts + 1)[:experts]
+        selected = members(heard, experts + 1)[:experts]
         chosen = heard.clamp_(max=experts - 1)  # rows that do not vote have no weight there
         scores = self._used_ranking.scores(weighted, self._context(index, ids=chosen))
         if self.settings.mass is None:
@@ -293,17 +292,9 @@ class BudgetControl:
             else:
                 held = router_mass(weighted)
             inside, best = kernels.shortlist(scores, selected, None, held, self._mass, self._least(layer))
-        natural = weights.float().contiguous(), ids.contiguous()
-        rule, substitute = layer.rule, self.settings.coverage == "substitution"
-        options = {
-            "renormalize": rule.renormalize,
-            "bias": None if rule.bias is None else rule.bias.float(),
-            "scale": rule.scale,
-            "groups": rule.groups,
-            "top_groups": rule.top_groups,
-            "rescue": self.settings.rescue,
-        }
-        covered = kernels.cover(probs, *natural, votes, inside, best, substitute, **options)
+        natural, settings = (weights.float().contiguous(), ids.contiguous()), self.settings
+        substitute = settings.coverage == "substitution"
+        covered = kernels.covered(probs, natural, votes, inside, best, layer.rule, substitute, settings.rescue)
         kernels.tally(self.counters.on_device, votes, natural, inside, covered)
         return covered
 
@@ -332,10 +323,11 @@ class BudgetControl:
             "rescue": settings.rescue,
         }
         if self._on_host:
-            covered = cut.cut_on_host(probs, order, (weights, ids), votes, layer.rule, mass=settings.mass, **options)
+            covered = host_cut.cut(probs, order, (weights, ids), votes, layer.rule, mass=settings.mass, **options)
         else:
             mass = None if settings.mass is None else self._mass
-            covered = cut.cut_on_device(probs, order, (weights, ids), votes, layer.rule, mass=mass, **options)
+            kernels = BudgetKernels.on(torch.device(self._device))
+            covered = replay.cut(kernels, probs, order, (weights, ids), votes, layer.rule, mass=mass, **options)
         self.counters.add(weights, covered[2], covered[0], covered[1])
         return None if covered[0] is weights else covered[:2]
 
@@ -343,7 +335,7 @@ class BudgetControl:
         """Whether all that rows selected may run, as far as the host knows without waiting."""
         if bound == layer.experts or self.settings.mass == 1.0:
             return True
-        return self._on_host and bound is not None and int(cut.selected(ids.numpy(), layer.experts).sum()) <= bound
+        return self._on_host and bound is not None and int(host_cut.selected(ids.numpy(), layer.experts).sum()) <= bound
 
     def _groups(self, step: Step) -> list[Group]:
         """Rows that vote together, computed once per step."""

@@ -1,8 +1,7 @@
-"""What CUDA graphs read and count of a budget.
+"""A budget as launches of kernels: shortlist and coverage of a layer, in CUDA graphs too, and what they count.
 
-Counters of a budget's effect: rows, dropped routing weight, shortlists, and experts used.
-
-Budgets in CUDA graphs: the launches that are captured, and the buffers that hold what differs per step.
+``BudgetCounters`` adds up a budget's effect: rows, dropped routing weight, shortlists, and experts used. Of what is
+captured in a graph, ``ReplayBuffers`` holds what differs per step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from vllm_spac.core import RowKind, Step
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.methods.moe_spec.settings import BudgetSettings
+from vllm_spac.methods.moe_spec.rankings import router_mass, selected_mass, weighted
+from vllm_spac.methods.moe_spec.settings import BudgetSettings, RoutingRule
 
 _PENDING = 64  # shortlists that are counted together
 
@@ -112,8 +112,8 @@ class BudgetKernels(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device) -> BudgetKernels:
-        """The kernels for ``device``: torch twins on a CPU."""
-        if device.type == "cpu":
+        """The kernels for ``device``: torch twins where it is no GPU."""
+        if device.type != "cuda":
             from vllm_spac.kernels.reference.cover import cover
             from vllm_spac.kernels.reference.shortlist import shortlist
             from vllm_spac.kernels.reference.tally import tally
@@ -122,6 +122,79 @@ class BudgetKernels(NamedTuple):
             from vllm_spac.kernels.shortlist import shortlist
             from vllm_spac.kernels.tally import tally
         return cls(shortlist, cover, tally)
+
+    def covered(
+        self,
+        probs: Tensor,
+        natural: tuple[Tensor, Tensor],
+        votes: Tensor,
+        inside: Tensor,
+        best: Tensor,
+        rule: RoutingRule,
+        substitute: bool,
+        rescue: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and ids of rows within the shortlist ``inside`` (bool [N]); see ``kernels.cover``."""
+        weights, ids = natural
+        return self.cover(
+            probs,
+            weights.float().contiguous(),
+            ids.contiguous(),
+            votes,
+            inside,
+            best,
+            substitute,
+            renormalize=rule.renormalize,
+            bias=None if rule.bias is None else rule.bias.float(),
+            scale=rule.scale,
+            groups=rule.groups,
+            top_groups=rule.top_groups,
+            rescue=rescue,
+        )
+
+
+def cut(
+    kernels: BudgetKernels,
+    probs: Tensor,
+    order: Tensor,
+    natural: tuple[Tensor, Tensor],
+    votes: Tensor | None,
+    rule: RoutingRule,
+    *,
+    bound: int | None = None,
+    mass: Tensor | None = None,
+    mass_of: str = "selected",
+    least: int = 1,
+    substitute: bool = True,
+    rescue: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``host_cut.cut`` by kernels, for routing in a GPU's memory: nothing is read on the host.
+
+    Args:
+        mass: float64 [], on the device.
+        others: as for ``host_cut.cut``.
+
+    Returns:
+        [rows, k] weights and ids, and bool [rows, k]: which of the natural ids are in the shortlist.
+    """
+    (weights, ids), experts, device = natural, probs.shape[1], probs.device
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(experts, 0, -1, device=device))
+    if mass is None:
+        assert bound is not None, "a number or a share"
+        limit, held = torch.full((), bound, dtype=torch.int64, device=device), None
+    elif mass_of == "scores":
+        limit, held = None, router_mass(probs, votes)
+    else:
+        limit, held = None, selected_mass(weights if votes is None else weighted(weights, votes), ids, experts)
+    inside, best = kernels.shortlist(places, members(ids, experts), limit, held, mass, least)
+    every = torch.ones(len(ids), dtype=torch.float64, device=device)
+    covered = kernels.covered(probs.contiguous(), natural, every, inside, best, rule, substitute, rescue)
+    return *covered, inside[ids.long()]
+
+
+def members(found: Tensor, experts: int) -> Tensor:
+    """bool [N]: whether each expert is among those ``found``, int of any shape, any number of times."""
+    return torch.zeros(experts, dtype=torch.bool, device=found.device).index_fill_(0, found.flatten().long(), True)
 
 
 @dataclass(frozen=True)

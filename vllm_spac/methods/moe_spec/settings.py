@@ -15,14 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from torch import Tensor
 
 from vllm_spac.config.types import ALPHA
 from vllm_spac.core import RowKind
 from vllm_spac.errors import ConfigError, Remedy, UnsupportedError, brief, shortened, use
-from vllm_spac.kernels.reference.shortlist import mass_count
 
 if TYPE_CHECKING:
     from vllm_spac.config.config import SpacConfig
@@ -36,23 +34,6 @@ def check_mass(mass: float) -> None:
         raise ConfigError(
             f"spac: budget_mass={mass} (--spac-budget-mass): use a share of the mass above 0 and at most 1, e.g. 0.98"
         )
-
-
-def mass_cut(order: Tensor, scores: Tensor, mass: float, least: int = 1) -> int:
-    """The smallest B whose first B experts of a full ranking hold a share of the mass.
-
-    Args:
-        order: int64 [N], all experts, the best first.
-        scores: float [N], the mass of each (``selected_mass`` or ``router_mass``).
-        mass: share of the sum of ``scores``; 1.0 always gives N.
-        least: lower bound of B: ``top_k`` under substitution, which needs that many.
-
-    Raises:
-        ConfigError: ``mass`` is not in (0, 1].
-    """
-    check_mass(mass)
-    assert len(order) == len(scores) and 1 <= least <= len(order)
-    return int(mass_count(order, scores, torch.tensor(mass, dtype=torch.float64, device=scores.device), least))
 
 
 def check_mass_of(mass_of: str) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from vllm_spac.core import Step
 from vllm_spac.decisions.predictors.base import Predictor, Seen, Signal
 from vllm_spac.errors import UnsupportedError
-from vllm_spac.kernels.reference.cover import Chosen, substituted, where
-from vllm_spac.methods.moe_spec.cut import selectable
+from vllm_spac.kernels.reference.cover import Chosen, substituted, where, within_groups
 from vllm_spac.methods.moe_spec.replay import BudgetCounters
 from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings
 
@@ -129,5 +128,7 @@ class SpeculatedExecution:
 def _best(layer: BudgetedLayer, logits: Tensor, inside: Tensor) -> Chosen:
     """Returns weights and ids [rows, k] as the layer's router would choose by ``logits`` among ``inside`` [rows, N]."""
     rule, probs = layer.rule, layer.rule.probs(logits)
-    chosen_by, open_to = selectable(rule, probs, inside, layer.top_k)
-    return substituted(probs, chosen_by, open_to, layer.top_k, rule.renormalize, rule.scale)
+    chosen_by, summed = (probs, 1) if rule.bias is None else (probs + rule.bias, 2)
+    if rule.groups is not None and rule.top_groups is not None:
+        inside = within_groups(inside, chosen_by, layer.top_k, rule.groups, rule.top_groups, summed)
+    return substituted(probs, chosen_by, inside, layer.top_k, rule.renormalize, rule.scale)

@@ -1,17 +1,9 @@
-"""Cuts rows to a shortlist: on the host (NumPy) and on a device (torch).
-
-Coverage: how a row is routed when some of its experts are outside the shortlist (MoE-Spec §3.3, Eq. 7 and 8).
-
-Shortlist and coverage of a layer as NumPy operations, for routing that is in host memory.
+"""Shortlist and coverage of a layer as NumPy operations, for routing that is in host memory (MoE-Spec §3.3, Eq. 7, 8).
 
 A verify step has a few rows of a few dozen experts. The torch operations of ``kernels.reference`` take longer to
 dispatch than to compute there: 35 of them in a layer cost more than the layer's attention. NumPy's dispatch is several
 times cheaper. The ids are equal, and the weights too, except that the sum that renormalises a row may be taken in
-another order.
-
-Shortlist and coverage of a layer as torch operations, for routing that is in a GPU's memory; see ``host_cut``.
-
-Nothing is read on the host, so no operation waits.
+another order. For routing in a GPU's memory see ``replay.cut``.
 """
 
 from __future__ import annotations
@@ -21,105 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_spac.kernels.reference.cover import rescued, substituted, truncated, where, within_groups
-from vllm_spac.kernels.reference.shortlist import first_members, mass_count, selected_first
-from vllm_spac.methods.moe_spec.rankings import router_mass, selected_mass, weighted
-from vllm_spac.methods.moe_spec.settings import RoutingRule, validate
-
-
-def members(found: Tensor, experts: int) -> Tensor:
-    """bool [N]: whether each expert is among those ``found``, int [n], any number of times."""
-    return torch.zeros(experts, dtype=torch.bool, device=found.device).index_fill_(0, found.long(), True)
-
-
-def kept(inside: Tensor, ids: Tensor) -> Tensor:
-    """bool [rows, k]: which of ``ids`` are ``members`` of the shortlist."""
-    return inside.index_select(0, ids.flatten()).view(ids.shape)
-
-
-def selectable(rule: RoutingRule, probs: Tensor, inside: Tensor, needed: int) -> tuple[Tensor, Tensor]:
-    """What experts are chosen by, and which a row may choose.
-
-    Args:
-        rule: of the layer.
-        probs: float [rows, N], its scores.
-        inside: bool [N] or [rows, N], the experts that are left.
-        needed: experts that a row chooses; where its groups hold fewer of ``inside``, the limit to groups is lifted.
-
-    Returns:
-        float [rows, N], and bool [N] or [rows, N].
-    """
-    chosen_by = probs if rule.bias is None else probs + rule.bias
-    if rule.groups is None or rule.top_groups is None:
-        return chosen_by, inside
-    summed = 1 if rule.bias is None else 2
-    return chosen_by, within_groups(inside, chosen_by, needed, rule.groups, rule.top_groups, summed)
-
-
-def truncate(probs: Tensor, topk_ids: Tensor, topk_weights: Tensor, shortlist: Tensor) -> tuple[Tensor, Tensor]:
-    """The natural top-k without the experts outside the shortlist; the remaining weights are not recomputed (Eq. 7).
-
-    Args:
-        probs: float [rows, N], router scores over all experts.
-        topk_ids: int [rows, k], the natural choice.
-        topk_weights: float32 [rows, k], the mixing weights of ``topk_ids``.
-        shortlist: int64 [B], distinct.
-
-    Returns:
-        (weights, ids), with the shapes and dtypes of ``topk_weights`` and ``topk_ids``. A dropped expert has weight 0;
-        its id is replaced by the best expert that the row keeps (ties: the lowest id), or in a row that keeps none by
-        the first of the shortlist, so that no expert outside is ever loaded. A row that keeps all is bitwise unchanged.
-    """
-    inside = kept(members(shortlist, probs.shape[1]), topk_ids)
-    return truncated(probs, topk_weights, topk_ids, inside, shortlist[0])
-
-
-def substitute(
-    probs: Tensor,
-    top_k: int,
-    shortlist: Tensor,
-    renormalize: bool,
-    *,
-    selection: Tensor | None = None,
-    scale: float = 1.0,
-    groups: int | None = None,
-    top_groups: int | None = None,
-    natural: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The top-k within the shortlist, weighted as the checkpoint weights its experts (Eq. 8).
-
-    Scores are masked, never logits: a bias cannot lift an expert that is outside. Groups are chosen by the scores of
-    all their experts, as without a budget; where a row's groups hold fewer than ``top_k`` experts of the shortlist,
-    the limit to groups is lifted for that row.
-
-    Args:
-        probs: float [rows, N], router scores over all experts; the weights are taken from them.
-        top_k: experts per row.
-        shortlist: int64 [B], distinct; its order does not matter.
-        renormalize: whether the checkpoint divides the weights of a row by their sum. Scores that underflowed to 0
-            altogether stay 0.
-        selection: float [rows, N], what experts are chosen by, e.g. ``probs`` plus a correction bias.
-        scale: ``routed_scaling_factor``.
-        groups, top_groups: DeepSeek's limit: only the experts of the ``top_groups`` best of ``groups`` equal groups.
-            A group's score is that of its best expert, or with ``selection`` the sum of its best two.
-        natural: (weights, ids) [rows, k] of the unbudgeted router. Rows whose whole choice is in the shortlist keep
-            it bitwise, ties and rounding included; the dtype of ids is taken from it.
-
-    Returns:
-        (float32 [rows, top_k], int64 [rows, top_k]): weights and ids, the best first, ties by the lowest id.
-
-    Raises:
-        ConfigError: the shortlist has fewer than ``top_k`` experts.
-    """
-    validate(len(shortlist), probs.shape[1], top_k, "substitution")
-    inside = members(shortlist, probs.shape[1])
-    assert (groups is None) == (top_groups is None), "groups and top_groups come together"
-    chosen_by, open_to = probs if selection is None else selection, inside
-    if groups is not None and top_groups is not None:
-        open_to = within_groups(inside, chosen_by, top_k, groups, top_groups, 1 if selection is None else 2)
-    covered = substituted(probs, chosen_by, open_to, top_k, renormalize, scale)
-    return covered if natural is None else where(kept(inside, natural[1]).all(1), natural, covered)
-
+from vllm_spac.methods.moe_spec.settings import RoutingRule
 
 _Floats = NDArray[np.float32]
 _Ids = NDArray[np.int64]
@@ -127,7 +21,7 @@ _Bools = NDArray[np.bool_]
 _SMALLEST = np.finfo(np.float32).smallest_subnormal
 
 
-def cut_on_host(
+def cut(
     probs: Tensor,
     order: Tensor,
     natural: tuple[Tensor, Tensor],
@@ -275,53 +169,3 @@ def _scaled(taken: _Floats, whole: _Floats, rule: RoutingRule) -> _Floats:
 def _of(scores: _Floats, ids: _Ids) -> _Floats:
     """float32 [rows, k]: ``np.take_along_axis``, which takes four times as long."""
     return scores[np.arange(len(ids))[:, None], ids]
-
-
-def cut_on_device(
-    probs: Tensor,
-    order: Tensor,
-    natural: tuple[Tensor, Tensor],
-    votes: Tensor | None,
-    rule: RoutingRule,
-    *,
-    bound: int | None = None,
-    mass: Tensor | None = None,
-    mass_of: str = "selected",
-    least: int = 1,
-    substitute: bool = True,
-    rescue: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts rows that vote together to one shortlist.
-
-    Args:
-        mass: float64 [], on the device.
-        others: as for ``cut_on_host``.
-
-    Returns:
-        [rows, k] weights and ids, and bool [rows, k]: which of the natural ids are in the shortlist.
-    """
-    weights, ids = natural
-    order = selected_first(order, members(ids.flatten(), probs.shape[1]))
-    if mass is None:
-        inside = members(order[:bound], probs.shape[1])
-    else:
-        count = mass_count(order, _held_on_device(probs, natural, votes, mass_of), mass, least)
-        inside = first_members(order, count)
-    keeps, needed = kept(inside, ids), ids.shape[1]
-    if not substitute:
-        covered, needed = truncated(probs, weights, ids, keeps, order[0]), 1
-        if not rescue:
-            return *covered, keeps
-    chosen_by, open_to = selectable(rule, probs, inside, needed)
-    if substitute:
-        covered = substituted(probs, chosen_by, open_to, needed, rule.renormalize, rule.scale)
-        return *where(keeps.all(1), natural, covered), keeps
-    return *rescued(probs, chosen_by, open_to, ids, keeps, covered, rule.renormalize, rule.scale), keeps
-
-
-def _held_on_device(probs: Tensor, natural: tuple[Tensor, Tensor], votes: Tensor | None, mass_of: str) -> Tensor:
-    """float64 [N]: each expert's part of the mass that the budget keeps a share of."""
-    if mass_of == "scores":
-        return router_mass(probs, votes)
-    weights, ids = natural
-    return selected_mass(weights if votes is None else weighted(weights, votes), ids, probs.shape[1])
