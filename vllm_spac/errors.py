@@ -1,8 +1,7 @@
-"""Errors that users see, and how values are shown in them.
+"""Exceptions of the package; each message states a remedy, and a refusal's are also data that a test follows.
 
-Sanitises external text (file contents, model names, server responses) before it is printed.
-
-Exceptions of the package; each message states a remedy, and a refusal's are also data that a test follows.
+Values in messages may be anybody's (file contents, model names, answers of servers): ``brief`` and ``printable`` make
+them safe to print.
 """
 
 from __future__ import annotations

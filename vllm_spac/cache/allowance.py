@@ -1,11 +1,7 @@
-"""Limits of what prefetches may add to the loads that layers need.
-
-How many experts may be read ahead: a share of what layers need, and none while these reads do not pay. Pure.
+"""How many experts may be read ahead: a share of what layers need, and none while these reads do not pay. Pure.
 
 Counts stand for bytes: all experts of one loader have the same size. They decay, so that they are those of about the
-last ``WINDOW`` steps.
-
-Says once in the log that reads ahead pause.
+last ``WINDOW`` steps. The log says once that reads ahead pause.
 """
 
 from __future__ import annotations

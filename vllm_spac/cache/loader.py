@@ -1,11 +1,8 @@
-"""Loads the experts that a layer misses, and keeps what its forwards with many rows use.
-
-Which experts of each layer forwards with many rows use, as those of prompts. Pure.
-
-MoE-SpAc's asynchronous engine: makes experts resident, on demand and ahead of need. Used by the forward thread only.
+"""MoE-SpAc's asynchronous engine: makes experts resident, on demand and ahead of need. Used by the forward thread only.
 
 I/O threads only fill slots and complete futures. The forward thread collects their results in ``hold`` and ``end_step``
-and only there updates the state of ``Residency``: the state machine is single-threaded.
+and only there updates the state of ``Residency``: the state machine is single-threaded. Of forwards with many rows, as
+of prompts, it remembers which experts each layer used, to read the next layer's while one runs.
 """
 
 from __future__ import annotations

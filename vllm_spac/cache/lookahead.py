@@ -1,10 +1,7 @@
-"""Reads experts ahead by guesses about layers.
+"""Prefetcher that plans from guesses about layers: reads ahead what they name, and keeps it from being evicted.
 
-Which experts are expected soon, and how soon: guesses about layers that have not run. No slots, no reads, no time.
-
-Order is counted in layers, across the end of a step: after the last layer of a step comes the first one of the next.
-
-Prefetcher that plans from guesses about layers: reads ahead what they name, and keeps it from being evicted.
+``Expected`` holds which experts are expected and how soon. Order is counted in layers, across the end of a step: after
+the last layer of a step comes the first one of the next.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Reads experts ahead by their scores, in the background.
+"""Score-based prefetcher as in MoE-SpAc: decides which missing experts are read ahead, and counts the outcome.
 
-MoE-SpAc's multi-level queue, which orders the experts to fetch. Pure: no slots, no threads, no I/O.
-
-Score-based prefetcher as in MoE-SpAc: decides which missing experts are read ahead, and counts the outcome.
-
-``lookahead`` derives from it a prefetcher that plans from guesses about layers instead of scores after steps.
+The paper's multi-level queue orders the experts to fetch. ``lookahead`` derives from it a prefetcher that plans from
+guesses about layers instead of scores after steps.
 """
 
 from __future__ import annotations

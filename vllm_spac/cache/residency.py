@@ -1,14 +1,12 @@
-"""Which expert is in which slot: a state machine without tensors, and what the live page is told of it.
-
-What experts did lately, for somebody who looks at a running engine; nothing is kept otherwise.
-
-Which expert is in which slot: the state machine of fast memory. No tensors, no threads, no I/O.
+"""Which expert is in which slot: the state machine of fast memory. No tensors, no threads, no I/O.
 
 A slot is FREE, LOADING or READY. ``prepare`` pins what a forward needs and returns what must be loaded; ``admit`` finds
 a slot for what may be needed later, ``exchange`` for what was used without one; ``loaded`` or ``failed`` completes
 each load; ``release`` unpins. ``use`` is for a layer that misses nothing. Slots that are LOADING, pinned or in use are
 frozen: never a victim. Weights are read-only, so eviction only forgets: nothing is ever copied back. Only the forward
 thread calls, so that no state changes between two lines.
+
+``Activity`` is what experts did lately, for somebody who looks at a running engine; nothing is kept otherwise.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""How many slots fit, and the memory of buffers that work needs.
-
-Converts the knob ``slots`` into a number of slots. Pure.
-
-Fast memory that vLLM needs at run time beside weights and KV cache, from the sizes of model and batch. Pure.
-"""
+"""Converts the knob ``slots`` into a number of slots, and says what vLLM needs at run time beside them. Pure."""
 
 from __future__ import annotations
 

@@ -1,13 +1,7 @@
-"""Commands about checkpoints: ``packed``, ``inspect`` and ``quantise``.
+"""Commands about checkpoints: ``inspect``, ``packed`` and ``quantise``.
 
-``vllm-spac packed``: lists, verifies, repairs and deletes the folders of packed experts on this machine.
-
-Symbolic links below the folder are never followed. Deleting removes only files that packing writes, and nothing at all
-from a folder with any other file.
-
-``vllm-spac inspect``: memory needs of a checkpoint, from its ``config.json`` and safetensors headers alone.
-
-``vllm-spac quantise``: a quantised copy of a checkpoint, for drafts, predictors or a smaller machine.
+``packed`` lists, verifies, repairs and deletes folders of packed experts. It never follows symbolic links below such a
+folder, deletes only files that packing writes, and nothing at all from a folder with any other file.
 """
 
 from __future__ import annotations

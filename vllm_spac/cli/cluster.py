@@ -1,9 +1,4 @@
-"""Commands ``vllm-spac cluster``: expert workers are started, shown, stopped and simulated.
-
-``vllm-spac cluster``: starts, shows and stops expert workers that outlive an engine.
-
-``vllm-spac cluster simulate``: replays recorded routing with expert workers, on a virtual clock.
-"""
+"""``vllm-spac cluster``: starts, shows and stops expert workers that outlive an engine, and simulates them."""
 
 from __future__ import annotations
 

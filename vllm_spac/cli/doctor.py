@@ -1,9 +1,4 @@
-"""Commands about an installation and a running server: ``doctor`` and ``stats``.
-
-``vllm-spac stats``: the counters of a running server as a table.
-
-``vllm-spac doctor``: what is wrong with this installation and machine, each with its remedy.
-"""
+"""``doctor``: what is wrong with an installation or machine; ``stats``: the counters of a running server."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Commands that need no engine: ``plan`` and ``knobs``.
-
-``vllm-spac plan``: calculates how to serve a model on a machine and what to expect, and prints the command.
-
-``vllm-spac knobs``: lists every knob with its flag, values and default, from the configuration itself.
-"""
+"""Commands that need no engine: ``plan`` calculates how to serve a model, ``knobs`` lists the knobs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Commands about what a budget costs: ``calibrate``, ``budgets`` and ``quality``.
-
-``vllm-spac quality``: what budgets and speculated execution cost in quality and save in bytes and time.
-
-``vllm-spac budgets``: chooses a budget for each layer from a calibration.
-
-``vllm-spac calibrate``: records a model's routing on a sample of text.
-"""
+"""What a budget costs: ``calibrate`` records routing, ``budgets`` chooses one per layer, ``quality`` measures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Escapes untrusted text from files, models and servers for printing.
-
-Tables of which nothing is cut, however narrow the terminal is.
-"""
+"""Tables of which nothing is cut, however narrow the terminal is; untrusted text is escaped."""
 
 from __future__ import annotations
 

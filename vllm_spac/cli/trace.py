@@ -1,9 +1,4 @@
-"""Commands ``vllm-spac trace``: what an engine recorded is shown.
-
-``vllm-spac trace``: statistics of a recording of the routers' choices, and LRU hit rates for it.
-
-``vllm-spac trace timeline``: where the time of a token goes, and a Chrome trace of a recorded run.
-"""
+"""``vllm-spac trace``: statistics of recorded routing, and where the time of a token goes in a timeline."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""What loads and experts cost on a machine, in seconds, from a profile.
+"""The costs of expert operations on a machine, in seconds, read from a profile file with its provenance.
 
-Fits rates to measured seconds: a fixed part and a part that grows with bytes or rows.
-
-Chooses the shape of an expert of a given number of bytes, for measurements.
-
-The costs of expert operations on a machine, in seconds, read from a profile file with its provenance.
+Rates are fitted to measured seconds: a fixed part, and a part that grows with bytes or rows.
 """
 
 from __future__ import annotations

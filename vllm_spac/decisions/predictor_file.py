@@ -1,6 +1,4 @@
-"""The trained predictors of a model: their file, and their training in stages.
-
-Files of trained predictors: the tensors of all predictors that fit a model, in one safetensors file.
+"""Files of trained predictors, the tensors of all that fit a model in one safetensors file; and their training.
 
 Format ``spac-predictors-3``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``tokens`` (rows that were fitted to), ``names`` (JSON, the predictors), ``left_out`` (JSON,
@@ -8,9 +6,7 @@ predictor -> why it does not fit the model), ``recall`` (JSON, predictor -> hori
 texts that were not fitted to, or null; a horizon is ``step`` or layers ahead), ``drafter`` (fingerprint of the drafter
 whose states were recorded, empty without one), and ``experts``, ``top_k``, ``width``, ``reach``, ``words``,
 ``draft_width`` (``Sizes``). A tensor is called ``PREDICTOR.TENSOR``; its dtype and shape follow from the sizes
-(``Trained.specs``).
-
-Trains all predictors of a file in stages, so that an interrupted training can be resumed.
+(``Trained.specs``). Training runs in stages, so that it can be resumed when it was interrupted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""CUDA streams and events, and the exchange of routing between host and device.
-
-In-order work queues and events between them: CUDA streams on a GPU, threads on a CPU.
+"""In-order work queues and events (CUDA streams on a GPU, threads on a CPU), and copies between host and device.
 
 A ``Stream`` has the same meaning everywhere: ``submit`` does not wait, work runs in the order of submission, ``wait``
 delays what is submitted after it until an event of another stream is reached, and the host may query whether an event
 is ``done``. On a CPU a stream is the calling thread or a thread of its own.
 
-Copies of small tensors between host and device through reused pinned buffers.
-
-For memory that is not pinned CUDA copies through its own staging buffer and makes the caller wait for the device.
+``Exchange`` copies small tensors through reused pinned buffers. For memory that is not pinned CUDA copies through its
+own staging buffer and makes the caller wait for the device.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""What a layer over slots loads, computes on the CPU and runs, and in which waves.
+"""The decisions of a layer that runs over slots: which experts the CPU computes, and what each wave loads. No tensors.
 
-Rules that executions and the simulator share: how rows are split into waves, and how slots are filled initially.
-
-Checks on the served steps whether they are shorter while the CPU computes experts; logs and counts what follows.
-
-The decisions of a layer that runs over slots: which experts the CPU computes, and what each wave loads. No tensors.
-
-``slots.SlotExecution`` runs it with a store and kernels, ``simulation.slots`` with a link and costs on a virtual clock.
+``slots_execution`` runs it with a store and kernels, ``tools.traces.simulated_slots`` with a link and costs on a
+virtual clock. How rows are split into waves, and how slots are filled at the start, is the same for all executions.
 """
 
 from __future__ import annotations

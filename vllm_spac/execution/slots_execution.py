@@ -1,13 +1,7 @@
-"""Runs layers over slots: missing experts are loaded, then vLLM's kernel computes.
+"""Execution that loads the experts a layer misses, then runs vLLM's kernel.
 
-The experts that rows selected in the layers of a step, kept until they are counted.
-
-Runs rows in waves of whole experts, for kernels whose result for a row depends on an expert's other rows.
-
-Execution that loads the experts a layer misses, then runs vLLM's kernel.
-
-The order of the operations (divide, pin, load, run, unpin) is defined in this file and in ``_slot_layers``, which has
-the decisions.
+The order of the operations (divide, pin, load, run, unpin) is defined in this file and in ``slot_layers``, which has
+the decisions. For kernels whose result for a row depends on an expert's other rows, waves are of whole experts.
 """
 
 from __future__ import annotations

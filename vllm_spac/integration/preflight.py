@@ -1,8 +1,6 @@
-"""Refuses before a model is loaded what cannot work, from the configuration and the files alone.
+"""Checks before a worker starts: refuses what cannot work, and names the flag that helps.
 
-Checks before a worker starts: refuses what cannot work, and names the flag that helps.
-
-Refuses, before a worker starts, what cannot have room: slots for one token, a KV cache in RAM.
+``check_room`` refuses what cannot have room: slots for one token, a KV cache in RAM.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The file of a timeline.
-
-A recorded timeline: the events of the last steps in one safetensors file.
+"""A recorded timeline: the events of the last steps in one safetensors file, read, and written while an engine runs.
 
 Format ``spac-timeline-1``. Metadata: ``format``, ``model``, ``store`` (names), ``threads`` (JSON, names), ``layers``
 (JSON, names of the MoE layers), ``experts`` (JSON, number of experts of each). Columns of n events, by their start:
 
     thread    uint8  [n]   index into threads
-    kind      uint8  [n]   see ``recorder.Kind``, also for a and b
+    kind      uint8  [n]   see ``timeline_recorder.Kind``, also for a and b
     start     int64  [n]   nanoseconds; the first step starts at 0
     duration  int64  [n]   nanoseconds
     a, b      int64  [n]
 
 Experts are numbered over all layers: those of the first layer, then those of the second, and so on.
-
-Saves the timeline of a running engine to a file.
 """
 
 from __future__ import annotations

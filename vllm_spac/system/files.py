@@ -1,21 +1,18 @@
 """Files that others may write beside us: owners, rights, locks, and writing all or nothing.
 
-Folders that this user alone may enter, whatever the umask is, and the rights of files in them.
+**Owners.** Files and folders that another user has made or may write are refused where their content decides what is
+computed. Checksums in such files find damage, not forgery: whoever writes a file writes its checksum too. So trust
+follows from who may write it: this user, root, and nobody else. The folder that has the file is looked at as well,
+since who may write to it can put another file in its place (unless it is sticky, as ``/tmp``). Folders further up are
+not: what is put in the place of a whole folder belongs to whoever put it there, and is refused for that at the next
+start. Folders that we make are this user's alone, whatever the umask is.
 
-Refuses files and folders that another user has made or may write, where their content decides what is computed.
+**Writing.** A reader finds the old content or all of the new one, also after a kill. The new content is written to a
+*partial* file in the same folder, ``NAME.PID.partial``, and then renamed. A process that is killed meanwhile leaves its
+partial file behind; the process id shows whether it is still being written. In a folder that others may write to, a
+link or a file that they put in the way is neither followed nor written.
 
-Checksums in such files find damage, not forgery: whoever writes a file writes its checksum too. So trust follows from
-who may write it: this user, root, and nobody else. The folder that has the file is looked at as well, since who may
-write to it can put another file in its place (unless it is sticky, as ``/tmp``). Folders further up are not: what is
-put in the place of a whole folder belongs to whoever put it there, and is refused for that at the next start.
-
-Atomic replacement of a file: a reader finds the old content or all of the new one, also after a kill.
-
-The new content is written to a *partial* file in the same folder, ``NAME.PID.partial``, and then renamed. A process
-that is killed meanwhile leaves its partial file behind; the process id shows whether it is still being written. In a
-folder that others may write to, a link or a file that they put in the way is neither followed nor written.
-
-A lock between processes: a file that its user alone may open, and so hold, and which says who holds it alone.
+**Locks.** A lock is a file that its user alone may open, and so hold, and which says who holds it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Memory of the host: what is free, huge pages, and pinned blocks.
+"""Host memory: what is free, huge pages, and blocks that are registered with CUDA if the GPU copies from or reads them.
 
-Measures and releases host memory.
-
-Host memory in huge pages.
-
-Blocks of host memory of exactly the size that is needed, registered with CUDA if the GPU copies from or reads them.
-
-torch rounds its own pinned memory up to powers of two: 1 GiB for 768 MiB.
+Blocks have exactly the size that is needed: torch rounds its own pinned memory up to powers of two, 1 GiB for 768 MiB.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""The machine and its CPUs, and where a result comes from.
-
-CPU affinity of the threads that read experts.
+"""The machine: its identity, its CPUs, and the provenance of a number (command, code, versions, machine).
 
 On a CPU machine vLLM binds its worker's threads to cores, and threads that the bound main thread starts inherit its
 core: all reads would run on a core that computes. So the first process of an engine, which is not bound, records its
 CPUs in an environment variable that its children inherit, and reading threads set their affinity to those CPUs.
-
-Settings of OpenMP that make idle threads spin: they take the processors of the threads that read missed experts.
-
-Identifies the machine that a measurement belongs to.
-
-Provenance of a number: the command, the code, the versions and the machine that it comes from.
+Settings of OpenMP that make idle threads spin take processors from them, too, and are found here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Futures of background threads, and closing what they use.
-
-Helpers for futures whose jobs may fail or be cancelled.
-
-Closes objects that were dropped without being closed, in a thread of its own.
+"""Futures whose jobs may fail or be cancelled; and closing what was dropped, in a thread of its own.
 
 Python's garbage collector runs finalizers wherever it happens to run, also inside ``threading`` and
 ``concurrent.futures`` while these hold their locks. A finalizer that joins a thread there never returns. So a finalizer

@@ -1,11 +1,10 @@
 """Evicts the expert whose next use is expected last: Belady's rule with an estimate in place of the future.
 
-Online logistic regression of the probability that the next step selects each expert.
-
-How well past routing predicts the next step differs between models and texts: with local routing an expert that was
-just used is used again, with flat routing only long-run popularity matters. A fixed mean of short and long averages is
-wrong for one of the two, so the weights of the averages are fitted online (recursive logistic regression: one Newton
-step per step of the model, with an exponentially decayed Hessian).
+The estimate is an online logistic regression of the probability that the next step selects each expert. How well past
+routing predicts the next step differs between models and texts: with local routing an expert that was just used is
+used again, with flat routing only long-run popularity matters. A fixed mean of short and long averages is wrong for one
+of the two, so the weights of the averages are fitted online (recursive logistic regression: one Newton step per step of
+the model, with an exponentially decayed Hessian).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Features that trained predictors read, and how their maps are fitted.
+"""What predictors read of a layer, one row of numbers per token, and how their maps are fitted.
 
-What predictors read of a layer, as one row of numbers per token: the router's input and its routing weights.
-
-Fits maps to samples: ridge regression in closed form, and gradient steps towards a router's distribution.
+A row is the router's input and its routing weights. Maps are fitted by ridge regression in closed form, or by gradient
+steps towards a router's distribution.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""vLLM's versions and the device that it runs on.
-
-Compatibility with vLLM: refuses versions whose hooks were never tested, and works around one CPU bug.
-
-Requirements on the GPU: the facts are queried in one place and checked as plain data.
-"""
+"""vLLM's version, and the device that it runs on: what was never tested is refused. Works around one CPU bug."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Hooks that vLLM's model runners and workers share.
-
-Hooks that both model runners of vLLM share: the beginning and the end of a step.
-
-Hooks of a worker's warm-up and shutdown.
-"""
+"""Hooks that vLLM's model runners share: the beginning and end of a step, and of a worker's life."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""What fits into fast memory: the KV cache, what loading leaves, and the slots.
+"""How much fast memory the experts may take, leaving room for the KV cache.
 
-How large the KV cache should be: what slots leave for it, and what requests can use.
-
-What a worker takes beside its slots on a CPU, where all of it is RAM.
-
-How much fast memory the experts may take, leaving room for the KV cache.
+The KV cache gets what slots leave and requests can use. On a CPU, where all of it is RAM, what the worker itself takes
+is measured first.
 """
 
 from __future__ import annotations

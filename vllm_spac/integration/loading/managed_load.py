@@ -1,8 +1,4 @@
-"""vLLM's loading of weights, at the start and again, with managed experts.
-
-Builds a model's MoE layers as managed ones while it is loaded.
-
-Refuses to change or save the weights of a running engine.
+"""Builds a model's MoE layers as managed ones while it is loaded, and refuses to change or save weights later.
 
 vLLM would write new weights into parameters that are slots, or drop them, and continue with the experts that were
 packed; and it would save the slots as if they were the experts. Methods that do either are refused before anything is

@@ -1,10 +1,7 @@
-"""The live page of a server, and the numbers of requests on it.
-
-What vLLM itself counts about requests, for ``GET /spac/stats`` and the live page.
-
-The live page at ``GET /spac/`` and its stream of server-sent events.
+"""The live page at ``GET /spac/`` and its stream of server-sent events.
 
 Workers are asked only while somebody looks: one task asks them once a second and passes their reports to all who do.
+What vLLM itself counts about requests is read here, for ``GET /spac/stats`` too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Hooks of vLLM's V1 model runner.
+"""Hooks of vLLM's V1 model runner, which its CPU build uses.
 
-What V1's drafters compute of each draft and do not return: states and, where they draft greedily, probabilities.
-
-Hooks of vLLM's V1 model runner, which its CPU build uses.
-
-Steps are made from its batches, the guard limits its draft lengths, and while it drafts, the draft's probabilities are
-kept for a budget whose votes are weighted by them, and its states, or what its routers choose, for a predictor.
+Steps are made from its batches, the guard limits its draft lengths, and while it drafts, what its drafter computes and
+does not return is kept: the probabilities of greedy drafts, for a budget whose votes are weighted by them, and states
+or routing, for a predictor.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Draft trees with vLLM's V1 model runner: grown, verified and sampled.
+"""Draft trees in vLLM's V1 model runner: drafted with EAGLE, verified by the stock kernels, a chain to all others.
 
-Verifies trees with vLLM's own sampler: one call per level, on the rows that the requests have reached.
-
-Drafts trees with vLLM's EAGLE drafter: its own first pass, then one forward per level over the expanded nodes.
-
-Draft trees in vLLM's V1 model runner: drafted with EAGLE, verified by the stock kernels, a chain to all others.
+The drafter runs vLLM's own first pass, then one forward per level over the expanded nodes. vLLM's own sampler verifies:
+one call per level, on the rows that the requests have reached.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Draft trees with vLLM's V2 model runner: grown, verified and sampled.
+"""Draft trees in vLLM's V2 model runner, whose drafts stay on the device: nothing of them is read on the host.
 
-Verifies trees with V2's sampler, which draws once at every row.
-
-Its noise depends on the request's seed and the row's position only. So the draws along the accepted path are those of
-an engine that does not speculate.
-
-Grows trees with V2's EAGLE drafter: its own first pass, then one forward per level over the expanded nodes.
-
-Draft trees in vLLM's V2 model runner, whose drafts stay on the device: nothing of them is read on the host.
+The drafter runs V2's own first pass, then one forward per level over the expanded nodes. V2's sampler draws once at
+every row. Its noise depends on the request's seed and the row's position only, so the draws along the accepted path are
+those of an engine that does not speculate.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What calibration measures of each layer, and a budget for each layer from it.
-
-Calibrations: statistics of a model's routing on a sample of text, in one safetensors file.
+"""Calibrations: statistics of a model's routing on a sample of text, in one safetensors file; and budgets from them.
 
 Format ``spac-calibration-3``. Metadata (text): ``format``, ``fingerprint``, ``model``, ``layers`` (JSON, names in the
 order of execution), ``experts`` N, ``top_k``, ``window`` M, ``tokens``. Tensors, L layers:
@@ -14,8 +12,7 @@ order of execution), ``experts`` N, ``top_k``, ``window`` M, ``tokens``. Tensors
                                experts (``MASSES``)
 
 Earlier formats are refused: 1 had only the curves of ``scores``, and in 2 another ranking gave the best experts.
-
-Budgets per layer chosen from a calibration, and the JSON file that holds them.
+A budget for each layer is chosen from a calibration, and kept in a JSON file.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Settings of a budget, its limits, and the layers under it.
+"""Settings of a budget, parsed from plain data, with their limits; and the layers under it.
 
-Limits of a budget: valid shares of a mass, and valid numbers of experts per layer.
-
-How a checkpoint turns router logits into routing weights.
-
-Settings of a budget, parsed from plain data.
-
-A MoE layer whose routing may be changed, and what it refuses.
+A ``RoutingRule`` is how a checkpoint turns router logits into routing weights.
 """
 
 from __future__ import annotations

@@ -1,25 +1,18 @@
-"""Which worker has which layer, which rows and which experts.
-
-Which worker serves which layer, and when a worker without a cache loads in time. Pure.
+"""Which worker has which layer, which rows of a prompt, and which experts. Pure.
 
 OD-MoE: On-Demand Expert Loading for Cacheless Edge-Distributed MoE Inference (Wang et al., 2025), section 3.
 
-Workers form n groups of equal size, and layer l belongs to group l mod n. Each worker of a group has all experts of its
-layers. A group of one worker computes whole rows, so that results keep the bits of vLLM's kernel; the workers of a
-larger one divide the experts that a layer needs (``expert_divider``), so that each loads a part of them.
+**Layers.** Workers form n groups of equal size, and layer l belongs to group l mod n. Each worker of a group has all
+experts of its layers. A group of one worker computes whole rows, so that results keep the bits of vLLM's kernel; the
+workers of a larger one divide the experts that a layer needs, so that each loads a part of them.
 
-How the rows of a prompt are divided among the workers that have its layer. Pure.
+**Rows** are whole: each is computed by one worker, with all of its experts, since in vLLM's kernel a row does not
+depend on the others. A worker has up to two parts at a time, so that one travels while the other is computed
+(mini-batches).
 
-Rows are whole: each is computed by one worker, with all of its experts, so that results keep the bits of vLLM's kernel,
-in which a row does not depend on the others. A worker has up to two parts at a time, so that one travels while the
-other is computed (OD-MoE, section 3.3: mini-batches).
-
-How the experts that a layer needs are divided among the workers of its group. Pure.
-
-OD-MoE (section 3) has each worker of a group load and compute a part of a token's experts. Here the last worker is to
-finish as early as possible: a load costs what it takes there, and an expert costs none where it has a slot already. So
-experts stay with the worker that has them, until another one is faster. The division is greedy, and where a layer takes
-long that of ``balancers.makespan``, which takes this process longer.
+**Experts.** The last worker is to finish as early as possible: a load costs what it takes there, and an expert costs
+none where it has a slot already. So experts stay with the worker that has them, until another one is faster. The
+division is greedy, and where a layer takes long that of ``balancers.makespan``, which takes this process longer.
 """
 
 from __future__ import annotations

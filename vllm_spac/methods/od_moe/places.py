@@ -1,14 +1,9 @@
-"""Where expert workers run: processes of this machine, those of a cluster file, and a Ray cluster.
+"""Where the workers of an engine are: addresses, the secret, and who starts a worker again.
 
-Where the workers of an engine are: addresses, the secret, and who starts a worker again.
-
-Workers as processes of this machine, which end with the engine that started them.
-
-Workers that Ray places, watches and restarts. The only module that imports Ray.
-
-An actor on each chosen machine starts the worker's process and says its address; rows travel over zmq. Through Ray go
-the arguments, the secret and the address alone: a call of an actor takes about a millisecond, and a token has as many
-as there are layers.
+They are processes of this machine, which end with the engine; those of a cluster file; or those that Ray places,
+watches and restarts. Nothing else imports Ray: an actor on each chosen machine starts the worker's process and says its
+address, and rows travel over zmq, because a call of an actor takes about a millisecond and a token has as many as there
+are layers.
 """
 
 from __future__ import annotations

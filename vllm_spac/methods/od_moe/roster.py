@@ -1,10 +1,7 @@
-"""Which workers answer, which are lost, and how lost ones come back.
+"""Which workers are asked, and under which epoch: what a client knows between two layers.
 
-How long a layer waits for a worker before its rows go elsewhere: a multiple of what such calls took. Pure.
-
-Which workers are asked, and under which epoch: what a client knows between two layers. Pure, without sockets.
-
-Brings lost workers back while the engine serves, in a thread of its own.
+A layer waits for a worker for a multiple of what such calls took (``Patience``); then its rows go elsewhere. A thread
+brings lost workers back while the engine serves.
 """
 
 from __future__ import annotations

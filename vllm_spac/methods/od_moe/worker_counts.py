@@ -1,11 +1,7 @@
-"""Counters of expert workers, beside an engine.
-
-What workers count of themselves, as an engine sums it up. Pure.
+"""What workers count of themselves, as an engine sums it up, and as somebody beside the engine asks for it.
 
 A worker counts for as long as its pool of experts lives. One that returns with the same pool goes on counting; one that
 was started again begins at zero, and what its earlier process had counted stays in the sums.
-
-Asks workers what they count, beside the engines that they serve.
 """
 
 from __future__ import annotations

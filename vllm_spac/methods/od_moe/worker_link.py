@@ -1,14 +1,10 @@
 """Connections between an engine and workers: zmq's CURVE with the cluster's secret, and bounds on peers.
 
-The sockets of engines and workers: zmq's CURVE with the cluster's secret, and bounds on what a peer sends or leaves.
-
 A cluster's secret is a CURVE secret key, and both sides use its one pair of keys: an engine talks to nobody who does
 not have it, and a worker's socket hands over no message of anybody else. zmq encrypts, numbers and checks what follows.
 
 A message is a header and a payload in parts of up to ``PART`` bytes. zmq takes a part, also of a handshake, into memory
 before anybody can judge it, so ``PART`` is what a connection that has proved nothing can hold, for ``_HANDSHAKE``.
-
-A connection from an engine to one worker: the handshake, requests with one answer, and whether it still stands.
 """
 
 from __future__ import annotations

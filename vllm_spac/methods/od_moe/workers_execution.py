@@ -1,8 +1,6 @@
-"""Runs layers at expert workers: rows go to where the experts are.
+"""Execution whose layers belong to expert workers: rows go there, and no expert is kept in this process.
 
-The store of an engine whose layers belong to workers: experts are packed here and kept there.
-
-Execution whose layers belong to expert workers: rows go there, and no expert is kept in this process.
+Its store packs experts here and keeps them there.
 """
 
 from __future__ import annotations

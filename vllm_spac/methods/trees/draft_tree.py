@@ -1,8 +1,6 @@
-"""A draft tree as lists, and which of its nodes are accepted.
+"""A draft tree as lists: tokens that continue one another along several paths; each prefix of it is a tree.
 
-A draft tree: tokens that continue one another along several paths, in an order in which each prefix is a tree.
-
-Verifies draft trees: the target's own choice at a node is emitted, and decides which child is visited next.
+The target's own choice at a node is emitted, and decides which child is visited next (``Walk``).
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""A tree as a batch of sequences that share blocks, and its KV cache after verification.
-
-The batch as attention sees it while trees are verified: a row is a sequence.
+"""The batch as attention sees it while trees are verified: a row is a sequence.
 
 Each row of a tree is a one-token decode of its own sequence, in which it is at the position that it would have in a
 chain. A tree is divided into paths, whose rows share the blocks behind the request's prefix: those of the first path,
 which begins at the root, are the request's own; each other path has scratch blocks, which hold a copy of the prefix's
 last, partly filled block and the keys and values of the path's rows and of their ancestors. A row's sequence ends at
 the row, so that it does not see those that follow on its path. An ordinary causal kernel then computes attention over
-the tree, and the blocks of an accepted row's path are the request's next blocks.
-
-Which blocks of the KV cache are copied before and after a tree is verified.
+the tree, and the blocks of an accepted row's path are the request's next blocks: they are copied after verification.
 """
 
 from __future__ import annotations

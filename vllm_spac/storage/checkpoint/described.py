@@ -1,8 +1,6 @@
-"""A model described from its ``config.json`` alone.
+"""What ``config.json`` alone tells of a model: its widths, the sizes of its weights and of its KV cache.
 
-Sizes of a checkpoint from its ``config.json`` alone: transformers builds the model without memory for weights.
-
-What ``config.json`` tells of a model beside the sizes of its weights: its widths, and the size of its KV cache.
+transformers builds the model without memory for weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Folders of packed experts: their format, and what they hold.
+"""Finds, checks and removes folders of packed experts. Nothing is deleted from a folder that holds other files.
 
-Constants of the packed-expert format, shared by the store and the tools that list it; imports no torch.
-
-Finds, checks and removes folders of packed experts. Nothing is deleted from a folder that holds other files.
+The constants of their format are here too; no torch is imported.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Collects samples of routing, for calibration and for the training of predictors.
+"""Collects what routers read and chose for the tokens of texts, in memory, for training and judging predictors.
 
-Keeps what a V1 drafter computes of a text: its state after each token, while the target model reads the text.
-
-Runs single MoE layers of a loaded model outside of a step.
-
-Collects what routers read and chose for the tokens of texts, in memory, for training and judging predictors.
+``DraftReader`` keeps what a V1 drafter computes of the same text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""How many of the experts that layers use predictors name, measured on samples, and shown.
-
-Measures predictors on samples: the share of the experts a router chose that a predictor named before.
-
-Formats the recall of predictors: a table and pictures.
-"""
+"""The recall of predictors on samples: of the experts that a router chose, those named before. Table and pictures."""
 
 from __future__ import annotations
 

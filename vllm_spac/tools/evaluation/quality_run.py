@@ -1,8 +1,6 @@
-"""Measures what budgets cost in quality, point by point, and keeps what is measured.
+"""A quality sweep: reads earlier results, runs the missing points in one engine, and writes each result immediately.
 
-Runs the points of a quality sweep in one engine, changing the budget between them by RPC.
-
-A whole quality sweep: reads earlier results, runs the missing points, and writes each result immediately.
+The budget is changed between two points by RPC.
 """
 
 from __future__ import annotations

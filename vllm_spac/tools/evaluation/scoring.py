@@ -1,9 +1,4 @@
-"""Scores of tokens under a model, by a forward of vLLM.
-
-Compares a model's predictions with those of a reference, over many rows.
-
-Compares a model's predictions for texts with its earlier predictions for the same texts.
-"""
+"""Compares a model's predictions for texts with its earlier ones for the same texts: perplexity, KL, top-1."""
 
 from __future__ import annotations
 

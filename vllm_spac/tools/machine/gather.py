@@ -1,9 +1,4 @@
-"""Gathers the facts about a machine and its installation.
-
-Reads from a disk for a short time to learn its rate.
-
-Collects ``facts`` of this machine; judges nothing.
-"""
+"""Collects ``facts`` of this machine, the rate of its disk among them; judges nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Numbers of a running server, from vLLM's own metrics and ours.
+"""The counters of a running server, fetched over HTTP.
 
-Fetches the counters of a running server over HTTP.
-
-Tokens per second, time to first token and time per token of a server, from what it has counted at several times.
+Tokens per second, TTFT and TPOT follow from what it has counted at several times.
 """
 
 from __future__ import annotations

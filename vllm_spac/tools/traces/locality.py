@@ -1,11 +1,7 @@
-"""Locality of recorded routing, beside that of published models.
+"""Locality of a routing trace: how much the experts of a token tell about those of the next ones.
 
-Locality of a routing trace: how much the experts of a token tell about those of the next ones.
-
-All figures are of text in its order (see ``text``), layer by layer. Of published models' figures, those that were
-measured in a comparable way are in ``published``.
-
-Published figures of models' locality, each with its source.
+All figures are of text in its order (see ``trace_text``), layer by layer. Beside them stand published figures of other
+models that were measured in a comparable way, each with its source.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Parts of a recorded step, and the result of a replay.
+"""Replays a routing trace on a virtual clock. Subclasses model how a layer reaches its experts.
 
-Splits the layers of a trace into parts of rows that fit the slots, and lists the experts resident at the start.
-
-Replays a routing trace on a virtual clock. Subclasses model how a layer reaches its experts.
+Layers are split into parts of rows that fit the slots; the experts that are resident at the start are listed here too.
 """
 
 from __future__ import annotations

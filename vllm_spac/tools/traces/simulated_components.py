@@ -1,8 +1,6 @@
-"""Components of a simulation, by the names of the knobs.
+"""Builds the components that a simulation names, as ``name`` or ``name@argument=value@...``.
 
-Builds the components that a simulation names, as ``name`` or ``name@argument=value@...``.
-
-What policies that depend on a calibration are built from in a replay: the experts' uses of other runs.
+Policies that need a calibration are built from the experts' uses in other runs of the trace.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""A timeline as a picture, and as a file for trace viewers.
-
-Writes a recording as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing draw.
-
-Draws a recording: where the time went, and one step by thread.
-"""
+"""Draws a timeline, and writes it as a Chrome trace for https://ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What a trace contains, and drafts for a trace that has none.
-
-Statistics of a routing trace: skew of expert use, reuse distances, LRU hit rates, accuracy of predictors.
-
-The drafts of a trace: how deep each is in its tree, and how many of each depth were accepted.
+"""Statistics of a routing trace: skew of expert use, reuse distances, LRU hit rates, accuracy of predictors; and of its
+drafts: how deep each is in its tree, and how many of each depth were accepted.
 """
 
 from __future__ import annotations

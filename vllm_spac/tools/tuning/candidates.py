@@ -1,9 +1,4 @@
-"""Configurations that ``vllm-spac tune`` measures.
-
-Lists the ways to serve a model that are worth measuring on a machine. Pure.
-
-Budgets that ``vllm-spac quality`` has evaluated, with what they cost.
-"""
+"""The ways to serve a model that are worth measuring on a machine, and budgets that ``quality`` has evaluated. Pure."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Measures configurations in turns, in engines of their own processes.
+"""Measures candidates, each in an engine of its own process: its memory is free afterwards.
 
-What a run needs of engines: to start one for a candidate, and to answer prompts.
-
-Child processes that answer lines of JSON, and that are ended with everything they started.
-
-Starts the engines that ``vllm-spac tune`` measures, each in a process of its own: its memory is free afterwards.
+``Measurer`` is what a run needs of engines. Processes answer lines of JSON, and end with everything they started.
 """
 
 from __future__ import annotations
