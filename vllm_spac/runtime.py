@@ -57,12 +57,23 @@ class Rerouting(Protocol):
         """Whether ``apply`` changes anything."""
 
     @property
+    def weighs(self) -> bool:
+        """Whether rows count by the probability that they are reached."""
+
+    @property
+    def settings(self) -> Any:
+        """Those in force."""
+
+    @property
     def captured(self) -> bool:
         """Whether CUDA graphs hold its launches."""
 
     @property
     def looks_at(self) -> frozenset[Signal]:
         """What it must be passed of steps."""
+
+    def describe(self) -> str:
+        """A short description of what is in force, for the log."""
 
     def change(self, settings: Any) -> None:
         """Uses ``settings`` from the next step on; changes nothing if it raises."""

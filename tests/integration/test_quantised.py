@@ -26,6 +26,7 @@ from vllm_spac.integration.layers import quant_schemes
 from vllm_spac.integration.loading import managed_load
 from vllm_spac.integration.loading.fingerprint import fingerprint
 from vllm_spac.integration.loading.model_experts import ModelExperts
+from vllm_spac.integration.loading.packing import Packing
 from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.runtime import Runtime
 from vllm_spac.storage.checkpoint import headers
@@ -521,7 +522,7 @@ def test_a_gpu_is_given_many_experts_at_once(on_cpu, chunks):
     """Each chunk costs it a kernel object and copies; on a CPU a chunk is memory beside the layer."""
     shape = MoEShape(("layer",), EXPERTS, TOP_K, {"w": TensorSpec((3, 1 << 20), torch.float32)})
     store, asked, forgotten = MemoryStore(shape, ""), [], []
-    experts = object.__new__(ModelExperts)
+    experts = object.__new__(Packing)
     experts.on_cpu, experts._bar = on_cpu, SimpleNamespace(update=lambda: None)
     experts._stores, experts._put = {"layer": store}, []
 
@@ -540,15 +541,16 @@ def test_a_gpu_is_given_many_experts_at_once(on_cpu, chunks):
 def test_a_load_that_failed_gives_back_its_stores_once_each():
     """What is pinned stays pinned otherwise, in a process that goes on."""
     experts, closed = object.__new__(ModelExperts), []
-    experts.runtime, experts.head = None, None
-    experts._locks = [SimpleNamespace(close=lambda: closed.append("lock"))]
+    experts.serving, experts.head = None, None
+    experts.packing = packing = object.__new__(Packing)
+    packing._locks = [SimpleNamespace(close=lambda: closed.append("lock"))]
     shared, other = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("shared", "other"))
-    experts._stores, experts._filled = {"first": shared, "second": shared, "third": other}, {}
+    packing._stores, packing._filled = {"first": shared, "second": shared, "third": other}, {}
     experts.close()
     assert closed == ["lock", "shared", "other"]
     closed.clear()
     pool = SimpleNamespace(store=other, close=lambda: (closed.append("pool"), other.close()))
-    experts._filled = {"shape": pool}
+    packing._filled = {"shape": pool}
     experts.close()
     assert closed == ["lock", "pool", "other", "shared"]
 

@@ -120,7 +120,12 @@ def test_a_runner_passes_on_what_its_drafter_read_and_keeps_it_for_the_step() ->
         drafting=lambda tokens, states: told.append((tokens.tolist(), first(states))),
     )
     drafted = SimpleNamespace(forget=lambda ids: None)
-    experts = SimpleNamespace(runtime=runtime, drafted=drafted, draft_states=DraftStates(WIDTH), draft_routing=None)
+    experts = SimpleNamespace(
+        runtime=runtime,
+        drafted=drafted,
+        serving=SimpleNamespace(draft_states=DraftStates(WIDTH)),
+        draft_routing=None,
+    )
     drafter = Drafter()
     runner = SimpleNamespace(_spac_experts=experts, drafter=drafter, input_batch=SimpleNamespace(req_ids=["a", "b"]))
     sampled = torch.tensor([[7, -1], [8, 9]])

@@ -153,7 +153,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, vllm_config: SimpleNamespace, rank:
     at.model_runner.get_model().spac = SimpleNamespace(
         vllm_config=vllm_config,
         fast_bytes=100 * MIB,
-        other_weights=20 * MIB,
+        serving=SimpleNamespace(other_weights=20 * MIB),
         ranks=SimpleNamespace(rank=rank),
     )
     assert fast_memory._settled(lambda self: "warm")(at) == "warm"

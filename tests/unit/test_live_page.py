@@ -239,12 +239,15 @@ class Execution:
 
 def viewed(execution: Execution, saved=None) -> tuple[SimpleNamespace, LiveView]:
     layers = [BudgetedLayer(name, 3, 2, RoutingRule()) for name in execution.shape.layers]
-    runtime = Runtime([execution], BudgetControl(layers), saved=saved)
+    budget = BudgetControl(layers)
+    runtime = Runtime([execution], budget, saved=saved)
     if saved is not None:
         runtime.watch(saved.timeline)
     experts = SimpleNamespace(
         runtime=runtime,
-        timeline_facts=TimelineFacts("toy", "disk", ("a", "b"), (3, 3)),
+        serving=SimpleNamespace(
+            runtime=runtime, budget=budget, timeline_facts=TimelineFacts("toy", "disk", ("a", "b"), (3, 3))
+        ),
         stats=lambda: {"hits": 1, "misses": 1},
         vllm_config=SimpleNamespace(speculative_config=None),
     )

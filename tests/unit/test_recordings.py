@@ -185,8 +185,8 @@ def test_statistics_say_what_stopped(engine: Engine, monkeypatch) -> None:
     monkeypatch.setattr(description, "mode", lambda *_: "exact")
     monkeypatch.setattr(description, "counts", lambda _: {"hits": 1})
     engine.experts.holds_all = True
-    assert description.stats(engine.runtime, config, "disk", None)["stopped"] == {}
+    assert description.stats(engine.runtime, engine.runtime.budget, config, "disk", None)["stopped"] == {}
     shutil.rmtree(engine.folder)
     engine.step()
-    facts = json.loads(json.dumps(description.stats(engine.runtime, config, "disk", None)))
+    facts = json.loads(json.dumps(description.stats(engine.runtime, engine.runtime.budget, config, "disk", None)))
     assert "No such file" in facts["stopped"]["timeline"] and "No such file" in facts["stopped"]["trace"]

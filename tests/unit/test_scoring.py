@@ -205,6 +205,6 @@ def test_calibrating_records_scores_and_not_logits() -> None:
 
 @pytest.mark.parametrize("action", ["call", "_keep", "__init__", "nothing", "_model"])
 def test_only_actions_can_be_called(action: str) -> None:
-    experts = SimpleNamespace(runtime=SimpleNamespace(budget=None), drafted=None)
+    experts = SimpleNamespace(serving=SimpleNamespace(runtime=None, budget=None), drafted=None)
     with pytest.raises(SpacError, match="no evaluation"):
         Evaluation(experts, Parrot()).call(action)

@@ -172,7 +172,7 @@ def test_a_runner_keeps_what_its_draft_model_chose_for_the_step() -> None:
         drafting=lambda tokens, read: told.append((tokens.tolist(), read[:, 1].tolist())),
     )
     states = DraftStates(2, TOP_K, unread=-1)
-    experts = SimpleNamespace(runtime=runtime, draft_states=states, draft_routing=routing)
+    experts = SimpleNamespace(runtime=runtime, serving=SimpleNamespace(draft_states=states), draft_routing=routing)
     drafter.input_ids = torch.zeros(4, dtype=torch.int32)
     drafter.model.compute_logits = lambda hidden: hidden
     batch = SimpleNamespace(req_ids=["a", "b"])

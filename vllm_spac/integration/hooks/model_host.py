@@ -22,14 +22,16 @@ class LayerHost(Protocol):
         execution: the class that runs the layers.
         device: device of the kernels.
         on_cpu: whether it is a CPU.
-        runtime: None until the weights are loaded.
     """
 
     config: SpacConfig
     execution: type[Execution]
     device: torch.device
     on_cpu: bool
-    runtime: Runtime | None
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """Runs the model's steps; None until the weights are loaded."""
 
     def add(self, layer: Any) -> None:
         """Registers ``layer``, which was just built, and gives it its number."""

@@ -49,10 +49,10 @@ def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
     return f"execution={config.execution_name}{shown}, policy={config.policy}{ahead}{reads}{tuned}"
 
 
-def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None) -> dict:
+def stats(runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: str, guard: Guard | None) -> dict:
     """Settings and counters of one worker, summed over executions, as plain data."""
     total: dict[str, Any] = {
-        "mode": mode(runtime.budget, runtime.executions),
+        "mode": mode(budget, runtime.executions),
         "store": store if any(not execution.holds_all for execution in runtime.executions) else "resident",
         "execution": config.execution_name,
         "policy": config.policy,
@@ -60,7 +60,7 @@ def stats(runtime: Runtime, config: SpacConfig, store: str, guard: Guard | None)
     total = _add(total, counts(runtime.executions)) | {"stopped": dict(runtime.recordings.stopped)}
     if guard is not None:
         total["guard"] = guard.facts()
-    return total | {"budget": {"setting": runtime.budget.describe(), **runtime.budget.counters.snapshot()}}
+    return total | {"budget": {"setting": budget.describe(), **budget.counters.snapshot()}}
 
 
 def counts(executions: Sequence[Execution]) -> dict[str, Any]:

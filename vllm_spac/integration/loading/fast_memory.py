@@ -169,7 +169,7 @@ def _caches(runner: Any) -> Iterator[torch.Tensor]:
 
 
 def _described(experts: Any, kv: int, runner: Any) -> str:
-    slots, weights, total = experts.fast_bytes, experts.other_weights, own_memory()
+    slots, weights, total = experts.fast_bytes, experts.serving.other_weights, own_memory()
     text = (
         f"this worker takes {gib(total)}: {gib(slots)} of slots, {gib(weights)} of other weights, "
         f"{gib(max(0, total - slots - weights))} of vLLM, torch and buffers; requests take up to {gib(kv)} more for "

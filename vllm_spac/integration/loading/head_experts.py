@@ -70,22 +70,27 @@ class HeadExperts(ModelExperts):
         config = config.model_copy(update=off | {"host_memory": None, "speculate": "off"})
         super().__init__(config, target.vllm_config)
         self.target = target
-        if "checkpoint" in vars(target):
-            self.checkpoint = target.checkpoint
-        self._predictor = None
+        if "checkpoint" in vars(target.packing):
+            self.packing.checkpoint = target.packing.checkpoint
+        self._runtime: Runtime | None = None
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """Runs the head's forwards; None until its weights are loaded."""
+        return self._runtime
 
     def prepare(self, model: torch.nn.Module) -> None:
-        self._group()
-        for shape in self._shapes:
+        shapes = self._shapes()
+        self.packing.plan(self._layers, shapes)
+        for shape in shapes:
             whole = shape.total * shape.expert_bytes  # which memory was reserved for
-            self._plan.append(self.execution.divide(self.config.parsed_slots, "off", shape, whole))
-            self._open_store(shape, self._plan[-1], 0)
-        self._begin_packing()
+            self.packing.open(shape, self.execution.divide(self.config.parsed_slots, "off", shape, whole), 0)
+        self.packing.begin()
 
     def finish(self) -> None:
-        executions = self._attach()
+        executions = self.packing.finish()
         assert self.target.runtime is not None
-        self.runtime = _HeadRuntime(executions, self.target.runtime)
+        self._runtime = _HeadRuntime(executions, self.target.runtime)
         for execution in executions:
             logger.info("spac: MTP head: %s, policy=%s", description.describe(execution), self.config.policy)
         self.target.head = self

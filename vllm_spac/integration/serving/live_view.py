@@ -29,8 +29,8 @@ class LiveView:
     """
 
     def __init__(self, experts: ModelExperts) -> None:
-        assert experts.runtime is not None
-        self._experts, self._runtime = experts, experts.runtime
+        assert experts.serving is not None
+        self._experts, self._serving, self._runtime = experts, experts.serving, experts.serving.runtime
         self._watched()
         self._slots: dict[Execution, np.ndarray] = {}
         for execution in self._runtime.executions:
@@ -56,7 +56,7 @@ class LiveView:
         return {
             "stats": self._experts.stats(),
             "experts": {
-                "layers": list(self._experts.timeline_facts.experts),
+                "layers": list(self._serving.timeline_facts.experts),
                 "codes": _encoded(codes),
                 "heat": _encoded(np.rint(255 * heat / max(1.0, float(heat.max())))),
             },
@@ -93,15 +93,15 @@ class LiveView:
     def _watched(self) -> Timeline:
         """Returns what the engine records its steps in; begins it where nobody does, or no longer does."""
         if self._runtime.timeline is None:
-            self._runtime.watch(Timeline(capacity_of(_STEPS, len(self._experts.timeline_facts.layers))))
+            self._runtime.watch(Timeline(capacity_of(_STEPS, len(self._serving.timeline_facts.layers))))
         assert self._runtime.timeline is not None
         return self._runtime.timeline
 
     def _time(self) -> TimeSplit:
-        return split(Recording.of(self._watched(), self._experts.timeline_facts, _STEPS), GENERATING)
+        return split(Recording.of(self._watched(), self._serving.timeline_facts, _STEPS), GENERATING)
 
     def _budget(self) -> dict[str, Any]:
-        control = self._runtime.budget
+        control = self._serving.budget
         return {"settings": control.settings.model_dump(), "least": max(layer.top_k for layer in control.layers)}
 
 

@@ -163,7 +163,7 @@ def _reading(runner: GPUModelRunner, experts: Any, sampled: Any) -> Callable[[Te
 
     With ``ModelExperts.draft_routing``, it keeps what the drafter's routers chose instead.
     """
-    found, inputs = experts.draft_states, runner.drafter.input_ids
+    found, inputs = experts.serving.draft_states, runner.drafter.input_ids
     found.begin(runner.input_batch.req_ids)
 
     def read(states: Tensor, logits: Tensor) -> None:
@@ -246,7 +246,7 @@ def _step(runner: GPUModelRunner, scheduled: SchedulerOutput) -> Step:
     draft = None
     if reads:
         rows = [(id, slice(r.start, r.stop), r.drafts) for id, r in zip(batch.req_ids, requests, strict=True)]
-        draft = experts.draft_states.take(rows, tokens)
+        draft = experts.serving.draft_states.take(rows, tokens)
     return Step(tuple(requests), tokens, draft)
 
 

@@ -63,7 +63,7 @@ def _initializing(initialize: Callable):
         if by_scheduler:
             self._spac_trees = TreeDecodingV2(self, shape, scratch)
         else:
-            guard = experts.guard if isinstance(experts.guard, TreeGuard) else None
+            guard = experts.serving.guard if isinstance(experts.serving.guard, TreeGuard) else None
             self._spac_trees = TreeDecoding(self, shape, scratch, guard)
         experts.trees = self._spac_trees
         return result

@@ -67,9 +67,9 @@ class Evaluation:
     """
 
     def __init__(self, experts: ModelExperts, model: torch.nn.Module, drafter: Any = None) -> None:
-        assert experts.runtime is not None, "the model is loaded"
+        assert experts.serving is not None, "the model is loaded"
         self._experts, self._model, self._drafter = experts, model, drafter
-        self._runtime, self._control = experts.runtime, experts.runtime.budget
+        self._runtime, self._control = experts.serving.runtime, experts.serving.budget
         self._calibrating: Calibrating | None = None
         self._study: Study | None = None
         self._collection: Collection | None = None

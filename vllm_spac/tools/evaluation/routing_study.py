@@ -49,8 +49,8 @@ class Study:
     def __init__(
         self, experts: ModelExperts, modules: Sequence[Any], calibration: Calibration | None, window: int, every: int
     ) -> None:
-        assert experts.runtime is not None, "the model is loaded"
-        self._control, self._modules = experts.runtime.budget, modules
+        assert experts.serving is not None, "the model is loaded"
+        self._control, self._modules = experts.serving.budget, modules
         self._vllm_config = experts.vllm_config
         self._window, self._every = window, every
         self._texts: list[list[StudiedText]] = [[] for _ in modules]
