@@ -1,6 +1,6 @@
 """Contract of rankings in a verify step, and further guarantees of the packaged ones.
 
-A new file in ``budgets/`` is tested without a change here.
+A new ranking is tested without a change here.
 """
 
 from __future__ import annotations

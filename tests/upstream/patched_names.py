@@ -27,7 +27,7 @@ from vllm_spac.integration.hooks import patches  # noqa: E402
 from vllm_spac.integration.hooks.patches import Patch  # noqa: E402
 
 WHEELS = ROOT / ".cache" / "wheels"
-VERSIONS = ("0.32.0", "0.33.0")  # the newest of each that ``compat.SUPPORTED`` allows
+VERSIONS = ("0.32.0", "0.33.0")  # the newest of each that ``device.SUPPORTED`` allows
 
 
 def wheel(version: str) -> Path:

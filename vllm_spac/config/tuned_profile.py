@@ -217,7 +217,7 @@ class TunedProfile(_Frozen):
     """A tuned profile.
 
     Attributes:
-        model: as it was named; ``identity``: its content, as of ``identity.identity``.
+        model: as it was named; ``identity``: its content, as of ``identity``.
         choice: name of the candidate; ``default`` if none was faster.
         knobs: that ``vllm serve`` adds; ``speculative_config``: likewise. Both empty with ``default``.
         ratio: of the choice over the default, in turns; None if no candidate came to that.

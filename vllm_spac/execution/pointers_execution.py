@@ -258,7 +258,7 @@ class PointerExecution(Execution):
             path=context.path,
             rows=context.rows,
             admission=context.config.admission or DEFAULT,
-            predictor=cast("Maps | None", context.predictor),  # as ``knobs.rules`` checks
+            predictor=cast("Maps | None", context.predictor),  # as ``config.rules`` checks
             extra=context.config.prefetch_share,
             prefetch=context.config.prefetch,
             staged=context.room.staged,

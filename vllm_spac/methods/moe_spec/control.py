@@ -230,7 +230,7 @@ class BudgetControl:
             step: with the probabilities that rows are reached, where they are known.
 
         Returns:
-            ``step`` with the rows' votes in their place, see ``budget.votes``.
+            ``step`` with the rows' votes in their place, see ``votes``.
         """
         if self.weighs:
             self.counters.unweighted += unknown(step)

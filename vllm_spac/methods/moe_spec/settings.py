@@ -118,11 +118,11 @@ class BudgetSettings(BaseModel):
             expert's natural weight.
         when: which rows vote and are cut.
         votes: how much each of these rows counts. ``uniform``: all the same; ``path``: P ** votes_alpha, where P is the
-            probability that the row is reached (``budget.votes``).
+            probability that the row is reached (``votes``).
         votes_alpha: from 0, which equals ``uniform``, to 1.
         window: number of consecutive rows of a request that are ranked at a time, as if they were one verify step. For
             evaluation.
-        speculate: instead of a bound, experts are run by prediction (``budget.speculated``). Then ``when=verify``
+        speculate: instead of a bound, experts are run by prediction (``methods.speculating_experts``). Then ``when=verify``
             means all decoding rows too; with ``all``, experts in fast memory do not count as admitted, because while
             a prompt is read a layer finds all or none of its experts there.
     """

@@ -42,7 +42,7 @@ class WorkerClient:
     Args:
         places: where the workers are; owned.
         services: what each worker serves.
-        replicas, size: as in ``schedule.owners``.
+        replicas, size: as in ``division.owners``.
         kernel: the kernel of the layers, in this process.
         dtype: of the rows.
         copy: opens a store on this machine that has all experts, for rows that no worker can compute; None if there is

@@ -169,7 +169,7 @@ class ExpertPool:
         self._execution.counters.reset()
 
     def rates(self, dtype: torch.dtype) -> dict[str, float]:
-        """Measures seconds: ``expert`` and ``row`` as in ``expert_divider.Rates``, ``load`` as it was at the start.
+        """Measures seconds: ``expert`` and ``row`` as in ``division.ProcessorRates``, ``load`` as it was at the start.
 
         Args:
             dtype: of rows.

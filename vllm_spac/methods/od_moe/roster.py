@@ -94,7 +94,7 @@ class Roster:
 
     Args:
         workers: number of workers.
-        replicas, size: as in ``schedule.owners``.
+        replicas, size: as in ``division.owners``.
         fingerprint: 16 bytes, of the experts.
         patience: makes the deadlines of a worker.
 

@@ -1,6 +1,6 @@
 """Draft trees as tensors of fixed shape, for a model runner whose drafts never leave the device.
 
-What ``draft_tree``, ``verification``, ``virtual_batch`` and ``kv_compaction`` do tree by tree on the host is done here
+What ``draft_tree`` and ``virtual_batch`` do tree by tree on the host is done here
 for all requests at once and without waiting for the device, whose trees' paths the host does not know: each row has
 blocks of its own, as if it were a path. Property tests compare the two.
 """
@@ -208,7 +208,7 @@ class Walked(NamedTuple):
 
 
 def walk(trees: TreeTensors, tokens: Tensor, rows: Tensor, chosen: Tensor) -> Walked:
-    """Walks all trees, as ``verification.Walk`` does.
+    """Walks all trees, as ``draft_tree.Walk`` does.
 
     Args:
         trees: [requests, ...].

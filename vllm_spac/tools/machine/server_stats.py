@@ -58,7 +58,7 @@ WINDOW = 60.0  # seconds
 
 
 class RequestNumbers:
-    """Readings of one server's request counters (``integration.serving.requests.read``), for a minute."""
+    """Readings of one server's request counters (``live_page.read_requests``), for a minute."""
 
     def __init__(self) -> None:
         self._read: deque[tuple[float, Mapping[str, Any]]] = deque()

@@ -38,7 +38,7 @@ class Routing:
 
 # With 128 experts and top-8, ``LOW`` has the overlap that was published of Qwen3-30B-A3B and nothing else (45 %; LRU of
 # 19 and 38 % of the experts: 60 and 70 %), ``HIGH`` its overlap and its LRU hits (45, 74 and 90 %; see
-# ``traces.published``). ``EVEN`` has no locality at all: hits are the share of slots.
+# ``locality``). ``EVEN`` has no locality at all: hits are the share of slots.
 EVEN = Routing("even", skew=0.0, reuse=0.0, acceptance=0.2)
 LOW = Routing("low", skew=0.0, reuse=0.75, acceptance=0.2)
 HIGH = Routing("high", skew=1.1, reuse=0.25, acceptance=0.7)

@@ -1,7 +1,7 @@
 """Layers at expert workers, on a virtual clock: hops over a network, computing, and loading. Calculated, not measured.
 
 A step is one layer after another: the main process computes its part, rows go to the layer's group, it computes when
-its experts are loaded, and the rows come back. Groups take turns (``distributed.schedule``), so that one may load while
+its experts are loaded, and the rows come back. Groups take turns (``od_moe.division``), so that one may load while
 others compute. The main process's link carries all copies of a row that its group of several workers needs.
 """
 

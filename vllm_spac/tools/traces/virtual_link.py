@@ -40,7 +40,7 @@ class Flow:
 
 
 class VirtualAhead:
-    """Reads ahead of need, as ``cache.background.Background`` has them.
+    """Reads ahead of need, as ``cache.transfers.Background`` has them.
 
     Args:
         link: passes their time.
