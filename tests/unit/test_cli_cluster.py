@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.od_moe import worker_counts
+from vllm_spac.methods.od_moe import inquiries
 from vllm_spac.methods.od_moe.places import ClusterFile, Place, RunningWorkers
 from vllm_spac.tools.traces.synthetic import synthetic_trace
 
@@ -44,7 +44,7 @@ def place(pid: int, machine: str = platform.node(), port: int = 5555) -> Place:
 
 def test_show_says_which_workers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This test's process is none, although it runs: a number may be another program's by now."""
-    monkeypatch.setattr(worker_counts, "counts", lambda addresses, secret: ["did not answer"] * len(addresses))
+    monkeypatch.setattr(inquiries, "counts", lambda addresses, secret: ["did not answer"] * len(addresses))
     file = write(tmp_path / "cluster.json", place(ended()), place(os.getpid()), place(7, "elsewhere"))
     text = run("show", "--file", file)
     assert text.count("ended") == 2 and "on another machine" in text
@@ -64,7 +64,7 @@ def test_show_prints_what_workers_count(tmp_path: Path, monkeypatch: pytest.Monk
         assert secret == bytes.fromhex("ab" * 32)
         return said
 
-    monkeypatch.setattr(worker_counts, "counts", counts)
+    monkeypatch.setattr(inquiries, "counts", counts)
     others = [place(7, "elsewhere", port) for port in (1, 2, 3, 4)]
     text = run("show", "--file", write(tmp_path / "cluster.json", place(ended()), *others))
     assert asked == [other.address for other in others]

@@ -31,14 +31,14 @@ from worker_threads import (
 )
 
 from vllm_spac.errors import ConfigError, SpacError, StoreError
-from vllm_spac.methods.od_moe import worker_counts
+from vllm_spac.methods.od_moe import inquiries
 from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates
+from vllm_spac.methods.od_moe.inquiries import WorkerCounts
 from vllm_spac.methods.od_moe.layer_call import Forward, LayerCall
 from vllm_spac.methods.od_moe.places import ClusterFile
 from vllm_spac.methods.od_moe.pool import ExpertPool
 from vllm_spac.methods.od_moe.roster import Roster
-from vllm_spac.methods.od_moe.service import facts
 from vllm_spac.methods.od_moe.wire import (
     FrameKind,
     Header,
@@ -49,8 +49,7 @@ from vllm_spac.methods.od_moe.wire import (
     raw,
     resident_payload,
 )
-from vllm_spac.methods.od_moe.worker_counts import WorkerCounts
-from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink
+from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink, facts
 from vllm_spac.tools.machine import peer
 
 
@@ -461,7 +460,7 @@ def read(places: Threads) -> None:
     """Waits until the workers have taken every hint and read what it names."""
     for address in places.addresses():
         assert isinstance(
-            worker_counts.counts([address], SECRET)[0], dict
+            inquiries.counts([address], SECRET)[0], dict
         )  # answered after the hints, which were sent before
     tickets = [pool._execution._transfers.ahead._tickets for pool in pools(places)]
     until(lambda: all(ticket.done.done() for each in tickets for ticket in list(each.values())))
@@ -564,11 +563,11 @@ def test_a_visitor_reads_counters_beside_the_engine(client) -> None:
     found = client(places)
     assert_right(found, 0, rows=5)
     places.running[1].end()
-    first, second = worker_counts.counts(places.addresses(), SECRET, 1.0)
+    first, second = inquiries.counts(places.addresses(), SECRET, 1.0)
     assert isinstance(first, dict) and isinstance(second, str) and "HELLO" in second
     assert (first["serving"], first["calls"], first["rows"], first["layers"]) == (True, 2, 6, 3), "one row tested it"
     assert first["memory_bytes"] > 0
-    [refused] = worker_counts.counts(places.addresses()[:1], ANOTHER, 5.0)
+    [refused] = inquiries.counts(places.addresses()[:1], ANOTHER, 5.0)
     assert "another secret" in str(refused)
     context = zmq.Context()
     link = WorkerLink(context, places.addresses()[0], SECRET)

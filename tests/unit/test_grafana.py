@@ -16,8 +16,8 @@ from vllm.v1.metrics import loggers
 
 from vllm_spac.integration.serving import endpoint, live_page
 from vllm_spac.integration.serving.endpoint import WorkerCollector
+from vllm_spac.methods.od_moe.inquiries import WorkerCounts
 from vllm_spac.methods.od_moe.roster import WorkerShare
-from vllm_spac.methods.od_moe.worker_counts import WorkerCounts
 from vllm_spac.methods.trees.tree_counters import TreeCounters
 from vllm_spac.recording.metrics import Counters
 

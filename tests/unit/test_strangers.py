@@ -25,10 +25,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from worker_threads import ANOTHER, HIDDEN, LAYERS, SECRET, TOP_K, Threads, assert_right, connected, services
 
-from vllm_spac.methods.od_moe import worker_counts, worker_link
-from vllm_spac.methods.od_moe.service import facts
+from vllm_spac.methods.od_moe import inquiries, worker_link
 from vllm_spac.methods.od_moe.wire import NO_FINGERPRINT, FrameKind, Header, encode, raw
-from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink
+from vllm_spac.methods.od_moe.worker_link import Lost, WorkerLink, facts
 
 MIB = 1 << 20
 
@@ -117,7 +116,7 @@ def test_a_peer_with_the_secret_that_reads_no_answer(places: Threads, context: z
     for _ in range(100):
         socket.poll(20_000, zmq.POLLOUT)
         worker_link.send(socket, echo)
-    [found] = worker_counts.counts(places.addresses(), SECRET, 20.0)
+    [found] = inquiries.counts(places.addresses(), SECRET, 20.0)
     assert isinstance(found, dict), found
     engine(places)
     socket.close()
@@ -166,7 +165,7 @@ def test_a_stranger_s_message_of_many_large_parts_is_not_kept(process: Process) 
             if enters:
                 strangers.enter(peer)
             assert process.most_grown(lambda peer=peer, data=data: strangers.push(peer, data)) < 8 * MIB
-    assert isinstance(worker_counts.counts([process.address], SECRET, 20.0)[0], dict)
+    assert isinstance(inquiries.counts([process.address], SECRET, 20.0)[0], dict)
 
 
 def test_strangers_hold_one_small_part_each(process: Process) -> None:
@@ -181,7 +180,7 @@ def test_strangers_hold_one_small_part_each(process: Process) -> None:
     assert process.most_grown(fill) < (40 + 16) * (worker_link.PART + MIB // 16)
     for peer in peers:
         peer.close()
-    assert isinstance(worker_counts.counts([process.address], SECRET, 20.0)[0], dict)
+    assert isinstance(inquiries.counts([process.address], SECRET, 20.0)[0], dict)
 
 
 def test_a_part_that_is_too_large_ends_the_connection_of_a_peer_with_the_secret(process: Process) -> None:
@@ -194,7 +193,7 @@ def test_a_part_that_is_too_large_ends_the_connection_of_a_peer_with_the_secret(
     assert process.most_grown(lambda: None) < 16 * MIB
     link.drop()
     context.destroy(linger=0)
-    assert isinstance(worker_counts.counts([process.address], SECRET, 20.0)[0], dict)
+    assert isinstance(inquiries.counts([process.address], SECRET, 20.0)[0], dict)
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.full)])
@@ -382,7 +381,7 @@ def test_what_peers_with_the_secret_send_harms_nobody(
         for message in sent:
             assert link.socket.poll(30_000, zmq.POLLOUT)
             link.socket.send_multipart(message, zmq.NOBLOCK)
-        [found] = worker_counts.counts(places.addresses(), SECRET, 30.0)
+        [found] = inquiries.counts(places.addresses(), SECRET, 30.0)
         assert isinstance(found, dict), found
     finally:
         link.drop()

@@ -11,7 +11,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.od_moe.division import Cycle, LayerLoad, layers_of, owners, sent
 from vllm_spac.methods.od_moe.roster import Patience, Roster
-from vllm_spac.methods.od_moe.service import Service, difference
+from vllm_spac.methods.od_moe.worker_link import Service, difference
 
 SPECS = {"w13_weight": TensorSpec((8, 4), torch.bfloat16), "w2_weight": TensorSpec((4, 4), torch.bfloat16)}
 SHAPE = MoEShape(("a", "b", "c"), 4, 2, SPECS)

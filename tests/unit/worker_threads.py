@@ -19,8 +19,8 @@ from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.methods.od_moe.places import Places
 from vllm_spac.methods.od_moe.roster import Patience, Roster
-from vllm_spac.methods.od_moe.service import Service
 from vllm_spac.methods.od_moe.worker import Worker
+from vllm_spac.methods.od_moe.worker_link import Service
 from vllm_spac.storage.memory import MemoryStore
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 2, 8, 4

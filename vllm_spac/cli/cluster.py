@@ -105,7 +105,7 @@ def start(
 
 def show(file: _File = CLUSTER_FILE) -> None:
     """Show the workers of a cluster's file: which of them run, and what they have computed."""
-    from vllm_spac.methods.od_moe.worker_counts import counts
+    from vllm_spac.methods.od_moe.inquiries import counts
 
     path = file.expanduser()
     found = ClusterFile.read(path)

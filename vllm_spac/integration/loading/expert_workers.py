@@ -15,7 +15,7 @@ from vllm_spac.integration.layers import cpu_kernel
 from vllm_spac.methods.od_moe import division, places
 from vllm_spac.methods.od_moe.client import WorkerClient
 from vllm_spac.methods.od_moe.places import Places, Processes, RunningWorkers
-from vllm_spac.methods.od_moe.service import Service
+from vllm_spac.methods.od_moe.worker_link import Service
 from vllm_spac.methods.od_moe.workers_execution import WorkerStore
 from vllm_spac.storage.base import ExpertStore
 from vllm_spac.system import machine

@@ -229,8 +229,8 @@ def _copy(caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
 class TreeDecoding:
     """The trees of one model runner.
 
-    In each step: ``begin`` when vLLM has prepared the batch, the hooks of ``tree_attention`` during the forward, ``verify``
-    in place of its rejection sampler, ``restore`` before its drafter, ``propose`` in place of its drafter's.
+    In each step: ``begin`` when vLLM has prepared the batch, the hooks of ``tree_attention`` during the forward,
+    ``verify`` in place of its rejection sampler, ``restore`` before its drafter, ``propose`` in place of its drafter's.
 
     Args:
         runner: V1's, its KV cache initialised.

@@ -122,7 +122,7 @@ class BudgetSettings(BaseModel):
         votes_alpha: from 0, which equals ``uniform``, to 1.
         window: number of consecutive rows of a request that are ranked at a time, as if they were one verify step. For
             evaluation.
-        speculate: instead of a bound, experts are run by prediction (``methods.speculating_experts``). Then ``when=verify``
+        speculate: instead of a bound, experts are run by prediction (``speculating_experts``). Then ``when=verify``
             means all decoding rows too; with ``all``, experts in fast memory do not count as admitted, because while
             a prompt is read a layer finds all or none of its experts there.
     """

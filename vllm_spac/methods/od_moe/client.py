@@ -18,16 +18,15 @@ from torch import Tensor
 
 from vllm_spac.cpu_kernels.base import Kernel
 from vllm_spac.errors import SpacError, StoreError
-from vllm_spac.methods.od_moe import trial
+from vllm_spac.methods.od_moe import inquiries
 from vllm_spac.methods.od_moe.division import Assigned, ExpertDivider, ProcessorRates
+from vllm_spac.methods.od_moe.inquiries import WorkerCounts
 from vllm_spac.methods.od_moe.layer_call import Forward, LayerCall
 from vllm_spac.methods.od_moe.places import Places
 from vllm_spac.methods.od_moe.pool import ExpertPool
 from vllm_spac.methods.od_moe.roster import Recovery, Roster, Shares, name
-from vllm_spac.methods.od_moe.service import Service, facts
 from vllm_spac.methods.od_moe.wire import Frame, FrameKind, Header, Limits, encode, expert_payload, hint_payload
-from vllm_spac.methods.od_moe.worker_counts import WorkerCounts
-from vllm_spac.methods.od_moe.worker_link import Busy, WorkerLink
+from vllm_spac.methods.od_moe.worker_link import Busy, Service, WorkerLink, facts
 from vllm_spac.storage.base import ExpertStore
 
 logger = logging.getLogger("vllm.spac")
@@ -63,7 +62,7 @@ class WorkerClient:
         self.roster = Roster(len(services), replicas, services[0].digest, size=size)
         mine = [service.mine for service in services]
         self._divider = None if size == 1 else ExpertDivider(len(self.shape.layers), self.shape.experts, mine)
-        self._message = 0.0 if self._divider is None else trial.message_seconds(services[0], dtype)
+        self._message = 0.0 if self._divider is None else inquiries.message_seconds(services[0], dtype)
         self._rates: dict[
             int, ProcessorRates
         ] = {}  # of each worker that has filled its slots; none where nothing is divided
@@ -76,7 +75,7 @@ class WorkerClient:
         self._engine, self._facts = secrets.token_hex(16), facts()
         self._links: dict[int, WorkerLink] = {}
         self._held: dict[int, set[int]] = {}
-        self._samples: dict[int, trial.Sample] = {}
+        self._samples: dict[int, inquiries.Sample] = {}
         self._resident: dict[int, np.ndarray] = {}  # of each worker at its last test
         self._counts = WorkerCounts()
         self._ended = threading.Event()
@@ -147,7 +146,7 @@ class WorkerClient:
                 raise StoreError(f"spac: {name(worker)} cannot fill its slots: {error}") from error
             self.slots += self._filled(worker, job.result())
         for worker, link in self._links.items():
-            self._samples[worker] = trial.sample(link, self.services[worker], worker, self._kernel, self._dtype)
+            self._samples[worker] = inquiries.sample(link, self.services[worker], worker, self._kernel, self._dtype)
             self._check(worker, link)
             self._admit(worker, link)
         self._copy = self._open_copy()
@@ -316,13 +315,13 @@ class WorkerClient:
         return link
 
     def _check(self, worker: int, link: WorkerLink) -> None:
-        self._resident[worker] = trial.check(link, worker, self._samples[worker], self.roster.fingerprint)
+        self._resident[worker] = inquiries.check(link, worker, self._samples[worker], self.roster.fingerprint)
 
     def _filled(self, worker: int, ready: Frame) -> int:
         """Takes what a worker says when its slots are filled; returns their number."""
         found = ready.text()
         if self._divider is not None:
-            self._rates[worker] = trial.rates(worker, found, self._message)
+            self._rates[worker] = inquiries.rates(worker, found, self._message)
         return int(found["slots"])
 
     def _admit(self, worker: int, link: WorkerLink) -> None:

@@ -25,7 +25,7 @@ from vllm_spac.errors import SpacError
 from vllm_spac.execution.base import Rows
 from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.methods.od_moe.layer_call import Forward
-from vllm_spac.methods.od_moe.service import Service
+from vllm_spac.methods.od_moe.worker_link import Service
 from vllm_spac.storage.base import ExpertStore, allocate
 from vllm_spac.system.timing import median
 

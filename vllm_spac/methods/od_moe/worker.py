@@ -18,7 +18,6 @@ from vllm_spac.errors import SpacError
 from vllm_spac.methods.od_moe import worker_link
 from vllm_spac.methods.od_moe.layer_call import Forward
 from vllm_spac.methods.od_moe.pool import ExpertPool
-from vllm_spac.methods.od_moe.service import Service, difference, facts
 from vllm_spac.methods.od_moe.wire import (
     Frame,
     FrameError,
@@ -31,7 +30,7 @@ from vllm_spac.methods.od_moe.wire import (
     raw,
     resident_payload,
 )
-from vllm_spac.methods.od_moe.worker_link import as_text
+from vllm_spac.methods.od_moe.worker_link import Service, as_text, difference, facts
 from vllm_spac.storage.base import ExpertStore, allocate
 
 logger = logging.getLogger("vllm.spac")

@@ -1,0 +1,204 @@
+"""What a worker is asked beside its layers: a test before it serves, how fast it is, and what it counts.
+
+The test is a row of its experts, computed on both sides. A worker counts for as long as its pool of experts lives. One
+that returns with the same pool goes on counting; one that was started again begins at zero, and what its earlier
+process had counted stays in the sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import zmq
+from torch import Tensor
+
+from vllm_spac.cpu_kernels.base import Kernel
+from vllm_spac.errors import ConfigError, SpacError
+from vllm_spac.methods.od_moe.division import ProcessorRates
+from vllm_spac.methods.od_moe.roster import name
+from vllm_spac.methods.od_moe.wire import FrameKind, Header, Limits, decode, encode, raw, run_payload
+from vllm_spac.methods.od_moe.worker_link import Service, WorkerLink
+from vllm_spac.recording.metrics import Counters
+from vllm_spac.storage.base import allocate
+from vllm_spac.system.timing import median
+
+SIZES = ("slots", "resident", "slot_bytes", "memory_bytes")  # memory: of its process, resident
+_COUNTERS = tuple(field.name for field in fields(Counters))
+_BY_KEY = ("bytes", "steps")  # counters of which there is one per store, or per kind
+_OWN = ("compute_seconds", "hints")
+_SHOWN = ("hits", "misses", "loads", "stall_seconds", "prefetches", "prefetch_hits", "prefetch_wasted")
+
+
+class WorkerCounts:
+    """The counters of all workers of an engine."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, dict[str, dict[str, Any]]] = {}  # worker -> its pools -> what each counted last
+        self._pool: dict[int, str] = {}  # of each worker that is in
+
+    def told(self, worker: int, found: Mapping[str, Any]) -> None:
+        """Takes what ``worker`` says of itself; names that this version does not know are left out."""
+        pool = str(found.get("pool"))[:64]
+        counts = {name: value for name in (*_COUNTERS, *_OWN, *SIZES) if _is_count(name, value := found.get(name))}
+        self._last.setdefault(worker, {})[pool] = counts
+        self._pool[worker] = pool
+
+    def lost(self, worker: int) -> None:
+        """``worker`` is out: its memory counts no more."""
+        self._pool.pop(worker, None)
+
+    def of(self, worker: int) -> dict[str, int | float]:
+        """Returns the chief counters of one worker, and the sizes of its memory, zeros while it is out."""
+        found = self._all(worker)
+        shown = {name: found.get(name, 0) for name in (*_SHOWN, *_OWN, *SIZES)}
+        return {**shown, "loaded_bytes": sum(found.get("bytes", {}).values())}
+
+    def total(self) -> dict[str, Any]:
+        """Returns the counters and sizes of all workers, summed, as those of one engine."""
+        summed = _sum([dict.fromkeys(SIZES, 0), *map(self._all, self._last)])
+        return {name: value for name, value in summed.items() if name not in (*_OWN, "memory_bytes")}
+
+    def _all(self, worker: int) -> dict[str, Any]:
+        pools = self._last.get(worker, {})
+        now = pools.get(self._pool.get(worker, ""), {})
+        return {**_sum(pools.values()), **{name: now.get(name, 0) for name in SIZES}}
+
+
+def _sum(all_of_them: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    total: Counter[str] = Counter()
+    inner: dict[str, Counter[str]] = {}
+    for counts in all_of_them:
+        for key, value in counts.items():
+            if isinstance(value, Mapping):
+                inner.setdefault(key, Counter()).update(value)
+            else:
+                total[key] += value
+    return {**total, **{name: dict(values) for name, values in inner.items()}}
+
+
+def _is_count(name: str, value: Any) -> bool:
+    if name in _BY_KEY:
+        return isinstance(value, dict) and all(isinstance(number, int | float) for number in value.values())
+    return isinstance(value, int | float)
+
+
+_AT_ONCE = 16
+
+
+def counts(addresses: Sequence[str], secret: bytes, seconds: float = 3.0) -> list[dict[str, Any] | str]:
+    """Returns what each worker counts, see ``Worker``, or why it did not say.
+
+    Args:
+        addresses: of the workers, ``tcp://host:port``.
+        secret: of their cluster.
+        seconds: to wait for each; one that computes or fills its slots answers afterwards.
+    """
+    context = zmq.Context()
+
+    def ask(address: str) -> dict[str, Any] | str:
+        link = WorkerLink(context, address, secret)
+        try:
+            link.visit(seconds)
+            return link.ask(FrameKind.STATS, seconds).text()
+        except SpacError as error:
+            return str(error).removeprefix("spac: ")
+        finally:
+            link.close()
+
+    try:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="spac-visit") as pool:
+            return list(pool.map(ask, addresses))
+    finally:
+        context.destroy(linger=200)
+
+
+_ANSWER = 60.0  # seconds to wait for one
+_MEASURED = 0.005  # seconds
+
+
+class Sample(NamedTuple):
+    """A row of a layer, with as many of its experts as a token uses, and its output.
+
+    Attributes:
+        layer: number of the layer.
+        x: [1, hidden].
+        weights: float32 [1, top_k].
+        ids: int32 [1, top_k].
+        out: [1, hidden] like ``x``.
+    """
+
+    layer: int
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    out: Tensor
+
+
+def sample(link: WorkerLink, service: Service, worker: int, kernel: Kernel, dtype: torch.dtype) -> Sample:
+    """Computes a row here, with experts that the worker gives: they and its kernel are tested by it.
+
+    Args:
+        link: to the worker.
+        service: what it serves.
+        worker: its number, which seeds the row.
+        kernel: of this process.
+        dtype: of the row.
+    """
+    top_k, layer, shape = service.top_k, service.mine[0], service.shape
+    experts = allocate(shape.tensors, top_k, "cpu")
+    for expert in range(top_k):
+        frame = link.ask(FrameKind.FETCH, _ANSWER, layer=shape.key(layer, expert))
+        for tensor_name, tensor in frame.expert(shape).items():
+            experts[tensor_name][expert].copy_(tensor)
+    # vLLM loads models with their dtype as torch's default, and its kernel takes routing weights in float32 only.
+    random = torch.Generator().manual_seed(worker)
+    x = torch.randn(1, service.hidden, generator=random, dtype=torch.float32).to(dtype)
+    ids = torch.arange(top_k, dtype=torch.int32)[None]
+    weights = torch.full((1, top_k), 1 / top_k, dtype=torch.float32)
+    return Sample(layer, x, weights, ids, kernel(x, weights, ids, experts).to(x.dtype))
+
+
+def check(link: WorkerLink, worker: int, given: Sample, fingerprint: bytes) -> np.ndarray:
+    """Returns which experts have a slot at the worker afterwards, as ``Frame.resident``.
+
+    Raises:
+        ConfigError: the worker's output for its sample has other bits than this process's.
+    """
+    sizes = {"rows": 1, "hidden": given.x.shape[1], "top_k": given.ids.shape[1], "dtype": given.x.dtype}
+    payload = run_payload(given.x, given.weights, given.ids)
+    frame = link.ask(FrameKind.RUN, _ANSWER, payload, layer=given.layer, fingerprint=fingerprint, **sizes)
+    if frame.header.kind != FrameKind.ROWS or not torch.equal(frame.rows(), given.out):
+        raise ConfigError(
+            f"spac: {name(worker)} at {link.address} computes other bits than this process for the same experts; "
+            "use machines with the same processors, and the same vLLM"
+        )
+    return frame.resident()
+
+
+def rates(worker: int, ready: Mapping[str, Any], message: float) -> ProcessorRates:
+    """Returns what a worker measured when its slots were filled; ``SpacError`` if it is no measurement."""
+    found = ready.get("rates")
+    values: list[Any] = [found.get(each) for each in ("expert", "row", "load")] if isinstance(found, dict) else [None]
+    if not all(type(value) is float and 0 <= value < math.inf for value in values):
+        raise SpacError(f"spac: {name(worker)} does not say how fast it is")
+    expert, row, load = map(float, values)
+    return ProcessorRates(expert, row, load, message)
+
+
+def message_seconds(service: Service, dtype: torch.dtype) -> float:
+    """Measures the seconds that this process takes to write a request with one row and to read its answer."""
+    hidden, top_k, limits = service.hidden, service.top_k, Limits()
+    x, weights = torch.zeros(1, hidden, dtype=dtype), torch.zeros(1, top_k)
+
+    def both() -> None:
+        encode(Header(FrameKind.RUN, rows=1, hidden=hidden, top_k=top_k, dtype=dtype), run_payload(x, weights, weights))
+        decode(encode(Header(FrameKind.ROWS, rows=1, hidden=hidden, dtype=dtype), raw(x)), limits).rows()
+
+    return median(both, _MEASURED)
