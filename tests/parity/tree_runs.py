@@ -177,17 +177,18 @@ def cut(llm: Any) -> None:
 
 
 def without_compaction(runner: Any) -> None:
-    from vllm_spac.integration.stepping import tree_decoding_v1
+    import torch
 
-    tree_decoding_v1.after_walk = lambda *given: tree_decoding_v1.before_forward([], *given[2:])
+    from vllm_spac.methods.trees.tensors import BlockCopies, StepTrees
+
+    nothing = torch.empty(0, dtype=torch.long)
+    StepTrees.after_walk = lambda self, last, block_size: BlockCopies(nothing, nothing)
 
 
 def without_positions(runner: Any) -> None:
-    import torch
+    from vllm_spac.methods.trees.tensors import StepTrees
 
-    from vllm_spac.methods.trees.virtual_batch import TreeRows
-
-    TreeRows.positions = lambda self: self.base + torch.arange(self.tree.rows)
+    StepTrees.positions = property(lambda self: self.linear)
 
 
 def main(asked: dict) -> dict:

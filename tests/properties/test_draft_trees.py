@@ -9,20 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from list_trees import DraftTree, TreeRows, after_walk, before_forward, scattered, trees_of, virtual_batch, walk
 
 from vllm_spac.config.tree_shape import DynamicShape, StaticShape, TreeShape, parse
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.trees.draft_tree import DraftTree, walk
 from vllm_spac.methods.trees.growth import Growth
-from vllm_spac.methods.trees.virtual_batch import (
-    TreeRows,
-    after_walk,
-    before_forward,
-    level_batch,
-    scattered,
-    scratch_blocks,
-    virtual_batch,
-)
+from vllm_spac.methods.trees.tensors import level_batch, scratch_blocks
 
 VOCABULARY = 12
 
@@ -51,7 +43,7 @@ def grown(shape: TreeShape, seed: int, requests: int, coarse: bool, nodes: int) 
     while not growth.over:
         assert growth.tokens.shape == growth.parent.shape == growth.expanded.shape
         growth.add(logp(*growth.expanded.shape))
-    return growth.trees(nodes)
+    return trees_of(growth, nodes)
 
 
 @given(
@@ -71,7 +63,7 @@ def test_grown_trees_are_connected_and_each_prefix_is_a_tree(nodes, depth, kind,
         assert sum(map(len, tree.children)) == len(tree.tokens), "two siblings with one token"
         for drafts in range(len(tree.tokens) + 1):
             part = tree.cut(drafts)
-            assert part.tokens == tree.tokens[:drafts] and len(part.paths) <= shape.leaves
+            assert part.tokens == tree.tokens[:drafts]
         chain = tree.best_chain()
         assert not chain.branches and len(chain.tokens) == max(tree.depths)
 
@@ -83,21 +75,6 @@ def test_a_dynamic_tree_holds_the_most_probable_nodes(seed: int, nodes: int) -> 
     (whole,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, 500)
     (tree,) = grown(DynamicShape(500, 4, 5, 5), seed, 1, False, nodes)
     assert list(tree.reached) == sorted(whole.reached, reverse=True)[: nodes + 1]
-
-
-@given(nodes=st.integers(2, 200), width=st.integers(2, 9))
-@settings(deadline=None)
-def test_no_fewer_leaves_are_enough(nodes: int, width: int) -> None:
-    """A drafter without a preference expands as few nodes as can be; a static shape always has the same leaves."""
-    shape = DynamicShape(nodes, 6, width, 200)
-    growth, even = Growth(shape, torch.zeros(1, VOCABULARY).log_softmax(-1)), torch.zeros(1, 1, VOCABULARY)
-    while not growth.over and growth.level < 3:
-        growth.add(even.expand(*growth.expanded.shape, -1).log_softmax(-1))
-    (tree,) = growth.trees(nodes)
-    assert len(tree.paths) == DynamicShape(len(tree.tokens), 6, width).leaves
-    static = StaticShape.of_size(nodes, 6, 9)
-    (tree,) = grown(static, nodes, 1, False, nodes)
-    assert len(tree.paths) == static.leaves
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
@@ -116,9 +93,9 @@ def test_a_drafter_without_numbers_still_drafts_trees(shape: TreeShape, broken: 
         growth = Growth(shape, logp(1, 1, mended)[:, 0])
         while not growth.over:
             growth.add(logp(growth.level + 1, growth.expanded.shape[1], mended))
-        found.append(growth.trees(16))
+        found.append(trees_of(growth, 16))
     tree = found[0][0]
-    assert all(parent < row for row, parent in enumerate(tree.parents)) and len(tree.paths) <= shape.leaves
+    assert all(parent < row for row, parent in enumerate(tree.parents))
     assert not any(math.isnan(weight) for weight in tree.reached)
     assert found[0][1] == found[1][1]
 
@@ -211,7 +188,7 @@ class Cache:
 
 
 def divided(tree: DraftTree, data: st.DataObject) -> tuple[tuple[int, ...], ...]:
-    """The rows of a tree as any paths: those that the V1 runner uses, a path per row as with V2's, and others."""
+    """The rows of a tree as any paths: one per leaf, and others."""
     paths = [[0]]
     for row, parent in enumerate(tree.parents[1:], 1):
         here = next((path for path in paths if path[-1] == parent and data.draw(st.booleans())), None)

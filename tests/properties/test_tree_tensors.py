@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import list_trees
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from list_trees import DraftTree, TreeRows, scattered, virtual_batch
+from list_trees import walk as walk_one
 
 from vllm_spac.config.tree_shape import DynamicShape, StaticShape
-from vllm_spac.methods.trees.draft_tree import DraftTree
-from vllm_spac.methods.trees.draft_tree import walk as walk_one
 from vllm_spac.methods.trees.growth import Growth
 from vllm_spac.methods.trees.tensors import (
     FILLER,
     NOWHERE,
+    BlockCopies,
     StepTrees,
     TensorRows,
     TreeTensors,
     best_chains,
+    scratch_blocks,
     trees_of,
     walk,
 )
-from vllm_spac.methods.trees.virtual_batch import TreeRows, scattered, scratch_blocks, virtual_batch
 
 NODES, DEPTH = 7, 4
 
@@ -93,7 +95,7 @@ def test_attention_sees_the_same_sequences_and_slots(batch, block_size: int, dat
     assert found == sorted(zip(pairs.rows.tolist(), pairs.slots.tolist(), strict=True))
 
 
-def effect(copies: virtual_batch.BlockCopies, blocks: int, ignored: torch.Tensor) -> list[int]:
+def effect(copies: BlockCopies, blocks: int, ignored: torch.Tensor) -> list[int]:
     assert not set(copies.targets.tolist()) & set(copies.sources.tolist()) - set(ignored.tolist())
     cache = torch.arange(blocks)
     copies.apply(cache)
@@ -108,14 +110,14 @@ def test_the_same_blocks_are_copied(batch, block_size: int, data: st.DataObject)
     blocks, roots = int(table.max()) + 1, whole.scratch[:, 0].flatten()
     last = [data.draw(st.integers(0, tree.tree.rows - 1)) for tree in single]
     paths = [tree.tree.path(row)[1:] for tree, row in zip(single, last, strict=True)]
-    compacted = virtual_batch.after_walk(single, paths, table, block_size)
+    compacted = list_trees.after_walk(single, paths, table, block_size)
     mine = whole.after_walk(torch.tensor(last), block_size)
     assert effect(mine, blocks, roots) == effect(compacted, blocks, roots)
     targets = [target for target in mine.targets.tolist() if target not in roots.tolist()]
     assert len(targets) == len(set(targets)), "two copies to one block"
     fresh = torch.cat([tree.scratch[:, 0] for tree in single if tree.base % block_size == 0] or [roots])
     ignored = torch.cat([roots, fresh])  # nothing is in that block yet
-    before = virtual_batch.before_forward(single, table, block_size)
+    before = list_trees.before_forward(single, table, block_size)
     assert effect(whole.before_forward(block_size), blocks, ignored) == effect(before, blocks, ignored)
     order = whole.as_chains(torch.tensor(last), int(single[-1].start + single[-1].tree.rows + 2))
     wanted = list(range(len(order)))
@@ -151,14 +153,17 @@ def test_the_same_tokens_are_emitted(batch, data: st.DataObject) -> None:
 @settings(deadline=None)
 def test_a_chain_is_the_best_path_and_its_filler_is_never_accepted(given_trees, data: st.DataObject) -> None:
     where = data.draw(st.lists(st.booleans(), min_size=len(given_trees), max_size=len(given_trees)))
-    tokens, shown = best_chains(
-        torch.tensor([tree.tokens for tree in given_trees]), tensors(given_trees), torch.tensor(where)
+    logp = torch.arange(0, -NODES, -1.0).expand(len(given_trees), -1)  # of the node of each number
+    tokens, along, shown = best_chains(
+        torch.tensor([tree.tokens for tree in given_trees]), logp, tensors(given_trees), torch.tensor(where)
     )
     for number, (tree, chain) in enumerate(zip(given_trees, where, strict=True)):
         wanted = tree.best_chain() if chain else tree
         count = len(wanted.tokens)
         assert tokens[number, :count].tolist() == list(wanted.tokens)
         assert shown.parents[number].tolist() == [*wanted.parents, *[FILLER] * (NODES - count)]
+        path = tree.path(tree.depths.index(max(tree.depths)))[1:] if chain else range(1, NODES + 1)
+        assert along[number, :count].tolist() == [1.0 - row for row in path]
         assert int(tokens[number].min()) >= 0, "filler has a token: it goes through the model"
     same = tokens.clone()
     rows = torch.full((len(given_trees),), NODES + 1)
@@ -174,8 +179,8 @@ def test_grown_trees_are_the_same(shape) -> None:
     growth = Growth(shape, torch.randn(3, 20, generator=rng).log_softmax(-1))
     while not growth.over:
         growth.add(torch.randn(*growth.expanded.shape, 20, generator=rng).log_softmax(-1))
-    tokens, device = trees_of(growth.chosen(), shape.depth, torch.zeros(3, dtype=torch.bool))
-    for number, tree in enumerate(growth.trees(12)):
+    tokens, _, device = trees_of(growth.chosen(), shape.depth, torch.zeros(3, dtype=torch.bool))
+    for number, tree in enumerate(list_trees.trees_of(growth, 12)):
         assert tokens[number].tolist() == list(tree.tokens)
         assert device.parents[number].tolist() == list(tree.parents)
         assert device.depths[number].tolist() == list(tree.depths)

@@ -29,7 +29,7 @@ def exported() -> dict[str, set[str]]:
     counters = Counters(bytes={"disk": 1, "host": 2}, steps={"decode": 3}).snapshot()
     gauges = dict.fromkeys(("slots", "resident", "host_experts", "experts", "slot_bytes"), 1)
     names = ("rows", "dropped_weight", "shortlists", "experts", "emptied", "unweighted")
-    trees = TreeCounters().snapshot() | {"tree_accepted": {"0": 1, "2": 3}}
+    trees = TreeCounters(3).snapshot() | {"tree_accepted": {"0": 1, "2": 3}}
     collector = WorkerCollector(None)
     collector.workers = [
         {

@@ -146,7 +146,7 @@ def test_the_v2_runner_does_not_tell_the_guard_which_nodes_were_accepted() -> No
 
 
 def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
-    need = tree_scratch.Scratch(DynamicShape(16), requests=8, block_size=32, by_row=True)
+    need = tree_scratch.Scratch(DynamicShape(16), requests=8, block_size=32)
     assert need.count == 8 * 2 * 17, "two blocks per row: a path may cross a block's edge"
     pool = SimpleNamespace(get_num_free_blocks=lambda: 5 * need.count - 1)
     scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
@@ -159,16 +159,9 @@ def test_scratch_of_a_fifth_of_the_cache_is_refused_with_numbers() -> None:
         tree_scratch.reserve(scheduler, config, need)
 
 
-@pytest.mark.parametrize(
-    "shape, by_row, sequences",
-    [
-        (DynamicShape(63), True, 64),
-        (DynamicShape(63), False, 55),  # 63 nodes have at least 8 parents; the root's path needs no scratch
-        (StaticShape(((0,), (1,), (0, 0), (0, 1))), False, 2),
-    ],
-)
-def test_scratch_counts_paths_or_rows_and_its_sets_are_disjoint(shape, by_row: bool, sequences: int) -> None:
-    blocks = tree_scratch.Scratch(shape, requests=3, block_size=4, by_row=by_row)
+@pytest.mark.parametrize("shape, sequences", [(DynamicShape(63), 64), (StaticShape(((0,), (1,), (0, 0), (0, 1))), 5)])
+def test_scratch_is_of_rows_and_its_sets_are_disjoint(shape, sequences: int) -> None:
+    blocks = tree_scratch.Scratch(shape, requests=3, block_size=4)
     assert blocks.count == 3 * blocks.each * max(sequences, 2 * shape.front)
     for taken in (blocks.trees(3), blocks.levels(3)):
         assert taken.unique().numel() == taken.numel() and int(taken.min()) == 1 and int(taken.max()) <= blocks.count

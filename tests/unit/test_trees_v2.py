@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from vllm_spac.integration.stepping import tree_attention, tree_decoding_v2
-from vllm_spac.integration.stepping.tree_decoding_v2 import Layout, Sampled
-from vllm_spac.methods.trees.draft_tree import DraftTree
-from vllm_spac.methods.trees.tensors import StepTrees, TensorRows, TreeTensors
-from vllm_spac.methods.trees.tree_counters import DeviceCounters, TreeCounters
+from vllm_spac.integration.stepping.tree_decoding_v2 import Sampled
+from vllm_spac.methods.trees.tensors import Layout, StepTrees, TensorRows, TreeTensors
+from vllm_spac.methods.trees.tree_counters import TreeCounters
 
 STARTS, DRAFTS = np.array([0, 4, 5, 8, 17], dtype=np.int32), np.array([3, 0, 2, 4])  # the last is a padded prompt
 TREES = np.array([0, 2])
@@ -112,20 +111,20 @@ def test_accepted_rows_come_first_among_those_that_are_sampled() -> None:
     assert tree_decoding_v2.reordered(state, at.along(path, 8))[:, 0].tolist() == [0, 2, 3, 3, 4, 5, 7, 7, 8, 9]
 
 
-def test_counts_are_those_of_the_host() -> None:
-    trees = [DraftTree((1, 2, 3), (-1, 0, 0, 1), (1.0,) * 4), DraftTree.chain((4, 5, 6)), DraftTree.chain((4, 5, 6))]
+def test_counts_of_trees_chains_and_drafts_that_are_unknown() -> None:
+    """A tree of three nodes, a chain that was cut, one that was filled up, and a request without drafts."""
     parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2], [-1, 0, -2, -2], [-1, 0, 1, 2]])
-    host, device = TreeCounters(), DeviceCounters(3, torch.device("cpu"))
-    for tree, path in ((trees[0], [1, 3]), (trees[1].cut(2), [1]), (trees[2].cut(1), [])):
-        host.verified(tree, path)
-    device.verified(parents, torch.tensor([4, 3, 4, 1]), torch.tensor([2, 1, 0, 0]))
-    assert device.snapshot() == host.snapshot()
-    device.host.unknown += 2
-    assert device.snapshot()["trees"] == {"trees": 1, "chains": 4, "unknown": 2, "nodes": 6}
+    counters = TreeCounters(3)
+    counters.verified(parents, torch.tensor([4, 3, 4, 1]), torch.tensor([2, 1, 0, 0]))
+    found = counters.snapshot()
+    assert found["trees"] == {"trees": 1, "chains": 2, "unknown": 0, "nodes": 6}
+    assert found["tree_accepted"] == {"0": 1, "1": 1, "2": 1}
+    counters.skip(2)
+    assert counters.snapshot()["trees"] == {"trees": 1, "chains": 4, "unknown": 2, "nodes": 6}
 
 
 def test_hooks_write_what_rows_see_of_their_ancestors() -> None:
-    from vllm_spac.methods.trees.virtual_batch import Scattered
+    from vllm_spac.methods.trees.tensors import Scattered
 
     calls: list[tuple[list[int], list[int]]] = []
     trees: Any = SimpleNamespace(scattered=None)

@@ -44,11 +44,6 @@ class TreeShape(ABC):
     def front(self) -> int:
         """Most nodes that are expanded in a level."""
 
-    @property
-    @abstractmethod
-    def leaves(self) -> int:
-        """Most leaves of a tree of this shape, and of each of its prefixes, since a node adds at most one."""
-
     @abstractmethod
     def expand(self, level: int, logp: Tensor) -> Tensor:
         """Chooses the candidates of a level that are expanded.
@@ -90,11 +85,6 @@ class DynamicShape(TreeShape):
     @property
     def front(self) -> int:
         return self.expanded
-
-    @property
-    def leaves(self) -> int:
-        """All rows but those with children: n nodes are the children of at least n / width rows."""
-        return self.nodes + 1 - math.ceil(self.nodes / self.width)
 
     def expand(self, level: int, logp: Tensor) -> Tensor:
         if level >= self.depth:
@@ -174,10 +164,6 @@ class StaticShape(TreeShape):
     @cached_property
     def front(self) -> int:
         return max(len(self._inner(level)) for level in range(self.depth))
-
-    @cached_property
-    def leaves(self) -> int:
-        return self.nodes + 1 - len({path[:-1] for path in self.paths})
 
     def _inner(self, level: int) -> list[Path]:
         """The nodes of a level that have children, ascending."""

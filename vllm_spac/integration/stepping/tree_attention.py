@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from vllm_spac.methods.trees.virtual_batch import Scattered, VirtualBatch
+from vllm_spac.methods.trees.tensors import Scattered, VirtualBatch
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata

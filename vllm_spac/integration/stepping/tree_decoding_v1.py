@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,20 +18,22 @@ from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.decisions.guard.tree_guard import TreeGuard
 from vllm_spac.integration.stepping import tree_attention
 from vllm_spac.integration.stepping.tree_scratch import Scratch
-from vllm_spac.methods.trees.draft_tree import DraftTree, Walk
-from vllm_spac.methods.trees.growth import Growth
-from vllm_spac.methods.trees.tree_counters import TreeCounters
-from vllm_spac.methods.trees.virtual_batch import (
+from vllm_spac.methods.trees.growth import Chosen, Growth
+from vllm_spac.methods.trees.tensors import (
+    FILLER,
+    NOWHERE,
     BlockCopies,
+    Layout,
     Scattered,
-    TreeRows,
+    StepTrees,
+    TensorRows,
+    TreeTensors,
     VirtualBatch,
-    after_walk,
-    before_forward,
+    descend,
     level_batch,
-    scattered,
-    virtual_batch,
+    trees_of,
 )
+from vllm_spac.methods.trees.tree_counters import TreeCounters
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -42,13 +45,62 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
+class Drafts(NamedTuple):
+    """The drafts of one request. Row 0 is the root, the last token of the request; row i > 0 is draft i - 1.
+
+    Attributes:
+        tokens: draft tokens, [n].
+        parents: row that each row follows, [n + 1]; -1 for the root. A parent comes before its children.
+        reached: probability, by the drafter, that a row is reached, [n + 1]; 1 for the root.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    reached: tuple[float, ...]
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> Drafts:
+        """Draft tokens that follow one another."""
+        return cls(tuple(tokens), tuple(range(-1, len(tokens))), (1.0,) * (len(tokens) + 1))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, the root included."""
+        return len(self.parents)
+
+    @property
+    def branches(self) -> bool:
+        """Whether some draft token does not follow the one before it."""
+        return any(parent != row for row, parent in enumerate(self.parents[1:]))
+
+    def cut(self, drafts: int) -> Drafts:
+        """The first ``drafts`` draft tokens, which are a tree too."""
+        return Drafts(self.tokens[:drafts], self.parents[: drafts + 1], self.reached[: drafts + 1])
+
+
+class Verified(NamedTuple):
+    """What the target accepted in a step.
+
+    Attributes:
+        last: int64 [requests], last accepted row of each tree; 0: none but the root.
+        paths: accepted rows per request, without the root.
+        output: vLLM's; its tokens are int32 [requests, levels] with -1 behind the last of each request.
+    """
+
+    last: Tensor
+    paths: list[list[int]]
+    output: SamplerOutput
+
+
 def verified(
     sampler: Callable[..., SamplerOutput],
     logits: Tensor,
     metadata: SamplingMetadata,
-    trees: Sequence[DraftTree],
+    trees: TreeTensors,
+    tokens: Tensor,
+    rows: Tensor,
     outputs: Sequence[list[int]],
-) -> tuple[Walk, SamplerOutput]:
+) -> Verified:
     """Walks the trees of a step with the target's choices.
 
     At each level the sampler sees the batch as it is without speculation after as many tokens: one row per request, the
@@ -57,53 +109,45 @@ def verified(
 
     Args:
         sampler: vLLM's sampler without speculation.
-        logits: [rows, V], the rows of each tree one after the other.
+        logits: [all rows, V], the rows of each tree one after the other.
         metadata: of the batch.
-        trees: one per request.
+        trees, tokens, rows: of each request, as for ``tensors.walk``.
         outputs: the output tokens of each request, the lists that vLLM's sampler and its processors read.
-
-    Returns:
-        (the finished walk, tokens as int32 [requests, levels] with -1 behind the last of each request, and their
-        log-probabilities).
     """
-    rows = torch.tensor([tree.rows for tree in trees])
-    first = (rows.cumsum(0) - rows).to(logits.device)
-    walk, lengths = Walk(trees), [len(output) for output in outputs]
+    first, known = rows.cumsum(0) - rows, torch.arange(tokens.shape[1]) < rows[:, None]
+    at, walking = torch.zeros_like(rows), [True] * len(outputs)
+    said: list[list[int]] = [[] for _ in outputs]
+    paths: list[list[int]] = [[] for _ in outputs]
+    lengths = [len(output) for output in outputs]
     logprobs: list[LogprobsTensors | None] = []
     try:
-        while not walk.over:
+        while any(walking):
             level = dataclasses.replace(
                 metadata,
-                generators={i: generator for i, generator in metadata.generators.items() if walk.walking[i]},
+                generators={i: generator for i, generator in metadata.generators.items() if walking[i]},
                 spec_token_ids=None,
             )
-            at = first + torch.tensor(walk.at, device=logits.device)
-            output = sampler(logits=logits[at], sampling_metadata=level)
-            walk.advance(output.sampled_token_ids[:, 0].tolist())
+            output = sampler(logits=logits[first + at], sampling_metadata=level)
+            chosen = output.sampled_token_ids[:, 0].long()
+            at, on = descend(trees, tokens, known, at, chosen)
+            walked, walking = walking, [before and after for before, after in zip(walking, on.tolist(), strict=True)]
+            for request in range(len(outputs)):
+                if walked[request]:
+                    said[request].append(int(chosen[request]))
+                if walking[request]:
+                    paths[request].append(int(at[request]))
+                    outputs[request].append(said[request][-1])
             logprobs.append(output.logprobs_tensors)
-            if not walk.over:
-                _append(walk, outputs, metadata)
+            if any(walking):
+                for processor in metadata.logitsprocs.all:
+                    processor.update_state(None)
     finally:
-        for tokens, length in zip(outputs, lengths, strict=True):
-            del tokens[length:]
-    return walk, dataclasses.replace(
-        output, sampled_token_ids=_padded(walk, logits.device), logprobs_tensors=_by_request(logprobs)
-    )
-
-
-def _append(walk: Walk, outputs: Sequence[list[int]], metadata: SamplingMetadata) -> None:
-    """Appends what the last level emitted to the output of each request that goes on."""
-    for walking, tokens, emitted in zip(walk.walking, outputs, walk.tokens, strict=True):
-        if walking:
-            tokens.append(emitted[-1])
-    for processor in metadata.logitsprocs.all:
-        processor.update_state(None)
-
-
-def _padded(walk: Walk, device: torch.device) -> Tensor:
-    levels = max(map(len, walk.tokens))
-    rows = [[*tokens, *[-1] * (levels - len(tokens))] for tokens in walk.tokens]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+        for kept, length in zip(outputs, lengths, strict=True):
+            del kept[length:]
+    levels = max(map(len, said))
+    padded = torch.tensor([[*each, *[-1] * (levels - len(each))] for each in said], dtype=torch.int32)
+    output = dataclasses.replace(output, sampled_token_ids=padded, logprobs_tensors=_by_request(logprobs))
+    return Verified(torch.tensor([path[-1] if path else 0 for path in paths]), paths, output)
 
 
 def _by_request(levels: Sequence[LogprobsTensors | None]) -> LogprobsTensors | None:
@@ -153,9 +197,9 @@ def first_pass(drafter: EagleProposer, propose: Callable, *args: Any, **kwargs: 
 
 
 def grow(
-    drafter: EagleProposer, shape: TreeShape, scratch: Scratch, start: FirstPass, requests: Sequence[int], nodes: int
-) -> list[DraftTree]:
-    """Drafts one tree for each of ``requests``, numbers of the batch, with at most ``nodes`` draft tokens."""
+    drafter: EagleProposer, shape: TreeShape, scratch: Scratch, start: FirstPass, requests: Sequence[int]
+) -> Chosen:
+    """Drafts one tree for each of ``requests``, numbers of the batch."""
     chosen = torch.tensor(requests)
     caches = _caches(drafter)
     table = start.metadata.block_table_tensor[chosen]
@@ -180,7 +224,7 @@ def grow(
         last, hidden = _forward(drafter, growth, batch, before, start.metadata)
         growth.add(drafter.model.compute_logits(last).float().log_softmax(-1).view(len(requests), front, -1))
         hidden, previous = hidden.view(len(requests), front, -1), here
-    return growth.trees(nodes)
+    return growth.chosen()
 
 
 def _forward(drafter: EagleProposer, growth: Growth, batch, hidden: Tensor, metadata: CommonAttentionMetadata):
@@ -244,12 +288,14 @@ class TreeDecoding:
     ) -> None:
         self._guard = guard
         self._runner, self._shape, self.scratch = runner, shape, scratch
-        self.counters = TreeCounters()
-        self._drafted: dict[str, DraftTree] = {}  # by request, until the next step
-        self._trees: list[DraftTree] | None = None  # one per request of the batch, until they are verified
-        self._known: dict[str, DraftTree] = {}  # those of the step that the drafter proposed, by request
-        self._rows: list[TreeRows] = []  # of those that branch
-        self._paths: list[list[int]] = []  # accepted rows of each of ``_rows``
+        self.counters = TreeCounters(shape.nodes)
+        self._drafted: dict[str, Drafts] = {}  # by request, until the next step
+        self._drafts: list[Drafts] | None = None  # one per request of the batch, until they are verified
+        self._known: dict[str, Drafts] = {}  # those of the step that the drafter proposed, by request
+        self._trees: TreeTensors  # of all requests of the batch
+        self._step: StepTrees | None = None  # those that branch
+        self._layout: Layout  # of the step, if it has such trees
+        self._last: Tensor | None = None  # last accepted row of each tree of ``_step``
         self.accepted: list[list[int]] | None = None  # drafts of each request of the step; None if none had any
         self.scattered: Scattered | None = None  # while the target runs
         self._drafting: list[int] = []  # requests that the drafter continues
@@ -272,14 +318,14 @@ class TreeDecoding:
         batch = self._runner.input_batch
         return batch.block_table[0].get_device_tensor(batch.num_reqs)
 
-    def _tree_of(self, request: str, drafts: Sequence[int]) -> DraftTree:
+    def _drafts_of(self, request: str, drafts: Sequence[int]) -> Drafts:
         """The tree whose first drafts a request verifies; drafts that were not ours are verified as a chain."""
         tree = self._drafted.pop(request, None) if drafts else None
         if tree is not None and tuple(drafts) == tree.tokens[: len(drafts)]:
             self._known[request] = tree.cut(len(drafts))
             return self._known[request]
         self.counters.unknown += bool(drafts)
-        return DraftTree.chain(drafts)
+        return Drafts.chain(drafts)
 
     # -- the target's forward --------------------------------------------------------------------------------
 
@@ -288,24 +334,39 @@ class TreeDecoding:
         batch = self._runner.input_batch
         drafts = scheduled.scheduled_spec_decode_tokens
         self._known = {}
-        self._trees = [self._tree_of(request, drafts.get(request, ())) for request in batch.req_ids]
+        self._drafts = [self._drafts_of(request, drafts.get(request, ())) for request in batch.req_ids]
         for request in scheduled.finished_req_ids:
             self._drafted.pop(request, None)
-        self._rows, self._paths, self.accepted = [], [], None
-        stop = 0
-        for index, (request, tree) in enumerate(zip(batch.req_ids, self._trees, strict=True)):
-            count = scheduled.num_scheduled_tokens[request]
-            stop += count
-            if tree.branches:
-                places = self.scratch.trees(len(batch.req_ids))[len(self._rows), : len(tree.paths) - 1]
-                base = int(batch.num_computed_tokens_cpu[index]) + count - tree.rows
-                self._rows.append(TreeRows(index, stop - tree.rows, base, tree, tree.paths, places))
-        self.scattered = None
-        for rows in self._rows:
-            self._runner.positions[rows.start : rows.start + rows.tree.rows] = rows.positions()
-        if self._rows:
-            self.scattered = scattered(self._rows, self._block_table, self._block_size)
-            self._copy(before_forward(self._rows, self._block_table, self._block_size))
+        self._step = self._last = self.accepted = self.scattered = None
+        if not any(each.tokens for each in self._drafts):
+            return
+        nodes = max([self._shape.nodes, *(len(each.tokens) for each in self._drafts)])
+        depth = max([self._shape.depth, *(len(each.tokens) for each in self._drafts if not each.branches)])
+        parents = torch.tensor([[*each.parents, *[FILLER] * (nodes + 1 - each.rows)] for each in self._drafts])
+        self._trees = TreeTensors.of(parents, depth)
+        if any(each.branches for each in self._drafts):
+            self._take_up([scheduled.num_scheduled_tokens[request] for request in batch.req_ids])
+
+    def _take_up(self, counts: list[int]) -> None:
+        """Prepares the forward for the trees that branch; ``counts``: rows of each request of the batch."""
+        assert self._drafts is not None
+        requests = np.array([number for number, each in enumerate(self._drafts) if each.branches])
+        drafts, starts = np.array([len(each.tokens) for each in self._drafts]), np.cumsum([0, *counts])
+        assert all(counts[number] == drafts[number] + 1 for number in requests), "a tree's rows are a request's rows"
+        computed = torch.as_tensor(self._runner.input_batch.num_computed_tokens_cpu[requests]).long()
+        self._layout, chosen = Layout.of(starts, drafts, requests), torch.from_numpy(requests)
+        self._step = StepTrees(
+            self._trees.take(chosen),
+            TensorRows(*torch.from_numpy(self._layout.rows)),
+            computed,
+            self._block_table[chosen],
+            self.scratch.trees(len(requests)),
+        )
+        self._runner.positions[self._step.rows.token] = self._step.positions
+        also = self._step.scattered(self._block_size)
+        there = also.slots != NOWHERE
+        self.scattered = Scattered(also.rows[there], also.slots[there])
+        self._copy(self._step.before_forward(self._block_size))
 
     def weights(self, request: str, drafts: Sequence[int], rows: int) -> tuple[float, ...] | None:
         """``RequestRows.weights`` of a request of the step; arguments as of ``DraftProbabilities.weights``."""
@@ -318,10 +379,11 @@ class TreeDecoding:
         return tree.parents[1:] if tree is not None and tree.branches else None
 
     def virtual(self, metadata: CommonAttentionMetadata) -> VirtualBatch | None:
-        if self.scattered is None:
+        if self.scattered is None or self._step is None:
             return None
-        table = metadata.block_table_tensor
-        return virtual_batch(metadata.query_start_loc_cpu, metadata.seq_lens, table, self._rows, self._block_size)
+        owner, table = torch.from_numpy(self._layout.owner), metadata.block_table_tensor
+        lengths, tables = self._step.sequences(owner, metadata.seq_lens, table, self._block_size)
+        return VirtualBatch(torch.from_numpy(self._layout.starts), lengths, tables)
 
     def caches(self) -> list[Tensor]:
         """The KV cache of each attention layer of the target, [blocks, ...]."""
@@ -338,21 +400,22 @@ class TreeDecoding:
         self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling: SamplingMetadata
     ) -> SamplerOutput:
         """In place of ``RejectionSampler.forward``: accepts a path of each tree, and moves its keys into place."""
-        trees, self._trees, self.scattered = self._trees, None, None
-        if trees is None:  # vLLM warms up its sampler
+        drafts, self._drafts, self.scattered = self._drafts, None, None
+        if drafts is None:  # vLLM warms up its sampler
             return self._verify_plainly(metadata, draft_probs, logits, sampling)
-        assert [len(tree.tokens) for tree in trees] == list(metadata.num_draft_tokens)
-        outputs = self._runner.input_batch.req_output_token_ids
-        walk, output = verified(self._runner.sampler, logits, sampling, trees, outputs)
-        self._paths = [walk.paths[rows.request] for rows in self._rows]
-        self.accepted = [[row - 1 for row in path] for path in walk.paths]
-        self._copy(after_walk(self._rows, self._paths, self._block_table, self._block_size))
-        for tree, path in zip(trees, walk.paths, strict=True):
-            if tree.tokens:
-                self.counters.verified(tree, path)
+        assert [len(each.tokens) for each in drafts] == list(metadata.num_draft_tokens)
+        outputs, width = self._runner.input_batch.req_output_token_ids, self._trees.parents.shape[1]
+        tokens = torch.tensor([[-1, *each.tokens, *[-1] * (width - each.rows)] for each in drafts])
+        rows = torch.tensor([each.rows for each in drafts])
+        found = verified(self._runner.sampler, logits, sampling, self._trees, tokens, rows, outputs)
+        self.accepted = [[row - 1 for row in path] for path in found.paths]
+        if self._step is not None:
+            self._last = found.last[torch.from_numpy(self._layout.requests)]
+            self._copy(self._step.after_walk(self._last, self._block_size))
+        self.counters.verified(self._trees.parents, rows, torch.tensor(list(map(len, found.paths))))
         if self._guard is not None:
-            self._guard.accepted(walk.paths)
-        return output
+            self._guard.accepted(found.paths)
+        return found.output
 
     def restore(self, sampled: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:
         """Makes the step a chain for all that follows: the accepted rows come first, at consecutive positions.
@@ -362,13 +425,13 @@ class TreeDecoding:
             states: hidden states of the rows of the step, [rows, d] each; changed in place.
         """
         self._drafting = [number for number, tokens in enumerate(sampled) if tokens]
-        runner = self._runner
-        for rows, path in zip(self._rows, self._paths, strict=True):
-            source = rows.start + torch.tensor([0, *path])
-            target = slice(rows.start, rows.start + len(source))
-            for state in (*states, runner.input_ids.gpu):
-                state[target] = state[source]
-            runner.positions[rows.start : rows.start + rows.tree.rows] = rows.base + torch.arange(rows.tree.rows)
+        if self._step is None or self._last is None:
+            return
+        tokens = self._step.rows.token
+        source = self._step.as_chains(self._last, int(tokens.max()) + 1)[tokens]
+        for state in (*states, self._runner.input_ids.gpu):
+            state[tokens] = state[source]
+        self._runner.positions[tokens] = self._step.linear
 
     # -- its drafts ------------------------------------------------------------------------------------------
 
@@ -389,12 +452,18 @@ class TreeDecoding:
         drafting = [number for number in self._drafting if int(start.positions[number]) < room]
         if not drafting or num_speculative_tokens < 1:
             return drafts
-        options = self._runner.drafter, self._shape, self.scratch, start
-        trees = grow(*options, drafting, num_speculative_tokens)
-        for number, tree in zip(drafting, trees, strict=True):
-            chosen = tree.best_chain() if self._needs_chain(requests[number]) else tree
-            self._drafted[requests[number]] = chosen
-            drafts[number] = list(chosen.tokens)
+        chosen = grow(self._runner.drafter, self._shape, self.scratch, start, drafting)
+        nodes = num_speculative_tokens
+        chosen = Chosen(chosen.tokens[:, :nodes], chosen.parents[:, : nodes + 1], chosen.logp[:, :nodes])
+        chain = torch.tensor([self._needs_chain(requests[number]) for number in drafting])
+        tokens, logp, trees = trees_of(chosen, self._shape.depth, chain)
+        reached, real = logp.double().exp().tolist(), (trees.parents != FILLER).sum(1).tolist()
+        for place, number in enumerate(drafting):
+            rows = real[place]
+            mine = tuple(tokens[place, : rows - 1].tolist())
+            probabilities = (1.0, *reached[place][: rows - 1])
+            self._drafted[requests[number]] = Drafts(mine, tuple(trees.parents[place, :rows].tolist()), probabilities)
+            drafts[number] = list(mine)
         return drafts
 
     def _needs_chain(self, request: str) -> bool:

@@ -20,9 +20,20 @@ from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.integration.stepping.tree_attention import updating
 from vllm_spac.integration.stepping.tree_scratch import Scratch, to_device
 from vllm_spac.methods.trees.growth import Growth
-from vllm_spac.methods.trees.tensors import StepTrees, TensorRows, TreeTensors, Walked, trees_of, walk
-from vllm_spac.methods.trees.tree_counters import DeviceCounters
-from vllm_spac.methods.trees.virtual_batch import BlockCopies, LevelBatch, Scattered, level_batch
+from vllm_spac.methods.trees.tensors import (
+    BlockCopies,
+    Layout,
+    LevelBatch,
+    Scattered,
+    StepTrees,
+    TensorRows,
+    TreeTensors,
+    Walked,
+    level_batch,
+    trees_of,
+    walk,
+)
+from vllm_spac.methods.trees.tree_counters import TreeCounters
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -208,7 +219,7 @@ class Drafter:
             return self._decode(num_reqs, *args, **kwargs)
         speculator = self._speculator
         chain = to_device(self._chain, speculator.device)
-        tokens, trees = trees_of(self._grown(num_reqs, self._logits).chosen(), self._shape.depth, chain)
+        tokens, _, trees = trees_of(self._grown(num_reqs, self._logits).chosen(), self._shape.depth, chain)
         speculator.draft_tokens[:num_reqs] = tokens
         self._keep(speculator.idx_mapping[:num_reqs], trees)
 
@@ -291,7 +302,7 @@ class TreeDecodingV2:
     def __init__(self, runner: GPUModelRunner, shape: TreeShape, scratch: Scratch) -> None:
         self._runner, self._scratch, device = runner, scratch, runner.device
         self.block_size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.counters = DeviceCounters(shape.depth, device)
+        self.counters = TreeCounters(shape.depth, device)
         self._drafted = TreeTensors.chains(runner.max_num_reqs, shape.nodes, shape.depth, device)
         self._as_chain = np.zeros(runner.max_num_reqs, dtype=bool)  # by request state
         self._batch: InputBatch | None = None  # a real batch, until its metadata is built
@@ -344,7 +355,7 @@ class TreeDecodingV2:
         if drafts is None:
             return chains
         drafting = drafts > 0
-        self.counters.host.unknown += int((drafting & input_batch.is_prefilling_np).sum())
+        self.counters.skip(int((drafting & input_batch.is_prefilling_np).sum()))
         requests = np.flatnonzero(drafting & ~input_batch.is_prefilling_np)
         if not len(requests):
             return chains
@@ -439,52 +450,6 @@ def needs_chain(parameters: SamplingParams) -> bool:
 def reordered(state: Tensor, order: Tensor) -> Tensor:
     """``state``, [rows, d], with its first rows in ``order``; rows behind them pad a CUDA graph."""
     return torch.cat([state[order], state[len(order) :]])
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where the rows of trees are in a batch; all that is known on the host.
-
-    Attributes:
-        requests: int64 [T], those whose drafts are trees.
-        rows: int64 [4, N], as ``TensorRows``.
-        roots: int64 [T], row of the forward of each root.
-        owner: int64 [S], request of each sequence that attention sees.
-        starts: int32 [S + 1], first row of each.
-    """
-
-    requests: np.ndarray
-    rows: np.ndarray
-    roots: np.ndarray
-    owner: np.ndarray
-    starts: np.ndarray
-
-    @classmethod
-    def of(cls, starts: np.ndarray, drafts: np.ndarray, requests: np.ndarray) -> Layout:
-        """The layout of a batch.
-
-        Args:
-            starts: int [R + 1], first row of each request.
-            drafts: int [R], drafts of each.
-            requests: int [T], ascending, those whose drafts are trees; each of their rows is one of a tree.
-        """
-        sequences = np.ones(len(drafts), dtype=np.int64)
-        sequences[requests] = drafts[requests] + 1
-        owner = np.repeat(np.arange(len(drafts)), sequences)
-        first = np.cumsum(sequences) - sequences
-        row = np.arange(len(owner)) - first[owner]  # 0 for plain requests
-        begins = starts[:-1][owner] + row
-        tree = np.full(len(drafts), -1)
-        tree[requests] = np.arange(len(requests))
-        sequence = np.flatnonzero(tree[owner] >= 0)
-        rows = np.stack([tree[owner][sequence], row[sequence], begins[sequence], sequence])
-        return cls(
-            requests,
-            rows.astype(np.int64),
-            starts[requests].astype(np.int64),
-            owner,
-            np.append(begins, starts[-1]).astype(np.int32),
-        )
 
 
 def expanded(

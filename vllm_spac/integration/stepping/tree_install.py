@@ -48,19 +48,17 @@ def _initializing(initialize: Callable):
             return result
         _check(self, kv_cache_config)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        requests, by_scheduler = self.vllm_config.scheduler_config.max_num_seqs, plans_drafts(self.vllm_config)
-        scratch = Scratch(shape, requests, block_size, self.device, by_row=by_scheduler)
+        scratch = Scratch(shape, self.vllm_config.scheduler_config.max_num_seqs, block_size, self.device)
         share = 100 * scratch.count / kv_cache_config.num_blocks
         logger.info(
-            "spac: draft trees of %s; their scratch takes %d of %d KV cache blocks (%.1f%%)",
-            f"{shape.nodes} nodes and {shape.depth} levels"
-            if by_scheduler
-            else f"up to {shape.nodes} nodes, {shape.depth} levels and {shape.leaves} paths",
+            "spac: draft trees of up to %d nodes and %d levels; their scratch takes %d of %d KV cache blocks (%.1f%%)",
+            shape.nodes,
+            shape.depth,
             scratch.count,
             kv_cache_config.num_blocks,
             share,
         )
-        if by_scheduler:
+        if plans_drafts(self.vllm_config):
             self._spac_trees = TreeDecodingV2(self, shape, scratch)
         else:
             guard = experts.serving.guard if isinstance(experts.serving.guard, TreeGuard) else None

@@ -8,7 +8,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_spac.config.config import config_of
-from vllm_spac.integration.hooks.drafts import plans_drafts
 from vllm_spac.integration.stepping.tree_scratch import Scratch, reserve
 
 if TYPE_CHECKING:
@@ -36,5 +35,4 @@ def _reserve(scheduler: Scheduler, vllm_config: VllmConfig) -> None:
     assert config is not None and config.draft_tree is not None
     block_size = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     requests = vllm_config.scheduler_config.max_num_seqs
-    by_row = plans_drafts(vllm_config)
-    reserve(scheduler, vllm_config, Scratch(config.draft_tree, requests, block_size, by_row=by_row))
+    reserve(scheduler, vllm_config, Scratch(config.draft_tree, requests, block_size))

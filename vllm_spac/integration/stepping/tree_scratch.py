@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
 from vllm_spac.errors import ConfigError, UnsupportedError
-from vllm_spac.methods.trees.virtual_batch import scratch_blocks
+from vllm_spac.methods.trees.tensors import scratch_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,25 +28,17 @@ class Scratch:
         requests: most requests of a step.
         block_size: tokens per block.
         device: where the ids are used.
-        by_row: each row of a tree has scratch of its own, as ``tensors`` has it; otherwise each path but the first.
     """
 
-    def __init__(
-        self,
-        shape: TreeShape,
-        requests: int,
-        block_size: int,
-        device: torch.device | str = "cpu",
-        by_row: bool = False,
-    ) -> None:
+    def __init__(self, shape: TreeShape, requests: int, block_size: int, device: torch.device | str = "cpu") -> None:
         self.each = scratch_blocks(shape.depth, block_size)
-        self._parts, self._front = shape.nodes + 1 if by_row else shape.leaves - 1, shape.front
-        self.count = requests * self.each * max(self._parts, 2 * self._front)
+        self._rows, self._front = shape.nodes + 1, shape.front
+        self.count = requests * self.each * max(self._rows, 2 * self._front)
         self._ids = torch.arange(1, self.count + 1, device=device)
 
     def trees(self, count: int) -> Tensor:
-        """Blocks of all parts (rows or paths) of ``count`` trees of a step, int64 [count, parts, blocks of each]."""
-        return self._of(count, self._parts)
+        """Blocks of all rows of ``count`` trees of a step, int64 [count, n + 1, blocks of each]."""
+        return self._of(count, self._rows)
 
     def levels(self, requests: int) -> Tensor:
         """Blocks of two levels of growth, int64 [2, requests, front, blocks of each]."""

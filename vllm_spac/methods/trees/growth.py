@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from vllm_spac.config.tree_shape import TreeShape
-from vllm_spac.methods.trees.draft_tree import DraftTree
 
 
 class Chosen(NamedTuple):
@@ -84,18 +83,6 @@ class Growth:
         before = row.gather(1, parents.gather(1, order) % row.shape[1])
         root = before.new_full((len(before), 1), -1)
         return Chosen(tokens.gather(1, order), torch.cat([root, before], 1), logp.gather(1, order))
-
-    def trees(self, nodes: int) -> list[DraftTree]:
-        """The tree of each request, with at most ``nodes`` draft tokens."""
-        parts = (part.cpu() for part in self.chosen())
-        return [
-            DraftTree(
-                tuple(tokens[:nodes].tolist()),
-                tuple(parents[: nodes + 1].tolist()),
-                (1.0, *logp[:nodes].double().exp().tolist()),
-            )
-            for tokens, parents, logp in zip(*parts, strict=True)
-        ]
 
 
 def _best(logp: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -1,22 +1,121 @@
-"""Draft trees as tensors of fixed shape, for a model runner whose drafts never leave the device.
+"""Draft trees as tensors of fixed shape: all requests at once, and without waiting for the device.
 
-What ``draft_tree`` and ``virtual_batch`` do tree by tree on the host is done here
-for all requests at once and without waiting for the device, whose trees' paths the host does not know: each row has
-blocks of its own, as if it were a path. Property tests compare the two.
+The batch as attention sees it while trees are verified: a row is a sequence. Each row of a tree is a one-token decode
+of its own sequence, in which it is at the position that it would have in a chain. A root's keys are the request's own;
+each other row has scratch blocks, which hold a copy of the prefix's last, partly filled block and the keys and values
+of the row and its ancestors. A sequence ends at its row. An ordinary causal kernel then computes attention over the
+tree, and the blocks of the last accepted row are the request's next blocks: they are copied after verification.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_spac.methods.trees.growth import Chosen
-from vllm_spac.methods.trees.virtual_batch import BlockCopies, Scattered, with_scratch
 
 FILLER = -2  # parent of a row that is no draft: it fills up a chain that is shorter than a tree
 NOWHERE = -1  # slot that no key is written to; ancestor that a row does not have
+
+
+class VirtualBatch(NamedTuple):
+    """Attention metadata of a batch whose sequences are the rows of trees, and requests without one.
+
+    Attributes:
+        query_start: int32 [S + 1], first row of each sequence.
+        lengths: int32 [S], tokens of each sequence, its query rows included.
+        block_table: [S, blocks], as the request's own.
+    """
+
+    query_start: Tensor
+    lengths: Tensor
+    block_table: Tensor
+
+
+def scratch_blocks(depth: int, block_size: int) -> int:
+    """Most blocks that the tokens behind a prefix of any length need: a root, and a path of ``depth`` drafts."""
+    return (block_size - 1 + depth) // block_size + 1
+
+
+class Scattered(NamedTuple):
+    """Keys and values that are written besides the slots that their rows have in a chain.
+
+    Attributes:
+        rows: int64 [pairs], row of the forward that they are of.
+        slots: int64 [pairs], slot in the cache that they go to.
+    """
+
+    rows: Tensor
+    slots: Tensor
+
+
+class LevelBatch(NamedTuple):
+    """A level of growing trees, as the drafter's attention sees it: each expanded node is a sequence of one token.
+
+    Attributes:
+        lengths: int32 [R * F], tokens of each sequence, its query included.
+        positions: int64 [R * F], position of each query.
+        block_table: [R * F, blocks].
+        slots: int64 [R * F], slot of each query's keys and values.
+    """
+
+    lengths: Tensor
+    positions: Tensor
+    block_table: Tensor
+    slots: Tensor
+
+
+def level_batch(block_table: Tensor, bases: Tensor, level: int, scratch: Tensor, block_size: int) -> LevelBatch:
+    """The sequences of one level of growth.
+
+    Args:
+        block_table: [R, blocks] of the requests.
+        bases: int64 [R], tokens of each request in the drafter's cache.
+        level: of the nodes that are expanded, from 1.
+        scratch: int64 [R, F, blocks per node].
+        block_size: tokens per block.
+    """
+    front = scratch.shape[1]
+    position = bases + level - 1
+    first = bases // block_size
+    place = position // block_size - first
+    block = scratch.gather(2, place[:, None, None].expand(-1, front, 1))[..., 0]
+    table = block_table[:, None].expand(-1, front, -1).flatten(0, 1)
+    return LevelBatch(
+        lengths=(position + 1).repeat_interleave(front).int(),
+        positions=position.repeat_interleave(front),
+        block_table=with_scratch(table, first.repeat_interleave(front), scratch.flatten(0, 1)),
+        slots=(block * block_size + (position % block_size)[:, None]).flatten(),
+    )
+
+
+def with_scratch(tables: Tensor, first: Tensor, scratch: Tensor) -> Tensor:
+    """Block tables in which scratch replaces the blocks from ``first`` on; blocks that do not fit are left out.
+
+    Args:
+        tables: [S, blocks].
+        first: int64 [S].
+        scratch: int64 [S, blocks per node].
+    """
+    wide = torch.cat([tables, tables.new_zeros(len(tables), scratch.shape[1])], 1)
+    columns = first[:, None] + torch.arange(scratch.shape[1], device=tables.device)
+    return wide.scatter_(1, columns, scratch.to(tables.dtype))[:, : tables.shape[1]].contiguous()
+
+
+class BlockCopies(NamedTuple):
+    """Whole blocks to copy, in every layer: int64 [copies] each. No block is both read and written."""
+
+    sources: Tensor
+    targets: Tensor
+
+    def apply(self, cache: Tensor) -> None:
+        """Copies inside the cache of one layer, [blocks, ...]."""
+        if len(self.sources):
+            cache[self.targets] = cache[self.sources]
 
 
 class TreeTensors(NamedTuple):
@@ -61,31 +160,33 @@ class TreeTensors(NamedTuple):
             mine[requests] = theirs
 
 
-def best_chains(tokens: Tensor, trees: TreeTensors, where: Tensor) -> tuple[Tensor, TreeTensors]:
-    """Replaces some trees by the path to the most probable of their deepest nodes, as ``DraftTree.best_chain``.
+def best_chains(tokens: Tensor, logp: Tensor, trees: TreeTensors, where: Tensor) -> tuple[Tensor, Tensor, TreeTensors]:
+    """Replaces some trees by the path to the most probable of their deepest nodes.
 
     Args:
         tokens: int64 [requests, n].
+        logp: [requests, n], of each node.
         trees: of the same requests.
         where: bool [requests], which are replaced.
 
     Returns:
-        (tokens, trees), with filler behind the drafts of a chain.
+        (tokens, logp, trees), with filler behind the drafts of a chain.
     """
     nodes, depth = tokens.shape[1], trees.lineage.shape[2] - 1
     deepest = trees.depths.argmax(1)  # the first of them, which is the most probable
     path = trees.lineage[torch.arange(len(tokens), device=tokens.device), deepest][:, 1 : nodes + 1]
-    along = tokens.gather(1, (path - 1).clamp(min=0))
-    shown = torch.cat([along, tokens[:, :1].expand(-1, max(0, nodes - depth))], 1)
+    rest = path.new_ones(len(tokens), max(0, nodes - depth))
+    source = torch.cat([path.clamp(min=1), rest], 1)[:, :nodes] - 1  # of filler: the first node
     row = torch.arange(-1, nodes, device=tokens.device)
     parents = torch.where(row < trees.depths.amax(1, keepdim=True), row, FILLER)
     chains = TreeTensors.of(torch.where(where[:, None], parents, trees.parents), depth)
-    return torch.where(where[:, None], shown, tokens), chains
+    shown = (torch.where(where[:, None], part.gather(1, source), part) for part in (tokens, logp))
+    return *shown, chains
 
 
-def trees_of(chosen: Chosen, depth: int, chain: Tensor) -> tuple[Tensor, TreeTensors]:
-    """(tokens [requests, n], trees) of what the drafter chose; requests where ``chain`` is set get a chain."""
-    return best_chains(chosen.tokens, TreeTensors.of(chosen.parents, depth), chain)
+def trees_of(chosen: Chosen, depth: int, chain: Tensor) -> tuple[Tensor, Tensor, TreeTensors]:
+    """(tokens, logp, trees) of what the drafter chose; where ``chain`` (bool [requests]) is set, of a chain."""
+    return best_chains(chosen.tokens, chosen.logp, TreeTensors.of(chosen.parents, depth), chain)
 
 
 class TensorRows(NamedTuple):
@@ -102,6 +203,52 @@ class TensorRows(NamedTuple):
     row: Tensor
     token: Tensor
     sequence: Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of trees are in a batch; all that is known on the host.
+
+    Attributes:
+        requests: int64 [T], those whose drafts are trees.
+        rows: int64 [4, N], as ``TensorRows``.
+        roots: int64 [T], row of the forward of each root.
+        owner: int64 [S], request of each sequence that attention sees.
+        starts: int32 [S + 1], first row of each.
+    """
+
+    requests: np.ndarray
+    rows: np.ndarray
+    roots: np.ndarray
+    owner: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, starts: np.ndarray, drafts: np.ndarray, requests: np.ndarray) -> Layout:
+        """The layout of a batch.
+
+        Args:
+            starts: int [R + 1], first row of each request.
+            drafts: int [R], drafts of each.
+            requests: int [T], ascending, those whose drafts are trees; each of their rows is one of a tree.
+        """
+        sequences = np.ones(len(drafts), dtype=np.int64)
+        sequences[requests] = drafts[requests] + 1
+        owner = np.repeat(np.arange(len(drafts)), sequences)
+        first = np.cumsum(sequences) - sequences
+        row = np.arange(len(owner)) - first[owner]  # 0 for plain requests
+        begins = starts[:-1][owner] + row
+        tree = np.full(len(drafts), -1)
+        tree[requests] = np.arange(len(requests))
+        sequence = np.flatnonzero(tree[owner] >= 0)
+        rows = np.stack([tree[owner][sequence], row[sequence], begins[sequence], sequence])
+        return cls(
+            requests,
+            rows.astype(np.int64),
+            starts[requests].astype(np.int64),
+            owner,
+            np.append(begins, starts[-1]).astype(np.int32),
+        )
 
 
 class StepTrees(NamedTuple):
@@ -208,7 +355,10 @@ class Walked(NamedTuple):
 
 
 def walk(trees: TreeTensors, tokens: Tensor, rows: Tensor, chosen: Tensor) -> Walked:
-    """Walks all trees, as ``draft_tree.Walk`` does.
+    """Walks all trees: at each node the target chooses once, and a choice that is a child of the node is visited next.
+
+    The emitted tokens are distributed exactly as without drafts, and no lossless rule accepts more of a given set of
+    candidates: the chance to go on is the target's mass on the children.
 
     Args:
         trees: [requests, ...].
@@ -222,8 +372,24 @@ def walk(trees: TreeTensors, tokens: Tensor, rows: Tensor, chosen: Tensor) -> Wa
     known = (row < rows[:, None]) & (tokens >= 0)
     at = torch.zeros_like(everyone)
     for _ in range(trees.lineage.shape[2] - 1):  # a leaf has no children: the walk stays there
-        match = known & (trees.parents == at[:, None]) & (tokens == chosen.gather(1, at[:, None]))
-        at = torch.where(match.any(1), match.int().argmax(1), at)
+        at, _ = descend(trees, tokens, known, at, chosen.gather(1, at[:, None])[:, 0])
     path = trees.lineage[everyone, at]
     emitted = chosen.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
     return Walked(at, path, emitted, (path >= 0).sum(1).int())
+
+
+def descend(trees: TreeTensors, tokens: Tensor, known: Tensor, at: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """One level of all walks.
+
+    Args:
+        trees, tokens: as for ``walk``.
+        known: bool [requests, n + 1], rows that may be accepted.
+        at: int64 [requests], where each walk is.
+        chosen: int64 [requests], the target's choice there.
+
+    Returns:
+        int64 [requests], where each walk is then; and bool [requests], whether it went on.
+    """
+    match = known & (trees.parents == at[:, None]) & (tokens == chosen[:, None])
+    on = match.any(1)
+    return torch.where(on, match.int().argmax(1), at), on

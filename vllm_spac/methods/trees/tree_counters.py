@@ -1,62 +1,31 @@
-"""Counts of verified trees."""
+"""Counts of verified trees, added up where the trees are."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
 
-from vllm_spac.methods.trees.draft_tree import DraftTree
 
-
-@dataclass
 class TreeCounters:
     """Counts since the start of the worker.
-
-    Attributes:
-        trees: verified trees that branch.
-        chains: verified drafts that do not.
-        unknown: of these, drafts that the trees' drafter did not propose, e.g. vLLM's padding of a resumed request.
-        nodes: draft tokens that were verified.
-        accepted: verified drafts by the number of their tokens that were accepted.
-    """
-
-    trees: int = 0
-    chains: int = 0
-    unknown: int = 0
-    nodes: int = 0
-    accepted: dict[str, int] = field(default_factory=dict)
-
-    def verified(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Adds one request's drafts; ``path``: its accepted rows."""
-        if tree.branches:
-            self.trees += 1
-        else:
-            self.chains += 1
-        self.nodes += len(tree.tokens)
-        depth = str(len(path))
-        self.accepted[depth] = self.accepted.get(depth, 0) + 1
-
-    def snapshot(self) -> dict[str, dict[str, int]]:
-        """A copy as plain data: ``trees``, and ``tree_accepted`` by the number of accepted tokens."""
-        counts = asdict(self)
-        return {"tree_accepted": counts.pop("accepted"), "trees": counts}
-
-
-class DeviceCounters:
-    """The same counts, added up on the device.
 
     Args:
         depth: most tokens of a tree that can be accepted.
         device: of the trees.
+
+    Attributes:
+        unknown: verified drafts that the trees' drafter did not propose, e.g. vLLM's padding of a resumed request.
     """
 
-    def __init__(self, depth: int, device: torch.device) -> None:
-        self.host = TreeCounters()
+    def __init__(self, depth: int, device: torch.device | str = "cpu") -> None:
+        self.unknown = self._skipped = 0
         self._accepted = torch.zeros(depth + 1, dtype=torch.long, device=device)
         self._kinds = torch.zeros(3, dtype=torch.long, device=device)  # trees, chains, nodes
+
+    def skip(self, requests: int) -> None:
+        """Adds drafts that are unknown, and that ``verified`` is not told of."""
+        self.unknown += requests
+        self._skipped += requests
 
     def verified(self, parents: Tensor, rows: Tensor, accepted: Tensor) -> None:
         """Adds one step.
@@ -74,7 +43,13 @@ class DeviceCounters:
         self._accepted.scatter_add_(0, accepted, drafts.long())
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """As ``TreeCounters.snapshot``; waits for the device."""
+        """The counts as plain data; waits for the device.
+
+        Returns:
+            ``trees``: ``trees`` that branch, ``chains``, ``unknown`` (of the chains), and their ``nodes``.
+            ``tree_accepted``: verified drafts by the number of their tokens that were accepted.
+        """
         trees, chains, nodes = self._kinds.tolist()
         accepted = {str(depth): count for depth, count in enumerate(self._accepted.tolist()) if count}
-        return TreeCounters(trees, chains + self.host.unknown, self.host.unknown, nodes, accepted).snapshot()
+        counts = {"trees": trees, "chains": chains + self._skipped, "unknown": self.unknown, "nodes": nodes}
+        return {"tree_accepted": accepted, "trees": counts}

@@ -1,32 +1,177 @@
-"""The batch as attention sees it while trees are verified: a row is a sequence.
+"""Draft trees as lists, one at a time on the host: the twin that trees as tensors are compared with.
 
-Each row of a tree is a one-token decode of its own sequence, in which it is at the position that it would have in a
-chain. A tree is divided into paths, whose rows share the blocks behind the request's prefix: those of the first path,
-which begins at the root, are the request's own; each other path has scratch blocks, which hold a copy of the prefix's
-last, partly filled block and the keys and values of the path's rows and of their ancestors. A row's sequence ends at
-the row, so that it does not see those that follow on its path. An ordinary causal kernel then computes attention over
-the tree, and the blocks of an accepted row's path are the request's next blocks: they are copied after verification.
+A tree is divided into paths, whose rows share the blocks behind the request's prefix: those of the first path, which
+begins at the root, are the request's own; each other path has scratch blocks, which hold a copy of the prefix's last,
+partly filled block and the keys and values of the path's rows and of their ancestors.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_spac.methods.trees.draft_tree import DraftTree
+from vllm_spac.methods.trees.growth import Growth
+from vllm_spac.methods.trees.tensors import BlockCopies, Scattered
 
 Paths = tuple[tuple[int, ...], ...]
 
 
-def scratch_blocks(depth: int, block_size: int) -> int:
-    """Most blocks that the tokens behind a prefix of any length need: a root, and a path of ``depth`` drafts."""
-    return (block_size - 1 + depth) // block_size + 1
+@dataclass(frozen=True)
+class DraftTree:
+    """Draft tokens of one request. Row 0 is the root, the last token of the request; row i > 0 is draft i - 1.
+
+    A parent comes before its children, and nodes are in descending order of their probability. So the first n rows are
+    a tree for each n: the most probable one of this size.
+
+    Attributes:
+        tokens: draft tokens, [n].
+        parents: row of each row's parent, [n + 1]; -1 for the root.
+        reached: probability, by the drafter, that a row is reached, [n + 1]; 1 for the root.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    reached: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.parents) == len(self.reached) == len(self.tokens) + 1
+        assert self.parents[0] == -1 and all(0 <= parent < row for row, parent in enumerate(self.parents) if row)
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], reached: Sequence[float] | None = None) -> DraftTree:
+        """Draft tokens that follow one another."""
+        count = len(tokens)
+        return cls(tuple(tokens), tuple(range(-1, count)), tuple(reached or (1.0,) * (count + 1)))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, the root included."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Number of ancestors of each row, [n + 1]."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> tuple[dict[int, int], ...]:
+        """Children of each row as token -> row, [n + 1]."""
+        children: list[dict[int, int]] = [{} for _ in self.parents]
+        for row, (parent, token) in enumerate(zip(self.parents[1:], self.tokens, strict=True), 1):
+            children[parent].setdefault(token, row)
+        return tuple(children)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The rows as one path per leaf: a row's path goes on to its most probable child, the others begin paths."""
+        paths: list[list[int]] = [[0]]
+        of = [0]  # number of each row's path
+        for row, parent in enumerate(self.parents[1:], 1):
+            if paths[of[parent]][-1] == parent:
+                paths[of[parent]].append(row)
+                of.append(of[parent])
+            else:
+                paths.append([row])
+                of.append(len(paths) - 1)
+        return tuple(map(tuple, paths))
+
+    @property
+    def branches(self) -> bool:
+        """Whether some draft token does not follow the one before it."""
+        return any(parent != row for row, parent in enumerate(self.parents[1:]))
+
+    def path(self, row: int) -> list[int]:
+        """Rows from the root to ``row``, both included."""
+        path = [row]
+        while path[-1]:
+            path.append(self.parents[path[-1]])
+        return path[::-1]
+
+    def cut(self, drafts: int) -> DraftTree:
+        """The tree of the first ``drafts`` draft tokens."""
+        if drafts >= len(self.tokens):
+            return self
+        return DraftTree(self.tokens[:drafts], self.parents[: drafts + 1], self.reached[: drafts + 1])
+
+    def best_chain(self) -> DraftTree:
+        """The path to the most probable of the deepest nodes, as a tree without branches."""
+        deepest = max(self.depths)
+        path = self.path(self.depths.index(deepest))
+        assert math.isclose(self.reached[0], 1.0)
+        return self.chain([self.tokens[row - 1] for row in path[1:]], [self.reached[row] for row in path])
+
+
+class Walk:
+    """One step's walk through the trees of its requests, one level at a time, all requests together.
+
+    At each node the target chooses once: its best token, or one draw from its processed distribution. If the choice is
+    a child of the node, the walk goes on there. The emitted tokens are distributed exactly as without drafts, and no
+    lossless rule accepts more of a given set of candidates: the chance to go on is the target's mass on the children.
+
+    Args:
+        trees: one per request; a request without drafts has a tree without draft tokens.
+
+    Attributes:
+        at: row of each request's tree that the target chooses at.
+        walking: whether each request goes on.
+        tokens: emitted tokens per request.
+        paths: accepted rows per request, without the root.
+    """
+
+    def __init__(self, trees: Sequence[DraftTree]) -> None:
+        self._trees = trees
+        self.at = [0] * len(trees)
+        self.walking = [True] * len(trees)
+        self.tokens: list[list[int]] = [[] for _ in trees]
+        self.paths: list[list[int]] = [[] for _ in trees]
+
+    @property
+    def over(self) -> bool:
+        return not any(self.walking)
+
+    def advance(self, chosen: Sequence[int]) -> None:
+        """Emits one token per walking request; ``chosen``: the target's choice at each ``at``, any for the others."""
+        for request, (tree, token) in enumerate(zip(self._trees, chosen, strict=True)):
+            if not self.walking[request]:
+                continue
+            self.tokens[request].append(token)
+            child = tree.children[self.at[request]].get(token)
+            if child is None:
+                self.walking[request] = False
+            else:
+                self.at[request] = child
+                self.paths[request].append(child)
+
+
+def walk(tree: DraftTree, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(accepted rows without the root, emitted tokens) of one tree, given the target's choice at every row."""
+    one = Walk([tree])
+    while not one.over:
+        one.advance([chosen[one.at[0]]])
+    return one.paths[0], one.tokens[0]
+
+
+def trees_of(growth: Growth, nodes: int) -> list[DraftTree]:
+    """The tree of each request, with at most ``nodes`` draft tokens."""
+    parts = (part.cpu() for part in growth.chosen())
+    return [
+        DraftTree(
+            tuple(tokens[:nodes].tolist()),
+            tuple(parents[: nodes + 1].tolist()),
+            (1.0, *logp[:nodes].double().exp().tolist()),
+        )
+        for tokens, parents, logp in zip(*parts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -76,18 +221,6 @@ class VirtualBatch(NamedTuple):
     query_start: Tensor
     lengths: Tensor
     block_table: Tensor
-
-
-class Scattered(NamedTuple):
-    """Keys and values that are written besides the slots that their rows have in a chain.
-
-    Attributes:
-        rows: int64 [pairs], row of the forward that they are of.
-        slots: int64 [pairs], slot in the cache that they go to.
-    """
-
-    rows: Tensor
-    slots: Tensor
 
 
 def virtual_batch(
@@ -158,71 +291,6 @@ def _lineage(parents: tuple[int, ...], paths: Paths) -> Tensor:
     for number, path in enumerate(paths[1:], 1):
         written += [(number, row, depth) for depth, row in enumerate(lines[path[-1]])]
     return torch.tensor(written, dtype=torch.long).view(-1, 3).T
-
-
-class LevelBatch(NamedTuple):
-    """A level of growing trees, as the drafter's attention sees it: each expanded node is a sequence of one token.
-
-    Attributes:
-        lengths: int32 [R * F], tokens of each sequence, its query included.
-        positions: int64 [R * F], position of each query.
-        block_table: [R * F, blocks].
-        slots: int64 [R * F], slot of each query's keys and values.
-    """
-
-    lengths: Tensor
-    positions: Tensor
-    block_table: Tensor
-    slots: Tensor
-
-
-def level_batch(block_table: Tensor, bases: Tensor, level: int, scratch: Tensor, block_size: int) -> LevelBatch:
-    """The sequences of one level of growth.
-
-    Args:
-        block_table: [R, blocks] of the requests.
-        bases: int64 [R], tokens of each request in the drafter's cache.
-        level: of the nodes that are expanded, from 1.
-        scratch: int64 [R, F, blocks per node].
-        block_size: tokens per block.
-    """
-    front = scratch.shape[1]
-    position = bases + level - 1
-    first = bases // block_size
-    place = position // block_size - first
-    block = scratch.gather(2, place[:, None, None].expand(-1, front, 1))[..., 0]
-    table = block_table[:, None].expand(-1, front, -1).flatten(0, 1)
-    return LevelBatch(
-        lengths=(position + 1).repeat_interleave(front).int(),
-        positions=position.repeat_interleave(front),
-        block_table=with_scratch(table, first.repeat_interleave(front), scratch.flatten(0, 1)),
-        slots=(block * block_size + (position % block_size)[:, None]).flatten(),
-    )
-
-
-def with_scratch(tables: Tensor, first: Tensor, scratch: Tensor) -> Tensor:
-    """Block tables in which scratch replaces the blocks from ``first`` on; blocks that do not fit are left out.
-
-    Args:
-        tables: [S, blocks].
-        first: int64 [S].
-        scratch: int64 [S, blocks per node].
-    """
-    wide = torch.cat([tables, tables.new_zeros(len(tables), scratch.shape[1])], 1)
-    columns = first[:, None] + torch.arange(scratch.shape[1], device=tables.device)
-    return wide.scatter_(1, columns, scratch.to(tables.dtype))[:, : tables.shape[1]].contiguous()
-
-
-class BlockCopies(NamedTuple):
-    """Whole blocks to copy, in every layer: int64 [copies] each. No block is both read and written."""
-
-    sources: Tensor
-    targets: Tensor
-
-    def apply(self, cache: Tensor) -> None:
-        """Copies inside the cache of one layer, [blocks, ...]."""
-        if len(self.sources):
-            cache[self.targets] = cache[self.sources]
 
 
 def before_forward(trees: Sequence[TreeRows], block_table: Tensor, block_size: int) -> BlockCopies:
