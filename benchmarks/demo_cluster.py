@@ -42,7 +42,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def worker_server(options: argparse.Namespace) -> demo.Server:
-    knobs = {"executor": "processes", "workers": options.workers, "replicas": options.replicas, "slots": options.slots}
+    executor = f"processes@replicas={options.replicas}"
+    knobs = {"executor": executor, "workers": options.workers, "slots": options.slots}
     flags = [text for name, value in knobs.items() for text in (f"--spac-{name}", str(value))]
     arguments = [str(options.model), "--plugin", "spac", *flags, *demo.common_arguments(options)]
     return demo.Server("workers (an engine and its workers)", arguments, demo.environment(), options.timeout)

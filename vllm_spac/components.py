@@ -16,14 +16,16 @@ import ast
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_spac.errors import ConfigError, brief
 
 OUTSIDE = "package.module:Class"
 WITH_ARGUMENTS = "name@argument=value"
+_COUNT = r"[1-9][0-9]{0,5}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,39 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
+class Argument:
+    """An argument in ``name@argument=value`` that is not a component's.
+
+    Attributes:
+        default: if it is not given.
+        values: words that it may be, or the least and the most number, which is whole if these are.
+    """
+
+    default: Any
+    values: tuple[Any, ...]
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ``ValueError``, with what would be right, if the argument ``name`` cannot be ``value``."""
+        if isinstance(self.values[0], str):
+            right, instead = value in self.values, f"use {name}={f' or {name}='.join(self.values)}"
+        else:
+            least, most = self.values
+            whole = isinstance(least, int)
+            right = type(value) in ((int,) if whole else (int, float)) and least <= value <= most
+            instead = f"use a {'whole number' if whole else 'number'} from {least} to {most}"
+        if not right:
+            raise ValueError(f"{name}={brief(value)}: {instead}")
+
+
+def filled(name: str, given: Mapping[str, Any], known: Mapping[str, Argument]) -> dict[str, Any]:
+    """Returns all arguments of ``name``; ``ValueError`` for one that is not ``known``, or has a wrong value."""
+    _check_known(name, list(known), given)
+    for argument, value in given.items():
+        known[argument].check(argument, value)
+    return {argument: each.default for argument, each in known.items()} | dict(given)
+
+
+@dataclass(frozen=True)
 class ComponentName:
     """The type of a knob that names a component, as metadata of ``str``; pydantic validates it.
 
@@ -61,15 +96,17 @@ class ComponentName:
         family: a key of ``FAMILIES``.
         noun: what its components are called in an error.
         others: accepted values in addition to the names of components.
-        arguments: whether ``name@argument=value`` is accepted.
-        settings: arguments that are accepted in addition to the component's.
+        arguments: whether ``name@argument=value`` is accepted for arguments of the component.
+        settings: arguments that are accepted besides, by name.
+        counts: whether a number from 1 on is accepted, too.
     """
 
     family: str
     noun: str
     others: tuple[str, ...] = ()
     arguments: bool = False
-    settings: tuple[str, ...] = ()
+    settings: Mapping[str, Argument] = field(default_factory=dict, hash=False)
+    counts: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -82,11 +119,13 @@ class ComponentName:
         Raises:
             ValueError: any other value; the message contains what was found and the known names.
         """
-        if value is None or value in self.others:
+        if self.counts and type(value) is int:
+            value = str(value)
+        if value is None or self._is_none(value):
             return value
         if not isinstance(value, str):
             raise ValueError(f"no {self.noun} is called {brief(value)}; {self._known()}, or {OUTSIDE}")
-        name, given = parse(value) if self.arguments else (value, {})
+        name, given = parse(value) if self.arguments or self.settings else (value, {})
         if ":" not in name and name not in names(self.family):
             raise ValueError(f"no {self.noun} is called {brief(name)}; {self._known()}, or {OUTSIDE}")
         try:
@@ -99,16 +138,28 @@ class ComponentName:
         if found.offline:
             reason = f"the {self.noun} {brief(value)} cannot serve: {found.offline}"
             raise ValueError(f"{reason}; {self._known()}, or {OUTSIDE}")
-        _check_arguments(name, found, [each for each in given if each not in self.settings])
+        _check_known(name, [*(arguments_of(found) if self.arguments else ()), *self.settings], given)
+        for argument in given.keys() & self.settings.keys():
+            self.settings[argument].check(argument, given[argument])
         return value
+
+    def is_ours(self, value: Any) -> bool:
+        """Whether ``value`` imports nothing from outside: no component, or the name alone of one of this package."""
+        return self._is_none(value) or value in names(self.family)
+
+    def _is_none(self, value: Any) -> bool:
+        return value in self.others or (self.counts and re.fullmatch(_COUNT, str(value)) is not None)
 
     def values(self) -> list[str]:
         """Values of the knob: ``others``, the components that can serve, and the forms of other values."""
         forms = [OUTSIDE, WITH_ARGUMENTS] if self.arguments else [OUTSIDE]
-        return [*self.others, *serving(self.family), *forms]
+        return [*self._names(), *forms]
+
+    def _names(self) -> list[str]:
+        return [*self.others, *(["N"] if self.counts else []), *serving(self.family)]
 
     def _known(self) -> str:
-        return f"use one of {', '.join([*self.others, *serving(self.family)])}"
+        return f"use one of {', '.join(self._names())}"
 
 
 def modules(family: str) -> dict[str, str]:
@@ -158,6 +209,11 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     return name, arguments
 
 
+def written(name: str, arguments: Mapping[str, Any]) -> str:
+    """Returns ``name@argument=value@...``, which ``parse`` splits again."""
+    return "@".join([name, *(f"{argument}={value}" for argument, value in arguments.items())])
+
+
 def arguments_of(found: type[Any]) -> list[str]:
     """Returns the arguments of a component that ``name@argument=value`` may set: those with a default, sorted."""
     arguments: set[str] = set()
@@ -171,8 +227,7 @@ def arguments_of(found: type[Any]) -> list[str]:
     return sorted(arguments)
 
 
-def _check_arguments(name: str, found: type[Any], given: Iterable[str]) -> None:
-    known = arguments_of(found)
+def _check_known(name: str, known: Sequence[str], given: Iterable[str]) -> None:
     if unknown := [argument for argument in given if argument not in known]:
         has = f"it has {', '.join(known)}" if known else "it has none"
         raise ConfigError(f"{name} has no argument {brief(unknown[0])}; {has}")
@@ -231,12 +286,11 @@ def build_with(
         raise ConfigError(f"{name}: {', '.join(sorted(fixed))} cannot be set here")
     if not arguments:
         return (make or found)(**given)
-    _check_arguments(name, found, arguments)
+    _check_known(name, arguments_of(found), arguments)
     try:
         return (make or found)(**given, **arguments)
     except (TypeError, ValueError) as error:
-        asked = "@".join([name, *(f"{argument}={value}" for argument, value in arguments.items())])
-        raise ConfigError(f"{brief(asked)} cannot be built: {error}") from error
+        raise ConfigError(f"{brief(written(name, arguments))} cannot be built: {error}") from error
 
 
 def _outside(family: str, name: str) -> type[Any]:

@@ -5,7 +5,7 @@ Qwen3-30B-A3B in bf16. What a step and a draft token take outside of experts is 
 model. Rows with drafts replay the traces of 8 drafts of a dense model, the others those without. Exact: no row changes
 a token.
 
-Reads ahead are limited as in serving (``--spac-prefetch-extra``), but for the row that says so.
+Reads ahead are limited as in serving (``extra`` of ``--spac-prefetch``), but for the row that says so.
 
 Table 2: the systems' eviction and division of misses, not the systems: theirs also differ in kernels and formats.
 Table 4: MoE-SpAc's recipe without one of its parts. Figure 5 (right): the recipe by K, the greatest score. Figure 6:
@@ -49,7 +49,7 @@ class System:
     """Knobs of a row.
 
     Attributes:
-        extra: limit of reads ahead, as ``prefetch_extra``; None: no limit, which serving does not have.
+        extra: limit of reads ahead; None: no limit, which serving does not have.
         drafts: whether it speculates, with a drafter in ``drafter`` % of the experts' memory.
     """
 
@@ -59,6 +59,12 @@ class System:
     extra: float | None = EXTRA
     drafts: bool = False
     drafter: float = 0
+
+    @property
+    def reads(self) -> str:
+        """Reads ahead with their limit."""
+        limited = self.prefetch != "off" and self.extra is not None
+        return f"{self.prefetch}@extra={self.extra}" if limited else self.prefetch
 
 
 RECIPE = System("utility", "threshold", "utility", drafts=True)
@@ -158,8 +164,7 @@ def measured(traces: Sequence[Trace], system: System, costs: Costs, share: float
             costs,
             policy=system.policy,
             balancer=system.balancer,
-            prefetch=system.prefetch,
-            prefetch_extra=system.extra,
+            prefetch=system.reads,
             expert_bytes=EXPERT_BYTES,
         )
         for trace in traces

@@ -7,7 +7,7 @@ size, as in executions.py. Time per token with loads on demand, over that with
   computed twice. Exact, and not served.
 - hits first: all experts with slots run while a layer loads. It would change bits; no rows can overlap more.
 - one layer ahead: reads ahead by a predictor that names the experts of the next layer, right in a given share, with the
-  limit that serving has (--spac-prefetch-extra).
+  limit that serving has (extra of --spac-prefetch).
 - the whole step ahead: by one that knows what all routers of the step will choose.
 """
 
@@ -69,7 +69,7 @@ def main(
         "none": {},
         "rows": {"overlap": "rows"},
         "hits": {"overlap": "hits"},
-        "layer": {"prefetch": f"oracle@reach=1@recall={recall}", "prefetch_extra": EXTRA},
+        "layer": {"prefetch": f"oracle@reach=1@recall={recall}@extra={EXTRA}"},
         "step": {"prefetch": "oracle"},
     }
     cases = [(name, machine, float(share)) for name in stacked for machine in costs for share in shares.split(",")]

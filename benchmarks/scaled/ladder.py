@@ -23,7 +23,7 @@ from vllm_spac.errors import ConfigError
 DISTURBED = 0.05  # of a deadline: a mean delay beyond it is reported
 # Two I/O threads: while one sleeps until its load has passed the link, the next load is on it already.
 PACED = {"store": "tiers:PacedStore", "io_threads": "2"}
-WATERFILL = {"cpu_experts": "auto", "balancer": "waterfill", "cpu_kernel": "executors:PacedExperts"}
+WATERFILL = {"cpu_experts": "waterfill", "cpu_kernel": "executors:PacedExperts"}
 
 NODES = 16
 TREE = {"guard": "off", "tree": str(NODES), "budget": "16"}  # its drafts are verified in every step

@@ -133,7 +133,7 @@ def compare(size: str, balancer: str, costs: Costs, settings: Settings, ids: lis
     profile, recorded = folder / "profile.json", folder / "routing.trace"
     profile.write_text(costs.model_dump_json())
     recorded.unlink(missing_ok=True)
-    cpu = {} if balancer == "none" else {**WATERFILL, "balancer": balancer, "profile": str(profile)}
+    cpu = {} if balancer == "none" else {**WATERFILL, "cpu_experts": balancer, "profile": str(profile)}
     side = Side(balancer, {"slots": size, "policy": "reuse", **PACED, **cpu, "trace": str(recorded)})
     with closing(LiveEngine(side.job(settings), False, settings.timeout)) as engine:
         answers = [engine.turn(prompt, settings.output_tokens) for prompt in ids]

@@ -13,8 +13,8 @@ FULL = "100%"
 # Suffixes of a policy's name, and the knobs that they set. MoE-SpAc is utility+prefetch+cpu+threshold.
 EXTRAS = {
     "prefetch": {"prefetch": "utility"},
-    "cpu": {"cpu_experts": "auto", "balancer": "waterfill"},  # named, thus in every step
-    "threshold": {"balancer": "threshold"},
+    "cpu": {"cpu_experts": "waterfill"},  # named, thus in every step
+    "threshold": {"cpu_experts": "threshold"},
     "pointers": {"execution": "pointers"},
     "io_uring": {"io_submit": "io_uring"},
 }

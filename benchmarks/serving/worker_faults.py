@@ -219,7 +219,7 @@ def main(
         raise typer.Exit(2)
     os.environ.update(_ENVIRONMENT)
     origin = provenance()
-    spac = {"executor": "processes", "workers": workers, "replicas": replicas, "slots": slots}
+    spac = {"executor": f"processes@replicas={replicas}", "workers": workers, "slots": slots}
     spac |= {"disk_dir": str(disk_dir), "tuned": "off"}
     options = {
         "skip_tokenizer_init": True,

@@ -13,14 +13,14 @@ CLASSES = {
     "store": outside.Blocks,
     "policy": outside.Fifo,
     "prefetch": outside.Same,
-    "balancer": outside.EverySecond,
+    "cpu_experts": outside.EverySecond,
     "cpu_kernel": outside.RowByRow,
     "execution": outside.Counting,
     "admission": outside.Frozen,
     "budget_ranking": outside.Loudest,
 }
 BESIDE = {  # knobs that a knob means something beside
-    "balancer": {"cpu_experts": "auto", "store": "outside:Blocks"},
+    "cpu_experts": {"store": "outside:Blocks"},
     "cpu_kernel": {"cpu_experts": "2", "store": "outside:Blocks"},
     "admission": {"execution": "pointers", "store": "outside:Blocks"},
 }
@@ -52,7 +52,7 @@ def test_each_component_that_can_serve_has_a_name(knob: str) -> None:
         ("nothing", "is called 'nothing'"),
         ("base", "is called 'base'"),
         ("_thread", "is called '_thread'"),
-        (7, "is called 7"),
+        (7.5, "is called 7.5"),
         ("nowhere:X", "No module named 'nowhere'"),
         ("outside:Nobody", "has no attribute 'Nobody'"),
         ("outside:CALLS", "is no class but Counter"),
@@ -87,7 +87,8 @@ def test_what_cannot_serve_says_why(knob: str, monkeypatch: pytest.MonkeyPatch) 
         ("store", "resident", "--spac-slots 100%"),
         ("store", "memory", "tests"),
         ("policy", "belady", "future"),
-        ("balancer", "fixed", "--spac-cpu-experts N"),
+        ("cpu_experts", "fixed", "--spac-cpu-experts N"),
+        ("cpu_experts", "none", "--spac-cpu-experts off"),
         ("budget_ranking", "oracle", "every expert"),
     ],
 )
@@ -102,8 +103,8 @@ def test_combinations_ask_for_capabilities(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="store=outside:Blocks has no addresses; use --spac-store host"):
         SpacConfig.parse({"execution": "pointers", "store": "outside:Blocks"})
     monkeypatch.setattr(outside.EverySecond, "uses_cpu", False)
-    with pytest.raises(ConfigError, match="balancer=outside:EverySecond .*computes none"):
-        SpacConfig.parse({"cpu_experts": "auto", "balancer": "outside:EverySecond"})
+    with pytest.raises(ConfigError, match="cpu_experts=outside:EverySecond .*computes none"):
+        SpacConfig.parse({"cpu_experts": "outside:EverySecond"})
     monkeypatch.setattr(outside.Fifo, "needs_layers", True)
     with pytest.raises(ConfigError, match="policy=outside:Fifo .*no layer asks the host"):
         SpacConfig.parse({"execution": "pointers", "policy": "outside:Fifo"})

@@ -17,7 +17,7 @@ pytestmark = [
 EXPERTS, TOP_K, ROWS = 128, 8, 16
 VERIFY = RequestRows(0, 5, RowKind.VERIFY, 4, (1.0, 0.7, 0.3, 0.01, 0.0))
 STEPS = [Step((VERIFY, RequestRows(5, rows, RowKind.DECODE))) for rows in (16, 9, 6)]
-COVERAGES = [{"coverage": "substitution"}, {"coverage": "truncation"}, {"coverage": "truncation", "rescue": True}]
+COVERAGES = [{"coverage": each} for each in ("substitution", "truncation", "rescue")]
 VOTES = [{}, {"votes": "path"}]
 
 

@@ -15,6 +15,7 @@ import engines
 import torch
 
 import vllm_spac
+from vllm_spac.cache.loader import LayerUse
 
 
 class Listener:
@@ -61,6 +62,7 @@ def _listen(worker: Any) -> None:
 def main(asked: dict) -> dict:
     """An engine says what it says to ``engines.PROMPTS``."""
     spac, options = asked["spac"], asked["options"]
+    LayerUse.counts = lambda *_: False  # else not all reads ahead are the shadow's
     max_tokens = options.pop("max_tokens", 16)
     with engines.engine(asked["model"], spac, **options) as llm:
         llm.collective_rpc(_listen)

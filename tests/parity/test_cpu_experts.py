@@ -29,7 +29,7 @@ def exact(checkpoint) -> engines.Run:
     "spac",
     [
         {"slots": 4, "cpu_experts": 2, "prefetch": "utility"},
-        {"slots": "25%", "cpu_experts": "auto", "policy": "utility", "balancer": "threshold"},
+        {"slots": "25%", "cpu_experts": "threshold", "policy": "utility"},
         pytest.param({"slots": "60%", "cpu_experts": "auto"}, marks=pytest.mark.full),
         {"slots": "60%", "cpu_experts": 64},
     ],

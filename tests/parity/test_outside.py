@@ -21,14 +21,13 @@ IN_SLOTS = {
     "policy": "outside:Fifo",
     "store": "outside:Blocks",
     "prefetch": "outside:Same",
-    "balancer": "outside:EverySecond",
-    "cpu_experts": "auto",
+    "cpu_experts": "outside:EverySecond",
     "cpu_kernel": "outside:RowByRow",
     "budget_ranking": "outside:Loudest",
-    "budget_mass": 1 - 1e-9,
+    "budget": 1 - 1e-9,
     "budget_when": "all",
 }
-OVER_POINTERS = {"execution": "pointers", "store": "outside:Blocks", "admission": "outside:Frozen", "staging": "off"}
+OVER_POINTERS = {"execution": "pointers@staging=off", "store": "outside:Blocks", "admission": "outside:Frozen"}
 
 
 @pytest.fixture
@@ -75,5 +74,5 @@ def test_same_tokens_as_stock(spac, called, outside, exact, checkpoint):
     stats = run.stats
     assert (stats["store"], stats["execution"]) == (spac["store"], spac["execution"])
     assert stats["hits"] > 0 and stats["misses"] > 0
-    assert stats["mode"] == ("lossy" if "budget_mass" in spac else "exact up to rounding")
+    assert stats["mode"] == ("lossy" if "budget" in spac else "exact up to rounding")
     assert stats["budget"]["dropped_share"] == 0

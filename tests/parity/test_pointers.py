@@ -29,7 +29,7 @@ def test_same_tokens_as_stock(family, sizes, checkpoint):
     assert len({tuple(tokens) for tokens in stock.tokens}) > 4, "this model says the same to everything"
     for slots in sizes:
         staging, admission = ("off", "step") if slots == "50%" else ("on", "layer")
-        spac = {"slots": slots, "execution": "pointers", "staging": staging, "admission": admission}
+        spac = {"slots": slots, "execution": f"pointers@staging={staging}", "admission": admission}
         run = engines.generate(checkpoint(family), spac, **FLOAT32)
         assert_same_tokens(run, stock, slots)
         stats = run.stats

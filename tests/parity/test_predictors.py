@@ -81,7 +81,7 @@ def test_recall_on_held_out_text(trained: Path) -> None:
 def test_reads_ahead_by_the_device(trained: Path, prefetch: str) -> None:
     """Over pointers, whose layers do not wait for the host: the twins give the same bits wherever an expert is."""
     spac = {"slots": "25%", "execution": "pointers", "admission": "layer"}
-    ahead = {"prefetch": prefetch, "predictor_file": str(trained / "p.safetensors"), "prefetch_extra": 0.3}
+    ahead = {"prefetch": f"{prefetch}@extra=0.3", "predictor_file": str(trained / "p.safetensors")}
     plain, run = compare(MODELS / "target", [spac, spac | ahead], max_tokens=24)
     assert_same_tokens(run, plain)
     stats = run.stats

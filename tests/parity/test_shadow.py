@@ -34,8 +34,6 @@ def drafting(model: Path) -> dict:
 def shadowed(folder: Path, options: dict, **knobs) -> tuple[engines.Run, dict[str, int]]:
     """What an engine with a shadow says, and how right the shadow was."""
     spac = {"slots": "25%", "store": "disk", "disk_dir": str(folder), "guard": "off", "prefetch": "shadow"} | knobs
-    if "executor" not in knobs:  # whose workers read no next layer
-        spac |= {"layer_ahead": "off"}  # else not all reads ahead are the shadow's
     asked = {"model": str(TARGET), "spac": spac, "options": options}
     found = forked.answer(forked.run([PROGRAM, json.dumps(asked)]))
     heard = found.pop("heard")

@@ -15,6 +15,7 @@ from compare import METHODS, TOY
 
 import vllm_spac
 from vllm_spac import components
+from vllm_spac.cache.loader import LayerUse
 from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.core import Rates
 from vllm_spac.decisions.costs import Costs
@@ -91,14 +92,14 @@ def simulated(trace: Trace, spac: dict, balancer: str, slots: int, gamma: int, b
         ({"policy": "reuse"}, "none", None),
         # What the CPU computed is admitted when a read has ended, and reads of an engine end when they do.
         (
-            {"policy": "utility", "cpu_experts": "auto", "balancer": "waterfill@admit=False"},
+            {"policy": "utility", "cpu_experts": "waterfill@admit=False"},
             "waterfill@admit=False",
             None,
         ),
         pytest.param({"policy": "layer_lru", "slots": "6%"}, "none", None, marks=pytest.mark.full),
         pytest.param({"policy": "lru", "cpu_experts": 3}, "fixed", "eagle3", marks=pytest.mark.full),
         pytest.param(
-            {"policy": "lru", "cpu_experts": "auto", "balancer": "threshold"},
+            {"policy": "lru", "cpu_experts": "threshold"},
             "threshold",
             "eagle3",
             marks=pytest.mark.full,
@@ -108,10 +109,11 @@ def simulated(trace: Trace, spac: dict, balancer: str, slots: int, gamma: int, b
 )
 def test_counts_are_the_engine_s(spac, balancer, speculation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.trace"
-    knobs = {"slots": "25%", "store": "host", "trace": str(path), "layer_ahead": "off"} | spac
+    knobs = {"slots": "25%", "store": "host", "trace": str(path)} | spac
     options = {} if speculation is None else {"speculative_config": METHODS[speculation]}
     with monkeypatch.context() as patch:
         patch.setattr(assembly, "_rates", lambda *arguments: (RATES, "given"))
+        patch.setattr(LayerUse, "counts", lambda *_: False)  # when such reads of an engine end, the clock says
         uncounted = Uncounted(patch)
         with engines.engine(str(TOY / "target"), knobs, **options) as llm:
             for prompt in engines.PROMPTS[:4]:

@@ -63,7 +63,7 @@ def test_sixteen_nodes(stock) -> None:
     [
         {"store": "disk", "tree": 63, "tree_shape": "static"},
         {"store": "host", "slots": "13%", "tree": 63},
-        {"store": "host", "slots": "13%", "tree": 8, "tree_depth": 3},
+        {"store": "host", "slots": "13%", "tree": 8, "tree_shape": "dynamic@depth=3"},
         {"slots": "100%", "tree": 63, "guard": "on"},
         {"store": "host", "tree": 6, "tree_shape": "[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]"},
     ],
@@ -129,7 +129,7 @@ def test_a_budget_ranks_experts_across_the_tree() -> None:
     budgeted = EXACT | {"store": "host", "tree": 16, "budget": 24}
     weighted = {
         "uniform": {},
-        "path 0": {"budget_votes": "path", "budget_votes_alpha": 0},
+        "path 0": {"budget_votes": "path@alpha=0"},
         "path": {"budget_votes": "path"},
     }
     found = {

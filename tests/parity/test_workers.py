@@ -85,7 +85,7 @@ def test_experts_divided_among_two_workers_of_which_one_is_killed(checkpoint, at
     """Exact up to rounding, and the log and the statistics say so; in float32 no token of these differs."""
     stock = engines.generate(checkpoint("qwen3_moe"), **FLOAT32)
     at_call(31, lambda: os.kill(workers()[0].pid, signal.SIGKILL))
-    spac = {"slots": "50%", "executor": "processes", "workers": 2, "workers_per_layer": 2, "disk_dir": str(tmp_path)}
+    spac = {"slots": "50%", "executor": "processes@per_layer=2", "workers": 2, "disk_dir": str(tmp_path)}
     found = run(checkpoint("qwen3_moe"), spac, **FLOAT32)
     assert_same_tokens(found, stock)
     stats = found.stats
@@ -113,7 +113,7 @@ def test_workers_that_ran_before_the_engine(dtype, checkpoint, tmp_path) -> None
         assert oct(file.stat().st_mode).endswith("600")
         assert all(psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard) for pid in pids)
         stock = engines.generate(checkpoint("qwen3_moe"), dtype=dtype)
-        spac = {"slots": "100%", "executor": "processes", "cluster": str(file), "replicas": 1}
+        spac = {"slots": "100%", "executor": "processes@replicas=1", "cluster": str(file)}
         spac["disk_dir"] = str(tmp_path / "of the engine")
         for _ in range(2):  # the second start finds everything packed
             found = run(checkpoint("qwen3_moe"), spac, dtype=dtype)
@@ -133,7 +133,7 @@ def test_workers_that_ran_before_the_engine(dtype, checkpoint, tmp_path) -> None
 def test_other_experts(family, checkpoint, tmp_path) -> None:
     """Biases and clamped activations; shared experts."""
     stock = engines.generate(checkpoint(family), **FLOAT32)
-    spac = {"slots": "50%", "executor": "processes", "workers": 2, "replicas": 1, "disk_dir": str(tmp_path)}
+    spac = {"slots": "50%", "executor": "processes@replicas=1", "workers": 2, "disk_dir": str(tmp_path)}
     assert_same_tokens(run(checkpoint(family), spac, **FLOAT32), stock)
 
 

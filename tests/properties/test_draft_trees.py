@@ -56,7 +56,8 @@ def grown(shape: TreeShape, seed: int, requests: int, coarse: bool, nodes: int) 
 )
 @settings(deadline=None)
 def test_grown_trees_are_connected_and_each_prefix_is_a_tree(nodes, depth, kind, seed, coarse, limit) -> None:
-    shape = parse(nodes, kind, depth, 7) if kind == "dynamic" or depth > 2 else parse(nodes, "dynamic", depth, 7)
+    kind = "dynamic" if depth <= 2 else kind
+    shape = parse(nodes, f"{kind}@depth={depth}@width=7")
     for tree in grown(shape, seed, 3, coarse, limit):
         assert len(tree.tokens) == min(nodes, limit) and max(tree.depths) <= depth
         assert all(tree.reached[tree.parents[row]] >= tree.reached[row] for row in range(1, tree.rows))

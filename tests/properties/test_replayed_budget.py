@@ -33,7 +33,7 @@ BOUNDS = [
     {"budget": {"layer.0": 4, "layer.1": EXPERTS}},
     *({"mass": mass, "mass_of": of} for mass, of in product((0.3, 0.9, 1.0), ("selected", "scores"))),
 ]
-COVERAGES = [{"coverage": "substitution"}, *({"coverage": "truncation", "rescue": each} for each in (False, True))]
+COVERAGES = [{"coverage": each} for each in ("substitution", "truncation", "rescue")]
 VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.0, 0.5, 1.0))]
 KINDS = {RowKind.VERIFY: 4, RowKind.DECODE: 1, RowKind.PREFILL: 3}
 RANKINGS = [n for n in components.names("rankings") if components.find("rankings", n).replayable]
@@ -195,7 +195,7 @@ def test_a_budget_that_is_off_may_be_switched_on() -> None:
     [
         ({"budget": 4, "ranking": "static"}, "ranking=static"),
         ({"budget": 4, "coverage": "truncation"}, "coverage=truncation"),
-        ({"budget": 4, "coverage": "truncation", "rescue": True}, "coverage=truncation, rescue"),
+        ({"budget": 4, "coverage": "rescue"}, "coverage=rescue"),
         ({"mass": 0.9}, "mass_of=selected"),
         ({"budget": 4, "window": 2}, "window.*--enforce-eager"),
     ],

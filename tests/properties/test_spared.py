@@ -22,7 +22,7 @@ EXPERTS, TOP_K, ROWS = 32, 3, 8
 BIAS = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(0)) / 3
 RULES = rules(BIAS)
 RANKINGS = [*components.names("rankings"), f"{__name__}:Quietest"]
-COVERAGES = [{"coverage": "substitution"}, *({"coverage": "truncation", "rescue": each} for each in (False, True))]
+COVERAGES = [{"coverage": each} for each in ("substitution", "truncation", "rescue")]
 VOTES = [{}, *({"votes": "path", "votes_alpha": alpha} for alpha in (0.5, 1.0))]
 
 
@@ -138,7 +138,7 @@ def test_what_is_cut_makes_room_for_selected_experts_only(case, ranking, coverag
         if not torch.equal(ids, given[2]):
             assert torch.isin(run, wanted).all(), plane
         keeps = torch.isin(given[2], run).all(1) & (given[1] != 0).all(1)
-        if coverage["coverage"] == "truncation":
+        if coverage["coverage"] != "substitution":
             assert torch.equal(weights[keeps], given[1][keeps]) and torch.equal(ids[keeps], given[2][keeps]), plane
 
 

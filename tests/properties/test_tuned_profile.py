@@ -54,9 +54,8 @@ SENSIBLE = st.fixed_dictionaries(
         "slots": st.sampled_from(["25%", "2k", 8]),
         "policy": st.sampled_from(components.serving("policies")),
         "execution": st.sampled_from(["slots", "pointers"]),
-        "cpu_experts": st.sampled_from(["off", "auto", 2]),
-        "budget": st.integers(1, 9),
-        "budget_mass": st.floats(0.1, 1),
+        "cpu_experts": st.sampled_from(["off", "auto", 2, "threshold"]),
+        "budget": st.integers(1, 9) | st.floats(0.1, 1) | st.sampled_from(["0.9@of=scores", "budgets.json"]),
         "tree": st.integers(0, 9),
         "store": st.sampled_from(["host", "disk"]),
     },
@@ -124,7 +123,8 @@ def check(path: Path, level: str) -> None:
     allowed = {"exact": set(), "rounding": {"rounding"}, "lossy": {"rounding", "lossy"}}[level]
     assert departures({name: str(value) for name, value in changed.items()}) <= allowed
     for name, kind in component_knobs().items():
-        assert name not in changed or changed[name] in (*kind.others, *components.names(kind.family))
+        assert name not in changed or kind.is_ours(changed[name])
+    assert "budget" not in changed or after.bound.file is None
     assert drafts is None or drafts["method"] not in ("custom_class", "suffix")
 
 
@@ -157,4 +157,4 @@ def test_the_profile_that_is_changed_here_would_be_used(written: dict) -> None:
     written["path"].write_text(json.dumps(written["content"]))
     assert used(written["path"])[1].policy == "lru"
     written["path"].write_text(json.dumps(written["content"] | {"knobs": {"budget": 8}}))
-    assert used(written["path"], tuned_allow="lossy")[1].budget == 8
+    assert used(written["path"], tuned_allow="lossy")[1].budget == "8"

@@ -162,10 +162,10 @@ def test_stocks_offloading_keeps_as_many_bytes():
     [
         ("lru", {}, False),
         ("lru+prefetch", {"prefetch": "utility"}, False),
-        ("lru+prefetch+cpu", {"prefetch": "utility", "cpu_experts": "auto", "balancer": "waterfill"}, True),
+        ("lru+prefetch+cpu", {"prefetch": "utility", "cpu_experts": "waterfill"}, True),
         (
             "lru+prefetch+cpu+threshold",
-            {"prefetch": "utility", "cpu_experts": "auto", "balancer": "threshold"},
+            {"prefetch": "utility", "cpu_experts": "threshold"},
             True,
         ),
         ("lru+pointers", {"execution": "pointers"}, True),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from vllm_spac.cache import prefetch_settings
-from vllm_spac.config.config import SpacConfig, check_knob, component_knobs
-from vllm_spac.config.types import SlotCount, flag
+from vllm_spac.config.config import REMOVED, SpacConfig, check_knob, component_knobs
+from vllm_spac.config.types import PREFETCHING, BudgetBound, SlotCount, flag
 from vllm_spac.errors import ConfigError
 from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
@@ -74,10 +75,79 @@ def test_values_are_kept() -> None:
     assert (config.store, config.disk_dir, config.policy, config.io_threads) == ("disk", Path("/x/y"), "lfu", 8)
 
 
-@pytest.mark.parametrize("asked", ["off", "auto", 3, "3"])
-def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
-    assert SpacConfig.parse({"cpu_experts": asked}).cpu_experts == str(asked)
-    assert SpacConfig.parse({}).cpu_experts == "off"
+@pytest.mark.parametrize(
+    ("asked", "count", "balancer"),
+    [
+        ("off", None, None),
+        ("auto", None, "waterfill"),
+        (3, 3, None),
+        ("3", 3, None),
+        ("threshold@fixed=2", None, "threshold@fixed=2"),
+        ("waterfill", None, "waterfill"),
+    ],
+)
+def test_cpu_experts_are_off_auto_a_number_or_what_a_balancer_selects(
+    asked: str | int, count: int | None, balancer: str | None
+) -> None:
+    config = SpacConfig.parse({"cpu_experts": asked})
+    assert (config.cpu_experts, config.cpu_expert_count, config.balancer) == (str(asked), count, balancer)
+    assert config.uses_cpu_experts == (asked != "off") and not SpacConfig.parse({}).uses_cpu_experts
+
+
+@pytest.mark.parametrize(
+    ("asked", "bound"),
+    [
+        (16, BudgetBound(experts=16)),
+        ("16", BudgetBound(experts=16)),
+        (1, BudgetBound(experts=1)),
+        ("1", BudgetBound(experts=1)),
+        (1.0, BudgetBound(mass=1.0)),
+        ("1.0", BudgetBound(mass=1.0)),
+        (0.98, BudgetBound(mass=0.98)),
+        ("0.98@of=selected", BudgetBound(mass=0.98)),
+        (".5@of=scores", BudgetBound(mass=0.5, mass_of="scores")),
+        ("1e-05", BudgetBound(mass=1e-5)),
+        ("budgets.json", BudgetBound(file=Path("budgets.json"))),
+        ("/x@y/16", BudgetBound(file=Path("/x@y/16"))),
+        ("./16", BudgetBound(file=Path("16"))),
+        (Path("/x"), BudgetBound(file=Path("/x"))),
+        (None, BudgetBound()),
+    ],
+    ids=str,
+)
+def test_a_budget_is_a_number_a_share_or_a_file(asked: object, bound: BudgetBound) -> None:
+    config = SpacConfig.parse({"budget": asked})
+    assert config.bound == bound
+    settings = BudgetSettings.at_start(config, config.bound.experts)
+    assert (settings.budget, settings.mass, settings.mass_of) == (bound.experts, bound.mass, bound.mass_of)
+
+
+@pytest.mark.parametrize(
+    "budget", [0, "0", -1, "-3", 1.5, "1.01", 16.0, "0.0", "nan", "inf", True, [16], "", "9" * 5000]
+)
+def test_other_budgets_are_refused_with_what_would_be_right(budget: object) -> None:
+    with pytest.raises(ConfigError, match=r"budget=.* \(--spac-budget\): ") as caught:
+        SpacConfig.parse({"budget": budget})
+    assert "0.98" in str(caught.value) or budget == ""
+
+
+def test_arguments_of_a_budget() -> None:
+    with pytest.raises(ConfigError, match="of='all': use of=selected or of=scores"):
+        SpacConfig.parse({"budget": "0.98@of=all"})
+    with pytest.raises(ConfigError, match="0.98 has no argument 'alpha'; it has of"):
+        SpacConfig.parse({"budget": "0.98@alpha=1"})
+    with pytest.raises(ConfigError, match="a number of experts has no argument"):
+        SpacConfig.parse({"budget": "16@of=scores"})
+
+
+def test_a_knob_that_was_removed_is_refused_with_what_replaces_it() -> None:
+    assert not REMOVED.keys() & SpacConfig.model_fields.keys()
+    for name, instead in REMOVED.items():
+        with pytest.raises(ConfigError, match=f"there is no knob {name} .{flag(name)}. any more; ") as caught:
+            SpacConfig.parse({name: 1})
+        assert str(caught.value).endswith(instead)
+        for knob, value in re.findall(r"--spac-([a-z-]+) (\S*[@.]\S*|threshold|rescue)", instead):
+            check_knob(knob.replace("-", "_"), value)
 
 
 @pytest.mark.parametrize(
@@ -103,42 +173,49 @@ def test_cpu_experts_are_off_auto_or_a_number(asked: str | int) -> None:
         ({"io_threads": -2}, r"io_threads=-2 \(--spac-io-threads\)"),
         ({"io_threads": 2.5}, r"io_threads=2.5 \(--spac-io-threads\)"),
         ({"io_threads": "many"}, r"io_threads='many' \(--spac-io-threads\)"),
-        ({"cpu_experts": 0}, r"cpu_experts=0 \(--spac-cpu-experts\): use off, auto, or a number"),
-        ({"cpu_experts": "two"}, r"cpu_experts='two' \(--spac-cpu-experts\): use off, auto"),
-        ({"cpu_experts": True}, r"cpu_experts=True \(--spac-cpu-experts\): use a number"),
         (
-            {"balancer": "scales"},
-            r"\(--spac-balancer\).*use one of makespan, none, threshold, waterfill, or package.module:Class",
+            {"cpu_experts": 0},
+            r"cpu_experts=0 \(--spac-cpu-experts\): no balancer is called '0'; use one of off, auto, N",
         ),
-        ({"cpu_experts": "auto", "balancer": "none"}, r"--spac-balancer waterfill, or use --spac-cpu-experts off"),
-        ({"balancer": "threshold"}, r"balancer \(--spac-balancer\).*cpu_experts=off; add --spac-cpu-experts auto"),
-        ({"cpu_experts": 2, "profile": "x"}, r"profile \(--spac-profile\).*cpu_experts=2; add --spac-cpu-experts auto"),
+        ({"cpu_experts": True}, r"cpu_experts=True \(--spac-cpu-experts\): .*use one of off, auto, N"),
+        ({"cpu_experts": "two"}, r"'two'; use one of off, auto, N, .*threshold, waterfill, or package.module:Class"),
+        ({"cpu_experts": "none"}, r"'none' cannot serve: without CPU experts use --spac-cpu-experts off"),
+        (
+            {"cpu_experts": 2, "profile": "x"},
+            r"profile \(--spac-profile\).*cpu_experts=2 \(--spac-cpu-experts\); add --spac-cpu-experts auto",
+        ),
         ({"cpu_kernel": "torch"}, r"--spac-cpu-kernel\) computes nothing without"),
-        ({"budget_votes": "equal"}, r"budget_votes='equal' \(--spac-budget-votes\).*'uniform' or 'path'"),
-        (
-            {"budget_votes_alpha": 0.25},
-            r"budget_votes_alpha=0.25 \(--spac-budget-votes-alpha\).*add --spac-budget-votes path",
-        ),
-        (
-            {"budget_votes": "path", "budget_votes_alpha": 1.5},
-            r"\(--spac-budget-votes-alpha\): .*less than or equal to 1",
-        ),
-        ({"budget_votes": "path", "budget_votes_alpha": True}, r"\(--spac-budget-votes-alpha\): use a number"),
-        ({"budget_rescue": True}, r"\(--spac-budget-rescue\).*add --spac-budget-coverage truncation"),
+        ({"budget_votes": "equal"}, r"budget_votes='equal' \(--spac-budget-votes\): use uniform or path@alpha=\.\.\."),
+        ({"budget_votes": 3}, r"budget_votes=3 \(--spac-budget-votes\): use uniform or path"),
+        ({"budget_votes": "uniform@alpha=1"}, r"\(--spac-budget-votes\): uniform has no argument 'alpha'; it has none"),
+        ({"budget_votes": "path@alpha=1.5"}, r"\(--spac-budget-votes\): alpha=1.5: use a number from 0.0 to 1.0"),
+        ({"budget_votes": "path@alpha=True"}, r"\(--spac-budget-votes\): alpha=True: use a number from 0.0 to 1.0"),
+        ({"budget_votes": "path@alpha"}, r"\(--spac-budget-votes\): 'alpha' in 'path@alpha' sets nothing"),
+        ({"budget_coverage": "none"}, r"budget_coverage='none' .*'substitution', 'truncation' or 'rescue'"),
         ({"tree": 1}, r"tree=1 \(--spac-tree\) is a chain of one token; use --spac-tree 2 or more"),
         ({"tree": 256}, r"tree=256 \(--spac-tree\): .*less than or equal to 255"),
         ({"tree": True}, r"\(--spac-tree\): use a number"),
-        ({"tree_depth": 3}, r"tree_depth \(--spac-tree-depth\) has no effect without a tree; add --spac-tree"),
+        (
+            {"tree_shape": "static@depth=3"},
+            r"tree_shape \(--spac-tree-shape\) has no effect without a tree; add --spac-tree",
+        ),
         ({"tree": 3, "tree_shape": "wide"}, r"\(--spac-tree-shape\)='wide': use static, dynamic, or a list"),
-        ({"tree": 3, "tree_shape": "[[0],[1],[1,0]]", "tree_width": 2}, r"--spac-tree-width\) has no effect on a list"),
+        (
+            {"tree": 3, "tree_shape": "[[0],[1],[1,0]]@width=2"},
+            r"--spac-tree-shape\): a list of paths has no argument 'width'",
+        ),
+        (
+            {"tree": 3, "tree_shape": "static@depth=17"},
+            r"--spac-tree-shape\): depth=17: use a whole number from 1 to 16",
+        ),
+        ({"tree": 3, "tree_shape": "dynamic@width=2.5"}, r"width=2.5: use a whole number from 1 to 64"),
+        ({"tree": 3, "tree_shape": "dynamic@wide=2"}, "dynamic has no argument 'wide'; it has depth, width"),
         (
             {"tree": 2, "tree_shape": "[[0],[1],[1,0]]"},
             r"tree=2 \(--spac-tree\): the shape has 3 nodes; use --spac-tree 3",
         ),
-        ({"tree": 9, "tree_depth": 1}, r"--spac-tree-depth or --spac-tree-width, or use --spac-tree 8"),
+        ({"tree": 9, "tree_shape": "dynamic@depth=1"}, "depth or width of --spac-tree-shape, or use --spac-tree 8"),
         ({"timeline": "/x/y", "trace": "/x/y"}, r"\(--spac-timeline\) and trace .* would replace each other"),
-        ({"timeline": "/x/y", "timeline_steps": 0}, r"\(--spac-timeline-steps\): .*greater than or equal to 1"),
-        ({"timeline": "/x/y", "timeline_steps": True}, r"\(--spac-timeline-steps\): use a number"),
         ({1: 2}, "knobs must be named by strings"),
         ("25%", "must be a mapping of knobs"),
         (None, "must be a mapping of knobs"),
@@ -196,9 +273,15 @@ def test_admission_is_of_pointers() -> None:
 
 
 def test_staging_is_of_pointers() -> None:
-    with pytest.raises(ConfigError, match="add --spac-execution pointers"):
-        SpacConfig.parse({"staging": "on"})
-    assert SpacConfig.parse({"staging": "on", "execution": "pointers"}).staging == "on"
+    with pytest.raises(ConfigError, match="use --spac-execution slots, or use --spac-execution pointers@staging=on"):
+        SpacConfig.parse({"execution": "slots@staging=on"})
+    with pytest.raises(ConfigError, match="staging='maybe': use staging=auto or staging=on or staging=off"):
+        SpacConfig.parse({"execution": "pointers@staging=maybe"})
+    with pytest.raises(ConfigError, match="pointers has no argument 'poison'; it has staging"):
+        SpacConfig.parse({"execution": "pointers@poison=True"})
+    config = SpacConfig.parse({"execution": "pointers@staging=on"})
+    assert (config.staging, config.execution_name) == ("on", "pointers")
+    assert SpacConfig.parse({"execution": "pointers"}).staging == SpacConfig.parse({}).staging == "auto"
 
 
 @pytest.mark.parametrize(
@@ -219,20 +302,18 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
     ("raw", "message"),
     [
         ({"workers": 2}, "no effect with executor=local .*; add --spac-executor processes"),
-        ({"replicas": 1}, "no effect with executor=local"),
-        ({"workers_per_layer": 2}, "no effect with executor=local"),
+        ({"executor": "local@replicas=1"}, "local has no argument 'replicas'; it has none"),
+        ({"executor": "ray@per_layer=17", "workers": 34}, "per_layer=17: use a whole number from 1 to 16"),
+        ({"executor": "processes@per_layer=2", "workers": 3}, "do not form groups .*; use --spac-workers 4"),
+        ({"executor": "processes@per_layer=2@replicas=1"}, "needs workers; add --spac-workers 4, or"),
         (
-            {"executor": "processes", "workers": 3, "workers_per_layer": 2},
-            "do not form groups .*; use --spac-workers 4",
-        ),
-        (
-            {"executor": "processes", "workers": 4, "workers_per_layer": 2, "replicas": 3},
-            "other workers than a layer's own, .* use at most --spac-replicas 2",
+            {"executor": "processes@per_layer=2@replicas=3", "workers": 4},
+            "other workers than a layer's own, .* use at most --spac-executor processes@per_layer=2@replicas=2",
         ),
         ({"cluster": "/x"}, "no effect with executor=local"),
         ({"executor": "processes"}, r"needs workers; add --spac-workers 2, or add --spac-cluster"),
         ({"executor": "ray", "cluster": "auto"}, r"needs workers; add --spac-workers 2"),
-        ({"executor": "processes", "workers": 2, "replicas": 2}, "use at most --spac-replicas 1"),
+        ({"executor": "ray@replicas=2", "workers": 2}, "use at most --spac-executor ray@replicas=1"),
         ({"executor": "processes", "cluster": "\0"}, "NUL"),
         ({"executor": "processes", "workers": 2, "execution": "pointers"}, "drop --spac-execution"),
         ({"executor": "processes", "workers": 2, "cpu_experts": "auto"}, "drop --spac-cpu-experts"),
@@ -242,7 +323,7 @@ def test_pointers_need_memory_and_move_experts_themselves(others: dict, message:
         ({"executor": "processes", "workers": 2, "host_memory": "1GiB"}, "drop --spac-host-memory"),
         ({"executor": "processes", "workers": 2, "store": "host"}, "drop --spac-store, and give --spac-slots 100%"),
         ({"executor": "processes", "workers": 2, "budget_ranking": "resident"}, "use --spac-budget-ranking selected"),
-        ({"executor": "threads"}, "executor='threads'"),
+        ({"executor": "threads"}, "executor='threads' .*: use local or processes@per_layer=...@replicas=... or ray@"),
     ],
     ids=str,
 )
@@ -252,8 +333,9 @@ def test_what_expert_workers_do_not_go_with(raw: dict, message: str) -> None:
 
 
 def test_expert_workers_run_the_layers() -> None:
-    config = SpacConfig.parse({"executor": "processes", "workers": 2, "replicas": 1})
+    config = SpacConfig.parse({"executor": "processes@replicas=1", "workers": 2})
     assert config.execution_name == "workers" and config.store_on("cpu") == "disk"
+    assert (config.executor_name, config.replicas, config.workers_per_layer) == ("processes", 1, 1)
     assert SpacConfig.parse({}).execution_name == "slots"
     with pytest.raises(ConfigError, match="it is taken with --spac-executor processes"):
         SpacConfig.parse({"execution": "workers"})
@@ -314,15 +396,10 @@ def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("staging", "on"),
         ("admission", "step"),
         ("cpu_kernel", "torch"),
-        ("balancer", "threshold"),
-        ("budget_mass_of", "scores"),
-        ("trace_overwrite", "true"),
-        ("timeline_steps", "8"),
-        ("budget_votes_alpha", "0.25"),
-        ("budget_rescue", "true"),
+        ("tree_shape", "static@depth=3"),
+        ("executor", "processes@per_layer=2"),
     ],
 )
 def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_only(name: str, text: str) -> None:
@@ -334,27 +411,25 @@ def test_a_flag_is_right_by_itself_although_it_means_something_beside_others_onl
 
 @pytest.mark.parametrize(
     ("raw", "alpha"),
-    [({}, None), ({"budget_votes": "path"}, 0.5), ({"budget_votes": "path", "budget_votes_alpha": "0"}, 0)],
+    [({}, None), ({"budget_votes": "path"}, 0.5), ({"budget_votes": "path@alpha=0"}, 0)],
 )
 def test_votes_of_a_budget(raw: dict, alpha: float | None) -> None:
-    rescue = {"budget_coverage": "truncation", "budget_rescue": "true"}
-    settings = BudgetSettings.at_start(SpacConfig.parse(raw | rescue), 8)
-    assert settings.alpha == alpha and settings.rescue and settings.budget == 8
+    settings = BudgetSettings.at_start(SpacConfig.parse(raw | {"budget_coverage": "rescue"}), 8)
+    assert settings.alpha == alpha and settings.coverage == "rescue" and settings.budget == 8
 
 
-@pytest.mark.parametrize("knob", ["policy", "prefetch", "balancer"])
+@pytest.mark.parametrize("knob", ["policy", "prefetch", "cpu_experts"])
 def test_a_component_takes_arguments(knob: str) -> None:
     spec, wrong = {
         "policy": ("utility@upper=1@boundaries=(3, 1)", "utility@lower=1"),
         "prefetch": ("utility@variant=released", "utility@num_experts=1"),
-        "balancer": ("threshold@fixed=2", "threshold@tau=2"),
+        "cpu_experts": ("threshold@fixed=2", "threshold@tau=2"),
     }[knob]
-    more = {"cpu_experts": "auto"} if knob == "balancer" else {}
-    assert getattr(SpacConfig.parse({knob: spec} | more), knob) == spec
+    assert getattr(SpacConfig.parse({knob: spec}), knob) == spec
     with pytest.raises(ConfigError, match=f"{knob}.*has no argument"):
-        SpacConfig.parse({knob: wrong} | more)
+        SpacConfig.parse({knob: wrong})
     with pytest.raises(ConfigError, match=f"{knob}.*sets nothing"):
-        SpacConfig.parse({knob: f"{spec}@on"} | more)
+        SpacConfig.parse({knob: f"{spec}@on"})
 
 
 def test_a_component_whose_arguments_are_not_for_users_takes_none() -> None:
@@ -377,12 +452,10 @@ ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "execution": "pointer
         ({"prefetch": "auto"}, r"prefetch=auto .* needs predictor_file; add --spac-predictor-file FILE"),
         ({"prefetch": "auto@depth=2", "predictor_file": "/x"}, "no predictor is called 'auto'"),
         ({"prefetch": "linear", "predictor_file": "/x", "profile": "/y"}, "add --spac-cpu-experts auto"),
-        ({"soft_pins": "on"}, r"soft_pins=on \(--spac-soft-pins\) has no effect with prefetch=off"),
-        ({"soft_pins": "off", "prefetch": "utility@upper=1"}, "utility@upper=1 .* does not look at layers"),
-        ({"soft_pins": "maybe"}, "'on' or 'off'"),
-        ({"prefetch_extra": 0.2}, r"limits nothing with prefetch=off \(--spac-prefetch\)"),
-        ({"prefetch_extra": 1.5, "prefetch": "utility"}, r"prefetch_extra=1.5 \(--spac-prefetch-extra\)"),
-        ({"prefetch_extra": True, "prefetch": "utility"}, "use a number"),
+        ({"prefetch": "off@extra=0.2"}, "no predictor is called 'off'"),
+        ({"prefetch": "utility@extra=1.5"}, r"\(--spac-prefetch\): extra=1.5: use a number from 0.0 to 1.0"),
+        ({"prefetch": "utility@extra=True"}, r"\(--spac-prefetch\): extra=True: use a number"),
+        ({"prefetch": "utility@depth=0"}, r"\(--spac-prefetch\): depth=0: use a whole number from 1"),
         ({"prefetch": "linear@reach=2", "predictor_file": "/x"}, "linear has no argument 'reach'"),
         ({"prefetch": "oracle"}, "'oracle' cannot serve: it must know what routers will choose"),
         (
@@ -392,7 +465,10 @@ ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "execution": "pointer
         (ON_DEVICE | {"prefetch": "auto"}, "prefetch=auto .*decided on the host"),
         (ON_DEVICE | {"prefetch": "linear@depth=4"}, "linear@depth=4 .*use --spac-prefetch linear"),
         (ON_DEVICE | {"admission": "step"}, "before their layer, and admission=step .*use --spac-admission layer"),
-        (ON_DEVICE | {"soft_pins": "off"}, "soft_pins .* has no effect with execution=pointers"),
+        (
+            ON_DEVICE | {"prefetch": "linear@extra=0.3@depth=4"},
+            r"no settings but extra .*; use --spac-prefetch linear@extra=0.3$",
+        ),
     ],
     ids=str,
 )
@@ -419,9 +495,9 @@ SPECULATES = {"speculate": "restricted", "prefetch": "linear", "predictor_file":
         (SPECULATES | {"prefetch": "auto"}, "prefetch=auto .* names none"),
         (
             SPECULATES | {"budget": 8},
-            r"and budget \(--spac-budget\) both choose .*; drop --spac-speculate, or drop --spac-budget",
+            r"and budget=8 \(--spac-budget\) both choose .*; drop --spac-speculate, or drop --spac-budget",
         ),
-        (SPECULATES | {"budget_mass": 0.9}, r"and budget_mass \(--spac-budget-mass\) both choose"),
+        (SPECULATES | {"budget": 0.9}, r"and budget=0.9 \(--spac-budget\) both choose"),
         (SPECULATES | {"tree": 8}, "was not tried with draft trees; drop --spac-tree"),
         ({"speculate": "predicted", "execution": "pointers"}, "execution=pointers .*; drop --spac-speculate"),
     ],
@@ -439,21 +515,24 @@ def test_speculated_execution_is_a_setting_of_the_budget() -> None:
 
 def test_knobs_of_the_prefetcher() -> None:
     for admission in (None, "layer"):
-        assert SpacConfig.parse(ON_DEVICE | {"admission": admission, "prefetch_extra": 0.3}).prefetch_share == 0.3
-    raw = {"prefetch": "linear@depth=4", "predictor_file": "/x", "soft_pins": "off", "prefetch_extra": "0.25"}
-    config = SpacConfig.parse(raw)
-    assert (config.prefetch_share, config.soft_pins, str(config.predictor_file)) == (0.25, "off", "/x")
-    assert SpacConfig.parse({}).prefetch_share == 0.1
-    auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": "/x", "profile": "/y", "soft_pins": "off"})
-    assert (auto.prefetch, auto.named_prefetch, config.named_prefetch) == ("auto", "off", "linear@depth=4")
+        on_device = ON_DEVICE | {"admission": admission, "prefetch": "linear@extra=0.3"}
+        assert SpacConfig.parse(on_device).prefetch_share == 0.3
+    config = SpacConfig.parse({"prefetch": "linear@depth=4@extra=0.25", "predictor_file": "/x"})
+    assert (config.prefetch_share, str(config.predictor_file)) == (0.25, "/x")
+    assert SpacConfig.parse({}).prefetch_share == SpacConfig.parse({"prefetch": "utility"}).prefetch_share == 0.1
+    auto = SpacConfig.parse({"prefetch": "auto", "predictor_file": "/x", "profile": "/y"})
+    assert (auto.prefetch, auto.named_prefetch, config.named_prefetch) == ("auto", "off", "linear@depth=4@extra=0.25")
 
 
 def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
-    assert component_knobs()["prefetch"].settings == prefetch_settings.SETTINGS
+    assert component_knobs()["prefetch"].settings is PREFETCHING
     spec = "utility@depth=8@upper=1"
     assert SpacConfig.parse({"prefetch": spec}).prefetch == spec
     settings = prefetch_settings.PrefetchSettings.of(spec)
     assert (settings.prefetch, settings.depth, settings.options) == ("utility", 8, {"upper": 1})
+    given = prefetch_settings.PrefetchSettings.configured(SpacConfig.parse({"prefetch": spec}), spec, None)
+    assert (given.extra, given.pins, given.next_layer) == (0.1, True, True)
+    assert prefetch_settings.PrefetchSettings.of("utility@extra=0.3", extra=0.1).extra == 0.3
     for wrong in ("utility@depth=0", "utility@upper=0", "utility@depth=many"):
         with pytest.raises(ConfigError):
             prefetch_settings.PrefetchSettings.of(wrong)
@@ -467,23 +546,12 @@ def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
         ({"host_memory": True}, "use a number"),
         ({"host_memory": "1GiB", "store": "host"}, "store=host .* holds all of them in memory; use --spac-store disk"),
         ({"host_memory": "1GiB", "execution": "pointers"}, "reads none from a disk; drop --spac-host-memory"),
-        (
-            {"layer_ahead": "off", "execution": "pointers"},
-            "moves experts ahead of need itself; drop --spac-layer-ahead",
-        ),
     ],
     ids=str,
 )
 def test_host_memory_that_cannot_be(raw: dict, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         SpacConfig.parse(raw)
-
-
-@pytest.mark.parametrize("other", [{"execution": "pointers"}, {"executor": "processes", "workers": 2}], ids=str)
-def test_layers_ahead_are_read_into_slots_of_this_process(other: dict) -> None:
-    SpacConfig.parse({"layer_ahead": "on", **other})
-    with pytest.raises(ConfigError, match="drop --spac-layer-ahead"):
-        SpacConfig.parse({"layer_ahead": "off", **other})
 
 
 def test_host_memory_makes_a_disk_the_store_everywhere() -> None:

@@ -255,7 +255,8 @@ def test_resident_experts_are_preferred() -> None:
         ({"budget": 4, "votes_alpha": 0.25}, "no effect on uniform votes; give votes=path"),
         ({"budget": 4, "votes": "path", "votes_alpha": 1.5}, "votes_alpha: .*less than or equal to 1"),
         ({"budget": 4, "votes": "path", "votes_alpha": True}, "use a number"),
-        ({"budget": 4, "rescue": True}, "no effect with substitution"),
+        ({"budget": 4, "rescue": True}, "rescue: .*known: budget, mass, mass_of, ranking, coverage"),
+        ({"budget": 4, "coverage": "none"}, "'substitution', 'truncation' or 'rescue'"),
         ("16", "is a mapping"),
     ],
     ids=str,
@@ -273,8 +274,8 @@ def test_a_routing_function_of_the_models_own_cannot_be_substituted() -> None:
     with pytest.raises(UnsupportedError, match="--spac-budget-coverage truncation"):
         budget.change(BudgetSettings(budget=4))
     budget.change(BudgetSettings(budget=4, coverage="truncation"))
-    with pytest.raises(UnsupportedError, match="drop --spac-budget-rescue"):
-        budget.change(BudgetSettings(budget=4, coverage="truncation", rescue=True))
+    with pytest.raises(UnsupportedError, match="did not choose; use --spac-budget-coverage truncation"):
+        budget.change(BudgetSettings(budget=4, coverage="rescue"))
 
 
 # --- weighted votes ---------------------------------------------------------------------------------------------------
@@ -369,8 +370,8 @@ def test_votes_are_refused_where_no_probabilities_are_known() -> None:
 
 
 def test_the_settings_say_how_rows_vote() -> None:
-    said = BudgetSettings(budget=4, votes="path", coverage="truncation", rescue=True).describe()
-    assert said == "lossy (budget 4, selected, truncation with rescue, verify rows, path votes ** 0.5)"
+    said = BudgetSettings(budget=4, votes="path", coverage="rescue").describe()
+    assert said == "lossy (budget 4, selected, rescue, verify rows, path votes ** 0.5)"
 
 
 # --- rescue -----------------------------------------------------------------------------------------------------------
@@ -386,7 +387,7 @@ def test_a_rescued_row_runs_its_best_expert_at_its_natural_weight(renormalize: b
     weights = scale * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
     budget = control(RoutingRule(renormalize=renormalize, scale=scale))
     given = probs.clamp(min=1e-30).log(), weights, ids.int(), Step((RequestRows(0, 4, RowKind.VERIFY, 3),))
-    budget.change(BudgetSettings(budget=2, coverage="truncation", rescue=True))
+    budget.change(BudgetSettings(budget=2, coverage="rescue"))
     cut, used = budget.apply(0, *given)
     natural = scale * (0.1 / 0.7 if renormalize else 0.1)
     assert used.tolist() == [[7, 6]] * 2 + [[7, 7]] + [[7, 6]] and used.dtype == torch.int32

@@ -13,10 +13,12 @@ from typer.main import get_command
 from vllm_spac.cli import plan
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
+from vllm_spac.config.evidence import WINS
 from vllm_spac.config.types import flag
 from vllm_spac.decisions.costs import names
 
 ROOT = Path(__file__).parents[2]
+MOST_KNOBS = 33
 
 
 def test_knobs_are_as_the_configuration_has_them() -> None:
@@ -24,6 +26,22 @@ def test_knobs_are_as_the_configuration_has_them() -> None:
     text = (ROOT / "vllm_spac" / "KNOBS.md").read_text(encoding="utf-8")
     assert text == plan.document()
     assert all(f"| `{name}` |" in text for name in SpacConfig.model_fields)
+
+
+def test_what_wins_is_a_result_of_ours() -> None:
+    text = (ROOT / "vllm_spac" / "KNOBS.md").read_text(encoding="utf-8")
+    assert WINS.keys() < SpacConfig.model_fields.keys()
+    for name, (value, file) in WINS.items():
+        assert (ROOT / "benchmarks" / "results" / file).is_file(), name
+        assert f"| {value}: `{file}` |" in text
+    assert text.count(plan.NONE) == len(SpacConfig.model_fields) - len(WINS)
+
+
+def test_there_are_few_knobs_each_with_one_sentence_and_a_default() -> None:
+    assert len(SpacConfig.model_fields) <= MOST_KNOBS
+    for name, field in SpacConfig.model_fields.items():
+        text = (field.description or "").replace("e.g. ", "")
+        assert text.endswith(".") and ". " not in text and not field.is_required(), name
 
 
 def test_public_names_can_be_imported() -> None:

@@ -142,12 +142,12 @@ def test_the_tables_read_ahead_within_the_limit_of_serving(monkeypatch: pytest.M
     assert free == {"without the limit of reads ahead"} and {system.extra for _, system in rows} == {None, EXTRA}
     assert SpacConfig.parse({"prefetch": "utility"}).prefetch_share == EXTRA
     asked, real = [], moe_spac_tables.simulate
-    monkeypatch.setattr(moe_spac_tables, "simulate", lambda *a, **k: asked.append(k["prefetch_extra"]) or real(*a, **k))
+    monkeypatch.setattr(moe_spac_tables, "simulate", lambda *a, **k: asked.append(k["prefetch"]) or real(*a, **k))
     trace, costs = synthetic_trace(layers=2, experts=16, top_k=4, steps=30, drafts=2), Costs.read("rtx4090")
     recipe = moe_spac_tables.RECIPE
     for system in (recipe, dataclasses.replace(recipe, extra=None)):
         moe_spac_tables.measured([trace], system, costs, 25.0)
-    assert asked == [EXTRA, None]
+    assert asked == [f"utility@extra={EXTRA}", "utility"]
 
 
 def test_traces_of_two_models_are_refused(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_tuning_without_a_window_is_refused() -> None:
 def test_tuning_for_an_unknown_coverage_is_refused() -> None:
     with pytest.raises(ConfigError, match="use truncation or substitution"):
         choose(with_curves(*CURVES), 0.9, "both")
-    with pytest.raises(ConfigError, match="--spac-budget-mass-of.*use selected or scores"):
+    with pytest.raises(ConfigError, match="mass_of='softmax'.*use selected or scores"):
         choose(with_curves(*CURVES), 0.9, mass_of="softmax")
 
 
@@ -111,5 +111,5 @@ def test_budgets_that_are_refused(tmp_path: Path, content: dict | str | None, sa
         path.write_text(json.dumps(json.loads(path.read_text()) | content))
     elif content is not None:
         path.write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=f"--spac-budget-file.*{says}"):
+    with pytest.raises(ConfigError, match=f"--spac-budget.*{says}"):
         read_budgets(path, FINGERPRINT, LAYERS, EXPERTS)

@@ -241,8 +241,8 @@ def test_reads_ahead_by_hand():
 def test_reads_ahead_beside_a_cpu_that_computes_all_misses():
     """As in serving, the limit counts what the CPU computes; there are no other misses."""
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=60, drafts=3)
-    options = {"policy": "utility", "balancer": "fixed@count=16", "prefetch": "utility"}
-    limited, none = (simulate(trace, 12, COSTS, **options, prefetch_extra=extra) for extra in (0.1, 0.0))
+    options = {"policy": "utility", "balancer": "fixed@count=16"}
+    limited, none = (simulate(trace, 12, COSTS, **options, prefetch=f"utility@extra={extra}") for extra in (0.1, 0.0))
     assert none.prefetches == none.misses == 0 < none.cpu and limited.prefetches > 0
     unused = limited.prefetches - limited.prefetch_hits
     assert unused + limited.prefetch_harmful <= 0.1 * (
@@ -298,9 +298,7 @@ def test_trained_predictors_and_the_ceiling(tmp_path: Path):
     assert (one.hits, one.prefetches, one.seconds) == (right.hits, right.prefetches, right.seconds)
     assert 0 < one.prefetches < found["oracle"].prefetches
     assert one.prefetch_wasted == 0 < half.prefetch_wasted and one.hits > found["off"].hits > half.hits
-    limited = simulate(
-        trace, 24, COSTS, prefetch="frequency", predictor_file=file, soft_pins=False, prefetch_extra=0.05
-    )
+    limited = simulate(trace, 24, COSTS, prefetch="frequency@extra=0.05", predictor_file=file)
     assert limited.bytes <= 1.06 * found["off"].bytes and limited.prefetches < found["frequency"].prefetches
 
 

@@ -178,11 +178,12 @@ def test_trees_need_as_few_requests_as_when_they_were_measured(
         ({"speculative_config": EAGLE | {"model": str(Path(__file__).parent)}}, "which is not there any more"),
         ({"speculative_config": NGRAM | {"model": "m.C"}}, "ngram drafts name a model"),
         ({"knobs": {"slots": "many"}}, "its knobs are none: slots='many'"),
+        ({"format": "spac-tuned-2", "knobs": {"balancer": "waterfill"}}, "of format spac-tuned-3.*tune again"),
         ({"knobs": {"host_memory": "-9" * 400}}, "tune again"),
         ({"knobs": {"slots": "25%", "execution": "pointers"}}, "exact up to rounding.*--spac-tuned-allow rounding"),
         ({"knobs": {"slots": "25%", "store": "host", "cpu_experts": "auto"}}, "--spac-tuned-allow rounding"),
         ({"knobs": {"slots": "25%", "budget": 8}}, "lossy, which the command line does not allow; .*-allow lossy"),
-        ({"knobs": {"slots": "25%", "budget_mass": 0.9, "execution": "pointers"}}, "--spac-tuned-allow lossy"),
+        ({"knobs": {"slots": "25%", "budget": "0.9@of=scores", "execution": "pointers"}}, "--spac-tuned-allow lossy"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
 )

@@ -169,8 +169,9 @@ def test_cpu_experts_without_a_gpu_where_memory_holds_the_slots_and_all_experts(
     rounding = frozenset({"rounding"})
     found = by_name(toy, cpu(GIB), slots="25%", departures=rounding)
     assert found["CPU experts"].knobs == {
-        **{"slots": "25%", "store": "host", "cpu_experts": "auto"},
-        "balancer": "waterfill",  # named, thus not checked while it is measured
+        "slots": "25%",
+        "store": "host",
+        "cpu_experts": "waterfill",  # a balancer that is named is not checked while it is measured
     }
     assert "execution=pointers" not in found
     for machine, allowed in (
@@ -202,8 +203,8 @@ def test_predictors_of_a_file(toy: ServedModel) -> None:
 def test_what_departs_from_the_tokens_of_vllm() -> None:
     assert departures({"slots": "25%", "cpu_experts": "off", "execution": "slots", "prefetch": "utility"}) == set()
     assert departures({"cpu_experts": 2}) == departures({"execution": "pointers"}) == {"rounding"}
-    assert departures({"budget": 8}) == departures({"budget_mass": 0.9}) == {"lossy"}
-    assert departures({"budget_file": "f", "cpu_experts": "auto"}) == {"rounding", "lossy"}
+    assert departures({"budget": 8}) == departures({"budget": "0.9"}) == {"lossy"}
+    assert departures({"budget": 0.9, "cpu_experts": "auto"}) == {"rounding", "lossy"}
 
 
 # -- combinations --
@@ -289,9 +290,8 @@ def test_budgets_come_with_their_quality(toy: ServedModel) -> None:
         (p["ranking"], p["coverage"], p["budget"], p["mass"]): p for p in json.loads(QUALITY.read_text())["points"]
     }
     for budget in found:
-        SpacConfig.parse(dict(budget.knobs))
-        knobs = budget.knobs
-        point = points[knobs["budget_ranking"], knobs["budget_coverage"], knobs.get("budget"), knobs.get("budget_mass")]
+        bound, knobs = SpacConfig.parse(dict(budget.knobs)).bound, budget.knobs
+        point = points[knobs["budget_ranking"], knobs["budget_coverage"], bound.experts, bound.mass]
         assert point["agreement"] >= AGREEMENT and f"{100 * point['agreement']:.1f}%" in budget.quality
         assert budget.quality.startswith("LOSSY")
 
@@ -349,9 +349,7 @@ def replace_(machine: Machine, **changes) -> Machine:
 
 
 def test_a_profile_may_set_what_candidates_set_and_nothing_else(toy: ServedModel) -> None:
-    budget = Budget(
-        "b", dict.fromkeys(("budget_ranking", "budget_coverage", "budget", "budget_mass", "budget_mass_of"), 1), ""
-    )
+    budget = Budget("b", dict.fromkeys(("budget_ranking", "budget_coverage", "budget"), 1), "")
     more = {"predictors": ("linear",), "predictor_file": "p", "eagle3": "/head", "io_uring": True, "slots": "25%"}
     both = {"budgets": (budget,), "departures": frozenset({"rounding", "lossy"})}
     large = replace(toy, checkpoint=replace(toy.checkpoint, layer_bytes={n: 64 * MIB * 64 for n in range(6)}))
@@ -374,6 +372,8 @@ def test_a_profile_may_set_what_candidates_set_and_nothing_else(toy: ServedModel
         ({"knobs": {"policy": "json:JSONDecoder"}}, "policy='json:JSONDecoder' is the name of no policy"),
         ({"knobs": {"policy": "utility@upper=1"}}, "is the name of no policy"),
         ({"knobs": {"prefetch": "/x"}}, "prefetch='/x' is the name of no predictor"),
+        ({"knobs": {"cpu_experts": "json:JSONDecoder"}}, "is the name of no balancer of this package"),
+        ({"knobs": {"budget": "budgets.json"}}, "a tuned profile names no file of budgets"),
         (
             {"speculative_config": {"method": "custom_class", "model": "json:JSONDecoder"}},
             "drafts|method: Input should be",

@@ -280,11 +280,10 @@ def test_a_trace_may_be_replaced_and_what_it_is_is_known(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"precious", b"\x00" * 4096, b"\xff" * 4096, b"\x02" + b"\x00" * 7 + b"{}"])
-def test_any_other_file_is_replaced_only_on_request(tmp_path: Path, content: bytes) -> None:
+def test_no_other_file_is_replaced(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t").write_bytes(content)
-    with pytest.raises(ConfigError, match="no trace; name another, or add --spac-trace-overwrite"):
+    with pytest.raises(ConfigError, match="no trace; remove it first, or name another"):
         check_target(tmp_path / "t")
-    assert check_target(tmp_path / "t", overwrite=True) is None
     assert (tmp_path / "t").read_bytes() == content
 
 
@@ -293,7 +292,7 @@ def test_what_is_never_replaced(tmp_path: Path, target: str) -> None:
     (tmp_path / "t").symlink_to(target)
     for path in (target, tmp_path / "t"):
         with pytest.raises(ConfigError, match="cannot be written.*name another file"):
-            check_target(path, overwrite=True)
+            check_target(path)
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

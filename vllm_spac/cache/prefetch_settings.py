@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from vllm_spac import components
+from vllm_spac.config.types import PREFETCHING
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import DRAFTING, Guess, Predictor, Seen, Signal
 from vllm_spac.errors import ConfigError, brief
 
 if TYPE_CHECKING:
     from vllm_spac.config.config import SpacConfig
-
-SETTINGS = ("threshold", "depth", "background")  # that a name with arguments may set, next to the predictor's
 
 # To predictors that look at layers.
 PASSED = frozenset({Signal.TOKENS, Signal.ROUTER_INPUT, Signal.ROUTING}) | DRAFTING
@@ -99,19 +98,18 @@ class PrefetchSettings:
 
     @classmethod
     def of(cls, spec: str, **more: Any) -> Self:
-        """Returns the settings ``name@argument=value@...``: those of ``SETTINGS``, and arguments of the predictor.
+        """Returns the settings ``name@argument=value@...``: those of ``PREFETCHING``, and arguments of the predictor.
 
         Args:
-            more: settings that the spec cannot have: ``built``, ``pins``, ``extra``, ``stops``, ``next_layer``,
-                ``drafts``.
+            more: settings that the spec cannot have, and defaults of others.
 
         Raises:
             ConfigError: as the constructor, also for arguments that the predictor refuses.
         """
         name, options = components.parse(spec)
-        own = {argument: options.pop(argument) for argument in SETTINGS if argument in options}
+        own = {argument: options.pop(argument) for argument in PREFETCHING if argument in options}
         try:
-            return cls(prefetch=name, options=options, **own, **more)
+            return cls(prefetch=name, options=options, **(more | own))
         except (TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -119,9 +117,8 @@ class PrefetchSettings:
 
     @classmethod
     def configured(cls, config: SpacConfig, spec: str, built: Predictor | None, **more: Any) -> Self:
-        """Returns the settings ``spec``, as in ``of``, with those of the other knobs and ``more``; raises as ``of``."""
-        knobs = {"pins": config.soft_pins != "off", "extra": config.prefetch_share}
-        return cls.of(spec, built=built, **knobs, next_layer=config.layer_ahead == "on", **more)
+        """Returns the settings ``spec``, as in ``of``, as an engine uses them, with ``more``; raises as ``of``."""
+        return cls.of(spec, built=built, pins=True, extra=config.prefetch_share, next_layer=True, **more)
 
     @cached_property
     def looks(self) -> bool:

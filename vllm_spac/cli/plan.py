@@ -252,12 +252,14 @@ vllm-spac knobs --markdown > vllm_spac/KNOBS.md   [dim]# a test compares the fil
 """
 
 _ELSEWHERE = "see right"  # values that the description states
+NONE = "no result of ours"  # in which another value than the default wins
 _HEAD = """# Knobs
 
 Flags of `vllm serve --plugin spac`, and keys of `additional_config["spac"]`. From `vllm-spac knobs --markdown`.
+*Wins in*: a file of `benchmarks/results` in which a value other than the default does better.
 
-| knob | flag | values | default | what it does |
-|---|---|---|---|---|
+| knob | flag | values | default | what it does | wins in |
+|---|---|---|---|---|---|
 """
 
 
@@ -278,11 +280,14 @@ def knobs(
 
 def document() -> str:
     """The text of ``vllm_spac/KNOBS.md``."""
-    lines = (
-        f"| `{name}` | `{option}` | {values} | `{default}` | {text} |" for name, option, values, default, text in rows()
-    )
     from vllm_spac.config.config import component_knobs
+    from vllm_spac.config.evidence import WINS
 
+    wins = {name: f"{value}: `{file}`" for name, (value, file) in WINS.items()}
+    lines = (
+        f"| `{name}` | `{option}` | {values} | {f'`{default}`' if default else ''} | {text} | {wins.get(name, NONE)} |"
+        for name, option, values, default, text in rows()
+    )
     families = "\n".join(
         f"- `{knob}`: a file of `{name.family.replace('.', '/')}/`" for knob, name in component_knobs().items()
     )
@@ -291,13 +296,13 @@ def document() -> str:
 
 def rows() -> list[tuple[str, str, str, str, str]]:
     """(knob, flag, values, default, description) of each knob, in the order of the configuration."""
-    from vllm_spac.config.config import SpacConfig, component_knobs  # imports torch, which takes seconds
+    from vllm_spac.config.config import SpacConfig, value_forms  # imports torch, which takes seconds
     from vllm_spac.config.types import flag
 
-    found, components = [], component_knobs()
+    found, forms = [], value_forms()
     for name, field in SpacConfig.model_fields.items():
         default = "" if field.default is None else str(field.default)
-        values = ", ".join(components[name].values()) if name in components else _values(field.annotation)
+        values = ", ".join(forms[name]) if name in forms else _values(field.annotation)
         found.append((name, flag(name), values, default, (field.description or "").replace("|", "/")))
     return found
 

@@ -156,7 +156,7 @@ BUDGETS_EXAMPLES = """[bold]Examples[/]
 
 vllm-spac budgets model.calibration.safetensors --mass 0.98 --output budgets.json
 
-vllm serve ./model --plugin spac --spac-budget-file budgets.json   [dim]# serve with them[/]
+vllm serve ./model --plugin spac --spac-budget budgets.json   [dim]# serve with them[/]
 """
 
 
@@ -169,7 +169,7 @@ def budgets(
     ] = "substitution",
     output: Annotated[Path | None, typer.Option(help="Write the budgets to this file, e.g. budgets.json.")] = None,
 ) -> None:
-    """Choose a budget for each layer, for --spac-budget-file."""
+    """Choose a budget for each layer, for --spac-budget FILE."""
     from vllm_spac.methods.moe_spec.calibration import Calibration, choose, write_budgets
 
     found = Calibration.read(calibration)

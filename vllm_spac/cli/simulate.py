@@ -69,18 +69,19 @@ def simulate(
     prefetch: Annotated[
         str,
         typer.Option(
-            help="With slots: predictor of reads ahead, as --spac-prefetch, optionally with knobs; oracle: the ceiling."
+            help="With slots: predictor of reads ahead, as --spac-prefetch, optionally with knobs, but without "
+            "a limit of what they add, unless extra sets one; oracle: the ceiling."
         ),
     ] = "off",
     predictor_file: Annotated[
         Path | None, typer.Option(help="File of vllm-spac train-predictor, for a trained --prefetch.")
     ] = None,
-    soft_pins: Annotated[bool, typer.Option(help="As --spac-soft-pins.")] = True,
-    prefetch_extra: Annotated[
-        float | None, typer.Option(help="As --spac-prefetch-extra.", show_default="no limit", min=0, max=1)
-    ] = None,
     layer_ahead: Annotated[
-        bool, typer.Option(help="With slots: as --spac-layer-ahead; belady, whose future is known, is without.")
+        bool,
+        typer.Option(
+            help="With slots: forwards with many rows also read what the next layer is expected to use, as serving "
+            "does; belady, whose future is known, is without."
+        ),
     ] = True,
     overlap: Annotated[
         str,
@@ -128,8 +129,6 @@ def simulate(
         "balancer": balancer,
         "prefetch": prefetch,
         "predictor_file": predictor_file,
-        "soft_pins": soft_pins,
-        "prefetch_extra": prefetch_extra,
         "layer_ahead": layer_ahead,
         "overlap": overlap,
         "expert_bytes": expert_bytes,

@@ -22,6 +22,32 @@ if TYPE_CHECKING:
     from vllm_spac.storage.base import ExpertStore
 
 
+# Knobs of earlier versions -> what replaces them.
+REMOVED: dict[str, str] = {
+    "balancer": "name it with --spac-cpu-experts, e.g. --spac-cpu-experts threshold",
+    "budget_file": "use --spac-budget FILE",
+    "budget_mass": "use --spac-budget with a share, e.g. --spac-budget 0.98",
+    "budget_mass_of": "use an argument of the share, e.g. --spac-budget 0.98@of=scores",
+    "budget_rescue": "use --spac-budget-coverage rescue",
+    "budget_votes_alpha": "use an argument of the votes, e.g. --spac-budget-votes path@alpha=0.5",
+    "layer_ahead": "drop it: the next layer is always read ahead in forwards with many rows",
+    "prefetch_extra": "use an argument of the predictor, e.g. --spac-prefetch linear@extra=0.2",
+    "replicas": "use an argument of the executor, e.g. --spac-executor processes@replicas=1",
+    "soft_pins": "drop it: what a predictor expects soon is always evicted last",
+    "staging": "use an argument of the execution, e.g. --spac-execution pointers@staging=off",
+    "timeline_steps": "drop it: a timeline has the last 256 steps",
+    "trace_overwrite": "drop it: a trace replaces a trace; remove another file yourself",
+    "tree_depth": "use an argument of the shape, e.g. --spac-tree-shape dynamic@depth=6",
+    "tree_width": "use an argument of the shape, e.g. --spac-tree-shape dynamic@width=8",
+    "workers_per_layer": "use an argument of the executor, e.g. --spac-executor processes@per_layer=2",
+}
+
+
+def removed(name: str) -> str:
+    """Returns the refusal of a knob of ``REMOVED``."""
+    return f"there is no knob {name} ({types.flag(name)}) any more; {REMOVED[name]}"
+
+
 class SpacConfig(BaseModel):
     """The value of ``additional_config["spac"]``. An unknown key is an error."""
 
@@ -29,25 +55,27 @@ class SpacConfig(BaseModel):
 
     slots: types.SlotsText = Field(
         "auto",
-        description="Experts kept in fast memory: a number per layer, a percentage of all, a multiple of top-k for all "
-        "layers together (2k), or auto (as many as fit next to the KV cache).",
+        description="Experts kept in fast memory: a number per layer, a percentage of all, a multiple of top-k for "
+        "all layers together (2k), or auto (as many as fit next to the KV cache).",
     )
     store: Annotated[str | None, ComponentName("stores", "store")] = Field(
         None,
-        description="Where the other experts are stored. Default: host with a GPU and without host_memory, else disk.",
+        description="Where experts without a slot are stored: host, disk, or by default host with a GPU and without "
+        "host_memory, else disk.",
     )
     disk_dir: types.SomePath = Field(
-        None, description="Folder of the packed experts with store=disk. Default: ~/.cache/vllm_spac."
+        None,
+        description="Folder of the packed experts with store=disk, by default ~/.cache/vllm_spac.",
     )
     host_memory: types.Size | None = Field(
         None,
         gt=0,
-        description="With store=disk, host memory that holds experts between the slots and the disk, e.g. 32GiB, which "
-        "all ranks share; pinned where there is a GPU. The same policy decides what it holds. Default: none.",
+        description="With store=disk, pinned host memory, e.g. 32GiB for all ranks together, that holds experts "
+        "between the slots and the disk.",
     )
     policy: Annotated[str, ComponentName("policies", "policy", arguments=True)] = Field(
         "reuse",
-        description="Which expert is evicted when a slot is needed. Arguments of components: utility@upper=1.",
+        description="Which expert is evicted when a slot is needed.",
     )
     prefetch: Annotated[
         str,
@@ -56,30 +84,17 @@ class SpacConfig(BaseModel):
             "predictor",
             ("off", types.AUTO),
             arguments=True,
-            settings=("threshold", "depth", "background"),
+            settings=types.PREFETCHING,
         ),
     ] = Field(
         "off",
-        description="Prefetch experts in the background: utility, those with the highest utility over past steps; a "
-        "predictor of predictor_file, those that it expects in the next layers, on a CPU or with execution=pointers; "
-        "shadow, those that a draft model which is a copy of the model has chosen, on a CPU; auto, the predictor that "
-        "was right most often, or none where that cannot pay; off, none. Also threshold, depth and background.",
+        description="Which experts are read ahead in the background: none (off); those of the highest utility "
+        "(utility); those that a predictor of predictor_file names for the next layers; those that a copy of the "
+        "model as draft model chose (shadow); or those of the predictor that pays most, if one does (auto); extra "
+        f"limits what this adds to the loads that layers need ({types.EXTRA:g}).",
     )
     predictor_file: types.SomePath = Field(
         None, description="File from vllm-spac train-predictor, for a trained predictor, e.g. prefetch=linear."
-    )
-    soft_pins: Literal["on", "off"] | None = Field(
-        None, description="With a predictor that looks at layers, loads evict what it expects soon last. Default: on."
-    )
-    layer_ahead: Literal["on", "off"] = Field(
-        "on", description="In forwards with many rows, as of prompts, also read what the next layer is expected to use."
-    )
-    prefetch_extra: Annotated[float | None, BeforeValidator(types.no_bool)] = Field(
-        None,
-        ge=0,
-        le=1,
-        description="With prefetch, the loads that prefetches may add, unused or because of what they evicted, as a "
-        f"share of those that layers need. Default: {types.EXTRA:g}.",
     )
     guard: Literal["on", "off"] = Field(
         "on", description="Shorten or skip drafts when the experts they need cost more time than their tokens save."
@@ -88,159 +103,110 @@ class SpacConfig(BaseModel):
         0,
         ge=0,
         le=MOST_NODES,
-        description="Draft tokens of an EAGLE draft tree, from 2, instead of a chain; 0: chains.",
+        description="Draft tokens of an EAGLE draft tree, 2 or more, or 0 for chains.",
     )
     tree_shape: str | None = Field(
         None,
-        description="With tree, which nodes it has: dynamic (default), the most probable by the drafter; static, one "
-        "shape for all steps; or the shape as a list of paths, e.g. [[0],[1],[0,0]].",
+        description="Which nodes a tree has: the most probable by the drafter (dynamic, the default), one shape for "
+        "all steps (static), or a list of paths, e.g. [[0],[1],[0,0]]; of the first two depth is the levels (6), "
+        "and width the most children per node and expanded nodes per level (8).",
     )
-    tree_depth: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
-        None, ge=1, le=16, description="With tree, its levels, each a forward of the drafter. Default: 6."
-    )
-    tree_width: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
-        None, ge=1, le=64, description="With tree, most children per node, and expanded nodes per level. Default: 8."
-    )
-    cpu_experts: types.CpuExpertsText = Field(
+    cpu_experts: Annotated[
+        str, ComponentName("balancers", "balancer", ("off", types.AUTO), arguments=True, counts=True)
+    ] = Field(
         "off",
-        description="Compute missing experts on the CPU, where they are stored, exact up to rounding: off; auto, those "
-        "that the balancer selects, while steps are shorter with them; or N, in each forward of a layer the N missing "
-        "ones with the fewest rows.",
-    )
-    balancer: Annotated[str | None, ComponentName("balancers", "balancer", arguments=True)] = Field(
-        None,
-        description="With cpu_experts=auto, selects the experts for the CPU, in every step if it is named: waterfill "
-        "(default), threshold (MoE-SpAc's) or makespan (also counts what fast memory computes).",
+        description="Which missing experts the CPU computes where they are stored, exact up to rounding: none (off), "
+        "those that waterfill selects while steps are shorter with them (auto), those that the named balancer "
+        "selects in every step, or per layer the N with the fewest rows.",
     )
     profile: types.SomePath = Field(
         None,
-        description="Costs for the balancer and prefetch=auto: a file of vllm-spac profile. Default: measured here.",
+        description="Costs for cpu_experts and prefetch=auto, a file of vllm-spac profile, instead of those measured "
+        "at the start.",
     )
     cpu_kernel: Annotated[str | None, ComponentName("cpu_kernels", "CPU kernel")] = Field(
         None,
-        description="CPU experts' kernel: vLLM's (native, default on a CPU machine), torch (default elsewhere) or kt.",
+        description="Kernel of cpu_experts: vLLM's (native, the default on a CPU machine), torch (the default "
+        "elsewhere) or kt.",
     )
     io_threads: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         4, ge=1, le=64, description="Threads that load missed experts."
     )
     io_submit: Literal["threads", "io_uring"] = Field(
         "threads",
-        description="How a layer's missed experts are read from a disk on a CPU machine: by io_threads, or together by "
-        "io_uring (liburing), which is a little faster for experts of about a MB.",
+        description="How a layer's missed experts are read from a disk on a CPU machine: by io_threads, or together "
+        "by io_uring (liburing), which is a little faster for experts of about a MB.",
     )
-    executor: Literal["local", "processes", "ray"] = Field(
-        "local",
-        description="Which processes keep and compute the experts: local, the engine's own; processes, expert workers, "
-        "which have whole layers (on a CPU); ray, expert workers that Ray places.",
+    executor: Annotated[str, types.EXECUTOR] = Field(
+        types.LOCAL,
+        description="Which processes keep and compute the experts: the engine's own (local), expert workers on a CPU "
+        "(processes), or those that Ray places (ray); per_layer of them divide the experts of each layer (1), and "
+        "replicas more have it in case one is lost (0).",
     )
     workers: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
         None,
         ge=1,
         le=256,
-        description="The number of expert workers: started on this machine, or, with cluster, those "
-        "of its workers to use (default: all). Slots are then those of each worker, for its layers.",
+        description="The number of expert workers, started on this machine, or of those of cluster to use (by "
+        "default all).",
     )
     cluster: str | None = Field(
         None,
-        description="With executor=processes, the file of vllm-spac cluster start, for workers that run already, also "
-        "on other machines; with executor=ray, the address of a Ray cluster (default: one is started here).",
+        description="Expert workers that run already: the file of vllm-spac cluster start, or with executor=ray the "
+        "address of a Ray cluster (by default one is started here).",
     )
-    workers_per_layer: Annotated[int, BeforeValidator(types.no_bool)] = Field(
-        1,
-        ge=1,
-        le=16,
-        description="With expert workers, how many divide the experts of each layer; above 1, exact up to rounding.",
-    )
-    replicas: Annotated[int, BeforeValidator(types.no_bool)] = Field(
-        0,
-        ge=0,
-        le=255,
-        description="With expert workers, how many further workers have each layer, to compute it when its worker is "
-        "lost.",
-    )
-    execution: Annotated[str, ComponentName("executions", "execution")] = Field(
+    execution: Annotated[str, ComponentName("executions", "execution", settings=types.STAGING)] = Field(
         "slots",
-        description="How layers access experts: slots loads missing ones into slots and runs vLLM's kernel; pointers "
-        "runs our own kernel, which reads each expert in place, in its slot or in host memory.",
+        description="How layers access experts: by loading missing ones for vLLM's kernel (slots), or by a kernel of "
+        "ours that reads each where it is (pointers), for which long prompts may be read through two buffers by "
+        "staging (auto: if these take at most a quarter of the free fast memory).",
     )
     admission: Annotated[str | None, ComponentName("admissions", "admission")] = Field(
         None,
         description="With execution=pointers, when a missed expert gets a slot: step, between steps, copied "
-        "concurrently with the kernels; layer (default), before its layer computes, decided and copied by the GPU.",
+        "concurrently with the kernels; layer (the default), before its layer computes, decided and copied by the "
+        "GPU.",
     )
-    staging: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="With execution=pointers, long prompts read missing experts from two buffers, each for all experts "
-        "of a layer and filled one layer ahead: on, off, or auto (on if the buffers take at most a quarter of the free "
-        "fast memory).",
-    )
-
     trace: types.SomePath = Field(
         None,
-        description="Record the routers' choices in this file, for vllm-spac trace and simulate; replaces a trace.",
+        description="File, replaced if it is a trace, that records the routers' choices for vllm-spac trace and "
+        "simulate.",
     )
-    trace_overwrite: bool = Field(False, description="Let the trace replace an existing file of any kind.")
-
     timeline: types.SomePath = Field(
         None,
-        description="Record what each thread does and when in this file, for vllm-spac trace timeline: steps, layers, "
-        "waits, loads, drafts. An existing timeline is replaced.",
+        description="File, replaced if it is a timeline, that records what each thread did in the last steps, for "
+        "vllm-spac trace timeline.",
     )
-    timeline_steps: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
+    budget: types.BudgetText = Field(
         None,
-        ge=1,
-        le=100_000,
-        description=f"With timeline, the number of last steps kept, in memory and in the file. Default: {types.STEPS}.",
+        description="LOSSY: experts per layer that one verify step may use, ranked over all of its tokens: a number "
+        "of them (16), as many as hold a share of the routing mass of the selected experts (0.98) or of all "
+        "(0.98@of=scores), or a number for each layer (the file of vllm-spac budgets).",
     )
-
-    budget: Annotated[int | None, BeforeValidator(types.no_bool)] = Field(
-        None,
-        ge=1,
-        description="LOSSY: experts per layer that one verify step may use (B), ranked over all of its tokens.",
-    )
-    budget_mass: Annotated[float | None, BeforeValidator(types.no_bool)] = Field(
-        None, gt=0, le=1, description="LOSSY: instead of B, the share of the routing mass to keep, e.g. 0.98."
-    )
-    budget_mass_of: Literal["selected", "scores"] | None = Field(
-        None,
-        description="The mass that budget_mass is a share of: selected (default), the routing weights of the selected "
-        "experts; scores, the routers' scores of all experts.",
-    )
-    budget_file: types.SomePath = Field(None, description="LOSSY: a budget for each layer, from vllm-spac budgets.")
     budget_ranking: Annotated[str, ComponentName("rankings", "ranking")] = Field(
-        "selected", description="How experts are ranked under a budget: those a token selected first; B are kept."
+        "selected",
+        description="How experts are ranked under a budget, those that a token selected before the others.",
     )
-    budget_coverage: Literal["substitution", "truncation"] = Field(
+    budget_coverage: Literal["substitution", "truncation", "rescue"] = Field(
         "substitution",
-        description="What replaces an expert that the budget cut: another expert (substitution) or nothing "
-        "(truncation).",
-    )
-    budget_rescue: bool = Field(
-        False,
-        description="With truncation, a row whose experts were all cut gets the best expert that the budget left, at "
-        "that expert's natural weight.",
+        description="What a row runs in place of an expert that the budget cut: another (substitution), none "
+        "(truncation), or none, but the best that is left if all of its experts were cut (rescue).",
     )
     budget_when: Literal["verify", "decode", "all"] = Field(
         "verify",
-        description="Which rows the budget applies to: verify, those with draft tokens; decode, all decoding rows; "
-        "all, prompts too.",
+        description="Which rows the budget applies to: those with draft tokens (verify), all decoding rows (decode), "
+        "or prompts too (all).",
     )
-    budget_votes: Literal["uniform", "path"] = Field(
+    budget_votes: Annotated[str, types.VOTES] = Field(
         "uniform",
-        description="How much each row counts when experts are ranked: uniform, all the same; path, a draft row by the "
-        "probability that it is reached, as the draft model gives it.",
-    )
-    budget_votes_alpha: Annotated[float | None, BeforeValidator(types.no_bool)] = Field(
-        None,
-        ge=0,
-        le=1,
-        description=f"With budget_votes=path, the power of that probability: 0 is uniform. Default: {types.ALPHA:g}.",
+        description="How much each row counts when experts are ranked: all the same (uniform), or a draft row by the "
+        f"probability that it is reached, as the drafter gives it, to the power of alpha ({types.ALPHA:g}) (path).",
     )
     speculate: Literal["off", "restricted", "predicted"] = Field(
         "off",
-        description="LOSSY: decoding rows run experts by a prediction that the predictor of prefetch makes one layer "
-        "earlier: predicted, those that it names, with predicted weights, whatever the router chooses; restricted, the "
-        "router's choice among the first 2k that it names and those in fast memory.",
+        description="LOSSY: decoding rows run experts that the predictor of prefetch named one layer earlier: with "
+        "predicted weights (predicted), or the router's choice among the first 2k of them and those in fast memory "
+        "(restricted).",
     )
     calibration: types.SomePath = Field(
         None,
@@ -250,10 +216,12 @@ class SpacConfig(BaseModel):
     tuned_allow: types.TunedAllow = "exact"
     page: bool = Field(
         False,
-        description="Open GET /spac/: a page that shows every expert, and where the time of a token goes, while the "
-        "server runs.",
+        description="Open GET /spac/, a page that shows every expert and where the time of a token goes.",
     )
-    control: bool = Field(False, description="Open POST /spac/budget: change the budget while the server runs.")
+    control: bool = Field(
+        False,
+        description="Open POST /spac/budget, which changes the budget while the server runs.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> SpacConfig:
@@ -265,7 +233,7 @@ class SpacConfig(BaseModel):
         """The shape of draft trees; None: chains."""
         if not self.tree:
             return None
-        return tree_shape.parse(self.tree, self.tree_shape or "dynamic", self.tree_depth or 6, self.tree_width or 8)
+        return tree_shape.parse(self.tree, self.tree_shape or "dynamic")
 
     @property
     def execution_class(self) -> type[Any]:
@@ -275,7 +243,42 @@ class SpacConfig(BaseModel):
     @property
     def execution_name(self) -> str:
         """Name of ``execution_class``: that of the knob, unless expert workers run the layers."""
-        return self.execution if self.executor == "local" else "workers"
+        return "workers" if self.has_workers else self.execution.partition("@")[0]
+
+    @property
+    def staging(self) -> str:
+        """Whether long prompts read missing experts from buffers: ``on``, ``off`` or ``auto``."""
+        return str(components.parse(self.execution)[1].get("staging", types.AUTO))
+
+    @property
+    def executor_name(self) -> str:
+        """The executor without its arguments."""
+        return self.executor.partition("@")[0]
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether expert workers run the layers."""
+        return self.executor_name != types.LOCAL
+
+    @property
+    def workers_per_layer(self) -> int:
+        """Expert workers that divide the experts of each layer."""
+        return int(types.EXECUTOR.split(self.executor)[1].get("per_layer", 1))
+
+    @property
+    def replicas(self) -> int:
+        """Further expert workers that have each layer."""
+        return int(types.EXECUTOR.split(self.executor)[1].get("replicas", 0))
+
+    @cached_property
+    def bound(self) -> types.BudgetBound:
+        """What ``budget`` says."""
+        return types.BudgetBound() if self.budget is None else types.BudgetBound.parse(self.budget)
+
+    @property
+    def votes_alpha(self) -> float | None:
+        """The power of the probability by which draft rows count under a budget; None: all rows count the same."""
+        return types.VOTES.split(self.budget_votes)[1].get("alpha")
 
     def store_on(self, device: str) -> str:
         """Name of the store on a ``device`` of this type (``cpu``, ``cuda``): the configured one, or its default."""
@@ -294,7 +297,7 @@ class SpacConfig(BaseModel):
     @property
     def prefetch_share(self) -> float:
         """Share of the loads that layers need which prefetches may add."""
-        return types.EXTRA if self.prefetch_extra is None else self.prefetch_extra
+        return float(components.parse(self.prefetch)[1].get("extra", types.EXTRA))
 
     @property
     def uses_cpu_experts(self) -> bool:
@@ -303,8 +306,15 @@ class SpacConfig(BaseModel):
 
     @property
     def cpu_expert_count(self) -> int | None:
-        """Number of missing experts that the CPU computes per forward of a layer; None for ``off`` and ``auto``."""
+        """Number of missing experts that the CPU computes per forward of a layer; None if that is not fixed."""
         return int(self.cpu_experts) if self.cpu_experts.isdigit() else None
+
+    @property
+    def balancer(self) -> str | None:
+        """The balancer that selects experts for the CPU, with its arguments; None if none does."""
+        if self.cpu_experts == "off" or self.cpu_expert_count is not None:
+            return None
+        return "waterfill" if self.cpu_experts == types.AUTO else self.cpu_experts
 
     @property
     def folder(self) -> Path:
@@ -346,6 +356,15 @@ def check_knob(name: str, text: str) -> str:
     return text
 
 
+def value_forms() -> dict[str, list[str]]:
+    """Knobs whose values are names, perhaps with arguments, with the forms of these values."""
+    found: dict[str, list[str]] = {}
+    for name, field in SpacConfig.model_fields.items():
+        kinds = ComponentName | types.WithArguments
+        found.update((name, item.values()) for item in field.metadata if isinstance(item, kinds))
+    return found
+
+
 def component_knobs() -> dict[str, ComponentName]:
     """Knobs that name a component, with the names they accept."""
     found: dict[str, ComponentName] = {}
@@ -360,6 +379,8 @@ def _explain(item: ErrorDetails) -> str:
         return message
     name = shortened(str(item["loc"][0]))
     if item["type"] == "extra_forbidden":
+        if name in REMOVED:
+            return removed(name)
         near = difflib.get_close_matches(name, SpacConfig.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known knobs: {', '.join(SpacConfig.model_fields)}"
         return f"unknown knob {name!r}; {hint}"

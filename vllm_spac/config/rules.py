@@ -24,19 +24,10 @@ _OF_EXECUTION = {
         "io_submit (--spac-io-submit) is how missed experts are read from a disk into slots, and execution={execution} "
         "(--spac-execution) reads none",
     ),
-    "layer_ahead": (
-        ("on",),
-        "layer_ahead (--spac-layer-ahead) reads experts into slots, and execution={execution} (--spac-execution) moves "
-        "experts ahead of need itself",
-    ),
     "speculate": (
         ("off",),
         "speculate (--spac-speculate) decides before a layer's experts are loaded, and execution={execution} "
         "(--spac-execution) loads none before it runs",
-    ),
-    "staging": (
-        ("auto", "off"),
-        "staging (--spac-staging) applies to execution=pointers only: with slots, prompts pass through the slots",
     ),
     "admission": (
         (None,),
@@ -45,33 +36,13 @@ _OF_EXECUTION = {
     ),
 }
 _PREDICTED = add(prefetch="linear", predictor_file="FILE")
-_BUDGETS = ("budget", "budget_mass", "budget_file")
 _refused = ConfigError.refused
 
 
 def _check_budget(config: Any) -> None:
-    given = [name for name in _BUDGETS if getattr(config, name) is not None]
-    if len(given) > 1:
-        one = (drop(*(other for other in given if other != name)) for name in given)
-        raise _refused(f"{' and '.join(given)} bound the same thing, use one of them", *one)
-    if config.budget_mass_of is not None and config.budget_mass is None:
-        share = drop("budget_mass_of") if given else add(budget_mass=0.98)
-        raise _refused(
-            f"budget_mass_of={config.budget_mass_of} (--spac-budget-mass-of) has no effect without a share", share
-        )
-    if config.budget_votes_alpha is not None and config.budget_votes != "path":
-        raise _refused(
-            f"budget_votes_alpha={config.budget_votes_alpha} (--spac-budget-votes-alpha) has no effect on uniform "
-            "votes",
-            add(budget_votes="path"),
-            drop("budget_votes_alpha"),
-        )
-    if config.budget_rescue and config.budget_coverage != "truncation":
-        raise _refused(
-            "budget_rescue (--spac-budget-rescue) has no effect with substitution, which gives every row experts",
-            add(budget_coverage="truncation"),
-        )
-    if given and config.calibration is None and components.find("rankings", config.budget_ranking).needs_calibration:
+    if config.budget is None or config.calibration is not None:
+        return
+    if components.find("rankings", config.budget_ranking).needs_calibration:
         raise _refused(
             f"budget_ranking={config.budget_ranking} (--spac-budget-ranking) needs calibration",
             add(calibration="FILE").but(", which `vllm-spac calibrate` writes"),
@@ -91,10 +62,17 @@ def _check_execution(config: Any) -> None:
             )
     for name, (idle, problem) in _OF_EXECUTION.items():
         if name not in kind.knobs and getattr(config, name) not in idle:
-            of_pointers = name in ("staging", "admission") and config.executor == "local"
+            of_pointers = name == "admission" and not config.has_workers
             pointers = of_pointers and (config.prefetch == "off" or config.admission is None or _looks_ahead(config))
             remedies = (add(execution="pointers"), drop(name)) if pointers else (drop(name),)
             raise _refused(problem.format(execution=config.execution), *remedies)
+    given = components.parse(config.execution)[1]
+    if given.keys() - kind.arguments:
+        raise _refused(
+            f"{named}: staging is of pointers: with slots, prompts pass through the slots",
+            use(execution=config.execution_name),
+            use(execution=components.written("pointers", given)),
+        )
     if not kind.needs_host and config.prefetch != "off":
         _check_device_prefetch(config, named)
     if not kind.needs_host and components.find("policies", config.policy).needs_layers:
@@ -119,23 +97,21 @@ def _check_device_prefetch(config: Any, execution: str) -> None:
         raise _refused(
             f"{named} is decided on the host, which no layer waits for with {execution}", *trained, drop("prefetch")
         )
-    if components.parse(config.prefetch)[1]:
-        alone = use(prefetch=components.parse(config.prefetch)[0])
-        raise _refused(f"{named} has no settings with {execution}, which has no queue of reads", alone)
+    name, given = components.parse(config.prefetch)
+    if given.keys() - {"extra"}:
+        alone = use(prefetch=components.written(name, {what: given[what] for what in given.keys() & {"extra"}}))
+        raise _refused(f"{named} has no settings but extra with {execution}, which has no queue of reads", alone)
     if (given := config.admission) and not _looks_ahead(config):
         raise _refused(
             f"{named} gives slots to experts before their layer, and admission={given} (--spac-admission) between "
             "steps",
             use(admission="layer"),
         )
-    if config.soft_pins is not None:
-        raise _refused(f"soft_pins (--spac-soft-pins) has no effect with {execution}", drop("soft_pins"))
 
 
 def _of_workers(config: Any) -> list[str]:
     """Returns the knobs that were given and mean nothing without expert workers."""
-    idle = {"workers": None, "cluster": None, "replicas": 0, "workers_per_layer": 1}
-    return [name for name, value in idle.items() if getattr(config, name) != value]
+    return [name for name in ("workers", "cluster") if getattr(config, name) is not None]
 
 
 def without_workers(config: Any) -> Remedy:
@@ -147,36 +123,44 @@ def check_groups(config: Any, workers: int) -> None:
     """Raises ``ConfigError`` if so many workers do not form the groups and replicas of ``config``."""
     size, replicas = config.workers_per_layer, config.replicas
     if workers % size:
-        fits = size * -(-workers // size)
+        fits = _whole_groups(config, workers)
         raise _refused(
-            f"spac: {workers} workers (--spac-workers) do not form groups of workers_per_layer={size} "
-            "(--spac-workers-per-layer)",
+            f"spac: {workers} workers (--spac-workers) do not form groups of {size}, as executor={config.executor} "
+            "(--spac-executor) asks for",
             use(workers=fits),
         )
     if replicas > workers - size:
         whom = "workers" if size == 1 else "workers than a layer's own"
+        name, given = components.parse(config.executor)
         raise _refused(
-            f"spac: replicas={replicas} (--spac-replicas) are other {whom}, and there are {workers} (--spac-workers)",
-            use("use at most", replicas=workers - size),
+            f"spac: the replicas of executor={config.executor} (--spac-executor) are other {whom}, and there are "
+            f"{workers} (--spac-workers)",
+            use("use at most", executor=components.written(name, given | {"replicas": workers - size})),
         )
+
+
+def _whole_groups(config: Any, workers: int) -> int:
+    """Returns so many workers, or the fewest more that form the groups and replicas of ``config``."""
+    size = config.workers_per_layer
+    return int(size * -(-max(workers, size + config.replicas) // size))
 
 
 def _check_workers(config: Any) -> None:
     named = f"executor={config.executor} (--spac-executor)"
-    if config.executor == "local":
+    if not config.has_workers:
         if name := next(iter(_of_workers(config)), None):
             alone = add(executor="processes"), drop(name)
             raise _refused(f"{name} ({flag(name)}) has no effect with {named}", *alone)
         return
-    if config.workers is None and (config.executor == "ray" or config.cluster is None):
-        cluster = () if config.executor == "ray" else (add(cluster="FILE"),)
-        raise _refused(f"{named} needs workers", add(workers=max(2, config.workers_per_layer)), *cluster)
-    if config.executor == "processes" and config.cluster is not None:
+    if config.workers is None and (config.executor_name == "ray" or config.cluster is None):
+        cluster = () if config.executor_name == "ray" else (add(cluster="FILE"),)
+        raise _refused(f"{named} needs workers", add(workers=_whole_groups(config, 2)), *cluster)
+    if config.executor_name == "processes" and config.cluster is not None:
         path_of(config.cluster)
     if config.workers is not None:
         check_groups(config, config.workers)
     idle_values: dict[str, str | None] = {"execution": "slots", "cpu_experts": "off", "host_memory": None}
-    idle_values |= {"io_submit": "threads", "layer_ahead": "on"}
+    idle_values |= {"io_submit": "threads"}
     for name, without in idle_values.items():
         if (value := getattr(config, name)) != without:
             raise _refused(f"{name}={value} ({flag(name)}) is not for {named}", drop(name))
@@ -205,17 +189,12 @@ def _check_workers(config: Any) -> None:
 
 
 def _check_tree(config: Any) -> None:
-    given = [name for name in ("tree_shape", "tree_depth", "tree_width") if getattr(config, name) is not None]
-    if given and not config.tree:
-        fits = min(
-            16, tree_shape.most_nodes(config.tree_shape or "dynamic", config.tree_depth or 6, config.tree_width or 8)
-        )
+    if config.tree_shape is not None and not config.tree:
+        fits = min(16, tree_shape.most_nodes(config.tree_shape))
         tree = (add(tree=fits),) if fits > 1 else ()
-        raise _refused(f"{given[0]} ({flag(given[0])}) has no effect without a tree", *tree, drop(given[0]))
+        raise _refused("tree_shape (--spac-tree-shape) has no effect without a tree", *tree, drop("tree_shape"))
     if config.tree == 1:
         raise _refused("tree=1 (--spac-tree) is a chain of one token", use(tree=2).but(" or more"), drop("tree"))
-    if config.tree_shape not in (None, "static", "dynamic") and (set(given) - {"tree_shape"}):
-        raise _refused(f"{given[-1]} ({flag(given[-1])}) has no effect on a list of paths", drop(given[-1]))
     _ = config.draft_tree
 
 
@@ -263,7 +242,6 @@ def _check_prefetch(config: Any) -> None:
     auto = config.prefetch == AUTO
     kind = None if off or auto else components.find("predictors", config.prefetch)
     trained = auto or (kind is not None and kind.needs_file)
-    looks = auto or (kind is not None and kind.looks_at_layers())
     if trained and config.predictor_file is None:
         raise _refused(
             f"{named} needs predictor_file",
@@ -276,29 +254,17 @@ def _check_prefetch(config: Any) -> None:
             add(prefetch="linear").but(" or another predictor of the file"),
             drop("predictor_file"),
         )
-    if config.soft_pins is not None and not looks:
-        raise _refused(
-            f"soft_pins={config.soft_pins} (--spac-soft-pins) has no effect with {named}, which does not look at "
-            "layers",
-            *((_PREDICTED,) if config.execution_class.needs_host else ()),
-            drop("soft_pins"),
-        )
-    if config.prefetch_extra is not None and off:
-        raise _refused(
-            "prefetch_extra (--spac-prefetch-extra) limits nothing with prefetch=off (--spac-prefetch)",
-            drop("prefetch_extra"),
-        )
 
 
 def _check_speculate(config: Any) -> None:
     if config.speculate == "off":
         return
     named = f"speculate={config.speculate} (--spac-speculate)"
-    if given := [name for name in _BUDGETS if getattr(config, name) is not None]:
+    if config.budget is not None:
         raise _refused(
-            f"{named} and {given[0]} ({flag(given[0])}) both choose a layer's experts",
+            f"{named} and budget={config.budget} (--spac-budget) both choose a layer's experts",
             drop("speculate"),
-            drop(given[0]),
+            drop("budget"),
         )
     if config.tree:
         raise _refused(f"{named} was not tried with draft trees", drop("tree"), drop("speculate"))
@@ -313,36 +279,17 @@ def _check_speculate(config: Any) -> None:
 
 
 def _check_trace(config: Any) -> None:
-    if config.trace_overwrite and config.trace is None:
-        raise _refused(
-            "trace_overwrite (--spac-trace-overwrite) replaces nothing", add(trace="FILE"), drop("trace_overwrite")
-        )
-    if config.timeline_steps is not None and config.timeline is None:
-        raise _refused(
-            "timeline_steps (--spac-timeline-steps) keeps nothing", add(timeline="FILE"), drop("timeline_steps")
-        )
     if config.timeline is not None and config.timeline == config.trace:
         two = use(timeline="OTHER")
         raise _refused("timeline (--spac-timeline) and trace (--spac-trace) would replace each other", two)
 
 
 def _check_cpu_experts(config: Any) -> None:
-    decides = config.balancer is not None and components.find("balancers", config.balancer).uses_cpu
-    if config.cpu_experts == "auto" and config.balancer is not None and not decides:
-        raise _refused(
-            f"cpu_experts=auto (--spac-cpu-experts) lets the balancer decide, and balancer={config.balancer} "
-            "(--spac-balancer) computes none",
-            use(balancer="waterfill"),
-            use(cpu_experts="off"),
-        )
-    weighed = config.profile is not None and config.prefetch != AUTO
-    for name, given in (("balancer", decides), ("profile", weighed)):
-        if config.cpu_experts != "auto" and given:
-            raise _refused(
-                f"{name} ({flag(name)}) decides nothing with cpu_experts={config.cpu_experts}",
-                *_computing(config),
-                drop(name),
-            )
+    named = f"cpu_experts={config.cpu_experts} (--spac-cpu-experts)"
+    if config.balancer is not None and not components.find("balancers", config.balancer).uses_cpu:
+        raise _refused(f"{named} computes none", use(cpu_experts=AUTO), use(cpu_experts="off"))
+    if config.profile is not None and config.balancer is None and config.prefetch != AUTO:
+        raise _refused(f"profile (--spac-profile) decides nothing with {named}", *_computing(config), drop("profile"))
     if config.cpu_kernel is not None and config.cpu_experts == "off":
         nothing = "cpu_kernel (--spac-cpu-kernel) computes nothing without CPU experts"
         raise _refused(nothing, *_computing(config), drop("cpu_kernel"))

@@ -13,11 +13,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from vllm_spac import components
+from vllm_spac.components import Argument, filled
 from vllm_spac.errors import ConfigError, Remedy, brief, drop, use
 
 Path = tuple[int, ...]  # of a node: the rank of each step among its siblings, e.g. (0, 2): third child of the first
 
 MOST_NODES = 255
+_NAMES = ("dynamic", "static")
+_SIZE = {"depth": Argument(6, (1, 16)), "width": Argument(8, (1, 64))}
+_LARGER = Remedy("raise depth or width of --spac-tree-shape", {"tree_shape": None})
 _FALL = 0.45  # assumed chance of a child relative to the sibling ranked before it
 
 
@@ -188,39 +193,51 @@ class StaticShape(TreeShape):
         return torch.tensor(self._chosen, dtype=torch.long, device=logp.device).expand(len(logp), -1)
 
 
-def most_nodes(shape: str, depth: int, width: int) -> int:
-    """Returns the most nodes of a tree of this shape, of a list of paths those that it has; arguments as ``parse``."""
-    if shape not in ("static", "dynamic"):
-        return StaticShape.of_paths(shape).nodes
-    return min(MOST_NODES, width + (depth - 1) * width**2)
+def _split(spec: str) -> tuple[str, int, int]:
+    """Returns (``static``, ``dynamic`` or a list of paths; depth; width) of a value of the knob ``tree_shape``."""
+    try:
+        shape, given = components.parse(spec)
+        named = shape in _NAMES
+        found = filled(shape if named else "a list of paths", given, _SIZE if named else {})
+    except ValueError as error:
+        raise ConfigError(f"spac: tree_shape={brief(spec)} (--spac-tree-shape): {error}") from None
+    return shape, found.get("depth", 0), found.get("width", 0)
 
 
-def parse(nodes: int, shape: str, depth: int, width: int) -> TreeShape:
-    """The shape that the knobs ``tree``, ``tree_shape``, ``tree_depth`` and ``tree_width`` describe.
+def most_nodes(spec: str) -> int:
+    """Returns the most nodes of a tree of this shape, of a list of paths those that it has; raises as ``parse``."""
+    shape, depth, width = _split(spec)
+    return min(MOST_NODES, _most(depth, width)) if shape in _NAMES else StaticShape.of_paths(shape).nodes
+
+
+def _most(depth: int, width: int) -> int:
+    return width + (depth - 1) * width**2
+
+
+def parse(nodes: int, spec: str) -> TreeShape:
+    """The shape that the knobs ``tree`` and ``tree_shape`` describe.
 
     Args:
         nodes: draft tokens per tree.
-        shape: ``static``, ``dynamic`` or a list of paths.
-        depth, width: most levels, and most children per node; no effect on paths.
+        spec: ``dynamic``, ``static``, either with ``@depth=6@width=8`` (most levels, and most children per node), or a
+            list of paths.
 
     Raises:
-        ConfigError: the values contradict one another.
+        ConfigError: it is none of these, or has another number of nodes.
     """
+    shape, depth, width = _split(spec)
+    problem = f"spac: tree={nodes} (--spac-tree): "
     if shape == "dynamic":
-        most = width + (depth - 1) * width**2
-        if most < nodes:
+        if (most := _most(depth, width)) < nodes:
             raise ConfigError.refused(
-                f"spac: tree={nodes} (--spac-tree): {depth} levels of at most {width} expanded nodes with {width} "
-                f"children have {most}",
-                Remedy("raise --spac-tree-depth or --spac-tree-width", {"tree_depth": None, "tree_width": None}),
+                f"{problem}{depth} levels of at most {width} expanded nodes with {width} children have {most}",
+                _LARGER,
                 use(tree=most) if most > 1 else drop("tree"),
             )
         return DynamicShape(nodes, depth, width, width)
     found = StaticShape.of_size(nodes, depth, width) if shape == "static" else StaticShape.of_paths(shape)
     if found.nodes != nodes:
-        allow = Remedy("allow more by --spac-tree-depth or --spac-tree-width", {"tree_depth": None, "tree_width": None})
         raise ConfigError.refused(
-            f"spac: tree={nodes} (--spac-tree): the shape has {found.nodes} nodes",
-            allow if shape == "static" else use(tree=found.nodes),
+            f"{problem}the shape has {found.nodes} nodes", _LARGER if shape == "static" else use(tree=found.nodes)
         )
     return found

@@ -18,8 +18,8 @@ from typing import Any, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_spac import components
 from vllm_spac.config.config import SpacConfig, component_knobs
+from vllm_spac.config.types import BudgetBound
 from vllm_spac.decisions.comparison import Ratio
 from vllm_spac.errors import ConfigError, brief
 from vllm_spac.system import files
@@ -36,17 +36,15 @@ DEFAULT, LRU = "default", "policy=lru"  # names of the baselines
 MAY_SET = frozenset(
     {
         "slots", "store", "host_memory", "policy", "prefetch", "predictor_file", "guard", "tree", "cpu_experts",
-        "balancer", "io_threads", "io_submit", "execution", "budget", "budget_mass", "budget_mass_of", "budget_ranking",
-        "budget_coverage",
+        "io_threads", "io_submit", "execution", "budget", "budget_ranking", "budget_coverage",
     }
 )  # fmt: skip
-_LOSSY = ("budget", "budget_mass", "budget_file")
 
 
 def departures(knobs: Mapping[str, Any]) -> frozenset[Departure]:
     """Returns what knobs do to tokens: ``rounding`` other than vLLM's kernel's, a ``lossy`` budget, or nothing."""
     found: set[Departure] = set()
-    if any(knobs.get(name) is not None for name in _LOSSY):
+    if knobs.get("budget") is not None:
         found.add("lossy")
     if str(knobs.get("cpu_experts", "off")) != "off" or knobs.get("execution", "slots") != "slots":
         found.add("rounding")
@@ -155,7 +153,7 @@ def changed(then: dict[str, str], now: dict[str, str]) -> list[str]:
     return [f"{name}: {text or 'none'}, not {now.get(name) or 'none'}" for name, text in differing.items()]
 
 
-FORMAT: Final = "spac-tuned-2"
+FORMAT: Final = "spac-tuned-3"
 _MOST_BYTES = 1 << 20  # of a file: one of a hundred candidates has 50 KB
 _AGAIN = "run vllm-spac tune again"
 
@@ -226,7 +224,7 @@ class TunedProfile(_Frozen):
         arguments: of the command, that decide what was measured.
     """
 
-    format: Literal["spac-tuned-2"] = FORMAT
+    format: Literal["spac-tuned-3"] = FORMAT
     model: str
     identity: str
     machine: Machine
@@ -248,8 +246,10 @@ class TunedProfile(_Frozen):
             raise ValueError(f"a tuned profile sets no {', '.join(odd)}")
         for name, kind in component_knobs().items():
             value = self.knobs.get(name)
-            if value is not None and value not in (*kind.others, *components.names(kind.family)):  # nothing is imported
+            if value is not None and not kind.is_ours(value):  # nothing is imported
                 raise ValueError(f"{name}={brief(value)} is the name of no {kind.noun} of this package")
+        if (budget := self.knobs.get("budget")) is not None and BudgetBound.parse(str(budget)).file is not None:
+            raise ValueError(f"budget={brief(budget)} is no number: a tuned profile names no file of budgets")
         if self.speculative_config is not None:
             Drafts.check(self.speculative_config)
         for name in ("tensor_parallel_size", "max_num_seqs"):

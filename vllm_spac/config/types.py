@@ -1,8 +1,9 @@
-"""Types of knobs: how their values are written, and the number of slots."""
+"""Types of knobs: how their values and the arguments of these are written, the number of slots, a budget's bound."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 
+from vllm_spac import components
+from vllm_spac.components import Argument, filled
 from vllm_spac.errors import flag as flag
 from vllm_spac.system.untrusted import path_of
 
@@ -19,8 +22,7 @@ def _path(value: Any) -> Any:
 
 
 ALPHA = 0.5  # of weighted votes, by default
-STEPS = 256  # of a timeline, by default
-AUTO = "auto"  # of prefetch: a predictor is chosen, or none; of cpu_experts: the balancer selects them
+AUTO = "auto"  # of prefetch: a predictor is chosen, or none; of cpu_experts: while steps are shorter with them
 EXTRA = 0.1  # share of the needed loads that prefetches may add, by default
 _LEAST_BYTES = 1 << 16  # of a size that is given without a unit
 SomePath = Annotated[Path | None, BeforeValidator(_path)]
@@ -88,15 +90,114 @@ def _check_size(value: Any) -> Any:
     return value
 
 
-def _check_cpu_experts(value: str) -> str:
-    if value not in ("off", "auto") and not re.fullmatch(r"[1-9][0-9]{0,5}", value):
-        raise ValueError("use off, auto, or a number of experts of a layer, 1 or more")
-    return value
-
-
 Size = Annotated[ByteSize, BeforeValidator(_check_size)]
 SlotsText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_slots)]
-CpuExpertsText = Annotated[str, BeforeValidator(lambda value: str(no_bool(value))), AfterValidator(_check_cpu_experts)]
+
+
+@dataclass(frozen=True, eq=False)
+class WithArguments:
+    """The type of a knob with few values, some of which take arguments, as metadata of ``str``; pydantic validates it.
+
+    Attributes:
+        names: value -> its arguments by name.
+    """
+
+    names: Mapping[str, Mapping[str, Argument]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: Any) -> Any:
+        if value is not None:
+            self.split(value)
+        return value
+
+    def split(self, spec: Any) -> tuple[str, dict[str, Any]]:
+        """Returns the value and all of its arguments, defaults included; ``ValueError`` for any other ``spec``."""
+        name, given = components.parse(spec) if isinstance(spec, str) else (spec, {})
+        if not isinstance(name, str) or name not in self.names:
+            raise ValueError(f"use {' or '.join(self.values())}")
+        return name, filled(name, given, self.names[name])
+
+    def values(self) -> list[str]:
+        """The knob's values, each with its arguments."""
+        return ["@".join([name, *(f"{each}=..." for each in known)]) for name, known in self.names.items()]
+
+
+_BUDGET_HELP = (
+    "use a number of experts (16), a share of the routing mass above 0 and at most 1 (0.98, or 0.98@of=scores), or "
+    "the file of vllm-spac budgets"
+)
+_OF = {"of": Argument("selected", ("selected", "scores"))}
+
+
+@dataclass(frozen=True)
+class BudgetBound:
+    """What the knob ``budget`` says: at most one of ``experts``, ``mass`` and ``file`` is set.
+
+    A whole number is one of experts (``1``: B = 1), a number with a point is a share (``1.0``: all of the mass), and
+    all else is a path.
+
+    Attributes:
+        experts: experts per layer (B).
+        mass: share of the routing mass, above 0 and at most 1.
+        mass_of: the mass: ``selected``, the routing weights of the selected experts, or ``scores``, the routers' scores
+            of all experts.
+        file: of budgets by layer.
+    """
+
+    experts: int | None = None
+    mass: float | None = None
+    mass_of: str = "selected"
+    file: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> BudgetBound:
+        """Parses ``16``, ``0.98``, ``0.98@of=scores`` or a path; anything else raises ``ValueError``."""
+        number = text.partition("@")[0].strip()
+        try:
+            share = float(number)
+        except ValueError:
+            return cls(file=path_of(text))
+        given = components.parse(text)[1]
+        if re.fullmatch(r"[0-9]{1,7}", number):
+            if given:
+                raise ValueError(f"a number of experts has no argument; {_BUDGET_HELP}")
+            if int(number) == 0:
+                raise ValueError(_BUDGET_HELP)
+            return cls(experts=int(number))
+        if not 0 < share <= 1:
+            raise ValueError(_BUDGET_HELP)
+        return cls(mass=share, mass_of=filled(number, given, _OF)["of"])
+
+
+def _budget_text(value: Any) -> Any:
+    if value is None:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Path):
+        raise ValueError(_BUDGET_HELP)
+    try:
+        BudgetBound.parse(text := str(value))
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("spac: ")) from error
+    return text
+
+
+BudgetText = Annotated[str | None, BeforeValidator(_budget_text)]
+_WORKERS = {"per_layer": Argument(1, (1, 16)), "replicas": Argument(0, (0, 255))}
+LOCAL = "local"  # executor: no expert workers
+PATH = "path"  # of budget_votes: rows are weighted
+EXECUTOR = WithArguments({LOCAL: {}, **dict.fromkeys(("processes", "ray"), _WORKERS)})
+PREFETCHING = {  # of the prefetcher, beside arguments of the predictor
+    "threshold": Argument(1, (1, 1 << 20)),
+    "depth": Argument(16, (1, 1 << 20)),
+    "background": Argument(None, (1, 64)),
+    "extra": Argument(EXTRA, (0.0, 1.0)),
+}
+STAGING = {"staging": Argument(AUTO, (AUTO, "on", "off"))}
+VOTES = WithArguments({"uniform": {}, PATH: {"alpha": Argument(ALPHA, (0.0, 1.0))}})
 
 
 TunedText = Annotated[
@@ -113,6 +214,6 @@ TunedAllow = Annotated[
     Literal["exact", "rounding", "lossy"],
     Field(
         description="What a tuned profile may set: exact, exact knobs alone; rounding, also knobs that are exact up to "
-        "rounding; lossy, also budgets. One that sets more is not used."
+        "rounding; lossy, also budgets."
     ),
 ]

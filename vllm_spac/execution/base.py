@@ -158,6 +158,7 @@ class Execution(ABC):
             the checkpoint, of quantised experts as ``checkpoint.repacking`` packs them.
         knobs: names of the knobs that have a meaning with this execution; with executions that do not list them they
             have none.
+        arguments: that ``execution=name@argument=value`` may set.
         offline: why no engine can serve with it; empty if one can.
         tensors: name -> slots of shape [slots, ...] on the device that computes.
         holds_all: each expert has its slot, so that nothing is ever decided or moved.
@@ -175,6 +176,7 @@ class Execution(ABC):
     counts_votes: ClassVar[bool] = False
     layout: ClassVar[Literal["plain", "kernel"]] = "kernel"
     knobs: ClassVar[frozenset[str]] = frozenset()
+    arguments: ClassVar[frozenset[str]] = frozenset()
     offline: ClassVar[str] = ""
 
     shape: MoEShape

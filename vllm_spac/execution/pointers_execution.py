@@ -192,7 +192,8 @@ class PointerExecution(Execution):
     needs_addressable_store: ClassVar[bool] = True
     keeps_bits = False  # the kernels sum in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
-    knobs: ClassVar[frozenset[str]] = frozenset({"admission", "prefetch", "staging"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"admission", "prefetch"})
+    arguments: ClassVar[frozenset[str]] = frozenset({"staging"})
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class PointerExecution(Execution):
             admission=context.config.admission or DEFAULT,
             predictor=cast("Maps | None", context.predictor),  # as ``config.rules`` checks
             extra=context.config.prefetch_share,
-            prefetch=context.config.prefetch,
+            prefetch=context.config.prefetch.partition("@")[0],
             staged=context.room.staged,
         )
 

@@ -184,9 +184,7 @@ class SlotExecution(Execution):
     needs_host: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
-    knobs: ClassVar[frozenset[str]] = frozenset(
-        {"cpu_experts", "host_memory", "io_submit", "layer_ahead", "prefetch", "speculate"}
-    )
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "io_submit", "prefetch", "speculate"})
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from vllm_spac.config.config import SpacConfig, check_knob, component_knobs
+from vllm_spac.config.config import REMOVED, SpacConfig, check_knob, removed, value_forms
 from vllm_spac.config.types import flag
 from vllm_spac.errors import ConfigError, brief, printable
 from vllm_spac.integration.hooks import patches
@@ -29,11 +29,11 @@ def _adding(add_cli_args: Callable) -> Callable:
         group.add_argument(
             "--plugin", choices=["spac"], action="append", default=argparse.SUPPRESS, help="Serve with a plugin: spac."
         )
-        components = component_knobs()
+        forms = value_forms()
         for name, field in SpacConfig.model_fields.items():
             text = (field.description or "").replace("%", "%%")
-            if name in components:
-                text += f" One of {', '.join(components[name].values())}."
+            if name in forms:
+                text += f" One of {', '.join(forms[name])}."
             if field.default is not None:
                 text += f" (default: {str(field.default).lower()})"
             switch: dict[str, Any] = {"nargs": "?", "const": "true", "metavar": "BOOL"}
@@ -53,6 +53,8 @@ def _whole(parser: argparse.ArgumentParser) -> Callable[[str], list]:
     def of(text: str) -> list:
         given = text.partition("=")[0]
         if given.startswith("--spac"):
+            if (knob := given[len("--spac-") :].replace("-", "_")) in REMOVED:
+                parser.error(removed(knob))
             near = difflib.get_close_matches(given, map(flag, SpacConfig.model_fields), n=1)
             hint = f"did you mean {near[0]}?" if near else "vllm-spac knobs lists all"
             parser.error(f"there is no flag {printable(given)}; {hint}")

@@ -90,17 +90,18 @@ def check_knobs(config: SpacConfig) -> None:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError(f"it cannot be built without arguments: {problem}; give them defaults") from error
-    for name in ("calibration", "budget_file", "predictor_file"):
-        path = getattr(config, name)
+    given = {"calibration": config.calibration, "predictor_file": config.predictor_file, "budget": config.bound.file}
+    for name, path in given.items():
         if path is not None and not os.path.isfile(path):
-            raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file")
+            hint = "; a budget is a number, 16 or 0.98, or a file of vllm-spac budgets" if name == "budget" else ""
+            raise ConfigError(f"spac: {name}={path} ({knob_flag(name)}): there is no such file{hint}")
     if config.profile is not None:
         with _naming(config, "profile"):
             Costs.read(config.profile)
     expert_workers.check_places(config)
     if config.trace is not None:
         with _naming(config, "trace"):
-            replaced = check_target(config.trace, config.trace_overwrite)
+            replaced = check_target(config.trace)
         if replaced is not None:
             held = printable(f"{config.trace} holds a trace of {replaced.model or 'an unnamed model'}")
             logger.warning("spac: %s; the trace of this engine replaces it", held)
@@ -125,8 +126,8 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
         ranks_of_experts = parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1
         sizing.check_per_layer(config.parsed_slots, model.get_num_experts() // ranks_of_experts, top_k)
-        if config.budget is not None:
-            validate(config.budget, model.get_num_experts(), top_k, config.budget_coverage)
+        if config.bound.experts is not None:
+            validate(config.bound.experts, model.get_num_experts(), top_k, config.budget_coverage)
     _check_quantisation(model, config)
     for refused, flag, instead in _refusals(config, vllm_config):
         if refused:
@@ -266,9 +267,9 @@ def check_guard(config: SpacConfig, vllm_config: VllmConfig) -> None:
 
 def check_votes(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Raises ``UnsupportedError`` if votes are weighted by what is not known, or a policy would not count them."""
-    if config.budget_votes != "path":
+    if config.votes_alpha is None:
         return
-    what = "spac: budget_votes=path (--spac-budget-votes) cannot work here"
+    what = f"spac: budget_votes={config.budget_votes} (--spac-budget-votes) cannot work here"
     if (reason := drafts.unweighted(vllm_config, config.tree > 0)) is not None:
         raise UnsupportedError.refused(f"{what}: {reason.problem}", reason.remedy, use(budget_votes="uniform"))
     if components.find("policies", config.policy).predictor and not config.execution_class.counts_votes:
@@ -335,18 +336,19 @@ def _check_prefetch(config: SpacConfig, vllm_config: VllmConfig) -> None:
 
 def _check_files(config: SpacConfig, vllm_config: VllmConfig) -> None:
     """Refuses files of another model; what depends on its layers is checked when they are built."""
-    if config.calibration is None and config.budget_file is None and config.predictor_file is None:
+    budgets = config.bound.file
+    if config.calibration is None and budgets is None and config.predictor_file is None:
         return
     experts = vllm_config.model_config.get_num_experts()
     calibration = None if config.calibration is None else Calibration.read(config.calibration)
-    if config.budget_file is not None:
-        read_budgets(config.budget_file, None, None, experts)
+    if budgets is not None:
+        read_budgets(budgets, None, None, experts)
     predictors = None if config.predictor_file is None else PredictorFile.read(config.predictor_file)
     model = model_fingerprint(content_of(vllm_config, config.folder))  # may read the whole checkpoint
     if calibration is not None and config.calibration is not None:
         calibration.check_model(config.calibration, model, None, experts)
-    if config.budget_file is not None:
-        read_budgets(config.budget_file, model, None, experts)
+    if budgets is not None:
+        read_budgets(budgets, model, None, experts)
     if predictors is not None and config.predictor_file is not None:
         predictors.check_model(config.predictor_file, model)
 

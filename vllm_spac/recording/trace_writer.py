@@ -186,11 +186,8 @@ class TraceWriter:
         return {name: np.asarray(column) for name, column in flat.items()}
 
 
-def check_target(path: str | Path, overwrite: bool = False) -> TraceFacts | None:
+def check_target(path: str | Path) -> TraceFacts | None:
     """Checks, before a run, that a trace can be written to ``path``.
-
-    Args:
-        overwrite: a file that is not a trace may be replaced as well.
 
     Returns:
         The model of the trace that would be replaced, if there is one.
@@ -212,11 +209,7 @@ def check_target(path: str | Path, overwrite: bool = False) -> TraceFacts | None
             return TraceFacts.of(metadata)
     except (OSError, KeyError, ValueError):  # not a trace
         pass
-    if overwrite:
-        return None
-    raise ConfigError(
-        f"the trace {path} would replace a file that is no trace; name another, or add --spac-trace-overwrite"
-    )
+    raise ConfigError(f"the trace {path} would replace a file that is no trace; remove it first, or name another")
 
 
 def _kinds(step: Step) -> np.ndarray:

@@ -12,6 +12,7 @@ class StreamAll(Balancer):
 
     needs_rates: ClassVar[bool] = False
     uses_cpu: ClassVar[bool] = False
+    offline: ClassVar[str] = "without CPU experts use --spac-cpu-experts off"
 
     def plan(self, state: LayerState) -> Plan:
         hit, missing = split(state)

@@ -40,9 +40,8 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
         return "routing is recorded between the pieces", (drop("trace"),)
     if not config.execution_class.needs_host and components.find("rankings", config.budget_ranking).replayable:
         return None
-    for name in ("budget", "budget_mass", "budget_file"):
-        if getattr(config, name) is not None:
-            return "a budget is applied between the pieces", (drop(name),)
+    if config.budget is not None:
+        return "a budget is applied between the pieces", (drop("budget"),)
     if config.control:
         return "a budget may be applied between the pieces", (drop("control"),)
     return None
@@ -50,13 +49,12 @@ def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
 
 def _all_in_slots(config: SpacConfig) -> tuple[Remedy, ...]:
     """Expert workers compute outside of the graph whatever their slots are."""
-    return (use(execution="pointers"), use(slots="100%")) if config.executor == "local" else ()
+    return (use(execution="pointers"), use(slots="100%")) if not config.has_workers else ()
 
 
 def hold_budget(config: SpacConfig) -> bool:
     """Whether full graphs of this engine hold the launches of a budget that is in force or may be set later."""
-    budgets = config.budget, config.budget_mass, config.budget_file
-    asked = config.control or any(budget is not None for budget in budgets)
+    asked = config.control or config.budget is not None
     return not config.execution_class.needs_host and asked and needs_host(config) is None
 
 
@@ -153,7 +151,8 @@ def check_staging(vllm_config: VllmConfig, shape: MoEShape) -> None:
     if captures_prompts and (compilation.max_cudagraph_capture_size or 0) >= staged_from:
         raise UnsupportedError(
             f"spac: cudagraph_mode FULL captures prompts of up to {compilation.max_cudagraph_capture_size} rows, and "
-            f"those of {staged_from} and more are staged, which no graph can hold; use --spac-staging off, or "
+            f"those of {staged_from} and more are staged, which no graph can hold; use "
+            "--spac-execution pointers@staging=off, or "
             """--compilation-config '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'"""
         )
 

@@ -172,7 +172,7 @@ def _expert_refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Re
         (whole, Remedy("use a lower --tensor-parallel-size")),
     )
     named, instead = f"execution={config.execution} (--spac-execution)", use(execution="slots")
-    if config.executor != "local":
+    if config.has_workers:
         named, instead = f"executor={config.executor} (--spac-executor)", without_workers(config)
     yield not config.execution_class.divides_experts, f"{named} with {option}", (instead, whole)
     yield (

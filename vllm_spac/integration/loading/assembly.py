@@ -16,7 +16,7 @@ from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.cache.measured_costs import serving_rates
 from vllm_spac.cache.transfers import HostRows
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.config.types import AUTO, STEPS
+from vllm_spac.config.types import AUTO
 from vllm_spac.core import MoEShape, Rates
 from vllm_spac.cpu_kernels._thread import ExecutorThread, binding, threads_of
 from vllm_spac.cpu_kernels.base import check_same
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.spac")
 
+_TIMELINE_STEPS = 256  # the last ones, which a timeline has
 HOST_RESERVE = 1 << 30  # of host memory, left to the rest of the machine
 
 
@@ -73,13 +74,13 @@ def budget(
     known = [layer.budgeted() for layer in layers]
     names, experts = [layer.name for layer in known], max(layer.experts for layer in known)
     calibration: Calibration | None = None
-    bound: int | dict[str, int] | None = config.budget
-    if config.calibration is not None or config.budget_file is not None:
+    bound: int | dict[str, int] | None = config.bound.experts
+    if config.calibration is not None or config.bound.file is not None:
         name = model()
         if config.calibration is not None:
             calibration = Calibration.load(config.calibration, name, names, experts)
-        if config.budget_file is not None:
-            bound = read_budgets(config.budget_file, name, names, experts)
+        if config.bound.file is not None:
+            bound = read_budgets(config.bound.file, name, names, experts)
     several = vllm_config.parallel_config.tensor_parallel_size > 1
     counters = BudgetCounters()
     ahead = predictor is not None and predictor.reach > 0
@@ -198,7 +199,7 @@ def timeline(config: SpacConfig, facts: TimelineFacts) -> TimelineWriter | None:
         return None
     path = config.timeline.absolute()
     logger.info("spac: the last steps are recorded in %s", path)
-    return TimelineWriter(path, facts, config.timeline_steps or STEPS)
+    return TimelineWriter(path, facts, _TIMELINE_STEPS)
 
 
 def timeline_facts(vllm_config: VllmConfig, executions: Sequence[Execution], store: str) -> TimelineFacts:
@@ -227,7 +228,7 @@ def balance(config: SpacConfig, vllm_config: VllmConfig, execution: Execution, l
 
 def _is_checked(config: SpacConfig) -> bool:
     """Whether the CPU computes experts only while steps are shorter with it: unless a balancer was named."""
-    return config.cpu_experts == AUTO and config.balancer is None
+    return config.cpu_experts == AUTO
 
 
 def _executor_thread(config: SpacConfig, execution: Execution, layer: ManagedExperts) -> ExecutorThread:
@@ -295,7 +296,8 @@ def _balancer(
     if (count := config.cpu_expert_count) is not None:
         logger.info("spac: up to %s missing experts of a layer run on the CPU: %s", count, thread.describe())
         return components.build("balancers", "fixed", count=count, **knobs)
-    name = config.balancer or "waterfill"
+    name = config.balancer
+    assert name is not None, "no CPU experts"
     rates, costs = None, "weighs no costs"
     if components.find("balancers", name).needs_rates:
         rates, origin = _rates(config, execution, layer, thread, in_slots)

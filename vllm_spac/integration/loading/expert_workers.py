@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Yields (whether it is in use, the option, what to do instead) for what workers cannot serve."""
-    if config.executor == "local":
+    if not config.has_workers:
         return
     from vllm.platforms import current_platform
 
@@ -43,9 +43,9 @@ def refusals(config: SpacConfig, vllm_config: VllmConfig) -> Iterator[Refusal]:
 
 def check_places(config: SpacConfig) -> None:
     """Refuses a cluster that is not there before an engine starts; ``ConfigError`` says what to do."""
-    if config.executor == "processes" and config.cluster is not None:
+    if config.executor_name == "processes" and config.cluster is not None:
         RunningWorkers(path_of(config.cluster), config.workers)
-    if config.executor == "ray":
+    if config.executor_name == "ray":
         places.check_installed()
 
 
@@ -87,7 +87,7 @@ def store(
         _check_count(config, count, len(shape.layers))
         knobs: dict[str, Any] = {"slots": config.slots, "policy": config.policy, "io_threads": config.io_threads}
         if config.prefetch != "off":
-            knobs |= {"hints": True, "pins": config.soft_pins != "off", "extra": config.prefetch_share}
+            knobs |= {"hints": True, "extra": config.prefetch_share}
             options = components.parse(config.prefetch)[1]
             knobs |= {name: options[name] for name in ("depth", "background") if name in options}
         kind = {"activation": layer.activation.value, "isa": isa, "hidden": layer.moe_config.hidden_dim}
@@ -113,15 +113,15 @@ def store(
 
 def _places(config: SpacConfig, free: int) -> Places:
     """Returns where the workers are; those of this machine share its CPUs with the engine, and ``free`` bytes."""
-    if config.executor == "processes" and config.cluster is not None:
+    if config.executor_name == "processes" and config.cluster is not None:
         return RunningWorkers(path_of(config.cluster), config.workers)
     assert config.workers is not None
     arguments = ["--disk-dir", str(config.folder)]
-    if config.executor == "ray" and config.cluster is not None:
+    if config.executor_name == "ray" and config.cluster is not None:
         return places.RayWorkers(config.workers, arguments, config.cluster)
     threads = max(1, len(machine.cpus()) // (config.workers + 1))
     arguments += ["--memory", str(max(0, free) // config.workers), "--threads", str(threads)]
-    if config.executor == "ray":
+    if config.executor_name == "ray":
         return places.RayWorkers(config.workers, arguments, None)
     return Processes(config.workers, arguments)
 

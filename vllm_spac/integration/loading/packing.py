@@ -99,7 +99,7 @@ class Packing:
         self._rooms[shape] = room
         kind, lock, layer = self.store_kind, None, self.layer_of(shape)
         store: ExpertStore
-        if self._config.executor != "local":
+        if self._config.has_workers:
             expert_workers.check_shapes(self._config, self._shapes)
             name = fingerprint(self._vllm_config, shape, layer, self.checkpoint)
             store = expert_workers.store(self._config, self._vllm_config, shape, layer, name, free)

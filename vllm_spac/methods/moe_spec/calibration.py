@@ -332,23 +332,21 @@ def read_budgets(
             names an unknown one, or has a budget that is no number from 1 to ``experts``.
     """
     if problem := files.refusal(Path(path)):
-        raise ConfigError(f"spac: budget_file (--spac-budget-file): {problem}")
+        raise ConfigError(f"spac: budget (--spac-budget): {problem}")
     try:
         content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"spac: {path} (--spac-budget-file) cannot be read: {error}; {_AGAIN_BY_LAYER}") from error
+        raise ConfigError(f"spac: {path} (--spac-budget) cannot be read: {error}; {_AGAIN_BY_LAYER}") from error
     if not isinstance(content, dict) or content.get("format") != LAYERS_FORMAT:
-        raise ConfigError(f"spac: {path} (--spac-budget-file) is no budget file of {LAYERS_FORMAT}; {_AGAIN_BY_LAYER}")
+        raise ConfigError(f"spac: {path} (--spac-budget) is no budget file of {LAYERS_FORMAT}; {_AGAIN_BY_LAYER}")
     budgets = content.get("budgets")
     other = fingerprint is not None and content.get("fingerprint") != fingerprint
     if other or not isinstance(budgets, dict) or (layers is not None and set(budgets) != set(layers)):
         raise ConfigError(
-            f"spac: {path} (--spac-budget-file) was made for another model or revision: {content.get('fingerprint')}, "
+            f"spac: {path} (--spac-budget) was made for another model or revision: {content.get('fingerprint')}, "
             f"not {fingerprint}, or its layers differ; run `vllm-spac calibrate` and `vllm-spac budgets` for this one"
         )
     for name, budget in budgets.items():
         if type(budget) is not int or not 1 <= budget <= experts:
-            raise ConfigError(
-                f"spac: {path} (--spac-budget-file): the budget of {name} is {budget!r}; use 1 to {experts}"
-            )
+            raise ConfigError(f"spac: {path} (--spac-budget): the budget of {name} is {budget!r}; use 1 to {experts}")
     return {name: budgets[name] for name in (budgets if layers is None else layers)}

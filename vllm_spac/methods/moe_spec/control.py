@@ -292,9 +292,9 @@ class BudgetControl:
             else:
                 held = router_mass(weighted)
             inside, best = kernels.shortlist(scores, selected, None, held, self._mass, self._least(layer))
-        natural, settings = (weights.float().contiguous(), ids.contiguous()), self.settings
-        substitute = settings.coverage == "substitution"
-        covered = kernels.covered(probs, natural, votes, inside, best, layer.rule, substitute, settings.rescue)
+        natural, coverage = (weights.float().contiguous(), ids.contiguous()), self.settings.coverage
+        how = layer.rule, coverage == "substitution", coverage == "rescue"
+        covered = kernels.covered(probs, natural, votes, inside, best, *how)
         kernels.tally(self.counters.on_device, votes, natural, inside, covered)
         return covered
 
@@ -320,7 +320,7 @@ class BudgetControl:
             "mass_of": settings.mass_of,
             "least": self._least(layer),
             "substitute": settings.coverage == "substitution",
-            "rescue": settings.rescue,
+            "rescue": settings.coverage == "rescue",
         }
         if self._on_host:
             covered = host_cut.cut(probs, order, (weights, ids), votes, layer.rule, mass=settings.mass, **options)

@@ -202,24 +202,22 @@ class Launches:
     """The part of a budget that is fixed when a graph is captured; the rest is read from memory by each replay.
 
     Attributes:
-        ranking, coverage, rescue: as in ``BudgetSettings``.
+        ranking, coverage: as in ``BudgetSettings``.
         mass_of: as in ``BudgetSettings`` for a budget by mass; None for one by number of experts.
     """
 
     ranking: str
     coverage: str
     mass_of: str | None
-    rescue: bool = False
 
     @classmethod
     def of(cls, settings: BudgetSettings) -> Launches:
         mass_of = None if settings.mass is None else settings.mass_of
-        return cls(settings.ranking, settings.coverage, mass_of, settings.rescue)
+        return cls(settings.ranking, settings.coverage, mass_of)
 
     def describe(self) -> str:
         bound = "budget" if self.mass_of is None else f"mass, mass_of={self.mass_of}"
-        rescue = ", rescue" if self.rescue else ""
-        return f"{bound}, ranking={self.ranking}, coverage={self.coverage}{rescue}"
+        return f"{bound}, ranking={self.ranking}, coverage={self.coverage}"
 
     def check_settings(self, settings: BudgetSettings) -> None:
         """Raises ``UnsupportedError`` if ``settings`` need other launches than these."""

@@ -26,22 +26,18 @@ def check_mass(mass: float) -> None:
     """Raises ``ConfigError`` unless ``mass`` is above 0 and at most 1."""
     if not 0 < mass <= 1:
         raise ConfigError(
-            f"spac: budget_mass={mass} (--spac-budget-mass): use a share of the mass above 0 and at most 1, e.g. 0.98"
+            f"spac: mass={mass} (--spac-budget): use a share of the mass above 0 and at most 1, e.g. 0.98"
         )
 
 
 def check_mass_of(mass_of: str) -> None:
     """Raises ``ConfigError`` unless ``mass_of`` is one of ``MASSES``."""
     if mass_of not in MASSES:
-        raise ConfigError(f"spac: budget_mass_of={mass_of!r} (--spac-budget-mass-of): use {' or '.join(MASSES)}")
+        raise ConfigError(f"spac: mass_of={mass_of!r} (--spac-budget): use {' or '.join(MASSES)}")
 
 
 def validate(budget: int, experts: int, top_k: int, coverage: str) -> None:
     """Raises ``ConfigError`` unless a layer of ``experts`` experts can run with ``budget`` of them."""
-    if coverage not in ("truncation", "substitution"):
-        raise ConfigError(
-            f"spac: budget_coverage={coverage!r} (--spac-budget-coverage): use truncation or substitution"
-        )
     least = top_k if coverage == "substitution" else 1
     problem = f"spac: budget={budget} (--spac-budget): "
     if 1 <= budget < least:
@@ -113,9 +109,9 @@ class BudgetSettings(BaseModel):
             no row selected are ranked last. ``scores``: the routers' scores of all experts (MoE-Spec's s_i).
         ranking: name of a ranking (``components``). Whichever it is, the experts that voting rows
             selected come first: where these are no more than the shortlist holds, nothing is cut.
-        coverage: how a row is routed without an expert that is outside the shortlist.
-        rescue: with truncation, a row whose experts are all outside gets the best expert of the shortlist, at that
-            expert's natural weight.
+        coverage: what a row runs instead of an expert that is outside the shortlist: ``substitution``, another one;
+            ``truncation``, none; ``rescue``, none, but a row whose experts are all outside gets the best expert of the
+            shortlist, at that expert's natural weight.
         when: which rows vote and are cut.
         votes: how much each of these rows counts. ``uniform``: all the same; ``path``: P ** votes_alpha, where P is the
             probability that the row is reached (``votes``).
@@ -133,8 +129,7 @@ class BudgetSettings(BaseModel):
     mass: Annotated[float, BeforeValidator(_number)] | None = None
     mass_of: Literal["selected", "scores"] = "selected"
     ranking: str = "selected"
-    coverage: Literal["substitution", "truncation"] = "substitution"
-    rescue: bool = False
+    coverage: Literal["substitution", "truncation", "rescue"] = "substitution"
     when: Literal["verify", "decode", "all"] = "verify"
     votes: Literal["uniform", "path"] = "uniform"
     votes_alpha: Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)] = ALPHA
@@ -144,30 +139,34 @@ class BudgetSettings(BaseModel):
     @model_validator(mode="after")
     def _one_bound(self) -> BudgetSettings:
         if self.budget is not None and self.mass is not None:
-            raise ValueError("budget and budget_mass bound the same thing; use one of them")
+            raise ValueError("budget and mass bound the same thing; use one of them")
         if self.speculate != "off" and (self.budget is not None or self.mass is not None):
             raise ValueError("speculate and a budget both choose a layer's experts; use one of them")
         if self.mass is None and self.mass_of != "selected":
             raise ValueError(f"mass_of={self.mass_of} has no effect without a share; give mass as well")
         if self.votes == "uniform" and self.votes_alpha != ALPHA:
             raise ValueError(f"votes_alpha={self.votes_alpha} has no effect on uniform votes; give votes=path as well")
-        if self.rescue and self.coverage != "truncation":
-            raise ValueError("rescue has no effect with substitution, which gives every row experts; use truncation")
         return self
 
     @classmethod
     def at_start(cls, config: SpacConfig, budget: int | dict[str, int] | None) -> BudgetSettings:
-        """Those of the knobs; ``budget`` is B, or B by layer name from the budget file."""
+        """Returns those of the knobs.
+
+        Of the knob ``budget``, 16 is ``budget`` here, 0.98@of=scores is ``mass`` and ``mass_of``, and of a file the
+        layers' numbers are ``budget``. Of ``budget_votes``, path@alpha=0.5 is ``votes`` and ``votes_alpha``.
+
+        Args:
+            budget: B, or B by layer name from the file; None without either.
+        """
         return cls(
             budget=budget,
-            mass=config.budget_mass,
-            mass_of=config.budget_mass_of or "selected",
+            mass=config.bound.mass,
+            mass_of=config.bound.mass_of,
             ranking=config.budget_ranking,
             coverage=config.budget_coverage,
-            rescue=config.budget_rescue,
             when=config.budget_when,
-            votes=config.budget_votes,
-            votes_alpha=ALPHA if config.budget_votes_alpha is None else config.budget_votes_alpha,
+            votes="uniform" if config.votes_alpha is None else "path",
+            votes_alpha=ALPHA if config.votes_alpha is None else config.votes_alpha,
             speculate=config.speculate,
         )
 
@@ -211,9 +210,8 @@ class BudgetSettings(BaseModel):
         bound = "by layer" if isinstance(self.budget, dict) else self.budget
         if self.mass is not None:
             bound = f"{self.mass:g} of the mass {self.mass_of}"
-        rescue = " with rescue" if self.rescue else ""
         votes = "" if self.alpha is None else f", path votes ** {self.alpha:g}"
-        return f"lossy (budget {bound}, {self.ranking}, {self.coverage}{rescue}, {self.when} rows{votes})"
+        return f"lossy (budget {bound}, {self.ranking}, {self.coverage}, {self.when} rows{votes})"
 
 
 @dataclass(frozen=True)
@@ -247,10 +245,10 @@ def check_layer(layer: BudgetedLayer, settings: BudgetSettings) -> None:
             f"spac: {layer.name} routes by a function of its own, which substitution cannot repeat; "
             "use --spac-budget-coverage truncation"
         )
-    if settings.rescue and layer.rule.custom:
+    if settings.coverage == "rescue" and layer.rule.custom:
         raise UnsupportedError(
             f"spac: {layer.name} routes by a function of its own, which gives no weight to an expert that it did not "
-            "choose; drop --spac-budget-rescue"
+            "choose; use --spac-budget-coverage truncation"
         )
     if isinstance(settings.budget, dict) and layer.name not in settings.budget:
         raise ConfigError(f"spac: the budget names no experts for {layer.name}; name every MoE layer")

@@ -361,7 +361,7 @@ class WorkerClient:
         if self._copy is None:
             raise SpacError(
                 f"spac: no worker computes {self.shape.layers[call.layer]} ({call.blame()}), and this machine has no "
-                "copy of its experts; start the workers again and restart, or add --spac-replicas 1"
+                "copy of its experts; start the workers again and restart, or use --spac-executor NAME@replicas=1"
             )
         if self._pool is None:
             logger.warning("spac: rows of lost workers are computed by this process, from its disk")

@@ -72,7 +72,7 @@ class Service(BaseModel):
         divides: the layers' experts are divided among several workers: rows come with some of theirs, and each answer
             says which experts have a slot.
         hints: the engine says which experts layers will probably need, and they are loaded ahead.
-        pins, extra, depth, background: of these loads, as in ``PrefetchSettings``.
+        extra, depth, background: of these loads, as in ``PrefetchSettings``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -91,7 +91,6 @@ class Service(BaseModel):
     isa: str = ""
     divides: bool = False
     hints: bool = False
-    pins: bool = True
     extra: Annotated[float, Field(ge=0, le=1)] | None = None
     depth: _Count = 16
     background: Annotated[int, Field(ge=1, le=64)] | None = None

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from vllm_spac import components
-from vllm_spac.cache.prefetch_settings import SETTINGS, PrefetchSettings
+from vllm_spac.cache.prefetch_settings import PrefetchSettings
+from vllm_spac.config.types import PREFETCHING
 from vllm_spac.decisions.balancers.base import Balancer
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
@@ -78,8 +79,6 @@ def build_prefetch(
     spec: str,
     trace: Trace,
     file: Path | None = None,
-    pins: bool = True,
-    extra: float | None = None,
     next_layer: bool = False,
 ) -> PrefetchSettings:
     """Builds the settings of the prefetcher, with a predictor that an engine builds from a file, or lacks.
@@ -87,7 +86,7 @@ def build_prefetch(
     Args:
         spec: ``off`` or a predictor, with its arguments and those of ``PrefetchSettings``.
         file: of trained predictors.
-        pins, extra, next_layer: as in ``PrefetchSettings``.
+        next_layer: as in ``PrefetchSettings``.
 
     Raises:
         ConfigError: there is no such predictor, it is not in the file, the file is of a model of another size, or it
@@ -99,11 +98,11 @@ def build_prefetch(
         built = _trained(name, trace, file)
     elif kind is not None and Signal.FUTURE in kind.needs:
         knobs = components.parse(spec)[1]
-        own = {argument: knobs.pop(argument) for argument in set(knobs) - set(SETTINGS)}
+        own = {argument: knobs.pop(argument) for argument in set(knobs) - set(PREFETCHING)}
         built = components.build_with("predictors", name, own, kind, num_experts=trace.facts.total)
-        spec = "@".join([name, *(f"{argument}={value}" for argument, value in knobs.items())])
-    more = {"pins": pins, "extra": extra, "next_layer": next_layer, "drafts": most_drafts(trace)}
-    settings = PrefetchSettings.of(spec, built=built, **more)
+        spec = components.written(name, knobs)
+    drafts = most_drafts(trace)
+    settings = PrefetchSettings.of(spec, built=built, pins=True, next_layer=next_layer, drafts=drafts)
     has = {Signal.FUTURE} | ({Signal.ROUTING} if trace.weights is not None else set())
     lacks = settings.build(trace.facts.total).needs - {Signal.COUNTS} - has
     if spec != "off" and lacks:

@@ -37,8 +37,6 @@ def simulate(
     expert_bytes: int | None = None,
     host_bytes: int = 0,
     predictor_file: Path | None = None,
-    soft_pins: bool = True,
-    prefetch_extra: float | None = None,
     layer_ahead: bool = False,
 ) -> Outcome:
     """Replays ``trace`` with ``slots`` experts in fast memory.
@@ -48,8 +46,9 @@ def simulate(
         policy, balancer: names of components, optionally with arguments: ``utility@upper=1@variant=literal``. A policy
             that needs a calibration takes ``@calibration=FILE``, or ``@trace=FILE`` of another run.
         prefetch: with slots, ``off`` or the name of a predictor, optionally with its arguments and with ``threshold``,
-            ``depth`` and ``background`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``. There are as many I/O
-            threads as ``costs.load_at_once`` says, without the forward thread.
+            ``depth``, ``background`` and ``extra`` of ``PrefetchSettings``: ``utility@depth=8@upper=1``; without
+            ``extra`` reads ahead are not limited. There are as many I/O threads as ``costs.load_at_once`` says, without
+            the forward thread.
         overlap: one of ``OVERLAPS``; with pointers all loads overlap with hits.
         admission: with pointers, how missed experts get slots, a name of ``admissions``; the assumptions for ``layer``
             are in ``pointers_by_layer``.
@@ -59,9 +58,8 @@ def simulate(
         expert_bytes: overrides the size in the trace.
         host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
         predictor_file: file of trained predictors, of which ``prefetch`` names one.
-        soft_pins: as the knob, with a predictor that looks at layers.
-        prefetch_extra: as the knob, but without a limit by default.
-        layer_ahead: with slots, as the knob, but off by default; an offline policy has nothing read ahead.
+        layer_ahead: with slots, whether forwards with many rows read what the next layer is expected to use, as serving
+            does; an offline policy has nothing read ahead.
 
     Raises:
         ConfigError: slots that no token of this model can run with, unknown names or arguments, experts of unknown
@@ -89,7 +87,7 @@ def simulate(
     beside = build_balancer(balancer, trace, costs, nbytes)
     tier = _tier(policy, trace, costs, slots, host_bytes // nbytes) if host_bytes else None
     next_layer = layer_ahead and not chosen.offline
-    ahead = build_prefetch(prefetch, trace, predictor_file, soft_pins, prefetch_extra, next_layer)
+    ahead = build_prefetch(prefetch, trace, predictor_file, next_layer)
     on_slots = SlotsReplay(trace, costs, nbytes, outcome, chosen, beside, ahead, overlap, tier)
     on_slots.fill(filling(trace, slots, chosen.first()) if fill else [])
     if tier is not None and fill:

@@ -27,7 +27,7 @@ _TREE_METHODS = ("eagle", "eagle3")
 _TREE_ENGINE = {"enforce_eager": True, "attention_backend": "TRITON_ATTN"}  # with a GPU
 _REQUESTS, _REQUESTS_GPU = 128, 1024  # vLLM's largest default of --max-num-seqs
 _THREADS = (2, 8)  # beside the default, 4
-_CPU_EXPERTS = {"store": "host", "cpu_experts": "auto", "balancer": "waterfill"}  # a named one is not checked meanwhile
+_CPU_EXPERTS = {"store": "host", "cpu_experts": "waterfill"}  # a balancer that is named is not checked meanwhile
 
 
 @dataclass(frozen=True)
@@ -290,12 +290,9 @@ def _keeps(point: Mapping[str, Any]) -> bool:
 
 def _budget(point: Mapping[str, Any]) -> Budget:
     knobs: dict[str, Knob] = {"budget_ranking": str(point["ranking"]), "budget_coverage": str(point["coverage"])}
-    if point["budget"] is not None:
-        knobs["budget"] = int(point["budget"])
-        name = f"budget={knobs['budget']} {point['ranking']}"
-    else:
-        knobs |= {"budget_mass": float(point["mass"]), "budget_mass_of": str(point.get("mass_of") or "selected")}
-        name = f"budget_mass={knobs['budget_mass']:g} {point['ranking']}"
+    of = point.get("mass_of") or "selected"
+    knobs["budget"] = int(point["budget"]) if point["budget"] is not None else f"{float(point['mass'])}@of={of}"
+    name = f"budget={knobs['budget']} {point['ranking']}"
     change, agreement = 100 * float(point["perplexity_change"]), 100 * float(point["agreement"])
     name += "" if point["coverage"] == "substitution" else f" {point['coverage']}"
     return Budget(name, knobs, f"LOSSY: {agreement:.1f}% of tokens agree, perplexity {change:+.2f}%")

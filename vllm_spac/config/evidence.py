@@ -1,0 +1,27 @@
+"""Where a value other than a knob's default wins: the column *wins in* of ``KNOBS.md``.
+
+Of the results in ``benchmarks/results``, all of toy models. Knobs that are not here win in none.
+"""
+
+from __future__ import annotations
+
+# Knob -> (the value that wins and by what, the file).
+WINS: dict[str, tuple[str, str]] = {
+    "store": ("host, on a CPU, over slots, host memory and disk", "paired_three_tiers_host_toy.json"),
+    "host_memory": ("1380MiB, over none", "paired_three_tiers_disk_toy.json"),
+    "policy": ("layer_lru, simulated, local routing and half of the experts in slots", "toy_local_tables.json"),
+    "prefetch": ("shadow", "paired_shadow_local_large.json"),
+    "tree": ("4 and more, in tokens per step; in time none", "toy_trees.json"),
+    "tree_shape": ("static, by 1 % of the tokens per step, from 63 nodes", "toy_local_trees.json"),
+    "cpu_experts": ("waterfill, on a scaled machine", "scaled_rtx4090_toy_local.json"),
+    "executor": ("processes, whose memory holds all experts, over a disk", "paired_workers_toy.json"),
+    "workers": ("16, calculated", "toy_local_od_moe.json"),
+    "execution": ("pointers, by up to 4 %, calculated", "toy_executions.json"),
+    "budget": ("16 and 24, LOSSY", "resident_budgets_toy.json"),
+    "budget_ranking": ("coactivation, in quality", "toy_quality.json"),
+    "budget_coverage": ("truncation, in top-1 agreement, with B = 32", "toy_quality.json"),
+    "budget_when": ("decode, with everything resident", "resident_budgets_toy.json"),
+    "budget_votes": ("path, in quality", "toy_local_votes.json"),
+    "speculate": ("restricted, in bytes, LOSSY", "toy_speculated.json"),
+    "calibration": ("for coactivation", "toy_quality.json"),
+}
