@@ -42,9 +42,9 @@ def content() -> MemoryStore:
 
 
 class Hints(RuleBasedStateMachine):
-    @initialize(slots=st.sampled_from(["2k", "3k", "50%"]), policy=st.sampled_from(["drop", "lru"]), pins=st.booleans())
-    def start(self, slots: str, policy: str, pins: bool) -> None:
-        knobs = {"slots": slots, "policy": policy, "hidden": HIDDEN, "hints": True, "pins": pins}
+    @initialize(slots=st.sampled_from(["2k", "3k", "50%"]), policy=st.sampled_from(["drop", "lru"]))
+    def start(self, slots: str, policy: str) -> None:
+        knobs = {"slots": slots, "policy": policy, "hidden": HIDDEN, "hints": True}
         service = Service.of(SHAPE, FINGERPRINT, MINE, **knobs)
         store = content()
         self.worker = Worker(bytes(32), lambda _: kernel, lambda *_: store, 1 << 20)

@@ -229,7 +229,7 @@ def test_prompts_are_not_guessed_about() -> None:
 
 def test_a_predictor_that_fails_is_logged_once_and_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     """Layers run on; what it had named before is neither read nor kept."""
-    with pool(16, pins=True) as made, caplog.at_level(logging.ERROR, "vllm.spac"):
+    with pool(16) as made, caplog.at_level(logging.ERROR, "vllm.spac"):
         made.script.says = {START: [(2, (6, 7))], 1: [(LAYERS + 9, (0, 1))]}
         made.begin()
         made.layer(0, (5, 6))
@@ -341,26 +341,25 @@ def test_nothing_is_evicted_for_what_is_needed_later(steps: list, slots: int, po
 
 def test_reads_ahead_evict_what_is_expected_later_only_if_all_is_expected() -> None:
     """16 was used longest ago and is expected after 11, for which it would go without soft pins."""
-    for pins in (False, True):
-        with pool(4, pins=pins) as made:
-            made.begin()
-            made.layer(0, (0, 0))
-            made.layer(1, (0, 0))
-            made.end_forward()
-            made.script.says = {START: [(1, (0, 3)), (2, (0, 1))]}
-            made.begin()
-            assert sorted(made.store.order) == ([11, 17] if pins else [11, 16, 17])
-            made.residency.check_integrity()
+    with pool(4) as made:
+        made.begin()
+        made.layer(0, (0, 0))
+        made.layer(1, (0, 0))
+        made.end_forward()
+        made.script.says = {START: [(1, (0, 3)), (2, (0, 1))]}
+        made.begin()
+        assert sorted(made.store.order) == [11, 17]
+        made.residency.check_integrity()
 
 
 def test_soft_pins_keep_what_is_expected() -> None:
-    """The oldest expert is the one that is expected: without soft pins it is evicted, and loaded again."""
-    for pins, loads in ((False, 3), (True, 2)):
-        with pool(4, pins=pins, extra=0.0) as made:  # an expert of each layer, and no reads ahead
-            made.script.says = {0: [(1, (0, 1))]}
+    """The oldest expert is the one that is expected, or it would be evicted, and loaded again."""
+    for guess, loads in (({}, 3), ({0: [(1, (0, 1))]}, 2)):
+        with pool(4, extra=0.0) as made:  # an expert of each layer, and no reads ahead
+            made.script.says = guess
             made.begin()
             made.layer(0, (6, 7))
-            assert made.there(EXPERTS) == pins
+            assert made.there(EXPERTS) == bool(guess)
             made.script.says = {}
             made.layer(1, (0, 0))
             made.end_forward()
@@ -371,7 +370,7 @@ def test_soft_pins_keep_what_is_expected() -> None:
 @settings(max_examples=60, **BUSY)
 def test_soft_pins_starve_no_forward(steps: list, slots: int, policy: str, limited: bool, background: type) -> None:
     """Also where everything is expected; every row reads its own experts, which the kernel sees."""
-    with pool(slots, policy, background=background, pins=True, extra=0.1 if limited else None) as made:
+    with pool(slots, policy, background=background, extra=0.1 if limited else None) as made:
         run(made, steps)
         assert not made.residency.pinned
         counters = made.counters
@@ -451,7 +450,7 @@ def test_auto_reads_ahead_only_while_steps_are_shorter_with_it(
     monkeypatch.setattr(payback, "PAUSE", 50)
     monkeypatch.setattr(payback, "KEEP", 50)
     rng, now = np.random.default_rng(0), 0.0
-    with caplog.at_level(logging.WARNING, "vllm.spac"), pool(8, "reuse", pins=True, stops=True) as made:
+    with caplog.at_level(logging.WARNING, "vllm.spac"), pool(8, "reuse", stops=True) as made:
         monkeypatch.setattr(made._transfers, "clock", lambda: now)
         made.script.says = {layer: [((layer + 1) % LAYERS, (6, 7))] for layer in range(LAYERS)}
         reads, asked = [], []

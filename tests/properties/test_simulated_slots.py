@@ -117,12 +117,11 @@ def frequency(layers: int, experts: int) -> Frequency:
 
 
 LOOKING = st.builds(
-    lambda kind, depth, pins, extra: PrefetchSettings(
-        prefetch="named", built=kind(3, 8), depth=depth, pins=pins, extra=extra, background=1
+    lambda kind, depth, extra: PrefetchSettings(
+        prefetch="named", built=kind(3, 8), depth=depth, extra=extra, background=1
     ),
     st.sampled_from([Next, frequency]),
     st.sampled_from([1, 3, 16]),
-    st.booleans(),
     st.sampled_from([None, 0.1, 1.0]),
 )
 
@@ -175,10 +174,10 @@ def test_guesses_read_and_pin_something() -> None:
     """Reads ahead of guesses take virtual time; the oracle is right about all of them, and earlier."""
     found = {}
     for kind in (Next, frequency):
-        ahead = PrefetchSettings(prefetch="named", built=kind(3, 8), pins=True, extra=1.0)
+        ahead = PrefetchSettings(prefetch="named", built=kind(3, 8), extra=1.0)
         found[kind] = simulated(Case(mixed_trace(0), 12, ahead=ahead))[-1].counters
         assert found[kind]["prefetches"] and found[kind]["prefetch_hits"]
-    ahead = PrefetchSettings(prefetch="oracle", built=Oracle(24), pins=True)
+    ahead = PrefetchSettings(prefetch="oracle", built=Oracle(24))
     best = simulated(Case(mixed_trace(0), 12, ahead=ahead))[-1].counters
     assert best["hits"] > max(counts["hits"] for counts in found.values())
 

@@ -531,7 +531,7 @@ def test_settings_of_the_prefetcher_are_arguments_of_its_knob() -> None:
     settings = prefetch_settings.PrefetchSettings.of(spec)
     assert (settings.prefetch, settings.depth, settings.options) == ("utility", 8, {"upper": 1})
     given = prefetch_settings.PrefetchSettings.configured(SpacConfig.parse({"prefetch": spec}), spec, None)
-    assert (given.extra, given.pins, given.next_layer) == (0.1, True, True)
+    assert (given.extra, given.next_layer) == (0.1, True)
     assert prefetch_settings.PrefetchSettings.of("utility@extra=0.3", extra=0.1).extra == 0.3
     for wrong in ("utility@depth=0", "utility@upper=0", "utility@depth=many"):
         with pytest.raises(ConfigError):

@@ -160,8 +160,9 @@ class Lookahead(Prefetcher):
 
     Nearer layers come first, also across the end of a step, then the experts that more rows name. A read begins when a
     layer has what it needs, and never evicts an expert that the running layer uses or that is expected in the layer it
-    is for or in a nearer one. What is no longer expected is cancelled if its read has not begun. While drafts are made,
-    reads are of the layers below the cutoff. After an error of the predictor, which is logged, it is not asked again.
+    is for or in a nearer one; loads on demand evict what is expected last. What is no longer expected is cancelled if
+    its read has not begun. While drafts are made, reads are of the layers below the cutoff. After an error of the
+    predictor, which is logged, it is not asked again.
 
     Args:
         guesser: the predictor; the arguments before it as in ``Prefetcher``.
@@ -189,15 +190,12 @@ class Lookahead(Prefetcher):
         self._payback = Payback() if settings.stops else None
         self._began = 0.0  # when the step began
         self._rows = 0  # of the step; 0: nothing was to be guessed about it, or it has not reached a layer
-        if settings.pins:
-            residency.soft = self.expected
+        residency.soft = self.expected
 
     @property
     def _idle(self) -> bool:
         """Whether nothing follows from a guess."""
-        if self._broken or (self._payback is not None and self._payback.stopped):
-            return True
-        return self._allowance is not None and self._allowance.paused and not self._settings.pins
+        return self._broken or (self._payback is not None and self._payback.stopped)
 
     def draft(self, seen: Seen) -> None:
         self.reap()

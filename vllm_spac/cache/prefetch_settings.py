@@ -39,7 +39,6 @@ class PrefetchSettings:
         background: maximum number of prefetch reads in flight; None is half of the I/O threads.
         options: arguments of the predictor. Without any, the scores are those of a policy with the same predictor.
         built: the predictor, if it is not built from its name and options.
-        pins: with a predictor that looks at layers, loads on demand evict the experts that it expects last.
         extra: share of the experts that layers need which reads ahead may add, see ``Allowance``; None: no limit.
         stops: nothing is read ahead while steps are not shorter with it, see ``Payback``; for a predictor that was not
             named.
@@ -60,7 +59,6 @@ class PrefetchSettings:
     background: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     built: Predictor | None = None
-    pins: bool = False
     extra: float | None = None
     stops: bool = False
     next_layer: bool = False
@@ -118,7 +116,7 @@ class PrefetchSettings:
     @classmethod
     def configured(cls, config: SpacConfig, spec: str, built: Predictor | None, **more: Any) -> Self:
         """Returns the settings ``spec``, as in ``of``, as an engine uses them, with ``more``; raises as ``of``."""
-        return cls.of(spec, built=built, pins=True, extra=config.prefetch_share, next_layer=True, **more)
+        return cls.of(spec, built=built, extra=config.prefetch_share, next_layer=True, **more)
 
     @cached_property
     def looks(self) -> bool:

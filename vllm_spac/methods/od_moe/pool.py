@@ -132,7 +132,7 @@ class ExpertPool:
         policy = components.build("policies", service.policy, kind.of, context=PolicyContext(slots, shape.top_k, None))
         tensors = allocate(shape.tensors, slots, "cpu")
         loads = {name: getattr(service, name) for name in ("extra", "depth", "background")}
-        ahead = PrefetchSettings(prefetch="hints", built=_Hinted(), pins=True, **loads) if service.hints else None
+        ahead = PrefetchSettings(prefetch="hints", built=_Hinted(), **loads) if service.hints else None
         everything = torch.arange(shape.experts) if service.divides else None  # rows come with some of their experts
         self._execution = _SomeSlots(
             shape,

@@ -101,8 +101,7 @@ def build_prefetch(
         own = {argument: knobs.pop(argument) for argument in set(knobs) - set(PREFETCHING)}
         built = components.build_with("predictors", name, own, kind, num_experts=trace.facts.total)
         spec = components.written(name, knobs)
-    drafts = most_drafts(trace)
-    settings = PrefetchSettings.of(spec, built=built, pins=True, next_layer=next_layer, drafts=drafts)
+    settings = PrefetchSettings.of(spec, built=built, next_layer=next_layer, drafts=most_drafts(trace))
     has = {Signal.FUTURE} | ({Signal.ROUTING} if trace.weights is not None else set())
     lacks = settings.build(trace.facts.total).needs - {Signal.COUNTS} - has
     if spec != "off" and lacks:
