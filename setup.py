@@ -42,7 +42,8 @@ setup(
     packages=packages(),
     package_dir={"vllm_spac.kernels": "triton_kernels"},
     package_data={
-        "vllm_spac": ["py.typed", "*.md"],
+        "": ["*.md"],
+        "vllm_spac": ["py.typed"],
         "vllm_spac.decisions": ["profiles/*.json"],
         "vllm_spac.tools.tuning": ["prompts.jsonl"],
         "vllm_spac.integration.serving": ["grafana.json", "page/*"],
