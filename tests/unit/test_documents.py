@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.main import get_command
 
+from vllm_spac import components
 from vllm_spac.cli import plan
 from vllm_spac.cli.main import app
 from vllm_spac.config.config import SpacConfig
@@ -18,7 +20,22 @@ from vllm_spac.config.types import flag
 from vllm_spac.decisions.costs import names
 
 ROOT = Path(__file__).parents[2]
-MOST_KNOBS = 33
+MOST_KNOBS = 32
+PACKAGE = ROOT / "vllm_spac"
+RESULTS = ROOT / "benchmarks" / "results"
+MOST_WORDS = 28  # of a sentence, but for one in ten
+
+
+def _documents() -> list[Path]:
+    """All but the list of changes."""
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "build", "dist"))]
+    found = [*ROOT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))]
+    return sorted(path for path in found if path.name != "CHANGELOG.md")
+
+
+DOCUMENTS = _documents()
+CURRENT = [path for path in DOCUMENTS if path.parent != RESULTS]  # pages of results have commands of their time
+GIVEN = r"(?<![\w-])(--spac-[a-z-]+)"
 
 
 def test_knobs_are_as_the_configuration_has_them() -> None:
@@ -55,36 +72,41 @@ def test_public_names_can_be_imported() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for path in (*ROOT.glob("*.md"), *(ROOT / "vllm_spac").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")):
-        for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
+    for path in DOCUMENTS:
+        text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
             there = path.parent / target if target else path
-            assert there.exists(), f"{path.name} links to {target}"
+            assert there.exists(), f"{_short(path)} links to {target}"
             if heading:
-                assert heading in _headings(there), f"{path.name} links to {target}#{heading}"
+                assert heading in _headings(there), f"{_short(path)} links to {target}#{heading}"
 
 
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md", "benchmarks/README.md")),
-    *(ROOT / "vllm_spac" / name for name in ("README.md", "USAGE.md", "RECIPES.md", "KNOBS.md")),
-]
-GIVEN = r"(?<![\w-])(--spac-[a-z-]+)"
+def test_pages_are_found_from_the_start() -> None:
+    """Each page beside the code is linked by USAGE.md, or by the page in its folder."""
+    linked = set()
+    for path in (PACKAGE / "USAGE.md", *PACKAGE.rglob("README.md")):
+        targets = re.findall(r"\]\(([^)#:]+\.md)", path.read_text(encoding="utf-8"))
+        linked |= {(path.parent / target).resolve() for target in targets}
+    pages = {path.resolve() for path in DOCUMENTS if path.is_relative_to(PACKAGE)}
+    assert pages <= linked, pages - linked
+    assert pages >= {path.parent.resolve() / "README.md" for path in (PACKAGE / "methods").glob("*/__init__.py")}
 
 
 def named(pattern: str) -> Iterator[tuple[Path, str]]:
-    """Yields what matches in each document."""
-    for path in DOCUMENTS:
+    """Yields what matches in each document that says how things are."""
+    for path in CURRENT:
         yield from ((path, found) for found in re.findall(pattern, path.read_text(encoding="utf-8")))
 
 
 def test_flags_are_those_of_knobs() -> None:
     known = set(map(flag, SpacConfig.model_fields))
-    assert [f"{path.name}: {text}" for path, text in named(GIVEN) if text not in known] == []
+    assert [f"{_short(path)}: {text}" for path, text in named(GIVEN) if text not in known] == []
 
 
 def test_commands_and_their_options_exist() -> None:
     """``vllm-spac NAME --option`` wherever one is written, on as many lines as it takes."""
     commands = _commands(get_command(app))
-    for path in DOCUMENTS:
+    for path in CURRENT:
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
         for line in re.findall(r"vllm-spac ([a-z][^\n`#]*)", text):
             name = next(
@@ -92,7 +114,7 @@ def test_commands_and_their_options_exist() -> None:
             )
             if name:
                 wrong = set(re.findall(r"(?<![\w-])(--[a-z0-9-]+)", line)) - commands[name]
-                assert not wrong, f"{path.name}: vllm-spac {line}"
+                assert not wrong, f"{_short(path)}: vllm-spac {line}"
 
 
 def _commands(group: Any, before: str = "") -> dict[str, set[str]]:
@@ -115,74 +137,136 @@ def test_the_readme_lists_all_commands() -> None:
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     found = list(named(r"(?:`|\n)make ([a-z-]+)"))
-    assert found and [f"{path.name}: make {target}" for path, target in found if target not in targets] == []
+    assert found and [f"{_short(path)}: make {target}" for path, target in found if target not in targets] == []
 
 
 def test_files_that_are_named_exist() -> None:
     """Paths in backticks, from the root, from the document's folder, or from the package."""
     wrong = []
     for path, text in named(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|json|png|html|safetensors))`"):
-        beside = (ROOT, path.parent, ROOT / "vllm_spac", ROOT / "tests", ROOT / "benchmarks", ROOT / "triton_kernels")
-        if not any((folder / text).exists() for folder in beside):
-            wrong.append(f"{path.name}: {text}")
+        beside = (ROOT, path.parent, PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "triton_kernels")
+        if "NAME" not in text and not any((folder / text).exists() for folder in beside):
+            wrong.append(f"{_short(path)}: {text}")
     assert wrong == []
 
 
-def test_the_map_has_every_folder_and_its_modules() -> None:
-    """Folders of the first column exist and are all of them; names in backticks are modules, or folders."""
-    section = (
-        (ROOT / "vllm_spac" / "README.md").read_text(encoding="utf-8").partition("| folder")[2].partition("\n\n")[0]
-    )
-    rows = [line.split("|", 2)[1:] for line in section.splitlines() if line.startswith("| `")]
-    folders = [name for first, _ in rows for name in re.findall(r"`([\w.]+)/?`", first)]
-    there = {path.name for path in (ROOT / "vllm_spac").iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert sorted(folders) == sorted(there - {"__init__.py", "__pycache__", "kernels"}), "the map's first column"
-    for first, rest in rows:
-        within = [ROOT / "vllm_spac" / name for name in re.findall(r"`([\w]+)/`", first)]
-        for name in re.findall(r"`([a-z_]+/?)`", rest.partition("|")[0]) if within else ():
-            inside = [
-                path for folder in within for path in folder.rglob(name.strip("/") + ("" if "/" in name else "*"))
-            ]
-            assert inside or name in _WORDS, f"{first}: {name}"
-
-
-_WORDS = {"auto"}  # values of knobs
-
-
-def test_levels_are_those_of_the_rules() -> None:
-    import test_architecture
-
-    text = (
-        (ROOT / "vllm_spac" / "README.md")
-        .read_text(encoding="utf-8")
-        .partition("levels, listed")[2]
-        .partition("\n\n")[0]
-    )
-    assert sorted(map(int, re.findall(r"\((\d)\)", text))) == sorted(set(test_architecture.LEVELS.values()))
+def test_scripts_that_are_run_exist() -> None:
+    """``python FOLDER/NAME.py`` in a command."""
+    found = list(named(r"python ((?:[\w.-]+/)+[\w.-]+\.py)"))
+    assert found and [f"{_short(path)}: {script}" for path, script in found if not (ROOT / script).exists()] == []
 
 
 def test_components_are_added_as_the_table_says() -> None:
-    """Each family's folder, base class, what it needs and its knob."""
-    text = (ROOT / "vllm_spac" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| an? [^|]*\| `([\w/]+)/`: `(\w+)`[^|]*\| ([^|]*)\|[^|]*\| `(\w+)` \|$", text, re.MULTILINE)
-    assert len(rows) == 8
-    for folder, base, methods, knob in rows:
-        kind = getattr(importlib.import_module(f"vllm_spac.{folder.replace('/', '.')}.base"), base)
-        assert knob in SpacConfig.model_fields
+    """Each family's base class, what it needs, where its files are, and its knob."""
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| an? [^|]*\| `([\w.]+):(\w+)`[^|]*\| ([^|]*)\| ([^|]*)\|[^|]*\| `(\w+)` \|$", text, re.MULTILINE
+    )
+    assert sorted(row[0] for row in rows) == sorted(family.base for family in components.FAMILIES.values())
+    for module, name, files, methods, knob in rows:
+        [family] = [each for each in components.FAMILIES.values() if each.base == module]
+        kind = getattr(importlib.import_module(f"vllm_spac.{module}"), name)
         abstract = set(getattr(kind, "__abstractmethods__", ()))
-        assert abstract <= set(re.findall(r"`(\w+)`", methods)), f"{base}: {abstract}"
+        assert abstract <= set(re.findall(r"`(\w+)`", methods)), f"{name}: {abstract}"
+        assert knob in SpacConfig.model_fields
+        own = f"{family.folder.replace('.', '/')}/NAME.py" if family.folder else f"NAME_{family.noun}.py"
+        assert f"`{own}`" in files, f"{name}: {own}"
 
 
 def test_numbers_and_names_of_machines_and_versions() -> None:
     from vllm_spac.integration.hooks.device import SUPPORTED
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    usage = (ROOT / "vllm_spac" / "USAGE.md").read_text(encoding="utf-8")
-    recipes = (ROOT / "vllm_spac" / "RECIPES.md").read_text(encoding="utf-8")
+    plans = (PACKAGE / "tools" / "planning" / "README.md").read_text(encoding="utf-8")
+    recipes = (PACKAGE / "RECIPES.md").read_text(encoding="utf-8")
     assert "commands for five published models" in readme and recipes.count("\n## ") == 5
     assert "beside a vLLM of your own (0.32 or 0.33)" in readme
     assert [f"0.{minor}.0" for minor in range(30, 40) if f"0.{minor}.0" in SUPPORTED] == ["0.32.0", "0.33.0"]
-    assert all(f"`{name}`" in usage for name in names())
+    assert all(f"`{name}`" in plans for name in names())
+
+
+def test_documents_are_short() -> None:
+    for path in DOCUMENTS:
+        page = path.name == "README.md" and path.parent.parent == PACKAGE / "methods"
+        most = 80 if page else 120 if path in (ROOT / "README.md", PACKAGE / "USAGE.md") else 250
+        assert path.read_text(encoding="utf-8").count("\n") <= most, f"{_short(path)} has more than {most} lines"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: _short(path))
+def test_nine_of_ten_sentences_are_short(path: Path) -> None:
+    found = sorted(_sentences(path.read_text(encoding="utf-8")), key=_words)
+    tenth = found[-(len(found) // 10) - 1 :]
+    assert not tenth or _words(tenth[0]) <= MOST_WORDS, "\n".join(tenth)
+
+
+def test_sentences_are_told_apart() -> None:
+    text = """# No sentence
+
+One sentence, over
+two lines (see [a link](a/long/path.md#with-a-heading)). *Another.* **A third: `code. with. stops`; a fourth?**
+
+- One of a list, e.g. this one: it goes on.
+- The next one.
+
+```bash
+no sentence
+```
+
+| short cell | a cell of a table with eight words or more: in it a colon ends one |
+|---|---|
+"""
+    assert list(_sentences(text)) == [
+        "One sentence, over two lines (see [a link]).",
+        "*Another.",
+        "**A third: x; a fourth?**",
+        "One of a list, e.g. this one: it goes on.",
+        "The next one.",
+        "a cell of a table with eight words or more.",
+        "in it a colon ends one",
+    ]
+    assert _words("**A third: x – a fourth?") == 5
+
+
+def test_hooks_of_commits_are_what_make_check_runs() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ncheck: ")[2].partition("\n\n")[0]
+    commands = re.findall(r"\$\(BIN\)/(.+)", recipe)
+    assert len(commands) == 3
+    assert [command for command in commands if f"entry: .venv/bin/{command}\n" not in hooks] == []
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Yields the sentences of paragraphs, of lists, and of cells of tables that are no mere words.
+
+    Links count as their text, code as one word. In a cell, a colon or a semicolon ends a sentence, too.
+    """
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "x", text))
+    blocks: list[str] = [""]
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("|"):
+            cells = (cell.strip() for cell in line.strip("|").split("|"))
+            blocks += [re.sub(r"[:;] ", ". ", cell) for cell in cells if len(cell.split()) >= _CELL]
+        if not line or line.startswith(("|", "#", "!", "<")):
+            blocks.append("")
+        elif item := re.match(r"(?:[-*]|\d+\.) +(.*)", line):
+            blocks.append(item[1])
+        else:
+            blocks[-1] = f"{blocks[-1]} {line}".strip()
+    for block in blocks:
+        parts = re.split(r"(?<=[.?!])(?<!e\.g\.)(?<!i\.e\.)(?:\*\*|[*)\"])? +", block)
+        yield from (part for part in parts if re.search(r"\w", part))
+
+
+_CELL = 8  # words
+
+
+def _words(sentence: str) -> int:
+    return len(re.findall(r"[^\s–]*\w[^\s–]*", sentence))
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def _headings(path: Path) -> list[str]:
