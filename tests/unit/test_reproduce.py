@@ -1,4 +1,4 @@
-"""Every figure of the README has a command, and its results come from code and traces in the tree."""
+"""Every result has a page with its command and numbers, and comes from code and traces in the tree."""
 
 from __future__ import annotations
 
@@ -14,54 +14,153 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 reproduce = importlib.import_module("reproduce")
-rendered = importlib.import_module("rendered")
+pages = importlib.import_module("pages")
+pictures = importlib.import_module("pictures")
 
 
-def test_numbers_in_documents_are_those_of_the_results() -> None:
-    """Otherwise: `python benchmarks/reproduce.py tables`."""
-    assert list(rendered.problems()) == []
+# Sentences of README.md and of the guides, with the expressions of their numbers; see benchmarks/pages.py. Where a
+# sentence moves it is found again, where it goes its line here goes.
+LADDER = "{% set rows = result('scaled_rtx4090_toy_local').rows|selectattr('slots', 'eq', '25%')|list %}"
+SOAK = "{% set soak = result('soak_toy') %}"
+OVER = "{% set over = result('toy_executions').time_over_admission_in_the_layer %}"
+PEERS = "{% set peers = result('peers_8gb_toy').rows[0].peers %}"
+BATCHES = """{% set found = [] %}{% for one in result('stock_batches').dtypes.values() %}{% set rows = [] %}
+{% for name, row in one.by_batch.items() if name != 'alone once more' %}{% do rows.append(row) %}{% endfor %}
+{% do found.append(rows|sum(attribute='with_other_tokens') ~ ' of ' ~ rows|sum(attribute='requests')) %}{% endfor %}"""
+SENTENCES = (
+    LADDER + "`policy=reuse` gives {{ (rows|selectattr('rung', 'eq', 'reuse')|first).speedup|f }} times the tokens/s",
+    LADDER + "{% set row = rows|selectattr('rung', 'eq', 'cpu')|first %}"
+    "it is {{ row.speedup|f }} times (95 % interval {{ row.speedup_interval|span(2, ' – ') }})",
+    LADDER + "the guard keeps them off ({{ (rows|selectattr('rung', 'eq', 'drafts')|first).speedup|f }})",
+    "{% set row = result('paired_resident_toy').rows[0] %}"
+    "(ratio {{ row.ratio|f }}, 95 % interval {{ row.interval|span(2, ' – ') }}, alternating prompts",
+    PEERS + "{{ peers[1]|ratio }} times as fast as llama.cpp with as many bytes of weights in RAM",
+    PEERS + "{{ peers[2]|ratio }} times with as much memory in all",
+    PEERS + "{{ peers[0]|ratio }} times with memory for all of its weights",
+    SOAK + "{{ '{:,}'.format(soak.steps) }} steps in {{ (soak.seconds/60)|f(0) }} minutes",
+    SOAK + "{{ '{:,}'.format(soak.requests.aborted) }} of them aborted",
+    SOAK + "all {{ '{:,}'.format(soak.requests.compared) }} answers outside of budgets equal stock's",
+    SOAK + "{{ (soak.trends.rss.growth/1048576)|f(1) }} MiB more in the later half",
+    "emit {{ result('paired_workers_toy').rows[0].ratio|f(1) }} times the tokens/s of an engine that reads each expert",
+    BATCHES + "{{ found[0] }} in bf16 and {{ found[1] }} in float32 differed",
+    "{% set methods = result('toy_local_acceptance').methods.values()|list %}"
+    "{{ methods|map(attribute='requests_equal_to_no_speculation')|span }} of {{ methods[0].requests }} answers",
+    OVER + "costs {{ over.none1.step|map('less_one')|span(0, '-') }} % more time per token",
+    OVER + "{{ over.eagle4_1.step|map('less_one')|span(0, '-') }} % with four drafts",
+    OVER + "{{ over.none8.step|map('less_one')|span(0, '-') }} % at batch size 8",
+    OVER + "`execution=slots` takes {{ over.values()|sum(attribute='slots', start=[])|span(2, '-') }} of the time",
+    "save at most {{ (result('toy_ceilings').rows|map(attribute='gain.rows')|max - 1)|pct }} % of a step",
+    "was {{ result('reads_submitted').rows|map(attribute='ratio')|span(2) }}, with a gain for experts",
+)
 
 
-def test_results_are_described_by_rendered_numbers_alone() -> None:
-    """Decimals of benchmarks/README.md outside of markers and code are settings and versions, not measurements."""
-    text = (rendered.ROOT / "benchmarks" / "README.md").read_text()
-    text = re.sub(r"<!-- results:.*?<!-- end -->|`[^`]*`|```.*?```", "", text, flags=re.DOTALL)
-    settings = {"1.2", "0.46", "0.32", "12.5", "0.8", "0.5"}  # MB, GB, vLLM, 8 of 64 experts, a mass, the guard's limit
-    assert set(re.findall(r"\d+\.\d+", text)) <= settings
+def prose(text: str) -> str:
+    """The words of a document, whatever its lines are."""
+    return " ".join(text.split())
 
 
-def test_markers_are_not_taken_for_blocks_of_html() -> None:
-    """A line that begins with a comment ends a paragraph of Markdown."""
-    for name in rendered.DOCUMENTS:
-        for line in (rendered.ROOT / name).read_text().splitlines():
-            assert re.fullmatch(r"<!-- results:[\w.]+ -->|(?!\s*<!-- results).*", line), line
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_numbers_of_sentences_are_those_of_the_results(sentence: str) -> None:
+    found = [pages.ROOT / "README.md", *(pages.ROOT / "vllm_spac").rglob("*.md")]
+    wanted = prose(pages.expression(sentence))
+    assert any(wanted in prose(path.read_text(encoding="utf-8")) for path in found), f"no document says: {wanted}"
 
 
-def test_rendering() -> None:
-    values = {"a": "2.0", "b": "| x |\n|---|"}
-    text = "so <!-- results:a -->1.9<!-- end --> fast\n<!-- results:b -->\n| y |\n<!-- end -->\n"
-    expected = "so <!-- results:a -->2.0<!-- end --> fast\n<!-- results:b -->\n| x |\n|---|\n<!-- end -->\n"
-    assert rendered.document(text, values) == expected == rendered.document(expected, values)
-    with pytest.raises(KeyError):
-        rendered.document(text, {"a": "2"})
+def test_the_readme_s_result_has_no_other_numbers() -> None:
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8").partition("## One result")[2].partition("\n## ")[0]
+    numbers = set(re.findall(r"\d+\.\d+", text))
+    assert numbers and numbers <= set(re.findall(r"\d+\.\d+", " ".join(map(pages.expression, SENTENCES))))
 
 
-def test_problems_and_their_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendered, "ROOT", tmp_path)
-    monkeypatch.setattr(rendered, "DOCUMENTS", ("a.md",))
-    monkeypatch.setattr(rendered, "rendered", lambda: {"a": "2.0", "b": "3"})
-    (tmp_path / "a.md").write_text("it takes <!-- results:a -->1.9<!-- end --> s\n")
-    wrong, unused = rendered.problems()
-    assert wrong.startswith("a.md: ") and "1.9" in wrong and "2.0" in wrong and unused.startswith("b: ")
-    assert rendered.update() == ["a.md"] and rendered.update() == []
-    assert [problem.partition(":")[0] for problem in rendered.problems()] == ["b"]
+def test_pages_are_rendered_from_the_results() -> None:
+    """Otherwise: `python benchmarks/reproduce.py pages`."""
+    assert list(pages.problems()) == []
 
 
-def test_table() -> None:
-    assert rendered.table(("", "a"), [("x", ""), ("y", "1")]) == "| | a |\n|---|---|\n| x | |\n| y | 1 |"
+def test_no_document_has_invisible_markers() -> None:
+    for path in pages.ROOT.rglob("*.md"):
+        if not {".venv", ".cache", "node_modules"} & set(path.relative_to(pages.ROOT).parts):
+            assert "<!--" not in path.read_text(encoding="utf-8"), path
 
 
-def test_every_result_has_a_figure_and_every_figure_its_results() -> None:
+def test_the_index_is_short_and_pictures_are_few() -> None:
+    assert (pages.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").count("\n") <= 200
+    assert {path.name for path in pages.RESULTS.glob("*.png")} == set(pictures.PICTURES) and len(
+        pictures.PICTURES
+    ) <= 12
+
+
+SOURCE = """+++
+title = "One"
+files = ["toy_one.json"]
+commands = ["python benchmarks/one.py"]
++++
+{% set figure %}{{ result("toy_one").x|f(1) }} s{% endset %}
+{% set verdict %}It is fast.{% endset %}
+It takes {{ result("toy_one").x|f }} s.
+"""
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One result with its page and the index."""
+    for name, path in (("ROOT", tmp_path), ("RESULTS", tmp_path / "benchmarks" / "results")):
+        monkeypatch.setattr(pages, name, path)
+    monkeypatch.setattr(pages, "SOURCES", tmp_path / "pages")
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "one.md.jinja").write_text(SOURCE)
+    (tmp_path / "pages" / "README.md.jinja").write_text('# Results\n\n{{ index("one") }}\n')
+    pages.forget()
+    written(tmp_path, 1.234)
+    yield tmp_path
+    pages.forget()
+
+
+def written(folder: Path, seconds: float) -> None:
+    (folder / "benchmarks" / "results" / "toy_one.json").write_text(json.dumps({"x": seconds}))
+    pages.forget()
+
+
+def test_a_page_and_its_line_of_the_index(shelf: Path) -> None:
+    assert len(list(pages.problems())) == 2
+    assert pages.update() == ["benchmarks/results/one.md", "benchmarks/README.md"] and pages.update() == []
+    page = (shelf / "benchmarks" / "results" / "one.md").read_text()
+    assert page.startswith("# One\n\n> It is fast.\n\nIt takes 1.23 s.\n") and "python benchmarks/one.py" in page
+    row = "| [One](results/one.md) | 1.2 s | It is fast. |"
+    assert row in (shelf / "benchmarks" / "README.md").read_text().splitlines()
+    assert list(pages.problems()) == []
+
+
+def test_a_page_of_another_measurement(shelf: Path) -> None:
+    pages.update()
+    written(shelf, 2.5)
+    of_page, of_index = pages.problems()
+    assert "'It takes 1.23 s.' should be 'It takes 2.50 s.'" in of_page and of_index.startswith(
+        "benchmarks/README.md: "
+    )
+
+
+def test_a_page_without_a_source_or_a_line_of_the_index(shelf: Path) -> None:
+    (shelf / "pages" / "README.md.jinja").write_text("# Results\n")
+    (shelf / "benchmarks" / "results" / "two.md").write_text("# Two\n")
+    pages.forget(), pages.update()
+    assert list(pages.problems()) == ["two.md: has no source", "one: not in the index"]
+
+
+def test_a_number_that_a_result_lacks_is_an_error(shelf: Path) -> None:
+    with pytest.raises(pages.jinja2.UndefinedError):
+        pages.expression('{{ result("toy_one").y|f }}')
+
+
+@pytest.mark.parametrize(
+    ("values", "text"), [([1.0, 3.0, 2.0], "1.0 to 3.0"), ([2.04, 1.96], "2.0"), (iter([1]), "1.0")]
+)
+def test_spans(values: object, text: str) -> None:
+    assert pages._span(values, 1) == text
+
+
+def test_every_result_has_a_page_and_every_page_its_results() -> None:
     assert list(reproduce.unnamed()) == []
 
 
@@ -90,8 +189,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One figure with one result, in another checkout."""
     (tmp_path / "results").mkdir()
     (tmp_path / "README.md").write_text("see `toy_one.json`")
-    (tmp_path / "input").touch()
-    figure = reproduce.Figure("a table", ("toy_one.json",), ("python benchmarks/one.py",), inputs=("input",))
+    figure = reproduce.Made("a table", ("toy_one.json",), ("python benchmarks/one.py",))
     monkeypatch.setattr(reproduce, "FIGURES", {"one": figure})
     for name, path in (("ROOT", tmp_path), ("RESULTS", tmp_path / "results"), ("TRACES", tmp_path / "traces")):
         monkeypatch.setattr(reproduce, name, path)
@@ -114,23 +212,21 @@ def test_nothing_is_wrong_elsewhere(elsewhere: Path) -> None:
     assert reproduce.unknown_history() == "this is no git checkout"
 
 
-def test_a_file_without_a_figure(elsewhere: Path) -> None:
+def test_a_file_without_a_page(elsewhere: Path) -> None:
     (elsewhere / "results" / "more.png").touch()
     (elsewhere / "results" / "toy_one.json").unlink()
     (elsewhere / "README.md").write_text("`benchmarks/results/toy_other.json`, ![](x/toy_one.png)")
-    (elsewhere / "input").unlink()
     assert [problem.partition(":")[0] for problem in problems()] == [
         "more.png",
         "toy_one.json",
         "toy_one.png",
         "toy_other.json",
-        "one",
     ]
 
 
-def test_a_file_of_two_figures(elsewhere: Path) -> None:
+def test_a_file_of_two_pages(elsewhere: Path) -> None:
     reproduce.FIGURES["two"] = reproduce.FIGURES["one"]
-    assert problems() == ["toy_one.json: two figures have it"]
+    assert problems() == ["toy_one.json: two pages have it"]
 
 
 @pytest.mark.parametrize(
@@ -204,9 +300,11 @@ def test_commands() -> None:
     runner = CliRunner()
     listed = runner.invoke(reproduce.app, ["list"])
     assert listed.exit_code == 0 and all(name in listed.output for name in reproduce.FIGURES)
-    for name in ("nothing", "v2"):
+    for name in ("nothing", "v2", "waves"):
         refused = runner.invoke(reproduce.app, ["run", name], env={"COLUMNS": "300"})
-        assert refused.exit_code == 2 and "no command makes" in refused.output
+        assert (
+            refused.exit_code == 2 and ("git worktree add" if name == "waves" else "no command makes") in refused.output
+        )
 
 
 @pytest.mark.parametrize(("options", "made"), [([], "b"), (["--timed"], "ac")])
@@ -214,11 +312,11 @@ def test_making_all_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, opti
     """In order, with the minutes that are left, and rendered at the end; what has no result is left out."""
     (elsewhere / "s.py").write_text("import sys\nopen('said', 'a').write(sys.argv[1])\n")
     figures = {
-        letter: reproduce.Figure("a table", (f"{letter}.json",), (f"python s.py {letter}",), timed=letter != "b")
+        letter: reproduce.Made("a table", (f"{letter}.json",), (f"python s.py {letter}",), timed=letter != "b")
         for letter in "abc"
-    } | {"d": reproduce.Figure("printed", (), ("python s.py d",), timed=bool(options))}
+    } | {"d": reproduce.Made("printed", (), ("python s.py d",), timed=bool(options))}
     monkeypatch.setattr(reproduce, "FIGURES", figures)
-    monkeypatch.setattr(rendered, "update", lambda: ["a.md"])
+    monkeypatch.setattr(pages, "update", lambda: ["a.md"])
     done = CliRunner().invoke(reproduce.app, ["results", *options], env={"COLUMNS": "200"})
     assert done.exit_code == 0 and "rendered: a.md" in done.output, done.output
     assert (elsewhere / "said").read_text() == made

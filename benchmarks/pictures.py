@@ -1,0 +1,207 @@
+"""Draws the pictures of the pages from the JSON in ``benchmarks/results``, each by a function with its file's name."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from common import RESULTS
+from pages import result
+
+from vllm_spac.system.pictures import save_picture
+
+MODELS = {"flat": "toy", "local": "toy_local"}  # routing -> begin of a result's name
+ROUTING = {"flat": "flat routing", "local": "local routing"}
+SIZES = {"weights": "equal weights", "process": "equal memory", "all": "all in memory"}
+Axes = Any
+
+
+def scaled_rtx4090_toy_local(axes: Sequence[Axes]) -> None:
+    ladder, names = result("scaled_rtx4090_toy_local"), {"layer_lru": "LRU per layer", "prefetch": "(reads ahead)"}
+    for slots in dict.fromkeys(row["slots"] for row in ladder["rows"]):
+        rows = [row for row in ladder["rows"] if row["slots"] == slots and row["rung"] != "resident"]
+        rates = [1 / row["tpot_median"] for row in rows]
+        ends = [[1 / end for end in reversed(row["tpot_interval"])] for row in rows]
+        spread = [[rate - low for rate, (low, _) in zip(rates, ends, strict=True)]]
+        spread += [[high - rate for rate, (_, high) in zip(rates, ends, strict=True)]]
+        labels = [names.get(row["rung"], f"+ {row['rung']}") for row in rows]
+        axes[0].errorbar(labels, rates, spread, marker="o", capsize=4, label=f"{slots} of the experts in fast memory")
+    whole = statistics.mean(1 / row["tpot_median"] for row in ladder["rows"] if row["rung"] == "resident")
+    axes[0].axhline(whole, color="grey", linestyle="--", label="all experts in fast memory")
+    axes[0].set(title="What each knob adds (scaled to an RTX 4090 machine)", ylabel="tokens/s, scaled", ylim=(0, None))
+
+
+def serving_toy(axes: Sequence[Axes]) -> None:
+    rows = [row for row in result("serving_toy")["rows"] if row["configuration"]["speculation"] == "none"]
+    for place, row in enumerate(rows):
+        rate = row["tokens_per_second"]
+        spread = [[rate["median"] - rate["low"]], [rate["high"] - rate["median"]]]
+        axes[0].bar(place, rate["median"], yerr=spread, capsize=4, color="grey" if row["name"] == "stock" else "C0")
+    bounds = [(place, row["bound_tokens_per_second"]) for place, row in enumerate(rows) if row["ratio_to_bound"]]
+    axes[0].plot(*zip(*bounds, strict=True), "k_", markersize=30, label="bound")
+    names = [row["name"].replace("spac 25% ", "25 %\n").replace("spac ", "") for row in rows]
+    axes[0].set_xticks(range(len(rows)), names)
+    axes[0].set(title="Speed beside stock vLLM, experts on disk, no drafts", ylabel="tokens/s")
+
+
+def toy_trees(axes: Sequence[Axes]) -> None:
+    for routing, name in MODELS.items():
+        rows = result(f"{name}_trees")["rows"]
+        for kind, style in {"chain": ":", "dynamic": "-"}.items():
+            mine = [row for row in rows if row["kind"] == kind]
+            for axis, value in zip(axes, ("acceptance_length", "experts_per_token"), strict=True):
+                label = f"{kind}{' tree' * (kind != 'chain')}, {routing}"
+                points = [row["drafts"] + 1 for row in mine], [row[value] for row in mine]
+                axis.plot(*points, style, color=_colour(routing), marker="o", label=label)
+    axes[0].set(title="Tokens that a step emits", xlabel="rows of a step", xscale="log", ylim=(0, None))
+    axes[1].set(title="Experts per layer and emitted token", xlabel="rows of a step", xscale="log", ylim=(0, None))
+
+
+def scaled_trees_toy(axes: Sequence[Axes]) -> None:
+    rows = result("scaled_trees_toy")["rows"]
+    marks = {"none": "*", "chain": "s", "tree": "o"}
+    labels = {"none": "no drafts", "chain": "chain", "tree": "tree"}
+    for axis, value, times in ((axes[0], "experts_per_step", 1), (axes[1], "top1_agreement", 100)):
+        for kind, mark in marks.items():
+            for budgeted in (True, False):
+                mine = [row for row in rows if row["kind"] == kind and bool(row["budget"]) == budgeted]
+                points = [times * row[value] for row in mine], [row["speed"] for row in mine]
+                label = labels[kind] + (", budget" if budgeted else ", exact" * (kind != "none"))
+                if mine:
+                    axis.plot(*points, mark, color="C1" if budgeted else "C0", label=label)
+        axis.axhline(1, color="grey", linewidth=0.8)
+    axes[0].set(title="Speed over no drafts, by experts", xlabel="experts per layer and step", ylim=(0, None))
+    axes[1].set(title="and by agreement with the exact model", xlabel="top-1 agreement, %", ylim=(0, None))
+
+
+def toy_policies(axes: Sequence[Axes]) -> None:
+    for axis, (routing, name) in zip(axes, MODELS.items(), strict=True):
+        found = result(f"{name}_policies")
+        for policy in ("lru", "layer_lru", "lfu", "pinned", "utility", "reuse", "belady"):
+            style = {"belady": "k--"}.get(policy, "-")
+            rates = [100 * rate for rate in found["mean_hit_rates"][policy]]
+            axis.plot(found["shares_percent"], rates, style, marker=".", label=policy)
+        axis.set(title=f"Hit rate, {ROUTING[routing]}", xlabel="experts in fast memory, %", ylabel="%", ylim=(0, 100))
+
+
+def toy_reuse(axes: Sequence[Axes]) -> None:
+    for routing, name in MODELS.items():
+        found = result(f"{name}_reuse")
+        for cost, style in {"experts": ":", "loads_25": "-"}.items():
+            shown = f"{'no cache' if cost == 'experts' else '25 % in slots'}, {routing}"
+            for axis, curve in ((axes[0], cost), (axes[1], f"needed_{cost}")):
+                points = found["drafts"][1:], found["spread"][curve]["mean"][1:]
+                axis.plot(*points, style, color=_colour(routing), marker="o", label=shown)
+    axes[0].set(title="What a step costs, in steps of one token", xlabel="drafts γ", ylim=(0, None))
+    axes[1].set(title="Acceptance at which drafts begin to pay", xlabel="drafts γ", ylim=(0, 1))
+
+
+def toy_moe_spec(axes: Sequence[Axes]) -> None:
+    for routing, name in MODELS.items():
+        found, label = result(f"{name}_moe_spec"), ROUTING[routing]
+        _band(axes[0], found["sizes"], found["spread"]["distinct"], label)
+        _band(axes[1], range(1, found["experts"] + 1), found["spread"]["mass_63"], label)
+        _band(axes[2], range(found["layers"]), found["spread"]["pairs"], label)
+    axes[2].axhspan(10, 33, color="grey", alpha=0.15, label="OLMoE (MoE-Spec)")
+    axes[0].set(title="Experts per layer that rows select", xlabel="rows", xscale="log")
+    axes[1].set(title="Selections of 63 rows by the best experts", xlabel="experts", ylabel="share", ylim=(0, 1.01))
+    axes[2].set(title="The most frequent pair, times uniform", xlabel="layer", ylim=(0, None))
+
+
+def toy_moe_spac(axes: Sequence[Axes]) -> None:
+    for routing, name in MODELS.items():
+        curves = result(f"{name}_moe_spac")["spread"]
+        _band(axes[0], range(len(curves["frequency"]["mean"])), curves["frequency"], ROUTING[routing])
+    axes[0].set(title="Rows of the next step that select an expert", xlabel="score before the step", ylim=(0, None))
+
+
+def toy_quality(axes: Sequence[Axes]) -> None:
+    for axis, (routing, name) in zip(axes, MODELS.items(), strict=True):
+        found = result(f"{name}_quality")
+        for ranking in ("selected", "router", "coactivation"):
+            of = [one for one in found["points"] if (one["ranking"], one["coverage"]) == (ranking, "substitution")]
+            cut = [one for one in of if one["budget"]]
+            saved = [100 * (1 - one["distinct"] / found["natural"]["distinct"]) for one in cut]
+            axis.plot(saved, [100 * one["agreement"] for one in cut], marker="o", label=ranking)
+        title = f"What budgets keep, {ROUTING[routing]}"
+        axis.set(title=title, xlabel="bytes saved, %", ylabel="top-1 agreement, %", xlim=(0, 60), ylim=(60, 100.5))
+
+
+def toy_predictors(axes: Sequence[Axes]) -> None:
+    models = result("toy_predictors")["models"]
+    names = sorted(models["flat"], key=lambda name: models["flat"][name]["recall_at_k"])
+    for axis, kind, title in (
+        (axes[0], "recall_at_k", "Experts of the next layer that are guessed"),
+        (axes[1], "recall_on_misses", "and of those that a cache misses"),
+    ):
+        for shift, routing in ((-0.2, "flat"), (0.2, "local")):
+            places = [place + shift for place in range(len(names))]
+            axis.barh(places, [100 * models[routing][name][kind] for name in names], 0.4, label=ROUTING[routing])
+        axis.set_yticks(range(len(names)), names)
+        axis.set(title=title, xlabel="recall, %", xlim=(0, 100))
+
+
+def resident_budgets_toy(axes: Sequence[Axes]) -> None:
+    files = {"flat": "resident_budgets_toy", "local": "resident_budgets_toy_local"}
+    for axis, (routing, name) in zip(axes, files.items(), strict=True):
+        rows = [row for row in result(name)["rows"] if row["budget"]]
+        for batch in dict.fromkeys(row["batch"] for row in rows):
+            mine = [row for row in rows if row["batch"] == batch]
+            points = [100 * row["top1_agreement"] for row in mine], [row["speed"] for row in mine]
+            axis.plot(*points, marker="o", label=f"{batch} requests")
+        axis.axhline(1, color="grey", linewidth=0.8)
+        axis.set(title=f"Speed over exact, {ROUTING[routing]}", xlabel="top-1 agreement, %")
+
+
+def peers_8gb_toy(axes: Sequence[Axes]) -> None:
+    [row] = result("peers_8gb_toy")["rows"]
+    names = {kind: f"llama.cpp,\n{what}" for kind, what in SIZES.items()}
+    peers = {peer["name"]: peer for peer in row["peers"]}
+    sides = {"the plugin, 25 %": row["plugin"]} | {shown: peers[name] for name, shown in names.items()}
+    axes[0].bar(list(sides), [side["tokens_per_second"] for side in sides.values()], color=["C0", *["grey"] * 3])
+    axes[0].set(title="8 GB of experts on two cores", ylabel="tokens/s")
+
+
+PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
+    scaled_rtx4090_toy_local: 1,
+    serving_toy: 1,
+    toy_trees: 2,
+    scaled_trees_toy: 2,
+    toy_policies: 2,
+    toy_reuse: 2,
+    toy_moe_spec: 3,
+    toy_moe_spac: 1,
+    toy_quality: 2,
+    toy_predictors: 2,
+    resident_budgets_toy: 2,
+    peers_8gb_toy: 1,
+}
+PICTURES = {f"{draw.__name__}.png": draw for draw in PANELS}
+
+
+def draw(file: str) -> None:
+    """Draws the picture ``file`` of ``benchmarks/results``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    count = PANELS[PICTURES[file]]
+    size = (6.5, 4) if count == 1 else (4.2 * count, 3.6)
+    figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
+    PICTURES[file](axes[0])
+    if axes[0][0].get_legend_handles_labels()[0]:
+        axes[0][0].legend(fontsize=8)
+    figure.supxlabel("toy model, not representative of a real one", fontsize=7)
+    save_picture(figure, RESULTS / file)
+
+
+def _colour(routing: str) -> str:
+    return f"C{list(MODELS).index(routing)}"
+
+
+def _band(axis: Axes, x: Sequence[float], spread: Mapping[str, Sequence[float]], label: str) -> None:
+    """Draws the mean over traces as a line in a band from the least to the most."""
+    (line,) = axis.plot(x, spread["mean"], marker=".", label=label)
+    axis.fill_between(x, spread["low"], spread["high"], color=line.get_color(), alpha=0.15, linewidth=0)
