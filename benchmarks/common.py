@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from vllm_spac.system.files import replacing
 from vllm_spac.system.host_memory import HUGE_PAGE, huge_pages
@@ -72,6 +75,30 @@ def write_result(path: Path, payload: dict) -> None:
     text = json.dumps(payload, indent=1, allow_nan=False) + "\n"
     with replacing(path) as partial:
         partial.write_text(text)
+
+
+def show(title: str, rows: Iterable[Mapping[str, Any]], *columns: str) -> None:
+    """Prints ``rows`` as a table.
+
+    Args:
+        columns: keys; ``a.b`` is the entry b of a. An interval is shown as its ends, more numbers as their median.
+    """
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(_cell(row, column) for column in columns))
+    Console(width=max(160, Console().width)).print(table)
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    value: Any = row
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        numbers = [f"{number:.4g}" for number in (value if len(value) == 2 else [statistics.median(value)])]
+        return " - ".join(numbers)
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def exit_on_sigterm() -> None:

@@ -24,6 +24,10 @@ from run import Settings
 from vllm_spac.methods.moe_spec.settings import BudgetSettings
 
 Advance = Callable[[str, int], None]
+SHOWN = (  # of a row, on the terminal
+    *("arm", "speed", "speed_interval", "acceptance_length", "perplexity", "top1_agreement", "kl", "same_prefix"),
+    *("experts_per_step", "loads_per_token", "dropped_share"),
+)
 CANDIDATES = 20  # whose log-probabilities an answer has at each position, for its divergence: vLLM's own limit
 
 

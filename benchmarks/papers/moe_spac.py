@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -22,7 +22,6 @@ from common import RESULTS, write_result
 
 from vllm_spac.methods.moe_spac.utility_predictor import UtilityEstimator
 from vllm_spac.recording.trace_file import DRAFT, STEP_KINDS, Trace
-from vllm_spac.system.pictures import save_picture
 
 UPPER = 4  # K
 _VERIFY = STEP_KINDS.index("verify")
@@ -34,8 +33,7 @@ def main(
     traces: Annotated[
         list[Path] | None, typer.Argument(help="Traces or folders of them.", show_default="benchmarks/traces")
     ] = None,
-    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
-    / "toy_moe_spac.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_moe_spac.json",
 ) -> None:
     loaded = spread.load(traces)
     found = {name: scores(one.trace) for name, one in loaded.items() if mostly_verifies(one.trace)}
@@ -43,7 +41,6 @@ def main(
         raise typer.BadParameter("no trace has mainly steps that verify drafts of one request; record with speculation")
     result = spread.result(loaded, found) | {"upper": UPPER}
     write_result(output, spread.nan_to_none(result))
-    draw(result, output.with_suffix(".png"))
 
 
 def verifying(trace: Trace) -> np.ndarray:
@@ -95,27 +92,6 @@ def scores(trace: Trace, upper: int = UPPER) -> dict[str, list[float]]:
         "r_c": np.concatenate(cpu, axis=1).mean(axis=1).tolist(),
         "r_g": np.concatenate(gpu, axis=1).mean(axis=1).tolist(),
     }
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (ratios, rows) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    known, curves = list(range(UPPER + 1)), result["spread"]
-    computed = {key: [1 - value for value in values] for key, values in curves["r_c"].items()}
-    spread.draw(ratios, known[1:], computed, "1 - r_c: selections on the GPU", ":")
-    spread.draw(ratios, known[1:], curves["r_g"], "r_g: distinct experts on the GPU")
-    ratios.set(title="9a: shares by threshold", xlabel="threshold τ", ylabel="share", ylim=(0, 1), xticks=known[1:])
-    spread.draw(rows, known, curves["frequency"], "mean")
-    spread.draw(rows, known, curves["median"], "median", ":")
-    rows.set(title="9b: selections by score", xlabel="score before the step", ylabel="rows", xticks=known)
-    for axis in (ratios, rows):
-        axis.legend(fontsize=8)
-    figure.suptitle(spread.title(result, len(result["traces"])), fontsize=9)
-    save_picture(figure, path)
 
 
 if __name__ == "__main__":

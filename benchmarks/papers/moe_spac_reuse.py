@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -29,14 +29,12 @@ from common import RESULTS, write_result
 
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import ROW_KINDS, STEP_KINDS, Trace, TraceFacts
-from vllm_spac.system.pictures import save_picture
 from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.trace_text import Text
 
 DRAFTS = (0, 1, 2, 3, 4, 6, 8)  # gamma
 ALPHAS = (0.6, 0.8)
 SHARES = (25, 50)  # percent of the experts in slots
-SHOWN_STEPS = 60  # of figure 8
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
@@ -45,7 +43,7 @@ def main(
     traces: Annotated[
         list[Path] | None, typer.Argument(help="Traces or folders of them.", show_default="benchmarks/traces")
     ] = None,
-    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS / "toy_reuse.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_reuse.json",
 ) -> None:
     loaded = spread.load(traces)
     texts = {name: Text.of(one.trace) for name, one in loaded.items()}
@@ -57,8 +55,6 @@ def main(
     result = spread.result(loaded, found) | {"drafts": DRAFTS, "shares_percent": SHARES}
     result["omega"] = {str(alpha): [round(omega(gamma, alpha), 4) for gamma in DRAFTS] for alpha in ALPHAS}
     write_result(output, spread.nan_to_none(result))
-    first = next(iter(texts))
-    draw(result, texts[first], loaded[first].trace.facts, output.with_suffix(".png"))
 
 
 def omega(gamma: int, alpha: float) -> float:
@@ -128,37 +124,6 @@ def correlation(trace: Trace) -> float:
     found = frequencies(trace).astype(np.float64)
     layers = range(found.shape[1])
     return float(np.mean([np.corrcoef(found[:-1, one].ravel(), found[1:, one].ravel())[0, 1] for one in layers]))
-
-
-def draw(result: dict[str, Any], text: Text, facts: TraceFacts, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, ((ratios, acceptance), (ar, sd)) = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    of = result["spread"]
-    names = {"experts": "experts"} | {f"loads_{share}": f"loads, {share} % in slots" for share in SHARES}
-    for name, label in names.items():
-        spread.draw(ratios, DRAFTS, of[name], f"a / b: {label}")
-        spread.draw(acceptance, DRAFTS[1:], {key: values[1:] for key, values in of[f"needed_{name}"].items()}, label)
-    for alpha, values in result["omega"].items():
-        ratios.plot(DRAFTS, values, ":", color="black", alpha=float(alpha), label=f"Ω, α = {alpha}")
-    ratios.set(
-        title="7: what a step costs, what it yields", xlabel="drafts γ", ylabel="times one token", ylim=(0, None)
-    )
-    acceptance.axhline(1, color="black", linewidth=0.5)
-    acceptance.set(title="acceptance α at which drafts begin to pay", xlabel="drafts γ", ylabel="α")
-    for axis in (ratios, acceptance):
-        axis.legend(fontsize=8)
-    middle = facts.layers // 2
-    for axis, rows in ((ar, 1), (sd, DRAFTS[-1] + 1)):
-        counts = frequencies(in_steps(text, facts, rows))[:SHOWN_STEPS, middle].T
-        picture = axis.imshow(counts, aspect="auto", interpolation="nearest", cmap="viridis")
-        axis.set(title=f"8: {rows} rows a step, layer {middle}", xlabel="step", ylabel="expert")
-        figure.colorbar(picture, ax=axis, label="rows")
-    figure.suptitle(spread.title(result, len(result["traces"])), fontsize=9)
-    save_picture(figure, path)
 
 
 if __name__ == "__main__":

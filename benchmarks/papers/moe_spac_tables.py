@@ -26,18 +26,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
 import spread
-from common import RESULTS, write_result
+from common import RESULTS, show, write_result
 from proportions import EXPERT_PARAMETERS, LAYERS
 
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.recording.trace_file import Trace
-from vllm_spac.system.pictures import save_picture
 from vllm_spac.tools.traces.simulation import simulate
 
 EXPERT_BYTES = 2 * EXPERT_PARAMETERS
@@ -122,8 +120,7 @@ def main(
     ] = None,
     machine: Annotated[str, typer.Option(help="Profile of the machine.")] = "rtx4090",
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "10,17,25,50",
-    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
-    / "toy_tables.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_tables.json",
 ) -> None:
     loaded = {name: one for name, one in spread.load(traces).items() if name.startswith((PLAIN, DRAFTED))}
     by_kind = {kind: [one.trace for name, one in loaded.items() if name.startswith(kind)] for kind in (PLAIN, DRAFTED)}
@@ -145,8 +142,12 @@ def main(
         **found,
     }
     write_result(output, spread.nan_to_none(result))
-    draw(result, output.with_suffix(".png"))
-    show(result)
+    for table in TABLES:
+        lines = [
+            {"system": name, **{f"{share:g} %": cell["tpot_ms"] for share, cell in zip(asked, cells, strict=True)}}
+            for name, cells in result[table].items()
+        ]
+        show(f"{table}, simulated: ms per token, by share in slots", lines, *lines[0])
 
 
 def scaled(costs: Costs, layers: int) -> Costs:
@@ -179,34 +180,6 @@ def measured(traces: Sequence[Trace], system: System, costs: Costs, share: float
         "loads_per_step": round(statistics.median(run.loads / run.steps for run in runs), 2),
         "prefetch_hits_per_step": round(statistics.median(run.prefetch_hits / run.steps for run in runs), 3),
     }
-
-
-def show(result: dict[str, Any]) -> None:
-    for table in TABLES:
-        shown = Table(title=f"{table}, simulated: ms per token")
-        shown.add_column("")
-        for share in result["shares_percent"]:
-            shown.add_column(f"{share:g}%", justify="right")
-        for name, cells in result[table].items():
-            shown.add_row(name, *(f"{cell['tpot_ms']:.2f}" for cell in cells))
-        Console().print(shown)
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    for axis, table in zip(axes.flat, TABLES, strict=True):
-        for name, cells in result[table].items():
-            style = "--" if "without" in name or "drafts" in name else "-"
-            axis.plot(result["shares_percent"], [cell["tpot_ms"] for cell in cells], style, marker=".", label=name)
-        axis.set(title=table, xlabel="slots, % of the experts", ylabel="ms per token, simulated", yscale="log")
-        axis.legend(fontsize=7)
-    figure.suptitle(spread.title(result, len(result["traces"])), fontsize=9)
-    save_picture(figure, path)
 
 
 if __name__ == "__main__":

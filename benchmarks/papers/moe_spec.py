@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import spread
 from common import RESULTS, write_result
 
-from vllm_spac.system.pictures import save_picture
 from vllm_spac.tools.traces.trace_text import Text
 
 SIZES = (1, 3, 5, 9, 17, 33, 63, 127)
@@ -34,8 +33,7 @@ def main(
     traces: Annotated[
         list[Path] | None, typer.Argument(help="Traces or folders of them.", show_default="benchmarks/traces")
     ] = None,
-    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
-    / "toy_moe_spec.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_moe_spec.json",
 ) -> None:
     loaded = spread.load(traces)
     texts = {name: Text.of(one.trace) for name, one in loaded.items()}
@@ -47,7 +45,6 @@ def main(
     result = spread.result(loaded, found) | {"sizes": SIZES, "mass": "routing weights" if weighted else "selections"}
     result["tokens"] = {name: len(text) for name, text in texts.items()}
     write_result(output, result)
-    draw(result, output.with_suffix(".png"))
 
 
 def figures(text: Text, weighted: bool) -> dict[str, list[float]]:
@@ -86,30 +83,6 @@ def concentration(text: Text) -> np.ndarray:
         np.fill_diagonal(together, 0)
         most[layer] = together.max()
     return most / expected
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (union, curve, pairs) = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    curves = result["spread"]
-    spread.draw(union, SIZES, curves["distinct"], "distinct experts")
-    union.set(title="2b: experts of a step", xlabel="rows", ylabel="distinct experts per layer", xscale="log")
-    union.set_xticks(SIZES, map(str, SIZES))
-    union.minorticks_off()
-    for rows in CURVES:
-        spread.draw(curve, range(1, result["experts"] + 1), curves[f"mass_{rows}"], f"{rows} rows")
-    curve.set(title=f"2c: mass of the best ({result['mass']})", xlabel="experts", ylabel="share", ylim=(0, 1.01))
-    curve.legend(fontsize=8)
-    spread.draw(pairs, range(result["layers"]), curves["pairs"], "Eq. 9")
-    pairs.axhspan(10, 33, color="grey", alpha=0.15, label="OLMoE (MoE-Spec)")
-    pairs.set(title="Eq. 9: the most frequent pair", xlabel="layer", ylabel="times uniform", ylim=(0, None))
-    pairs.legend(fontsize=8)
-    figure.suptitle(spread.title(result, len(result["traces"])), fontsize=9)
-    save_picture(figure, path)
 
 
 if __name__ == "__main__":

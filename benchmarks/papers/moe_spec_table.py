@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -33,11 +33,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import arms_report
 import plan
 import prompts
-from arms import Arm, budget_arms, rows, score, serve
-from common import RESULTS, exit_on_sigterm, write_result
+from arms import SHOWN, Arm, budget_arms, rows, score, serve
+from common import RESULTS, exit_on_sigterm, show, write_result
 from ladder import PACED, WATERFILL, disturbed, total
 from paired import Side
 from processes import EngineError
@@ -46,7 +45,6 @@ from run import PACKED, PackedFolder, Settings
 from scale import Cores, Scale, head, on
 
 from vllm_spac.errors import SpacError
-from vllm_spac.system.pictures import save_picture
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -80,8 +78,7 @@ def main(
     eagle3: Annotated[Path | None, typer.Option(help="EAGLE-3 head. Default: MODEL-eagle3.")] = None,
     disk_dir: PackedFolder = PACKED,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
-    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
-    / "scaled_moe_spec_toy.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "scaled_moe_spec_toy.json",
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(160, Console().width))
@@ -126,11 +123,10 @@ def main(
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     write_result(output, result)
     title = f"{result['label']}, {slots} of the experts in slots, speed over that without drafts"
-    arms_report.show(console, result["rows"], title, "temperature")
-    draw(result["rows"], title, output.with_suffix(".png"))
+    show(title, result["rows"], "temperature", *SHOWN)
     if result["disturbed"]:
         console.print(f"[yellow]{escape(result['disturbed'])}[/]", highlight=False)
-    console.print(f"wrote {output} and {output.with_suffix('.png').name}", soft_wrap=True)
+    console.print(f"wrote {output}", soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -198,49 +194,6 @@ def runs_of(temperatures: str, seeds: int) -> list[tuple[float, int]]:
             raise plan.PlanError(f"--temperatures {temperatures}: name numbers from 0 on, e.g. 0,1")
         found += [(temperature, seed) for seed in range(seeds if temperature else 1)]
     return found
-
-
-def draw(found: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Draws speed by rows of a step (the paper's figure 4b), by experts (4c) and by top-1 agreement.
-
-    A row of panels for each temperature, and a line for each budget, over the ways to draft.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = (
-        ("rows of a step (4b)", lambda row: row["drafts"] + 1),
-        ("distinct experts per layer and step (4c)", lambda row: row["experts_per_step"]),
-        ("top-1 agreement, %", lambda row: 100 * row["top1_agreement"]),
-    )
-    temperatures = sorted({row["temperature"] for row in found})
-    size = (13, 1 + 3.2 * len(temperatures))
-    figure, axes = pyplot.subplots(len(temperatures), 3, figsize=size, layout="constrained", squeeze=False)
-    marks = {"none": "*", "chain": "s", "tree": "o"}
-    for line, temperature in zip(axes, temperatures, strict=True):
-        here = [row for row in found if row["temperature"] == temperature]
-        for axis, (label, place) in zip(line, panels, strict=True):
-            for colour, budget in enumerate(dict.fromkeys(budget_of(row) for row in here)):
-                mine = [row for row in here if budget_of(row) == budget]
-                points = [(place(row), row["speed"]) for row in mine]
-                axis.plot(*zip(*points, strict=True), ":", color=f"C{colour}", label=budget)
-                for row, point in zip(mine, points, strict=True):
-                    low, high = row["speed_interval"]
-                    spread = [[point[1] - low], [high - point[1]]]
-                    axis.errorbar(*point, yerr=spread, fmt=marks[row["kind"]], color=f"C{colour}", capsize=2)
-            axis.axhline(1, color="grey", linewidth=0.8)
-            axis.set(xlabel=label, ylabel=f"speed at temperature {temperature:g}", ylim=(0, None))
-    axes[0][0].legend(fontsize=6)
-    figure.suptitle(f"{title}; star: no drafts, squares: chains, circles: trees", fontsize=9)
-    save_picture(figure, path)
-
-
-def budget_of(row: Mapping[str, Any]) -> str:
-    """Returns the budget of a row without its way to draft."""
-    settings = row["budget"]
-    return f"B = {settings['budget']}, {settings['coverage']}, {settings['votes']}" if settings else "exact"
 
 
 if __name__ == "__main__":

@@ -18,19 +18,17 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, provenance, write_result
+from common import RESULTS, exit_on_sigterm, provenance, show, write_result
 from paired import Side
 from processes import EngineError, LiveEngine
 from run import Settings
 
 from vllm_spac.errors import SpacError
-from vllm_spac.system.pictures import save_picture
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -52,7 +50,7 @@ def main(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 96,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 96,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
-    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS / "toy_trees.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_trees.json",
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(110, Console().width))
@@ -85,9 +83,9 @@ def main(
     for row in rows:
         del row["said"]
     write_result(output, result | {"rows": rows})
-    show(console, rows, count)
-    draw(rows, output.with_suffix(".png"), model.name)
-    console.print(f"wrote {output} and {output.with_suffix('.png').name}", soft_wrap=True)
+    counts = "acceptance_length", "experts_per_step", "experts_per_token", "equal"
+    show("acceptance length and distinct experts", rows, "kind", "drafts", *counts)
+    console.print(f"wrote {output}", soft_wrap=True)
     if any(row["equal"] != count for row in rows):
         console.print("[bold red]answers differ from those without drafts[/]")
         raise typer.Exit(1)
@@ -113,43 +111,6 @@ def counted(side: Side, settings: Settings, asked: list[list[int]], advance: Any
         "experts_per_token": experts / tokens,
         "steps": steps,
     }
-
-
-def show(console: Console, rows: list[dict[str, Any]], count: int) -> None:
-    names = ("drafts", "", "tokens per step", "experts per layer and step", "per emitted token", "= none")
-    table = Table(*names, title="acceptance length and distinct experts", title_justify="left")
-    for row in rows:
-        numbers = (row["acceptance_length"], row["experts_per_step"], row["experts_per_token"])
-        drafts = str(row["drafts"] or "")
-        table.add_row(row["kind"], drafts, *(f"{number:.2f}" for number in numbers), f"{row['equal']}/{count}")
-    console.print(table)
-
-
-def draw(rows: list[dict[str, Any]], path: Path, model: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = (
-        ("acceptance_length", "emitted tokens per step"),
-        ("experts_per_step", "2b, 4a: distinct experts per layer and step"),
-        ("experts_per_token", "experts per layer and emitted token"),
-    )
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    (none,) = (row for row in rows if row["kind"] == "none")
-    for axis, (name, title) in zip(axes, panels, strict=True):
-        for kind in dict.fromkeys(row["kind"] for row in rows if row["kind"] != "none"):
-            points = [(row["drafts"] + 1, row[name]) for row in rows if row["kind"] == kind]
-            axis.plot(*zip(*points, strict=True), marker="o", label=kind if kind == "chain" else f"{kind} tree")
-        axis.axhline(none[name], color="grey", linestyle=":", label="no drafts")
-        axis.set(title=title, xlabel="rows of a step", xscale="log", ylim=(0, None))
-        axis.minorticks_off()
-        sizes = sorted({row["drafts"] + 1 for row in rows})
-        axis.set_xticks(sizes, map(str, sizes), fontsize=7)
-    axes[0].legend(fontsize=8)
-    figure.suptitle(f"toy model {model}, EAGLE-3, one request, no expert resident counted as free", fontsize=9)
-    save_picture(figure, path)
 
 
 if __name__ == "__main__":

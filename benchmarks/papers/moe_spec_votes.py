@@ -22,21 +22,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import plan
 import prompts
-from arms import Arm, Quality, Turn, rows, score, serve
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from arms import SHOWN, Arm, Quality, Turn, rows, score, serve
+from common import RESULTS, exit_on_sigterm, is_toy, provenance, show, write_result
 from paired import Side
 from processes import EngineError
 from run import Settings
 
 from vllm_spac.errors import SpacError
 from vllm_spac.methods.moe_spec.settings import BudgetSettings
-from vllm_spac.system.pictures import save_picture
 
 EXACT = "exact"
 HALVES = {"chosen on": False, "reported": True}  # whether it is the second
@@ -61,7 +59,7 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     slots: Annotated[str, typer.Option(help="Value of --spac-slots, for the loads per token.")] = "25%",
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
-    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS / "toy_votes.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_votes.json",
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(110, Console().width))
@@ -102,9 +100,8 @@ def main(
     except (ValueError, SpacError, EngineError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
-    show(console, result["rows"])
-    draw(result, output.with_suffix(".png"))
-    console.print(f"wrote {output} and {output.with_suffix('.png').name}", soft_wrap=True)
+    show("votes P^alpha under a budget", result["rows"], "nodes", "half", *SHOWN)
+    console.print(f"wrote {output}", soft_wrap=True)
 
 
 def arms_of(budget: int, alphas: list[str]) -> list[Arm]:
@@ -131,49 +128,6 @@ def half_of(
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row of ``arms.rows`` without what is measured in seconds."""
     return {name: value for name, value in row.items() if not name.startswith(("speed", "tokens_per_second"))}
-
-
-def show(console: Console, found: list[dict[str, Any]]) -> None:
-    quality = ("perplexity", "top-1", "KL", "same prefix")
-    names = ("nodes", "alpha", "half", "tokens per step", "loads per token", "dropped")
-    table = Table(*names, *quality, title="votes P^alpha under a budget", title_justify="left")
-    for row in found:
-        table.add_row(
-            str(row["nodes"]),
-            row["arm"],
-            row["half"],
-            f"{row['acceptance_length']:.2f}",
-            f"{row['loads_per_token']:.2f}",
-            f"{100 * row['dropped_share']:.1f} %",
-            f"{row['perplexity']:.3f}",
-            f"{100 * row['top1_agreement']:.1f} %",
-            f"{row['kl']:.3f}",
-            f"{100 * row['same_prefix']:.0f} %",
-        )
-    console.print(table)
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws divergence and top-1 agreement by power, a line for each size of the tree and half of the prompts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = (("kl", "KL from the exact model, nats"), ("top1_agreement", "top-1 agreement"))
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axis, (name, title) in zip(axes, panels, strict=True):
-        for colour, nodes in enumerate(dict.fromkeys(row["nodes"] for row in result["rows"])):
-            for half, style in zip(HALVES, ("--", "-"), strict=True):
-                lines = [row for row in result["rows"] if (row["nodes"], row["half"]) == (nodes, half)]
-                points = [(float(row["arm"]), row[name]) for row in lines if row["arm"] != EXACT]
-                label = f"{nodes} nodes, {half}"
-                axis.plot(*zip(*points, strict=True), style, color=f"C{colour}", marker="o", label=label)
-        axis.set(title=title, xlabel="alpha")
-    axes[0].legend(fontsize=7)
-    label = f"{result['label']} {result['model']}" if result["label"] else result["model"]
-    figure.suptitle(f"{label}, votes P^alpha, B = {result['budget']}", fontsize=9)
-    save_picture(figure, path)
 
 
 if __name__ == "__main__":

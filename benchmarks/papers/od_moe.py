@@ -19,14 +19,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
-from common import provenance, write_result
-from executions import stack
-from policies import facts
+from common import provenance, show, write_result
+from policies import facts, stack
 
 from vllm_spac.decisions.costs import Costs, Network
 from vllm_spac.recording.trace_file import Trace
@@ -97,7 +94,9 @@ def main(
     }
     if output is not None:
         write_result(output, result)
-    show(result)
+    print(f"Mixtral, calculated: {result['mixtral']['tokens_per_second']} tokens/s; the paper: {PAPER}")
+    rows = ({"network": name, **speeds} for name, speeds in result["workers"].items())
+    show("tokens/s by number of workers, calculated", rows, "network", *map(str, counts(loaded)))
 
 
 def mixtral() -> float:
@@ -118,17 +117,6 @@ def mixtral() -> float:
 def counts(trace: Trace) -> list[int]:
     """Returns the numbers of workers that the trace's layers can be divided among."""
     return [count for count in WORKERS if count <= trace.facts.layers]
-
-
-def show(result: dict[str, Any]) -> None:
-    console, found = Console(), result["mixtral"]
-    console.print(f"Mixtral, calculated: {found['tokens_per_second']} tokens/s; the paper: {found['paper']}")
-    table = Table(title="tokens/s by number of workers, calculated", title_justify="left")
-    for column in ("network", *next(iter(result["workers"].values()))):
-        table.add_column(column)
-    for name, speeds in result["workers"].items():
-        table.add_row(name, *map(str, speeds.values()))
-    console.print(table)
 
 
 def _speed(trace: Trace, count: int, share: float, network: Network, times: LayerTimes, hidden: int) -> float:

@@ -21,11 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scaled"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
-import arms_report
 import plan
 import prompts
-from arms import Arm, budget_arms, rows, score, serve
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from arms import SHOWN, Arm, budget_arms, rows, score, serve
+from common import RESULTS, exit_on_sigterm, is_toy, provenance, show, write_result
 from paired import Side
 from processes import EngineError
 from run import PACKED, PackedFolder, Settings
@@ -53,8 +52,7 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 32,
     disk_dir: PackedFolder = PACKED,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
-    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
-    / "resident_budgets_toy.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "resident_budgets_toy.json",
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(120, Console().width))
@@ -93,9 +91,8 @@ def main(
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
     title = f"{result['label'] or result['model']}: all experts in memory, speed over that without a budget"
-    arms_report.show(console, result["rows"], title, "batch")
-    arms_report.draw(result["rows"], title, "batch", output.with_suffix(".png"))
-    console.print(f"wrote {output} and {output.with_suffix('.png').name}", soft_wrap=True)
+    show(title, result["rows"], "batch", *SHOWN)
+    console.print(f"wrote {output}", soft_wrap=True)
 
 
 if __name__ == "__main__":

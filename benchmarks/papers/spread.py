@@ -78,11 +78,6 @@ def nan_to_none(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def title(facts: Mapping[str, Any], traces: int) -> str:
-    kind = "toy model, not representative of a real one" if facts["toy_model"] else ", ".join(facts["model"])
-    return f"{kind}: {traces} traces; bands: least to most of them"
-
-
 def of(curves: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     """Returns mean, least and most of each point over the curves; a point that is nan in all of them is left nan."""
     stacked = np.array(curves, dtype=np.float64)
@@ -95,9 +90,3 @@ def of(curves: Sequence[Sequence[float]]) -> dict[str, list[float]]:
             "high": np.nanmax(filled, axis=0),
         }
     return {name: [round(float(x), 5) for x in np.where(missing, np.nan, values)] for name, values in points.items()}
-
-
-def draw(axis: Any, x: Sequence[float], spread: Mapping[str, Sequence[float]], label: str, style: str = "-") -> None:
-    """Draws the mean as a line in a band from the least to the most."""
-    (line,) = axis.plot(x, spread["mean"], style, marker=".", label=label)
-    axis.fill_between(x, spread["low"], spread["high"], color=line.get_color(), alpha=0.15, linewidth=0)

@@ -23,12 +23,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
@@ -36,7 +34,7 @@ import gguf_model
 import plan
 import process_memory
 import prompts
-from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, show, write_result
 from paired import Side
 from processes import EngineError, LiveEngine, LiveProcess
 from run import PACKED, PackedFolder, Settings
@@ -44,9 +42,6 @@ from run import PACKED, PackedFolder, Settings
 from vllm_spac.decisions.comparison import interval, orders
 from vllm_spac.errors import ConfigError, UnsupportedError
 from vllm_spac.storage.checkpoint.headers import Checkpoint, read_checkpoint
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 LLAMA = Path(__file__).with_name("llama.py")
 KINDS = ("all", "weights", "process")
@@ -191,9 +186,12 @@ def main(
     except (EngineError, process_memory.LimitError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error
-    show(console, result)
-    draw(result, output.with_suffix(".png"))
-    console.print(f"wrote {output} and {output.with_suffix('.png')}", soft_wrap=True)
+    rows = [row | {"peer": peer} for row in result["rows"] for peer in row["peers"]]
+    ours = "plugin.tokens_per_second", "plugin.cpu_seconds_per_token", "plugin.read_bytes_per_token"
+    theirs = [f"peer.{name}" for name in ("tokens_per_second", "cpu_seconds_per_token", "read_bytes_per_token")]
+    ratios = "peer.ratio", "peer.interval", "peer.equal_answers"
+    show("spac over llama.cpp, decoding", rows, "slots", "peer.name", "peer.limit_bytes", *ratios, *ours, *theirs)
+    console.print(f"wrote {output}", soft_wrap=True)
 
 
 class Comparison:
@@ -306,48 +304,6 @@ def compared(plugin: Measured, peer: Measured, seed: int) -> dict:
 def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
     """Returns the length of the common beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-
-
-def show(console: Console, result: dict) -> None:
-    title = f"spac over llama.cpp, decoding, {result['model']}, read-ahead {result['read_ahead_kib']} KiB"
-    table = Table(title=title, title_justify="left")
-    names = ("slots", "llama.cpp's memory", "spac", "llama.cpp", "ratio", "95 %", "same answers", "CPU s", "MiB read")
-    for name in names:
-        table.add_column(name, justify="right")
-    for row in result["rows"]:
-        ours = row["plugin"]
-        for peer in row["peers"]:
-            memory_of = peer["memory"]["total"] if peer["limit_bytes"] is None else peer["limit_bytes"]
-            table.add_row(
-                row["slots"],
-                f"{peer['name']}: {memory_of / 2**20:,.0f} MiB of {ours['memory']['total'] / 2**20:,.0f}",
-                *(f"{side['tokens_per_second']:.1f}" for side in (ours, peer)),
-                f"{peer['ratio']:.2f}",
-                "{:.2f} - {:.2f}".format(*peer["interval"]),
-                f"{peer['equal_answers']} of {len(peer['turns']['tpot'])}",
-                " / ".join(f"{side['cpu_seconds_per_token']:.3f}" for side in (ours, peer)),
-                " / ".join(f"{side['read_bytes_per_token'] / 2**20:.1f}" for side in (ours, peer)),
-            )
-    console.print(table)
-    console.print("CPU seconds and MiB read are per token, spac / llama.cpp, prompts included")
-
-
-def draw(result: dict, path: Path) -> None:
-    rows = result["rows"]
-    figure, axes = plt.subplots(figsize=(2 + 2 * len(rows), 4), layout="constrained")
-    bars = ["spac", *(peer["name"] for peer in rows[0]["peers"])]
-    for number, name in enumerate(bars):
-        sides = [row["plugin"] if number == 0 else row["peers"][number - 1] for row in rows]
-        places = [place + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for place in range(len(rows))]
-        label = name if number == 0 else f"llama.cpp, {name}"
-        axes.bar(places, [side["tokens_per_second"] for side in sides], 0.75 / len(bars), label=label)
-    axes.set_xticks(range(len(rows)), [row["slots"] for row in rows])
-    axes.set(xlabel="slots", ylabel="tokens per second (median of turns)")
-    axes.legend(fontsize="small")
-    if result["label"]:
-        figure.supxlabel(result["label"], fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Calculates what a better overlap of loads could gain at most, before anybody writes it. Nothing is measured.
 
 The serving code on a virtual clock, with recorded routing that is stacked to the layers of a model with experts of that
-size, as in executions.py. Time per token with loads on demand, over that with
+size, see policies.py. Time per token with loads on demand, over that with
 
 - rows first: rows whose experts all have slots run while a layer loads, then the others; an expert that both need is
   computed twice. Exact, and not served.
@@ -21,12 +21,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import RESULTS, ROOT, TRACES, is_toy, provenance, sha256, write_result
-from executions import stack
+from common import RESULTS, ROOT, TRACES, is_toy, provenance, sha256, show, write_result
+from policies import stack
 
 from vllm_spac.config.types import EXTRA
 from vllm_spac.decisions.costs import Costs
@@ -105,14 +104,9 @@ def main(
         "rows": rows,
     }
     write_result(output, result)
-    view = Table(title=f"calculated: times the tokens/s of loads on demand ({policy})", title_justify="left")
-    for name in ("trace", "profile", "slots", "hits", "ms/step", *rows[0]["gain"]):
-        view.add_column(name, justify="right")
-    for row in rows:
-        gains = (f"{row['gain'][way]:.3f}" for way in row["gain"])
-        numbers = f"{100 * row['hit_rate']:.1f} %", f"{row['ms_a_step']:.1f}"
-        view.add_row(row["trace"], row["profile"], f"{row['share_percent']:g} %", *numbers, *gains)
-    Console(width=120).print(view)
+    gains = [f"gain.{way}" for way in rows[0]["gain"]]
+    columns = "trace", "profile", "share_percent", "hit_rate", "ms_a_step"
+    show(f"calculated: times the tokens/s of loads on demand ({policy})", rows, *columns, *gains)
     Console().print(f"wrote {output}", soft_wrap=True)
 
 

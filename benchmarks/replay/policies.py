@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,16 +19,15 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import RESULTS, ROOT, is_toy, provenance, sha256, trace_files, write_result
+from common import RESULTS, ROOT, is_toy, provenance, sha256, show, trace_files, write_result
 
 from vllm_spac import components
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.reuse import Reuse
 from vllm_spac.errors import ConfigError
-from vllm_spac.recording.trace_file import Trace
+from vllm_spac.recording.trace_file import PREFILL, Trace, TraceFacts
 from vllm_spac.tools.traces.simulation import simulate
 from vllm_spac.tools.traces.trace_statistics import accuracy, agreement, as_last_step, nothing_is_hot
 
@@ -48,14 +45,9 @@ POLICIES = (
     "reuse@half_lives=(1,4,16)",
     "belady",
 )
-TIMED = ("lru", "layer_lru", "lfu", "utility", "reuse")
-LAYERS, EXPERTS, SLOTS, SELECTED = 48, 128, 1500, 40  # where calls are timed: Qwen3-30B-A3B, experts of a verify step
-TIMED_STEPS = 12
 EXAMPLES = """[bold]Examples[/]
 
 policies.py                                           [dim]# those in benchmarks/traces[/]
-
-policies.py decode.trace eagle.trace --timed          [dim]# also time calls: on an idle machine[/]
 
 policies.py decode.trace --policy "lru reuse reuse@half_lives=(8,)" --shares "10 25" --output /tmp/half_lives.json
 """
@@ -71,9 +63,7 @@ def main(
     ] = None,
     policy: Annotated[str, typer.Option(help="Policies, optionally with knobs: name@knob=value.")] = " ".join(POLICIES),
     shares: Annotated[str, typer.Option(help="Slots, in percent of the experts.")] = "5 10 17 25 35 50",
-    timed: Annotated[bool, typer.Option("--timed", help="Also time the calls of policies.")] = False,
-    output: Annotated[Path, typer.Option(help="JSON; the picture is written next to it.")] = RESULTS
-    / "toy_policies.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "toy_policies.json",
 ) -> None:
     traces = trace_files(traces)
     recorded = {path.stem: Trace.load(path) for path in traces}
@@ -85,9 +75,6 @@ def main(
         "hit_rates": {},
         "prediction_accuracy": {name: accuracies(trace) for name, trace in recorded.items()},
     }
-    if timed:
-        shape = {"layers": LAYERS, "experts": EXPERTS, "slots": SLOTS, "selected": SELECTED}
-        result["microseconds_a_call"] = shape | {name: microseconds(name) for name in TIMED}
     cases = [(name, spec, share) for name in recorded for spec in policy.split() for share in result["shares_percent"]]
     costs = Costs.read("rtx4090")  # hits do not depend on it
     for name, spec, share in track(cases, "replaying", console=Console(stderr=True), transient=True):
@@ -100,8 +87,14 @@ def main(
         for spec in policy.split()
     }
     write_result(output, result)
-    draw(result, output.with_suffix(".png"))
-    show(result)
+    shown = [f"{share:g} %" for share in result["shares_percent"]]
+    rates = result["mean_hit_rates"].items()
+    rows = ({"policy": spec, **dict(zip(shown, values, strict=True))} for spec, values in rates)
+    show("hit rates, mean of the traces", rows, "policy", *shown)
+    predicted = result["prediction_accuracy"].items()
+    rows = ({"trace": name, **{key: value["mean"] for key, value in found.items()}} for name, found in predicted)
+    predictors = next(iter(result["prediction_accuracy"].values()))
+    show("hot or cold in the next step, mean of layers", rows, "trace", *predictors)
 
 
 def held_out(spec: str, others: Sequence[Path]) -> str:
@@ -129,6 +122,33 @@ def facts(path: Path, trace: Trace) -> dict:
     }
 
 
+def stack(trace: Trace, layers: int, steps: int) -> Trace:
+    """Stacks up to ``steps`` steps without prompts and with the most frequent number of rows to ``layers`` layers."""
+    known = trace.facts
+    starts = trace.row_start[:-1]
+    prompts = np.array(
+        [(trace.row_kind[a : a + n] == PREFILL).any() for a, n in zip(starts, trace.step_rows, strict=True)]
+    )
+    rows = int(np.bincount(trace.step_rows[~prompts]).argmax())
+    chosen = np.flatnonzero(~prompts & (trace.step_rows == rows))[:steps]
+    records = np.searchsorted(trace.record_step, chosen)[:, None] + np.arange(known.layers)
+    if layers % known.layers or (trace.record_layer[records] != np.arange(known.layers)).any():
+        raise typer.BadParameter(f"{known.layers} layers, all of which run in each step, cannot be stacked to {layers}")
+    ids = trace.ids[trace.record_start[records][:, :, None] + np.arange(rows)]  # [steps, layers, rows, top_k]
+    times = layers // known.layers
+    ids = np.concatenate([np.roll(ids, -(len(ids) * turn // times), axis=0) for turn in range(times)], axis=1)
+    return Trace.of(
+        TraceFacts(layers, known.experts, known.top_k, known.expert_bytes, known.model),
+        step_kind=trace.step_kind[chosen],
+        step_rows=trace.step_rows[chosen],
+        step_tokens=trace.step_tokens[chosen],
+        row_kind=trace.row_kind[starts[chosen][:, None] + np.arange(rows)].ravel(),
+        record_step=np.repeat(np.arange(len(chosen), dtype=np.uint32), layers),
+        record_layer=np.tile(np.arange(layers, dtype=np.uint16), len(chosen)),
+        ids=ids.reshape(-1, known.top_k),
+    )
+
+
 def accuracies(trace: Trace) -> dict:
     """Returns predictor -> share of experts and steps predicted correctly, layer by layer.
 
@@ -148,89 +168,6 @@ def accuracies(trace: Trace) -> dict:
         name: {"mean": round(float(layers.mean()), 4), "layers": [round(x, 4) for x in layers.tolist()]}
         for name, layers in found.items()
     }
-
-
-def microseconds(name: str) -> dict:
-    """Measures the median microseconds of the calls of a policy."""
-    rng = np.random.default_rng(0)
-    policy = components.build("policies", name)
-    popularity = 1 / np.arange(1, EXPERTS + 1)
-    times: dict[str, list[float]] = {"evict": [], "use": [], "observe": []}
-    for key in rng.permutation(LAYERS * EXPERTS)[:SLOTS].tolist():
-        policy.insert(key)
-    for _ in range(TIMED_STEPS):
-        counts = np.zeros(LAYERS * EXPERTS, dtype=np.int64)
-        for layer in range(LAYERS):
-            first = layer * EXPERTS
-            keys = (first + rng.choice(EXPERTS, SELECTED, False, popularity / popularity.sum())).tolist()
-            counts[keys] += 1
-            policy.enter(range(first, first + EXPERTS))
-            missing = [key for key in keys if key not in policy]
-            times["evict"].append(_timed(partial(policy.evict, len(missing), set(keys))))
-            times["use"].append(_timed(partial(_use, policy, keys)) / SELECTED)
-        times["observe"].append(_timed(partial(policy.observe, counts)))
-    return {call: round(1e6 * float(np.median(taken)), 2) for call, taken in times.items()}
-
-
-def _use(policy, keys: list[int]) -> None:
-    for key in keys:
-        (policy.touch if key in policy else policy.insert)(key)
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def draw(result: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rates = result["hit_rates"]
-    columns = min(3, len(rates))
-    rows = -(-len(rates) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(5 * columns, 3.6 * rows), layout="constrained", squeeze=False
-    )
-    for spot, (name, policies) in zip(axes.flat, rates.items(), strict=False):
-        for spec, values in policies.items():
-            base = spec.partition("@")[0]
-            width = 2.5 if spec in ("reuse", "layer_lru", "belady") else 1
-            style = {"belady": "k--"}.get(spec, "-" if base == spec else ":")
-            spot.plot(
-                result["shares_percent"], [100 * v for v in values], style, label=spec, linewidth=width, marker="."
-            )
-        distinct = result["traces"][name]["distinct_experts_a_step"]
-        spot.set(
-            title=f"{name}: {distinct:.0f} experts per step", xlabel="experts in fast memory, %", ylabel="hit rate, %"
-        )
-        spot.set_ylim(0, 100)
-    for spot in axes.flat[len(rates) :]:
-        spot.set_axis_off()
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center")
-    kind = "toy model, not representative of a real one" if result["toy_model"] else "recorded routing"
-    figure.suptitle(f"Hit rate of eviction policies ({kind})")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def show(result: dict) -> None:
-    console = Console(width=140)
-    for name, policies in (result["hit_rates"] | {"mean of the traces": result["mean_hit_rates"]}).items():
-        table = Table("policy", *(f"{share:g} %" for share in result["shares_percent"]), title=name)
-        for spec, values in policies.items():
-            table.add_row(spec, *(f"{100 * value:.1f}" for value in values))
-        console.print(table)
-    predictors = list(next(iter(result["prediction_accuracy"].values())))
-    table = Table("trace", *predictors, title="hot or cold in the next step, mean of layers")
-    for name, found in result["prediction_accuracy"].items():
-        table.add_row(name, *(f"{found[predictor]['mean']:.3f}" for predictor in predictors))
-    console.print(table)
-    if "microseconds_a_call" in result:
-        console.print(result["microseconds_a_call"])
 
 
 if __name__ == "__main__":

@@ -1,19 +1,13 @@
-"""Shows the rows of a ladder as a table and as a picture."""
+"""Shows the rows of a ladder as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib
 from rich import box
 from rich.table import Table
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 _TIMES = ("slots", "rung", "TPOT ms [95 %]", "x first [95 %]", "of resident")
-_NAMES = {"prefetch": "beside it:\n+ prefetch", "tree": "budgeted tree\ninstead (lossy)"}
 _COUNTS = ("hits", "loads", "on CPU", "ahead", "waits ms", "late ms", "late CPU", "= resident", "= first")
 
 
@@ -57,22 +51,3 @@ def _equal(row: dict, name: str) -> str:
     count, turns = row[f"equal_to_{name}"], row["turns"]
     text = f"{count}/{turns}"
     return text if count == turns else f"[{'yellow' if row['rounds'] else 'red'}]{text}[/]"
-
-
-def picture(rows: Sequence[dict], title: str, path: Path) -> None:
-    """Draws tokens per second (median and 95 % interval) of each rung, one line per number of slots."""
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for slots in dict.fromkeys(row["slots"] for row in rows):
-        mine = [row for row in rows if row["slots"] == slots and row["rung"] != "resident"]
-        rates = [1 / row["tpot_median"] for row in mine]
-        low = [rate - 1 / row["tpot_interval"][1] for rate, row in zip(rates, mine, strict=True)]
-        high = [1 / row["tpot_interval"][0] - rate for rate, row in zip(rates, mine, strict=True)]
-        names = [_NAMES.get(row["rung"], f"{'+ ' * (place > 0)}{row['rung']}") for place, row in enumerate(mine)]
-        axes.errorbar(names, rates, yerr=[low, high], marker="o", capsize=4, label=f"{slots} of the experts in slots")
-    resident = [1 / row["tpot_median"] for row in rows if row["rung"] == "resident"]
-    axes.axhline(sum(resident) / len(resident), color="grey", linestyle="--", linewidth=0.8, label="all resident")
-    axes.set(ylabel="tokens per second after the first, scaled", title=title)
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

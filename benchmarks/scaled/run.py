@@ -128,9 +128,8 @@ def main(
         *_on_tokens(result),
         *_on_quality(result),
     ]
-    for line in (*remarks, f"wrote {output} and {output.with_suffix('.png').name}"):
+    for line in (*remarks, f"wrote {output}"):
         console.print(escape(line), highlight=False, soft_wrap=True)
-    ladder_report.picture(result["rows"], title, output.with_suffix(".png"))
     if any(row["equal_to_resident"] < row["turns"] and not row["rounds"] for row in result["rows"]):
         raise typer.Exit(1)
 

@@ -19,14 +19,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 import host_probe
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, write_result
+from common import RESULTS, exit_on_sigterm, show, write_result
 from ladder import PACED, WATERFILL, disturbed, total
 from paired import Side
 from processes import EngineError, LiveEngine
@@ -192,7 +191,8 @@ def main(
     except (ValueError, SpacError, EngineError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1 if isinstance(error, EngineError) else 2) from error
-    _show(console, result)
+    both = [f"{kind}.{name}" for name in ("tpot", "loads", "cpu") for kind in ("measured", "simulated", "errors")]
+    show(f"{result['label']}: measured and simulated", result["rows"], "slots", "balancer", *both, "agrees")
     console.print(_own_work(result), soft_wrap=True)
     for row in result["rows"]:
         if text := disturbed(row["own"], found.machine):
@@ -239,19 +239,6 @@ def _own_work(result: dict) -> str:
     whats = {"layer": "in each layer", "load": "more in one that loads", "divide": "more in one that the CPU shares"}
     parts = ", ".join(f"{1e3 * work[name]:.2f} ms {what}" for name, what in whats.items())
     return f"the plugin's own work: {parts}; a layer takes {1e3 * layer:.2f} ms"
-
-
-def _show(console: Console, result: dict) -> None:
-    table = Table(title=f"{result['label']}: measured and simulated", title_justify="left")
-    for name in ("slots", "balancer", "TPOT ms", "simulated", "", "loads/step", "", "", "CPU/step", "", "", "agree"):
-        table.add_column(name, justify="right")
-    for row in result["rows"]:
-        cells = []
-        for name, unit in (("tpot", 1e3), ("loads", 1), ("cpu", 1)):
-            both = (row["measured"][name], row["simulated"][name])
-            cells += [*(f"{unit * value:.2f}" for value in both), f"{100 * row['errors'][name]:+.1f}%"]
-        table.add_row(row["slots"], row["balancer"], *cells, "yes" if row["agrees"] else "[red]NO[/]")
-    console.print(table)
 
 
 if __name__ == "__main__":

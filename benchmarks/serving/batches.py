@@ -11,7 +11,6 @@ different token.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import subprocess
@@ -20,15 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-from common import RESULTS, TOY, is_toy, provenance, write_result
+from common import RESULTS, TOY, is_toy, provenance, show, write_result
 
 TOY_MODEL = TOY / "models" / "target"
 _FLAGS = ("avx512f", "avx512_bf16", "amx_bf16")
@@ -151,33 +147,11 @@ def measure(
     for name in plan.split(dtype):
         result["dtypes"][name] = in_fresh_process(job | {"dtype": name})
         write_result(output, result)
-    show(result)
+    for dtype, found in result["dtypes"].items():
+        rows = ({"batches": name, **row} for name, row in found["by_batch"].items())
+        counts = "requests", "with_other_tokens", "with_other_logits", "logits_compared", "greatest_difference"
+        show(f"stock vLLM against itself, {result['model']}, {dtype}", rows, "batches", *counts)
     typer.echo(f"wrote {output}")
-
-
-def show(result: dict) -> None:
-    table = Table(title=f"stock vLLM against itself, {result['model']}", title_justify="left")
-    for name in ("dtype", "batches", "other tokens", "other logits", "by at most", "gaps where tokens part"):
-        table.add_column(name)
-    for dtype, found in result["dtypes"].items():
-        for name, row in found["by_batch"].items():
-            table.add_row(
-                dtype,
-                name,
-                f"{row['with_other_tokens']} of {row['requests']} requests",
-                f"{row['with_other_logits']} of {row['logits_compared']}",
-                f"{row['greatest_difference']:.2g}",
-                ", ".join(f"{gap:.2g}" for gap in row["gaps_where_tokens_part"]),
-            )
-    console = Console(width=max(140, Console().width))
-    console.print(table)
-    for dtype, found in result["dtypes"].items():
-        smallest = ", ".join(f"{gap:.2g}" for gap in found["gaps"]["smallest"][:4])
-        step = torch.finfo(getattr(torch, dtype)).eps * 2 ** math.floor(math.log2(found["greatest_logit"]))
-        console.print(
-            f"{dtype}: smallest gaps of the best two tokens {smallest} (of {found['tokens']}); "
-            f"a step of the dtype at the greatest logit is {step:.2g}"
-        )
 
 
 if __name__ == "__main__":

@@ -30,26 +30,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, exit_on_sigterm, is_toy, provenance, show, write_result
 from processes import EngineError, LiveEngine
 from run import PACKED, PackedFolder, Settings
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.decisions.comparison import interval, orders
 from vllm_spac.errors import ConfigError
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 PAUSE = 0.3  # seconds; OpenMP threads of the engine that has just run still spin for 0.2
 _DRAFTED = ("drafts", "draft_tokens", "accepted_tokens")
@@ -167,7 +162,7 @@ def main(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of prompts, engines and the order of a turn.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a start or a turn may take.")] = 1800.0,
-    output: Annotated[Path, typer.Option(help="JSON; a picture of several sizes.")] = RESULTS / "paired_toy.json",
+    output: Annotated[Path, typer.Option(help="JSON.")] = RESULTS / "paired_toy.json",
 ) -> None:
     exit_on_sigterm()
     console = Console(width=max(120, Console().width))
@@ -223,11 +218,12 @@ def main(
                 raise typer.Exit(1) from error
             result["rows"].append(_row(size, answered, warm, seed))
             write_result(output, result)
-    _show(console, result)
+    rows = [row | {"of": "base"} for row in result["rows"]]
+    rows += [row | row["own_base"] | {"of": "own base"} for row in result["rows"] if "own_base" in row]
+    ratios = "ratio", "interval", "ratio_of_totals", "ratio_of_starts", "step_ratio", "step_interval"
+    sides = "base.tokens_per_second", "other.tokens_per_second", "base.hits", "other.hits", "tokens_equal"
+    show(f"{other} over {base}, tokens per second", rows, "slots", "of", *ratios, *sides)
     console.print(f"wrote {output}", soft_wrap=True)
-    if len(result["rows"]) > 1:
-        _picture(result, output.with_suffix(".png"))
-        console.print(f"wrote {output.with_suffix('.png')}", soft_wrap=True)
     if not all(row["tokens_equal"] for row in result["rows"]):
         raise typer.Exit(1)
 
@@ -341,60 +337,6 @@ def _total_rate(answers: list[dict]) -> float:
 def _rate(answer: dict) -> float:
     """Returns the tokens per second of a turn."""
     return len(answer["tokens"][0]) / answer["seconds"]
-
-
-def _picture(result: dict, path: Path) -> None:
-    compared = list(_comparisons(result))
-    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(compared), 4), layout="constrained")
-    names = [f"{row['slots']}\n{name}" if name else row["slots"] for name, row, _, _ in compared]
-    axes.boxplot([found["ratios"] for _, _, _, found in compared], tick_labels=names)
-    totals = [found["ratio_of_totals"] for _, _, _, found in compared]
-    axes.plot(range(1, len(totals) + 1), totals, "D", color="tab:blue", markersize=4, label="of totals")
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.legend(fontsize="small")
-    axes.set(
-        xlabel="slots", ylabel="tokens per second, ratio per turn", title=f"{result['other']}\nover {result['base']}"
-    )
-    if result["label"]:
-        figure.supxlabel(result["label"], fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _comparisons(result: dict) -> Iterator[tuple[str, dict, dict, dict]]:
-    """Yields (name, row, base, its comparison with the other) for each size, and for the base in its own engine."""
-    for row in result["rows"]:
-        yield "", row, row["base"], row
-        if "own_base" in row:
-            yield "own base", row, row["own_base"]["base"], row["own_base"]
-
-
-def _show(console: Console, result: dict) -> None:
-    table = Table(title=f"{result['other']} over {result['base']}, tokens per second", title_justify="left")
-    rates = ("ratio", "95 %", "of totals", "of starts", "seconds per step")
-    for name in ("slots", "base", "other", *rates, "hits", "hits", "tokens equal"):
-        table.add_column(name, justify="right")
-    for name, row, base, found in _comparisons(result):
-        sides = base, row["other"]
-        table.add_row(
-            f"{row['slots']} {name}".strip(),
-            *(f"{statistics.median(side['tokens_per_second']):.1f}" for side in sides),
-            f"{found['ratio']:.3f}",
-            "{:.3f} - {:.3f}".format(*found["interval"]),
-            f"{found['ratio_of_totals']:.3f}",
-            " ".join(f"{ratio:.2f}" for ratio in found["ratio_of_starts"]),
-            ""
-            if found["step_ratio"] is None
-            else "{:.2f} [{:.2f} - {:.2f}]".format(found["step_ratio"], *found["step_interval"]),
-            *(_hit_rate(side) for side in sides),
-            "yes" if row["tokens_equal"] else "[red]NO[/]",
-        )
-    console.print(table)
-
-
-def _hit_rate(side: dict) -> str:
-    total = side["hits"] + side["misses"]
-    return f"{100 * side['hits'] / total:.1f}%" if total else ""
 
 
 if __name__ == "__main__":

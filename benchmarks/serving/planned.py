@@ -18,13 +18,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy"))
 import plan
 import prompts
-from common import RESULTS, ROOT, TOY, exit_on_sigterm, provenance, write_result
+from common import RESULTS, ROOT, TOY, exit_on_sigterm, provenance, show, write_result
 from inflate import inflate, parse_bytes
 from run import Settings
 from simulated import between, engines
@@ -150,8 +149,10 @@ def main(
         "provenance": origin,
     }
     write_result(output, result)
-    show(Console(), rows)
-    print(f"wrote {output}")
+    compared = "measured", "planned.trace", "error", "planned.low", "planned.high", "in_range"
+    show("tokens per second", result["rows"], "expert_bytes", "slots", *compared)
+    good = sum(abs(row.error) <= WITHIN for row in rows)
+    print(f"{good} of {len(rows)} plans are within {100 * WITHIN:.0f}%; wrote {output}")
 
 
 def percent_of(size: str) -> int:
@@ -215,28 +216,6 @@ def _one(
         for percent, found in measured.items()
     ]
     return rows, costs
-
-
-def show(console: Console, rows: Sequence[Comparison]) -> None:
-    """Prints the table, and how many plans are within ``WITHIN``."""
-    table = Table(title="tokens per second", title_justify="left")
-    for name in ("expert", "slots", "measured", "planned, own routing", "error", "range", "hits", "planned hits"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        low, high = (row.planned[name].tokens_per_second for name in ("low", "high"))
-        table.add_row(
-            f"{row.expert_bytes / 1e6:.2g} MB",
-            f"{row.percent}%",
-            f"{row.measured:.1f}",
-            f"{row.planned['trace'].tokens_per_second:.1f}",
-            f"{100 * row.error:+.1f}%",
-            f"{low:.1f} - {high:.1f}" + ("" if row.in_range else " (outside)"),
-            f"{100 * row.hit_rate:.1f}%",
-            f"{100 * row.planned['trace'].hit_rate:.1f}%",
-        )
-    console.print(table)
-    good = sum(abs(row.error) <= WITHIN for row in rows)
-    console.print(f"{good} of {len(rows)} plans are within {100 * WITHIN:.0f}% of the measured speed")
 
 
 if __name__ == "__main__":

@@ -24,12 +24,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, exit_on_sigterm, is_toy, provenance, show, write_result
 from processes import LiveEngine
 from run import PACKED, PackedFolder, Settings
 
@@ -133,7 +132,8 @@ def main(
             _row(size, percent, arm, arms[0], which, answers[warm:], scores, seed) for which, arm in enumerate(arms)
         ]
         write_result(output, result)
-    _show(rows)
+    columns = ("slots", "format", "percent", "ratio", "interval", "tokens_per_second", "bytes_per_token", "perplexity")
+    show("at equal memory", rows, *columns)
 
 
 def _copy(model: Path, name: str, group: int) -> Path:
@@ -181,32 +181,6 @@ def _row(
         "top_1": statistics.fmean(best),
         "scored_tokens": len(logprobs),
     }
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="at equal memory")
-    for name in (
-        "bf16's slots",
-        "format",
-        "its slots",
-        "over bf16 (95 %)",
-        "tokens/s",
-        "MB read per token",
-        "perplexity",
-    ):
-        table.add_column(name, justify="right")
-    for row in rows:
-        low, high = row["interval"]
-        table.add_row(
-            row["slots"],
-            row["format"],
-            f"{row['percent']} %",
-            f"{row['ratio']:.2f} ({low:.2f} – {high:.2f})",
-            f"{statistics.median(row['tokens_per_second']):.1f}",
-            f"{row['bytes_per_token'] / 1e6:.2f}",
-            f"{row['perplexity']:.2f}",
-        )
-    Console().print(table)
 
 
 if __name__ == "__main__":

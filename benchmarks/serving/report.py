@@ -1,17 +1,11 @@
-"""Shows rows as a table on the terminal and as a picture."""
+"""Shows rows as a table on the terminal."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib
 from common import Spread
 from rich import box
 from rich.table import Table
 from summary import Row
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 _COLUMNS = (
     "configuration",
@@ -80,66 +74,3 @@ def _number(value: float | None, form: str) -> str:
 
 def _milliseconds(spread: Spread | None) -> str:
     return "-" if spread is None else f"{1e3 * spread.median:.1f}"
-
-
-def picture(rows: list[Row], batches: list[int], title: str, path: Path) -> None:
-    """Draws speed and, below it, hit rate over the share of experts in fast memory; one column per batch size."""
-    figure, axes = plt.subplots(2, len(batches), figsize=(5.5 * len(batches), 7), sharex=True, squeeze=False)
-    for column, batch in enumerate(batches):
-        here = [row for row in rows if row.batch == batch and row.is_measured]
-        _speed_panel(axes[0][column], here, batch)
-        _hit_panel(axes[1][column], here)
-    axes[0][0].set_ylabel("tokens/s (median, low to high)")
-    axes[1][0].set_ylabel("hit rate, %")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="lower center", ncols=3, fontsize="small", frameon=False)
-    figure.suptitle(title)
-    figure.tight_layout(rect=(0, 0.04 + 0.025 * (len(handles) // 3), 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _series(rows: list[Row]) -> dict[tuple[str | None, str], list[Row]]:
-    """Returns (policy, speculation) -> rows by cache ratio; all experts resident is the end of every policy's line."""
-    served = [row for row in rows if not row.configuration.is_stock]
-    full = {row.configuration.speculation: row for row in served if row.cache_ratio == 1}
-    found: dict[tuple[str | None, str], list[Row]] = {}
-    for row in served:
-        if row.share < 1:
-            found.setdefault(row.configuration.series(), []).append(row)
-    for speculation, row in full.items():
-        mine = [line for (_, other), line in found.items() if other == speculation]
-        for line in mine or [found.setdefault(row.configuration.series(), [])]:
-            line.append(row)
-    return {key: sorted(line, key=lambda row: row.share) for key, line in found.items()}
-
-
-def _speed_panel(axis, rows: list[Row], batch: int) -> None:
-    colours = iter(plt.rcParams["axes.prop_cycle"].by_key()["color"] * 4)
-    for (policy, speculation), line in _series(rows).items():
-        colour, name = next(colours), policy if speculation == "none" else f"{policy}, {speculation}"
-        x, y = [100 * row.share for row in line], [row.rate for row in line]
-        spread = [[s.median - s.low for s in y], [s.high - s.median for s in y]]
-        axis.errorbar(x, [s.median for s in y], yerr=spread, color=colour, marker="o", capsize=3, label=f"spac {name}")
-        bounds = [(100 * r.share, r.bound_tokens_per_second) for r in line if r.bound_tokens_per_second]
-        if bounds:
-            axis.plot(*zip(*bounds, strict=True), color=colour, linestyle="--", label=f"bound {name}")
-    for row in (row for row in rows if row.configuration.is_stock):
-        shade = "black" if row.configuration.speculation == "none" else next(colours)
-        axis.axhline(row.rate.median, color=shade, label=row.configuration.label)
-    axis.set_title(f"batch {batch}")
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-
-
-def _hit_panel(axis, rows: list[Row]) -> None:
-    for line in _series(rows).values():
-        points = [(100 * row.share, 100 * row.hit_rate) for row in line if row.hit_rate is not None]
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="o")
-    axis.set_xlabel("experts in fast memory, % of all")
-    axis.set_xlim(0, 103)
-    axis.set_ylim(0, 103)
-    axis.grid(alpha=0.3)

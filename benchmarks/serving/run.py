@@ -277,7 +277,7 @@ def main(
 
 
 def show(console: Console, rows: list[summary.Row], settings: Settings, output: Path) -> None:
-    """Prints the tables and writes the picture next to the result."""
+    """Prints the tables."""
     title = f"{'toy model ' if is_toy(settings.model) else ''}{settings.model.resolve().name}"
     for batch in settings.batches:
         console.print(report.table(rows, batch, title))
@@ -286,9 +286,7 @@ def show(console: Console, rows: list[summary.Row], settings: Settings, output: 
     guarded = [row for row in rows if row.verdict == "differs" and row.configuration.speculation != "none"]
     if guarded and settings.guard == "on" and settings.dtype != "float32":
         console.print(_SHAPES)
-    picture = output.with_suffix(".png")
-    report.picture(rows, list(settings.batches), f"{title}: spac and stock vLLM", picture)
-    console.print(escape(f"wrote {output} and {picture.name}"), soft_wrap=True)
+    console.print(escape(f"wrote {output}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, ROOT, exit_on_sigterm, is_toy, provenance, show, write_result
 from processes import run_engine
 from run import Settings
 
@@ -121,7 +120,8 @@ def main(
         "provenance": origin,
     }
     write_result(output, result)
-    _show(rows, output)
+    measured = "measured_tpot", "simulated_tpot", "error", "error_with_it", "measured_hit_rate", "simulated_hit_rate"
+    show("seconds per token", rows, "speculation", "slots", "policy", *measured)
 
 
 def _share(size: str) -> Fraction:
@@ -189,28 +189,6 @@ def _row(drafting: str, size: str, policy: str, measured: dict, outcome) -> dict
         "simulated_hit_rate": outcome.hit_rate,
         "bound_tpot": outcome.bound_tpot,
     }
-
-
-def _show(rows: list[dict], output: Path) -> None:
-    table = Table(title="time per token, ms", title_justify="left")
-    columns = ("speculation", "slots", "policy", "measured", "simulated", "error", "own loads", "hits", "simulated")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("speculation", "policy") else "right")
-    for row in rows:
-        table.add_row(
-            row["speculation"],
-            row["slots"],
-            row["policy"],
-            f"{1e3 * row['measured_tpot']:.2f}",
-            f"{1e3 * row['simulated_tpot']:.2f}",
-            f"{100 * row['error']:+.1f}%",
-            f"{100 * row['error_with_it']:+.1f}%",
-            f"{100 * row['measured_hit_rate']:.1f}%",
-            f"{100 * row['simulated_hit_rate']:.1f}%",
-        )
-    console = Console()
-    console.print(table)
-    console.print(f"wrote {output}", soft_wrap=True)
 
 
 if __name__ == "__main__":

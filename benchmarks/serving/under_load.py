@@ -21,19 +21,18 @@ from typing import Annotated, Any
 
 import typer
 from openai import AsyncOpenAI
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import client
 import plan
 import prompts
 import server
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, exit_on_sigterm, is_toy, provenance, show, write_result
 from run import PACKED, PackedFolder
+
+from vllm_spac.tools.machine.server_stats import fetch
 
 _EPILOG = """[bold]Examples[/]
 
@@ -43,6 +42,8 @@ python benchmarks/serving/under_load.py .cache/toy/local-mid --slots 10%,50% --s
 """
 _ALONE = 4  # prompts that are sent one after the other
 _ARRIVES = 0.25  # of the streams' tokens
+SERVED_NAME = "benchmark"
+_COUNTERS = ("hits", "misses", "stall_seconds")
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
@@ -79,7 +80,7 @@ async def follow(api: AsyncOpenAI, prompt: list[int], tokens: int, seed: int, st
     """Asks for exactly ``tokens`` tokens, and notes in ``stream`` when each arrived."""
     stream.start = time.perf_counter()
     answer = await api.completions.create(
-        model=client.SERVED_NAME,
+        model=SERVED_NAME,
         prompt=prompt,
         max_tokens=tokens,
         temperature=0,
@@ -145,9 +146,9 @@ def measure(url: str, load: Load, sizes: tuple[int, ...], with_plugin: bool, adv
     rows = []
     for size in sizes:
         asyncio.run(streams_of(url, load, size, True))  # warms up
-        before = client.counters(url) if with_plugin else {}
+        before = counters(url) if with_plugin else {}
         quiet, _ = asyncio.run(streams_of(url, load, size, False))
-        after = client.counters(url) if with_plugin else {}
+        after = counters(url) if with_plugin else {}
         disturbed, late = asyncio.run(streams_of(url, load, size, True))
         rows.append(row_of(quiet, disturbed, late, {name: after[name] - before[name] for name in after}))
         advance()
@@ -175,7 +176,7 @@ def main(
         asked = prompts.load(model, max(sizes), prompt_tokens, seed)
         long = prompts.load(model, 1, long_tokens, seed + 1).ids[0]
         load = Load(asked.ids, long, output_tokens, seed, timeout)
-        common = ["--served-model-name", client.SERVED_NAME, "--no-enable-prefix-caching", "--enforce-eager"]
+        common = ["--served-model-name", SERVED_NAME, "--no-enable-prefix-caching", "--enforce-eager"]
         common += ["--max-num-seqs", str(max(sizes) + 1), "--max-num-batched-tokens", str(chunk)]
         common += ["--max-model-len", str(max(long_tokens + 8, prompt_tokens + output_tokens + 8))]
         ours = ["--plugin", "spac", "--spac-disk-dir", str(disk_dir), "--spac-tuned", "off", "--spac-slots"]
@@ -203,30 +204,20 @@ def main(
     }
     result |= {"output_tokens": output_tokens, "long_tokens": long_tokens, "chunk": chunk, "alone_as_stock": equal}
     write_result(output, result | {"rows": rows, "provenance": origin})
-    console.print(table(rows, f"{result['label'] or ''} {model.name}: a prompt of {long_tokens} tokens arrives"))
+    before = "tokens_per_second", "ttft", "ttft_worst", "longest_gap", "hit_rate"
+    after = "long_ttft", "kept", "longest_gap_disturbed"
+    show(f"{model.name}: a prompt of {long_tokens} tokens arrives", rows, "server", "streams", *before, *after)
     console.print(f"wrote {output}", soft_wrap=True)
     if not all(equal.values()):
         console.print("[red]alone, prompts have other answers than stock's[/]")
         raise typer.Exit(1)
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """Returns the table of all rows."""
-    view = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("server", "streams", "tokens/s", "TTFT ms", "worst", "longest gap ms", "hits"):
-        view.add_column(name, justify="left" if name == "server" else "right")
-    for name in ("long TTFT ms", "speed kept", "longest gap"):
-        view.add_column(name, justify="right")
-    for row in rows:
-        times = (f"{1e3 * row[name]:.0f}" for name in ("ttft", "ttft_worst", "longest_gap"))
-        hits = "" if row["hit_rate"] is None else f"{100 * row['hit_rate']:.1f} %"
-        after = (
-            f"{1e3 * row['long_ttft']:.0f}",
-            f"{100 * row['kept']:.0f} %",
-            f"{1e3 * row['longest_gap_disturbed']:.0f}",
-        )
-        view.add_row(row["server"], str(row["streams"]), f"{row['tokens_per_second']:.1f}", *times, hits, *after)
-    return view
+def counters(url: str) -> dict[str, float]:
+    """Returns the counters of a server with the plugin, summed over workers."""
+    workers = fetch(url)["workers"]
+    moved = sum(count for worker in workers for count in worker["bytes"].values())
+    return {name: sum(worker[name] for worker in workers) for name in _COUNTERS} | {"bytes": moved}
 
 
 if __name__ == "__main__":

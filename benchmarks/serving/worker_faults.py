@@ -28,12 +28,11 @@ import psutil
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plan
 import prompts
-from common import RESULTS, exit_on_sigterm, is_toy, provenance, write_result
+from common import RESULTS, exit_on_sigterm, is_toy, provenance, show, write_result
 from run import PACKED, PackedFolder
 
 from vllm_spac.methods.od_moe.places import MODULE
@@ -252,27 +251,11 @@ def main(
         "provenance": origin,
     }
     write_result(output, result)
-    show(console, result)
+    of_fault = "lost_seconds", "longest_step_seconds", "back_within_seconds", "rows_elsewhere", "tokens_equal"
+    show("seconds lost per fault of an expert worker", result["rows"], "fault", *of_fault)
     console.print(f"wrote {output}", soft_wrap=True)
     if not all(row["tokens_equal"] and (row["back_within_seconds"] or not row["noticed"]) for row in rows):
         raise typer.Exit(1)
-
-
-def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title="seconds lost per fault of an expert worker", title_justify="left")
-    for name in ("fault", "lost", "longest step", "back within", "rows elsewhere", "tokens equal"):
-        table.add_column(name, justify="right")
-    for row in result["rows"]:
-        back = row["back_within_seconds"]
-        table.add_row(
-            row["fault"],
-            f"{row['lost_seconds']:.2f} s",
-            f"{row['longest_step_seconds']:.2f} s",
-            f"{back:.1f} s" if back else "[red]never[/]" if row["noticed"] else "not noticed",
-            str(row["rows_elsewhere"]),
-            "yes" if row["tokens_equal"] else "[red]NO[/]",
-        )
-    console.print(table)
 
 
 if __name__ == "__main__":

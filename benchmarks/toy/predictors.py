@@ -9,7 +9,6 @@ representative of a real one; microseconds per layer are of one row, on this mac
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import RESULTS, ROOT, provenance, write_result
 
 MODELS = {"flat": "benchmarks/toy/models", "local": "benchmarks/toy/models/local"}  # with target and eagle3
-PICTURES = {"flat": "toy_predictors.png", "local": "toy_local_predictors.png"}
 WORK = Path(".cache") / "toy" / "predictors"  # from the checkout's root
 TEXTS = {"training": (True, 120, 512), "held-out": (False, 10, 384)}  # whether training saw them, files, tokens of each
 REACH, SLOTS = 3, 25
@@ -61,9 +59,7 @@ def measured(name: str, model: str) -> dict[str, Any]:
     target, head = f"{model}/target", f"{model}/eagle3"
     train(target, WORK / "training.jsonl", file, REACH, head=head)
     texts = ("--prompts", WORK / "held-out.jsonl", "--predictor", file, "--slots", f"{SLOTS}%")
-    title = ("--title", f"toy model, {name} routing")
-    vllm_spac("predictors", target, *texts, "--json", output, "--pictures", WORK / name, *title, *engine(head))
-    shutil.copyfile(ROOT / WORK / name / "layers.png", RESULTS / PICTURES[name])
+    vllm_spac("predictors", target, *texts, "--json", output, *engine(head))
     return json.loads((ROOT / output).read_text())
 
 

@@ -57,8 +57,6 @@ def main(
     texts = ("--prompts", cache / "held-out.jsonl", "--output", cache)
     vllm_spac("quality", *common, *texts, *options, *generation)
     shutil.copyfile(work / "quality.json", RESULTS / f"{name}_quality.json")
-    for picture in ("pareto", "figures"):
-        shutil.copyfile(work / f"{picture}.png", RESULTS / f"{name}_quality_{picture}.png")
 
 
 if __name__ == "__main__":

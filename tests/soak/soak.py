@@ -270,35 +270,8 @@ def problems(clients: Tally, trends: dict[str, Trend], stats: dict, turns: int) 
     return found + [text for text, count in tried.items() if not count]
 
 
-def picture(path: Path, samples: Sequence[dict], trends: dict[str, dict]) -> None:
-    """Each quantity over the steps, of the server and of its processes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    labels = {"rss": ("resident MiB", 2**20), "fds": ("file descriptors", 1), "threads": ("threads", 1)}
-    figure, axes = pyplot.subplots(len(LIMITS), sharex=True, figsize=(9, 8), layout="constrained")
-    for axis, (what, (label, unit)) in zip(axes, labels.items(), strict=True):
-        lines = {"all processes": [(sample["steps"], sample["total"][what] / unit) for sample in samples]}
-        for name in sorted({name for sample in samples for name in sample["by"]}):
-            lines[name] = [(s["steps"], s["by"][name][what] / unit) for s in samples if name in s["by"]]
-        for name, points in lines.items():
-            axis.plot(*zip(*points, strict=True), label=name)
-        axis.set_ylabel(label)
-        axis.set_ylim(0)
-        if what in trends:
-            growth, low, high, limit = (trends[what][key] / unit for key in ("growth", "low", "high", "limit"))
-            title = f"growth behind the warm-up {growth:+.1f} ({low:+.1f} … {high:+.1f}), allowed {limit:.1f}"
-            axis.set_title(title, fontsize=9)
-    axes[0].legend(fontsize=8, ncols=4)
-    axes[-1].set_xlabel("steps of the engine")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def run(goal: int, minutes: float, seed: int) -> tuple[dict, Watch]:
-    """One soak: the result, whose ``problems`` should be empty, and the samples."""
+def run(goal: int, minutes: float, seed: int) -> dict:
+    """One soak: the result, whose ``problems`` should be empty."""
     asked = requests()
     answers = stock_answers(asked)
     with tempfile.TemporaryDirectory(prefix="spac-soak-") as scratch:
@@ -321,7 +294,7 @@ def run(goal: int, minutes: float, seed: int) -> tuple[dict, Watch]:
                     sys.stderr.write(server.log.read_text()[-5000:])
                     raise
     trends = {} if clients.failed else watch.trends()
-    result = {
+    return {
         "what": "soak on the toy model",
         "problems": problems(clients.tally, trends, stats, turns),
         "seconds": watch.samples[-1]["seconds"],
@@ -333,7 +306,6 @@ def run(goal: int, minutes: float, seed: int) -> tuple[dict, Watch]:
         "stats": stats,
         "samples": watch.samples[:: max(1, len(watch.samples) // 400)],
     }
-    return result, watch
 
 
 def main() -> None:
@@ -341,13 +313,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000, help="engine steps after which it ends")
     parser.add_argument("--minutes", type=float, default=60, help="time after which it ends, if that is earlier")
     output = common.RESULTS / "soak_toy.json"
-    parser.add_argument("--output", type=Path, default=output, help="the result; its picture is beside it")
+    parser.add_argument("--output", type=Path, default=output, help="the result")
     parser.add_argument("--seed", type=int, default=0, help="of the mix of requests")
     options = parser.parse_args()
     common.exit_on_sigterm()
-    result, watch = run(options.steps, options.minutes, options.seed)
+    result = run(options.steps, options.minutes, options.seed)
     common.write_result(options.output, result | {"provenance": common.provenance()})
-    picture(options.output.with_suffix(".png"), watch.samples, result["trends"])
     tally = result["requests"]
     print(
         f"{result['steps']} steps in {result['seconds'] / 60:.0f} min: {tally['compared']} answers equal to stock's, "

@@ -19,4 +19,4 @@ def test_a_short_soak(tmp_path):
     assert done.returncode == 0, done.stderr[-5000:]
     print(done.stdout)
     facts = json.loads(output.read_text())
-    assert facts["problems"] == [] and output.with_suffix(".png").stat().st_size > 10_000
+    assert facts["problems"] == [] and len(facts["samples"]) > 10

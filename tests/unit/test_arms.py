@@ -12,7 +12,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "papers"), str(BENCHMARKS / "serving"), str(BENCHMARKS / "scaled")]
-arms, arms_report, votes = (importlib.import_module(name) for name in ("arms", "arms_report", "moe_spec_votes"))
+arms, votes = (importlib.import_module(name) for name in ("arms", "moe_spec_votes"))
 engine, table = (importlib.import_module(name) for name in ("engine", "moe_spec_table"))
 plan = importlib.import_module("plan")
 
@@ -119,26 +119,6 @@ def test_votes_are_chosen_on_other_prompts_than_are_reported() -> None:
         votes.arms_of(24, ["2"])
 
 
-def test_rows_are_shown_and_drawn(tmp_path: Path) -> None:
-    turns = [turn(arm, t, 0, 1, answer([[1, 2]], 0.1)) for arm in ("exact", "cut") for t in (0.0, 1.0)]
-    found = arms.rows(ARMS, turns, [quality(-1.0), quality(-1.0, 0.5, 0.25)] * 2)
-    from rich.console import Console
-
-    console = Console(record=True, width=140)
-    arms_report.show(console, found, "a title", "temperature")
-    text = console.export_text()
-    assert "1.00 [1.00 - 1.00]" in text and "50.0 %" in text and "0.250" in text
-    arms_report.draw(found, "a title", "temperature", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_powers_are_drawn(tmp_path: Path) -> None:
-    kinds = [(half, arm) for half in votes.HALVES for arm in (votes.EXACT, "0", "0.5")]
-    found = [{"nodes": 16, "half": half, "arm": arm, "kl": 0.1, "top1_agreement": 0.9} for half, arm in kinds]
-    votes.draw({"rows": found, "label": None, "model": "m", "budget": 24}, tmp_path / "v.png")
-    assert (tmp_path / "v.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_each_way_to_draft_is_an_engine_and_has_its_budgets() -> None:
     ways = table.ways_of("5", "16,63")
     assert [way.name for way in ways] == ["no drafts", "chain of 5", "tree of 16", "tree of 63"]
@@ -165,17 +145,3 @@ def test_runs_by_temperature() -> None:
     for text in ("-1", "hot"):
         with pytest.raises(plan.PlanError, match="--temperatures"):
             table.runs_of(text, 2)
-
-
-def test_speeds_are_drawn_by_rows_experts_and_agreement(tmp_path: Path) -> None:
-    ways = table.ways_of("5", "16")
-    arms_ = table.arms_of(ways, ["16"], ["substitution"], ["path"], "router")
-    turns = [turn(arm.name, 0.0, 0, 1, answer([[1, 2]], 0.1)) for arm in arms_]
-    of = {arm.name: ways[arm.engine] for arm in arms_}
-    found = [
-        {"kind": of[row["arm"]].kind, "drafts": of[row["arm"]].drafts, **row}
-        for row in arms.rows(arms_, turns, [quality(-1.0)] * len(turns))
-    ]
-    assert [table.budget_of(row) for row in found[1:3]] == ["exact", "B = 16, substitution, path"]
-    table.draw(found, "a title", tmp_path / "t.png")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

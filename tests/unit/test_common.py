@@ -151,3 +151,14 @@ def test_speed_over_the_same_drafts_exact():
     ]
     assert common.over_exact(rows) == [None, None, None, 1.5, None, 1.5, None, 1.5]
     assert common.over_exact([{"batch": 8, "budget": {}, "speed": 1.0}]) == [None], "no row says how it drafts"
+
+
+def test_rows_are_shown(capsys: pytest.CaptureFixture) -> None:
+    """Entries of entries, intervals, medians and what is missing."""
+    rows = [{"a": "x", "b": {"c": 0.123456}, "d": [1, 2.5]}, {"a": "y", "b": None, "d": [3, 1, 2]}]
+    common.show("a title", rows, "a", "b.c", "d", "e")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "a title" and lines[2].split() == ["a", "b.c", "d", "e"]
+    assert [line.split() for line in lines if line.split()[:1] in (["x"], ["y"])] == [
+        ["x", "0.1235", "1", "-", "2.5"], ["y", "2"]
+    ]  # fmt: skip

@@ -152,18 +152,6 @@ def test_the_seconds_of_a_step_leave_the_prompt_out() -> None:
     assert stock["step_ratio"] is stock["step_interval"] is stock["base"]["step_seconds"] is None
 
 
-def test_the_table_and_the_picture_show_both(tmp_path, monkeypatch) -> None:
-    said = [[[answer(10, 2.0), answer(10, 1.0), answer(10, 4.0)]] * 2]
-    result = {"base": "spac", "other": "spac speculation=eagle3", "label": "toy model", "rows": []}
-    result["rows"] = [paired._row(size, said, 0, 0) for size in ("5%", "25%")]
-    with paired.Console(width=160, record=True) as console:
-        paired._show(console, result)
-    text = console.export_text()
-    assert "of totals" in text and "5% own base" in text and "2.000" in text and "4.000" in text
-    paired._picture(result, tmp_path / "p.png")
-    assert (tmp_path / "p.png").stat().st_size > 1000
-
-
 def test_the_interval_of_a_median() -> None:
     rng = random.Random(0)
     covered = 0

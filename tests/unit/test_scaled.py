@@ -332,12 +332,10 @@ def test_stock_judges_lossy_rungs_and_the_first(monkeypatch: pytest.MonkeyPatch)
     assert rows == [{"rung": "reuse"}]
 
 
-def test_table_and_picture(tmp_path: Path) -> None:
+def test_table() -> None:
     rows = served()
     rows[0]["rung"] = "resident"
     assert ladder_report.table(rows, "t").row_count == 3
-    ladder_report.picture(rows, "t", tmp_path / "p.png")
-    assert (tmp_path / "p.png").stat().st_size > 1000
 
 
 def test_drafts_and_disturbed_runs_are_told() -> None:
