@@ -14,11 +14,9 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))
-export = importlib.import_module("export")
 inflate = importlib.import_module("inflate")
-nets = importlib.import_module("nets")
+tiny_moe = importlib.import_module("tiny_moe")
 
-SHAPE = nets.Shape(vocab=96, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, experts=8, top_k=2, intermediate=16)
 SIZES = [  # hidden, intermediate
     pytest.param(None, 40, id="wider-experts"),
     pytest.param(128, None, id="hidden-times-4"),
@@ -30,16 +28,8 @@ SIZES = [  # hidden, intermediate
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
-    model = nets.CausalLM(SHAPE)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "norm" in name:
-                p.uniform_(0.5, 1.5)
-            elif name.endswith("w2"):
-                p.normal_(std=0.2)
     folder = tmp_path_factory.mktemp("toy") / "source"
-    export.write_moe(model, folder)
+    tiny_moe.write_moe(folder, 8)
     # A large epsilon, so that a wrong one would show.
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
@@ -49,10 +39,10 @@ def source(tmp_path_factory) -> Path:
 def logits_and_routes(folder: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """float32 logits [batch, length, vocab], and for each layer the sorted expert ids [tokens, top_k]."""
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.randint(0, SHAPE.vocab, (3, 24), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, tiny_moe.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         out = model(ids, output_router_logits=True)
-    return out.logits, [layer.topk(SHAPE.top_k, -1).indices.sort(-1).values for layer in out.router_logits]
+    return out.logits, [layer.topk(tiny_moe.TOP_K, -1).indices.sort(-1).values for layer in out.router_logits]
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
@@ -77,7 +67,7 @@ def test_sizes_are_what_was_promised(source, tmp_path):
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     on_disk = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
     assert 0 <= on_disk - index["metadata"]["total_size"] < 0.2 * on_disk
-    assert len(set(index["weight_map"].values())) == SHAPE.layers + 1
+    assert len(set(index["weight_map"].values())) == tiny_moe.LAYERS + 1
 
 
 def test_same_bytes_every_time(source, tmp_path):

@@ -12,18 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "toy"))
-export = importlib.import_module("export")
-nets = importlib.import_module("nets")
 quantize = importlib.import_module("quantize")
-
-SHAPE = nets.Shape(vocab=96, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, experts=4, top_k=2, intermediate=16)
+tiny_moe = importlib.import_module("tiny_moe")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("toy") / "source"
-    export.write_moe(nets.CausalLM(SHAPE), folder)
+    tiny_moe.write_moe(folder, 4)
     return folder
 
 
