@@ -128,7 +128,7 @@ def prepared(made: Made) -> Iterator[str]:
     """Yields the commands that make what is missing of the models that a result needs."""
     named = " ".join(made.commands)
     for folder, command in PREPARED.items():
-        needed = USES_LOCAL if folder == _LOCAL else re.compile(rf"{re.escape(folder)}(?![\w])(?!-\d)")
+        needed = USES_LOCAL if folder == _LOCAL else re.compile(rf"{re.escape(folder)}(?!\w)")
         if needed.search(named) and not (ROOT / folder).exists():
             yield command if command.startswith("python ") else f"python benchmarks/toy/inflate.py {command}"
 

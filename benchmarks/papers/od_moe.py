@@ -8,7 +8,7 @@ parameter.
 
 The second table: 1 to 16 workers, each with memory for a share of all experts, over four networks, with the sizes of
 Qwen3-30B-A3B. A layer belongs to one worker. The routing is a trace's, or by default synthetic. With --layers, a trace
-of fewer layers is stacked, as in replay/executions.py, and its prompts are left out.
+of fewer layers is stacked, as in replay/policies.py, and its prompts are left out.
 """
 
 from __future__ import annotations

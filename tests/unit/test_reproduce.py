@@ -191,6 +191,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "README.md").write_text("see `toy_one.json`")
     figure = reproduce.Made("a table", ("toy_one.json",), ("python benchmarks/one.py",))
     monkeypatch.setattr(reproduce, "FIGURES", {"one": figure})
+    monkeypatch.setattr(pictures, "PICTURES", {})
+    monkeypatch.setattr(pages, "update", lambda: [])
     for name, path in (("ROOT", tmp_path), ("RESULTS", tmp_path / "results"), ("TRACES", tmp_path / "traces")):
         monkeypatch.setattr(reproduce, name, path)
     write(tmp_path, {})
@@ -305,6 +307,25 @@ def test_commands() -> None:
         assert (
             refused.exit_code == 2 and ("git worktree add" if name == "waves" else "no command makes") in refused.output
         )
+
+
+@pytest.mark.parametrize(
+    ("command", "made"),
+    [
+        ("python x.py .cache/toy/mid --eagle3 .cache/toy/mid-eagle3", ["inflate.py benchmarks/toy/models/target"]),
+        ("python x.py .cache/toy/local-mid", ["stored.py local", "inflate.py benchmarks/toy/models/local/target"]),
+        ("python benchmarks/toy/predictors.py", ["stored.py local"]),
+        ("python benchmarks/toy/train_predictor.py", []),
+        ("python x.py benchmarks/traces/local", []),
+    ],
+)
+def test_models_that_a_result_needs_are_made_first(elsewhere: Path, command: str, made: list[str]) -> None:
+    found = list(reproduce.prepared(reproduce.Made("a table", commands=(command,))))
+    assert len(found) == len(made) and all(text in one for one, text in zip(found, made, strict=True)), found
+    for one in found[:1]:
+        folder = "benchmarks/toy/models/local" if "local" in one else ".cache/toy/mid"
+        (elsewhere / folder).mkdir(parents=True)
+        assert list(reproduce.prepared(reproduce.Made("a table", commands=(command,)))) == found[1:]
 
 
 @pytest.mark.parametrize(("options", "made"), [([], "b"), (["--timed"], "ac")])
