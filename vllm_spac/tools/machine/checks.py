@@ -17,7 +17,7 @@ Level = Literal["ok", "note", "problem"]
 OLD_DAYS = 30
 _READ_AHEAD = 1 << 20  # bytes; half of an expert of a small published model
 _RESERVE = 256 << 20  # bytes that packing leaves free
-_PROCESSES = 3 * (460 << 20)  # bytes: torch and vLLM in the processes of a server on a CPU; measured, see cache/README.md
+_PROCESSES = 3 * (460 << 20)  # bytes: torch and vLLM in the processes of a server on a CPU, measured: cache/README.md
 
 
 @dataclass(frozen=True)
