@@ -121,7 +121,7 @@ class ComponentName:
         """
         if self.counts and type(value) is int:
             value = str(value)
-        if value is None or self._is_none(value):
+        if value is None or self._names_none(value):
             return value
         if not isinstance(value, str):
             raise ValueError(f"no {self.noun} is called {brief(value)}; {self._known()}, or {OUTSIDE}")
@@ -145,9 +145,9 @@ class ComponentName:
 
     def is_ours(self, value: Any) -> bool:
         """Whether ``value`` imports nothing from outside: no component, or the name alone of one of this package."""
-        return self._is_none(value) or value in names(self.family)
+        return self._names_none(value) or value in names(self.family)
 
-    def _is_none(self, value: Any) -> bool:
+    def _names_none(self, value: Any) -> bool:
         return value in self.others or (self.counts and re.fullmatch(_COUNT, str(value)) is not None)
 
     def values(self) -> list[str]:

@@ -290,8 +290,8 @@ def _keeps(point: Mapping[str, Any]) -> bool:
 
 def _budget(point: Mapping[str, Any]) -> Budget:
     knobs: dict[str, Knob] = {"budget_ranking": str(point["ranking"]), "budget_coverage": str(point["coverage"])}
-    of = point.get("mass_of") or "selected"
-    knobs["budget"] = int(point["budget"]) if point["budget"] is not None else f"{float(point['mass'])}@of={of}"
+    of = "@of=scores" if point.get("mass_of") == "scores" else ""
+    knobs["budget"] = int(point["budget"]) if point["budget"] is not None else f"{float(point['mass'])}{of}"
     name = f"budget={knobs['budget']} {point['ranking']}"
     change, agreement = 100 * float(point["perplexity_change"]), 100 * float(point["agreement"])
     name += "" if point["coverage"] == "substitution" else f" {point['coverage']}"
