@@ -51,7 +51,6 @@ FAMILIES = {
     "predictors": Family("decisions.predictors.base", "predictor", "decisions.predictors"),
     "rankings": Family("methods.moe_spec.rankings", "ranking"),
     "executions": Family("execution.base", "execution"),
-    "admissions": Family("execution.admission", "admission"),
 }
 
 

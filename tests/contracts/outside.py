@@ -6,21 +6,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.residency import NOWHERE, Residency
-from vllm_spac.core import Step
 from vllm_spac.cpu_kernels.base import CpuExperts, Kernel
 from vllm_spac.decisions.balancers.base import Balancer, LayerState, Plan, split
 from vllm_spac.decisions.policies.base import Policy, Standing
 from vllm_spac.decisions.predictors.base import START, Guess, Predictor, Seen
 from vllm_spac.errors import StoreError
-from vllm_spac.execution.admission import Admission, Parts
 from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking
 from vllm_spac.storage.base import ExpertStore
@@ -54,6 +51,7 @@ class Fifo(Policy):
         return victims
 
     def standing(self, keys: int) -> Standing:
+        CALLS["policy"] += 1
         order = np.array(list(self._order), dtype=np.int64)
         return Standing(order, np.arange(len(order), dtype=np.float64), np.full(keys, np.inf))
 
@@ -154,48 +152,6 @@ class Counting(SlotExecution):
     def forward(self, *given) -> Tensor:
         CALLS["execution"] += 1
         return super().forward(*given)
-
-
-class Frozen(Admission[np.ndarray]):
-    """Nobody gets a slot but those who had one when the engine started."""
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        self._residency = Residency(parts.shape.total, parts.slots, parts.policy)
-
-    @property
-    def residency(self) -> Residency:
-        return self._residency
-
-    def seat(self, key: int) -> int:
-        ((_, slot),) = self._residency.prepare([key]).loads
-        self._residency.release([key])
-        return slot
-
-    def seated(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._residency.loaded(key)
-        self.parts.compute.submit(self.parts.memory.point, keys, self._residency.slot_of[list(keys)])
-
-    def begin(self, step: Step) -> None:
-        CALLS["admission"] += 1
-        self.take()
-
-    def slots(self) -> np.ndarray:
-        return self._residency.slot_of
-
-    def _tells(self) -> Sequence[Tensor]:
-        return [self.counts]
-
-    def _known(self, staged: bool) -> np.ndarray:
-        return self.slots() != NOWHERE
-
-    def _learn(self, told: Sequence[np.ndarray], known: np.ndarray, *, prompts: bool) -> int:
-        used = told[0] > 0
-        misses = int((used & ~known).sum())
-        self.parts.counters.hits += int((used & known).sum())
-        self.parts.counters.misses += misses
-        return misses
 
 
 class Same(Predictor):

@@ -16,13 +16,11 @@ CLASSES = {
     "cpu_experts": outside.EverySecond,
     "cpu_kernel": outside.RowByRow,
     "execution": outside.Counting,
-    "admission": outside.Frozen,
     "budget_ranking": outside.Loudest,
 }
 BESIDE = {  # knobs that a knob means something beside
     "cpu_experts": {"store": "outside:Blocks"},
     "cpu_kernel": {"cpu_experts": "2", "store": "outside:Blocks"},
-    "admission": {"execution": "pointers", "store": "outside:Blocks"},
 }
 every_knob = pytest.mark.parametrize("knob", component_knobs())
 

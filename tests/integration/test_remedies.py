@@ -48,7 +48,6 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "workers": (2,),
     "cluster": ("FILE",),
     "execution": ("pointers", "slots@staging=on", "pointers@staging=off"),
-    "admission": ("layer", "step"),
     "trace": ("run.trace",),
     "timeline": ("run.timeline", "run.trace"),
     "budget": (2, 32, 100, 0.9, "FILE"),

@@ -62,11 +62,10 @@ class Model:
             self.pool.run(layer, self.x, self.weights, self.ids[layer], "silu", self.out[layer])
 
 
-@pytest.mark.parametrize("admission", components.names("admissions"))
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_same_bits_as_in_hbm_while_experts_move(graph, admission):
+def test_same_bits_as_in_hbm_while_experts_move(graph):
     """Slots are NaN before each copy. In a graph the launches are fixed; what changes is the table, and the padding."""
-    whole, moving = Model(pool(LAYERS * EXPERTS)), Model(pool(LAYERS * EXPERTS // 3, admission=admission))
+    whole, moving = Model(pool(LAYERS * EXPERTS)), Model(pool(LAYERS * EXPERTS // 3))
     for model in (whole, moving):
         model.forward()  # compiles
     torch.cuda.synchronize()
@@ -99,11 +98,10 @@ def test_same_bits_as_in_hbm_while_experts_move(graph, admission):
         model.pool.close()
 
 
-@pytest.mark.parametrize("admission", components.names("admissions"))
-def test_same_bits_as_in_hbm_while_prompts_are_staged(admission):
+def test_same_bits_as_in_hbm_while_prompts_are_staged():
     """Steps of few rows, which move experts, and of many take turns. Slots and buffers are NaN before each copy."""
     rows = PROMPT.rows
-    moving = pool(LAYERS * EXPERTS // 3, staged=True, admission=admission)
+    moving = pool(LAYERS * EXPERTS // 3, staged=True)
     whole = pool(LAYERS * EXPERTS)
     pairs = [(Model(moving, count), Model(whole, count)) for count in (ROWS, rows)]
     for pair in pairs:

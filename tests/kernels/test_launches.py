@@ -20,7 +20,6 @@ from vllm_spac.kernels.formats import Format  # noqa: E402
 from vllm_spac.kernels.shortlist import shortlist  # noqa: E402
 from vllm_spac.kernels.tally import tally  # noqa: E402
 
-from vllm_spac import components  # noqa: E402
 from vllm_spac.core import RequestRows, RowKind, Step  # noqa: E402
 from vllm_spac.execution.pointers_execution import PointerExecution  # noqa: E402
 from vllm_spac.methods.moe_spec import replay  # noqa: E402
@@ -41,7 +40,7 @@ MODELS = {
     "odd": (7, 3),  # tables and counts of its layers do not all begin on a multiple of 16 bytes
 }
 BATCHED = 2048  # rows of the forward that vLLM measures its memory with
-BEFORE = {"layer": ["admit", "fetch"], "step": []}
+BEFORE = ["admit", "fetch"]
 
 
 @pytest.fixture
@@ -57,16 +56,15 @@ def captured(most: int) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize("admission", components.names("admissions"))
 @pytest.mark.parametrize(
     ("modes", "most"),
     [(("PIECEWISE", "FULL"), 256), (("FULL",), 512)],
     ids=["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"],
 )
 @pytest.mark.parametrize("model", MODELS)
-def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, most, admission):
+def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, most):
     """As vLLM starts: a forward to measure memory; of each size, the largest first, one that warms up and a capture."""
-    made = pool(*MODELS[model], BATCHED, staged=True, admission=admission)
+    made = pool(*MODELS[model], BATCHED, staged=True)
     forward(made, BATCHED)
     compiled = set(device.keys)
     for mode in modes:
@@ -82,7 +80,7 @@ def test_nothing_compiles_in_a_capture_or_in_a_request(device, model, modes, mos
         made.end_forward()
     assert device.keys == compiled
     names = [name for name, *_ in compiled]
-    assert names.count("combine") == 1 and names.count("fetch") == len(BEFORE[admission]) // 2
+    assert names.count("combine") == names.count("fetch") == 1
     assert names.count("admit") <= 2 and max(map(names.count, ("gate_up", "down", "align"))) <= 6
     made.close()
 
@@ -162,15 +160,14 @@ def test_a_capture_before_anything_ran_is_an_error(device):
 FEW, MANY = ["gate_up", "down", "combine"], ["align", "gate_up", "down", "combine"]
 
 
-@pytest.mark.parametrize("admission", components.names("admissions"))
 @pytest.mark.parametrize(("rows", "launched"), [(1, FEW), (8, FEW), (16, FEW), (17, MANY), (512, MANY)])
-def test_launches_of_a_layer(device, rows, launched, admission):
+def test_launches_of_a_layer(device, rows, launched):
     """Captured, launched with padding and without it: the same few, and no operation of torch beside them."""
-    made = pool(128, 8, BATCHED, admission=admission)
+    made = pool(128, 8, BATCHED)
     forward(made, 1)
     for real, device.capturing in ((rows, False), (rows // 2, False), (rows, True)):
         made.begin_step(Step((RequestRows(0, real, RowKind.DECODE),)))
-        assert launches(device, made, rows) == BEFORE[admission] + launched
+        assert launches(device, made, rows) == BEFORE + launched
         made.end_forward()
     made.close()
 

@@ -35,7 +35,6 @@ CASES = {
     "resident": ({"slots": "100%"}, 1.0),
     "slots": ({"slots": "25%"}, 0.7),
     "pointers": ({"slots": "25%", "execution": "pointers@staging=on"}, 0.7),
-    "pointers, between steps": ({"slots": "25%", "execution": "pointers", "admission": "step"}, 0.7),
     "pointers, resident": ({"slots": "100%", "execution": "pointers"}, 0.7),
     "guard": ({"slots": "100%", "guard": "on"}, 0.7),
 }

@@ -27,7 +27,7 @@ IN_SLOTS = {
     "budget": 1 - 1e-9,
     "budget_when": "all",
 }
-OVER_POINTERS = {"execution": "pointers@staging=off", "store": "outside:Blocks", "admission": "outside:Frozen"}
+OVER_POINTERS = {"execution": "pointers@staging=off", "store": "outside:Blocks", "policy": "outside:Fifo"}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def exact(checkpoint) -> engines.Run:
     ("spac", "called"),
     [
         (IN_SLOTS, {"execution", "policy", "store", "predictor", "balancer", "executor", "ranking"}),
-        (OVER_POINTERS, {"admission"}),
+        (OVER_POINTERS, {"policy"}),
     ],
     ids=["slots", "pointers"],
 )

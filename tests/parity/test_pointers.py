@@ -28,21 +28,21 @@ def test_same_tokens_as_stock(family, sizes, checkpoint):
     stock = engines.generate(checkpoint(family), **FLOAT32)
     assert len({tuple(tokens) for tokens in stock.tokens}) > 4, "this model says the same to everything"
     for slots in sizes:
-        staging, admission = ("off", "step") if slots == "50%" else ("on", "layer")
-        spac = {"slots": slots, "execution": f"pointers@staging={staging}", "admission": admission}
+        staging = "off" if slots == "50%" else "on"
+        spac = {"slots": slots, "execution": f"pointers@staging={staging}"}
         run = engines.generate(checkpoint(family), spac, **FLOAT32)
         assert_same_tokens(run, stock, slots)
         stats = run.stats
         assert stats["mode"] == "exact up to rounding", "named so: in bfloat16 a near-tie may turn"
         assert stats["hits"] > 0
-        read, missed = stats["bytes"].get("host streamed", 0), stats["misses"] * stats["expert_bytes"]
+        read, missed = stats["bytes"].get("host streamed", 0), stats["misses"] - stats["loads"]
         assert stats["bytes"].get("host", 0) == stats["loads"] * stats["expert_bytes"]
         if staging == "on" and slots != "100%":  # a full chunk of prompts has 16 rows for each expert
-            assert read < missed and stats["bytes"]["host staged"] > 0
+            assert read < missed * stats["expert_bytes"] and stats["bytes"]["host staged"] > 0
         else:
-            assert read == missed and "host staged" not in stats["bytes"]
+            assert read == missed * stats["expert_bytes"] and "host staged" not in stats["bytes"]
         assert (stats["misses"] > 0) == (slots != "100%")
-        assert (stats["prefetches"] > 0, stats["loads"] > 0) == (slots == "50%", slots not in ("50%", "100%"))
+        assert stats["prefetches"] == 0 and (stats["loads"] > 0) == (slots != "100%")
 
 
 @pytest.mark.full
@@ -50,9 +50,8 @@ def test_same_tokens_as_stock(family, sizes, checkpoint):
 def test_same_tokens_as_stock_with_ngram(sizes):
     """The trained toy model: 9 of 384 experts, as good as the minimum, to half of them."""
     runs = [
-        {"slots": slots, "execution": "pointers", "admission": admission, "guard": "off"}  # which goes by the clock
+        {"slots": slots, "execution": "pointers", "guard": "off"}  # which goes by the clock
         for slots in sizes
-        for admission in ("step", "layer")
     ]
     options = {
         "prompts": engines.PROMPTS[2:5],
@@ -64,7 +63,7 @@ def test_same_tokens_as_stock_with_ngram(sizes):
     for run in spac:
         assert_same_tokens(run, stock)
         assert run.stats["steps"]["verify"] > 0 and run.stats["misses"] > 0
-        assert run.stats["prefetches"] + run.stats["loads"] > 0
+        assert run.stats["loads"] > 0
 
 
 def _close(worker) -> None:

@@ -109,7 +109,7 @@ class Pool(PointerExecution):
 
     def settle(self) -> None:
         """What is being copied is there at the next step."""
-        self.admission.parts.copy.record().wait()
+        self._copy.record().wait()
 
 
 @pytest.fixture
@@ -120,14 +120,10 @@ def made():
         pool.close()
 
 
-every_admission = pytest.mark.parametrize("admission", components.names("admissions"))
-
-
-@every_admission
-def test_slots_are_filled_with_what_the_policy_loads_first(made, admission):
+def test_slots_are_filled_with_what_the_policy_loads_first(made):
     counts = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
     policy = Pinned.of(PolicyContext(7, TOP_K, counts))
-    pool = made(7, policy=policy, admission=admission)
+    pool = made(7, policy=policy)
     assert pool.residency.slot_of[policy.first()].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -135,7 +131,6 @@ def test_slots_are_filled_with_what_the_policy_loads_first(made, admission):
 POLICIES = [name for name in components.serving("policies") if not components.find("policies", name).needs_layers]
 
 
-@every_admission
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("slots", "layout", "activation"),
@@ -147,8 +142,8 @@ POLICIES = [name for name in components.serving("policies") if not components.fi
     ],
     ids=["minimum", "some", "all but one", "quantised"],
 )
-def test_same_bits_whatever_moves(made, admission, policy, slots, layout, activation):
-    pool = made(slots, layout, policy, admission=admission)
+def test_same_bits_whatever_moves(made, policy, slots, layout, activation):
+    pool = made(slots, layout, policy)
     rng, choice, used = torch.Generator().manual_seed(0), random.Random(0), 0
     for _ in range(40):
         used += pool.check(DECODE if choice.random() < 0.8 else PROMPT, rng, activation)
@@ -161,7 +156,7 @@ def test_same_bits_whatever_moves(made, admission, policy, slots, layout, activa
 
 def moved(stats: dict, layout: MoEShape) -> bool:
     """Whether experts got slots; every byte of the counters is accounted for."""
-    streamed = stats["misses"] - stats["loads"]  # none is loaded with admission=step
+    streamed = stats["misses"] - stats["loads"]
     assert stats["bytes"].get("host streamed", 0) == streamed * layout.expert_bytes >= 0
     assert stats["bytes"].get("host ahead", 0) == stats["prefetches"] * layout.expert_bytes
     assert stats["bytes"].get("host", 0) == stats["loads"] * layout.expert_bytes
@@ -169,13 +164,12 @@ def moved(stats: dict, layout: MoEShape) -> bool:
     return stats["prefetches"] + stats["loads"] > 0
 
 
-@every_admission
 @pytest.mark.parametrize(
     ("slots", "layout"), [(TOP_K, shape()), (10, shape()), (LAYERS * EXPERTS - 1, shape()), (10, packed())]
 )
-def test_long_prompts_are_staged_and_have_the_same_bits(made, slots, layout, admission):
+def test_long_prompts_are_staged_and_have_the_same_bits(made, slots, layout):
     """Buffers and slots are NaN before each copy; experts move between long and short steps."""
-    pool = made(slots, layout, staged=True, admission=admission)
+    pool = made(slots, layout, staged=True)
     rng, choice, staged, read = torch.Generator().manual_seed(0), random.Random(0), 0, 0
     for _ in range(30):
         step = choice.choice([DECODE, PROMPT, LONG])
@@ -193,9 +187,8 @@ def test_long_prompts_are_staged_and_have_the_same_bits(made, slots, layout, adm
     assert slots == LAYERS * EXPERTS - 1 or read > 0, "short steps read in place"
 
 
-@every_admission
-def test_dummy_runs_are_staged_and_not_counted(made, admission):
-    pool = made(6, staged=True, admission=admission)
+def test_dummy_runs_are_staged_and_not_counted(made):
+    pool = made(6, staged=True)
     for _ in range(2):
         for layer in range(LAYERS):
             x, weights = torch.ones(64, D), torch.full((64, TOP_K), 0.5)
@@ -209,10 +202,9 @@ def test_with_a_slot_for_each_nothing_is_staged(made):
     assert not made(LAYERS * EXPERTS, store="resident", staged=True).staged
 
 
-@every_admission
-def test_what_is_asked_for_again_and_again_moves_in(made, admission):
+def test_what_is_asked_for_again_and_again_moves_in(made):
     """A layer's worth of slots, filled with others: after a few steps every expert that is used is a hit."""
-    pool = made(2 * LAYERS, admission=admission)
+    pool = made(2 * LAYERS)
     rng, ids = torch.Generator().manual_seed(0), torch.tensor([[6, 7]])
     step = Step((RequestRows(0, 1, RowKind.DECODE),))
     for _ in range(4):
@@ -224,30 +216,8 @@ def test_what_is_asked_for_again_and_again_moves_in(made, admission):
     assert after["hits"] - before["hits"] == 2 * LAYERS and after["misses"] == before["misses"] > 0
 
 
-def test_at_most_so_many_bytes_are_on_their_way(made):
-    pool = made(6, admission="step", step_bytes=2 * shape().expert_bytes + 1)
-    assert pool.admission.planner.most == 2
-    for seed in range(5):
-        pool.check(DECODE, torch.Generator().manual_seed(seed))
-    assert made(6, admission="step", step_bytes=1).admission.planner.most == 1, (
-        "at least one, or nothing would ever move"
-    )
-
-
-def test_no_layer_waits_for_those_before_it(made):
-    """One move a step, and every step misses experts of every layer: all layers get their turn."""
-    pool = made(6, admission="step", step_bytes=1)
-    rng, moved = torch.Generator().manual_seed(0), []
-    for step in range(20):
-        pool.check(DECODE, rng, ids=torch.tensor([[2, 3], [4, 5], [6, 7]]).roll(step, 1))
-        pool.settle()
-        moved += [key // EXPERTS for moves, _ in pool.admission.mover._copying for key in [move.key for move in moves]]
-    assert set(moved) == set(range(LAYERS)), moved
-
-
-@every_admission
-def test_prompts_decide_nothing(made, admission):
-    pool, rng = made(6, admission=admission), torch.Generator().manual_seed(0)
+def test_prompts_decide_nothing(made):
+    pool, rng = made(6), torch.Generator().manual_seed(0)
     step = Step((RequestRows(0, 9, RowKind.PREFILL),))
     used = sum((pool.check(step, rng), pool.settle())[0] for _ in range(3))
     stats = pool.snapshot()
@@ -306,19 +276,17 @@ def test_rows_after_a_prompt_get_no_slots(made):
     assert not moved(pool.snapshot(), shape())
 
 
-@every_admission
-def test_with_a_slot_for_each_nothing_moves(made, admission):
-    pool, rng = made(LAYERS * EXPERTS, store="resident", admission=admission), torch.Generator().manual_seed(0)
+def test_with_a_slot_for_each_nothing_moves(made):
+    pool, rng = made(LAYERS * EXPERTS, store="resident"), torch.Generator().manual_seed(0)
     assert pool.holds_all
     used = sum(pool.check(DECODE, rng) for _ in range(3))
     stats = pool.snapshot()
     assert (stats["hits"], stats["misses"]) == (used, 0) and not moved(stats, shape())
 
 
-@every_admission
-def test_dummy_runs_are_not_counted_and_decide_nothing(made, admission):
+def test_dummy_runs_are_not_counted_and_decide_nothing(made):
     """Before the first step, and after one that has left offers."""
-    pool, rng = made(10, admission=admission), torch.Generator().manual_seed(0)
+    pool, rng = made(10), torch.Generator().manual_seed(0)
     pool.end_forward()
     assert pool.snapshot()["waves"] == 0
     pool.check(DECODE, rng, ids=torch.tensor([[6, 7]] * 3))
@@ -335,7 +303,7 @@ def test_dummy_runs_are_not_counted_and_decide_nothing(made, admission):
 
 def test_in_the_layer_an_expert_crosses_the_bus_once(made):
     """By hand: 24 experts, 6 slots of experts 0 and 1 of each layer; each layer needs 6 and 7, then again."""
-    pool, rng, ids = made(6, admission="layer"), torch.Generator().manual_seed(0), torch.tensor([[6, 7]])
+    pool, rng, ids = made(6), torch.Generator().manual_seed(0), torch.tensor([[6, 7]])
     one = Step((RequestRows(0, 1, RowKind.DECODE),))
     pool.check(one, rng, ids=ids)
     stats = pool.snapshot()
@@ -364,13 +332,13 @@ class Late:
 
 def late(pool: Pool, patch) -> None:
     """The host hears of steps late; who asks for the slots waits, so nobody does here but those who must."""
-    patch.setattr(pool.admission.parts.compute, "record", Late)
+    patch.setattr(pool._compute, "record", Late)
     patch.setattr(pool.admission, "check_integrity", lambda: None)
 
 
 def test_who_is_late_offers_what_is_void(made, monkeypatch):
     """Offers name owners of long ago, and bits stay the same."""
-    pool, rng = made(8, policy="reuse", admission="layer"), torch.Generator().manual_seed(0)
+    pool, rng = made(8, policy="reuse"), torch.Generator().manual_seed(0)
     with monkeypatch.context() as patch:
         late(pool, patch)
         used = sum(pool.check(DECODE, rng) for _ in range(60))
@@ -383,7 +351,7 @@ def test_who_is_late_offers_what_is_void(made, monkeypatch):
 
 def test_who_stages_waits_for_the_device(made, monkeypatch):
     """Which experts must be copied into a buffer is known only when the steps before are over."""
-    pool, rng = made(8, staged=True, admission="layer"), torch.Generator().manual_seed(0)
+    pool, rng = made(8, staged=True), torch.Generator().manual_seed(0)
     late(pool, monkeypatch)
     for _ in range(10):
         for _ in range(3):
@@ -406,8 +374,7 @@ class Replayed:
         self.weights = torch.zeros(LAYERS, rows, TOP_K)
         self.ids = torch.zeros(LAYERS, rows, TOP_K, dtype=torch.int32)
         kernels = type(pool._kernels)(*map(self.graph.kernel, pool._kernels))
-        pool._kernels = kernels
-        object.__setattr__(pool.admission.parts, "kernels", kernels)
+        pool._kernels = pool.admission._kernels = kernels
         monkeypatch.setattr(pointers_execution, "capturing", lambda tensor: self.graph.capturing)
         with self.graph:
             for layer in range(LAYERS):
@@ -431,11 +398,10 @@ class Replayed:
         return used
 
 
-@every_admission
 @pytest.mark.parametrize("slots", [TOP_K, 10, LAYERS * EXPERTS - 1])
-def test_a_replayed_step_has_the_same_bits_and_counts(made, monkeypatch, slots, admission):
+def test_a_replayed_step_has_the_same_bits_and_counts(made, monkeypatch, slots):
     """Experts move between replays or in them, and steps have other rows than the one that was captured."""
-    pool, choice, rng = made(slots, admission=admission), random.Random(0), torch.Generator().manual_seed(0)
+    pool, choice, rng = made(slots), random.Random(0), torch.Generator().manual_seed(0)
     step = Replayed(pool, 5, monkeypatch)
     assert pool.snapshot()["waves"] == 0, "a capture is nobody's"
     used = 0
@@ -449,10 +415,9 @@ def test_a_replayed_step_has_the_same_bits_and_counts(made, monkeypatch, slots, 
     pool.admission.check_integrity()
 
 
-@every_admission
-def test_replayed_and_launched_steps_take_turns(made, monkeypatch, admission):
+def test_replayed_and_launched_steps_take_turns(made, monkeypatch):
     """A padded step that is launched masks what a replay masks; both count alike."""
-    pool, rng = made(6, admission=admission), torch.Generator().manual_seed(0)
+    pool, rng = made(6), torch.Generator().manual_seed(0)
     step, used = Replayed(pool, 4, monkeypatch), 0
     for rows in (4, 2, 3, 1, 4):
         used += step.check(rows, rng)
@@ -467,11 +432,10 @@ def test_replayed_and_launched_steps_take_turns(made, monkeypatch, admission):
         assert int((pool._counts[0] > 0).sum()) == len(ids[:rows].unique())
 
 
-@every_admission
 @pytest.mark.parametrize("slots", [10, LAYERS * EXPERTS])
-def test_a_graph_sees_what_is_resident(made, monkeypatch, slots, admission):
+def test_a_graph_sees_what_is_resident(made, monkeypatch, slots):
     """As the table says when it is replayed, and the host once it has heard of all."""
-    pool, rng = made(slots, admission=admission), torch.Generator().manual_seed(0)
+    pool, rng = made(slots), torch.Generator().manual_seed(0)
     step, graph = Replayed(pool, 4, monkeypatch), Graph()
     with graph:
         found = [pool.resident(layer) for layer in range(LAYERS)]
@@ -488,10 +452,9 @@ def test_a_graph_sees_what_is_resident(made, monkeypatch, slots, admission):
     assert moved_on == (slots == 10)
 
 
-@every_admission
-def test_a_graph_is_never_staged(made, monkeypatch, admission):
+def test_a_graph_is_never_staged(made, monkeypatch):
     """Who is missing is for the host to say, and a replay does not ask it: the rows of a wide one are read in place."""
-    pool, rng = made(10, staged=True, admission=admission), torch.Generator().manual_seed(0)
+    pool, rng = made(10, staged=True), torch.Generator().manual_seed(0)
     step = Replayed(pool, ROWS_MAX, monkeypatch)
     used = sum(step.check(rows, rng) for rows in (ROWS_MAX, 3, ROWS_MAX))
     stats = pool.snapshot()

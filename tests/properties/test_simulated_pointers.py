@@ -9,7 +9,7 @@ from test_execution import made as made  # the fixture
 
 from vllm_spac import components
 from vllm_spac.core import RequestRows, RowKind, Step
-from vllm_spac.decisions.costs import Costs, Rate
+from vllm_spac.decisions.costs import Costs
 from vllm_spac.decisions.policies.base import Policy, PolicyContext
 from vllm_spac.recording.trace_file import PREFILL, STEP_KINDS, Trace
 from vllm_spac.tools.traces.simulated_components import most_drafts
@@ -44,7 +44,7 @@ def recorded(seed: int) -> Trace:
 
 
 def follow(pool: Pool, trace: Trace) -> dict:
-    """Every step through the pool, each copy over before the next step; returns its counters."""
+    """Every step through the pool; returns its counters."""
     rng, rows = torch.Generator().manual_seed(0), 1 + DRAFTS
     for number, kinds in enumerate(trace.row_kind.reshape(STEPS, rows)):
         prompt = int((kinds != PREFILL).sum())  # where the prompt's rows begin
@@ -57,7 +57,6 @@ def follow(pool: Pool, trace: Trace) -> dict:
             x, weights = torch.randn(rows, 16, generator=rng), torch.rand(rows, TOP_K, generator=rng)
             pool.run(layer, x, weights, ids, "silu", torch.empty_like(x))
         pool.end_forward()
-        pool.settle()
     return pool.snapshot()
 
 
@@ -67,27 +66,11 @@ def built(policy: str, slots: int, trace: Trace) -> Policy:
 
 
 @pytest.mark.parametrize("policy", ONLINE)
-@pytest.mark.parametrize(("slots", "moves"), [(TOP_K, 1), (7, 0), (7, 1), (7, 3), (18, 100)])
-def test_as_the_pool_that_serves(made, policy: str, moves: int, slots: int):
-    """Copies take no time here, as in a pool that is given the time to finish them."""
-    quick = Costs.read("h200").model_copy(update={"load": Rate(bytes_per_second=1e30)})
-    trace = recorded(slots)
-    nbytes = trace.facts.expert_bytes
-    stats = follow(made(slots, policy=built(policy, slots, trace), admission="step", step_bytes=moves * nbytes), trace)
-    options = {"execution": "pointers", "admission": "step", "step_bytes": moves * nbytes}
-    said = simulate(trace, slots, quick, policy=policy, **options)
-    assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["prefetches"])
-    assert said.streamed_bytes == stats["bytes"]["host streamed"]
-    assert said.bytes == stats["bytes"].get("host ahead", 0) and (said.loads > 0) == (moves > 0)
-    assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())
-
-
-@pytest.mark.parametrize("policy", ONLINE)
 @pytest.mark.parametrize("slots", [TOP_K, 7, 18])
-def test_admits_as_the_pool_that_serves(made, policy: str, slots: int):
+def test_as_the_pool_that_serves(made, policy: str, slots: int):
     trace = recorded(slots)
-    stats = follow(made(slots, policy=built(policy, slots, trace), admission="layer"), trace)
-    said = simulate(trace, slots, Costs.read("h200"), execution="pointers", admission="layer", policy=policy)
+    stats = follow(made(slots, policy=built(policy, slots, trace)), trace)
+    said = simulate(trace, slots, Costs.read("h200"), execution="pointers", policy=policy)
     assert (said.hits, said.misses, said.loads) == (stats["hits"], stats["misses"], stats["loads"])
     assert said.bytes == stats["bytes"]["host"] > 0 and said.streamed_bytes == stats["bytes"]["host streamed"]
     assert said.parts == stats["waves"] and said.steps == sum(stats["steps"].values())

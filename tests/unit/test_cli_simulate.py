@@ -80,26 +80,19 @@ def test_simulate_prints_and_writes_what_the_library_says(recorded: Path, tmp_pa
 
 def test_executions_side_by_side(recorded: Path, tmp_path: Path) -> None:
     numbers, picture = tmp_path / "o.json", tmp_path / "o.png"
-    options = ("--profile", "h200", "--slots", "25%", "--execution", "slots,pointers", "--admission", "step,layer")
-    said = "--step-bytes", "0,2097152", "--policy", "reuse", "--json", numbers, "--picture", picture
+    options = ("--profile", "h200", "--slots", "25%", "--execution", "slots,pointers")
+    said = "--policy", "reuse", "--json", numbers, "--picture", picture
     text = run("simulate", recorded, *options, *said)
-    assert "pointers, nothing moves" in text and "pointers, 2.0 MiB per step" in text and "streamed" in text
+    assert "pointers" in text
     found = json.loads(numbers.read_text())["outcomes"]
-    assert [(o["execution"], o["admission"], o["step_bytes"]) for o in found] == [
-        ("slots", None, None),
-        ("pointers", "step", 0),
-        ("pointers", "step", 2 << 20),
-        ("pointers", "layer", None),
-    ]
-    assert found[0]["streamed_bytes"] == found[1]["bytes"] == 0 < found[1]["streamed_bytes"]
-    common = {"execution": "pointers", "policy": "reuse"}
-    for row, options_of in ((2, {"admission": "step", "step_bytes": 2 << 20}), (3, {"admission": "layer"})):
-        same = simulate(Trace.load(recorded), 10, Costs.read("h200"), **common, **options_of)
-        assert (found[row]["hits"], found[row]["bytes"], found[row]["tpot"]) == (same.hits, same.bytes, same.tpot)
+    assert [o["execution"] for o in found] == ["slots", "pointers"]
+    for outcome in found:
+        asked = {"execution": outcome["execution"], "policy": "reuse"}
+        same = simulate(Trace.load(recorded), 10, Costs.read("h200"), **asked, layer_ahead=True)
+        assert (outcome["hits"], outcome["bytes"], outcome["tpot"]) == (same.hits, same.bytes, same.tpot)
     assert picture.read_bytes().startswith(b"\x89PNG")
     both = run("simulate", recorded, *options)
-    assert both.count("pointers, 128.0 MiB per step") == both.count("pointers, in the layer") == 4
-    assert both.count("belady") == 1, "a ceiling for slots only"
+    assert both.count("pointers") == 4 and both.count("belady") == 1, "a ceiling for slots only"
 
 
 def test_the_next_layer_is_read_ahead_as_in_serving(tmp_path: Path) -> None:
@@ -153,10 +146,7 @@ def test_sweeps_multiply_and_leave_baselines_alone(recorded: Path) -> None:
         (("--profile", "h200", "--policy", "mru"), "no 'mru'"),
         (("--profile", "h200", "--prefetch", "luck"), "prefetch='luck' is not known; use off or"),
         (("--profile", "h200", "--execution", "pointer"), "--execution pointer: use slots, pointers"),
-        (("--profile", "h200", "--step-bytes", "64MiB"), "--step-bytes 64MiB: use one or more numbers of bytes"),
         (("--profile", "h200", "--execution", "pointers", "--policy", "belady"), "belady must know"),
-        (("--profile", "h200", "--execution", "pointers", "--step-bytes", "0"), "applies to --admission step"),
-        (("--profile", "h200", "--execution", "pointers", "--admission", "late"), "--admission late: use layer, step"),
         (("--profile", "h200", "--json", "/nowhere/o.json"), "cannot be written"),
         (("--profile", "h200", "--slots", "50%", "--picture", "/tmp/o.unknown"), "cannot be written"),
     ],

@@ -266,12 +266,6 @@ def test_the_store_follows_from_the_device_and_the_execution(raw: dict, device: 
     assert SpacConfig.parse(raw).store_on(device) == store
 
 
-def test_admission_is_of_pointers() -> None:
-    with pytest.raises(ConfigError, match="--spac-execution pointers"):
-        SpacConfig.parse({"admission": "step"})
-    assert SpacConfig.parse({"admission": "step", "execution": "pointers"}).admission == "step"
-
-
 def test_staging_is_of_pointers() -> None:
     with pytest.raises(ConfigError, match="use --spac-execution slots, or use --spac-execution pointers@staging=on"):
         SpacConfig.parse({"execution": "slots@staging=on"})
@@ -386,6 +380,14 @@ def test_text_of_a_flag_is_refused(name: str, text: str) -> None:
         check_knob(name, text)
 
 
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_knob_that_was_removed_is_refused_with_what_replaces_it(name: str) -> None:
+    assert name not in SpacConfig.model_fields
+    with pytest.raises(ConfigError, match=f"there is no knob {name} .{flag(name)}. any more; ") as caught:
+        SpacConfig.parse({name: 1})
+    assert str(caught.value).endswith(REMOVED[name])
+
+
 @pytest.mark.parametrize("text", ["8", "25%", "auto"])
 def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
     """``fold`` puts the text of a flag into the configuration as it stands."""
@@ -396,7 +398,6 @@ def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("admission", "step"),
         ("cpu_kernel", "torch"),
         ("tree_shape", "static@depth=3"),
         ("executor", "processes@per_layer=2"),
@@ -464,7 +465,6 @@ ON_DEVICE = {"prefetch": "linear", "predictor_file": "/x", "execution": "pointer
         ),
         (ON_DEVICE | {"prefetch": "auto"}, "prefetch=auto .*decided on the host"),
         (ON_DEVICE | {"prefetch": "linear@depth=4"}, "linear@depth=4 .*use --spac-prefetch linear"),
-        (ON_DEVICE | {"admission": "step"}, "before their layer, and admission=step .*use --spac-admission layer"),
         (
             ON_DEVICE | {"prefetch": "linear@extra=0.3@depth=4"},
             r"no settings but extra .*; use --spac-prefetch linear@extra=0.3$",
@@ -514,9 +514,7 @@ def test_speculated_execution_is_a_setting_of_the_budget() -> None:
 
 
 def test_knobs_of_the_prefetcher() -> None:
-    for admission in (None, "layer"):
-        on_device = ON_DEVICE | {"admission": admission, "prefetch": "linear@extra=0.3"}
-        assert SpacConfig.parse(on_device).prefetch_share == 0.3
+    assert SpacConfig.parse(ON_DEVICE | {"prefetch": "linear@extra=0.3"}).prefetch_share == 0.3
     config = SpacConfig.parse({"prefetch": "linear@depth=4@extra=0.25", "predictor_file": "/x"})
     assert (config.prefetch_share, str(config.predictor_file)) == (0.25, "/x")
     assert SpacConfig.parse({}).prefetch_share == SpacConfig.parse({"prefetch": "utility"}).prefetch_share == 0.1

@@ -95,11 +95,7 @@ def test_the_simulator_takes_traces_and_calibrations(tmp_path: Path) -> None:
 FILES = (("calibration", "c.safetensors"), ("trace", "1.trace"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"execution": "pointers", "admission": "step"}, {"execution": "pointers", "admission": "layer"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"execution": "pointers"}], ids=str)
 def test_what_is_pinned_is_there_from_the_start_and_stays(tmp_path: Path, options: dict) -> None:
     costs, path = Costs.read("rtx4090"), tmp_path / "run.trace"
     for seed in range(5):

@@ -1,4 +1,4 @@
-"""Decisions of ``pointers.Planner``, worked out by hand: four experts, two slots that hold 0 and 1, LRU."""
+"""Decisions of ``moves.Planner``, worked out by hand: four experts, two slots that hold 0 and 1, LRU."""
 
 from __future__ import annotations
 
@@ -62,6 +62,20 @@ def test_what_becomes_of_moves(pointers) -> None:
     step(planner, pointers, 2, 0)
     assert [move.victim for move in planner.choose()] == [3]
     assert (counters.prefetches, counters.prefetch_hits, counters.prefetch_wasted) == (2, 1, 1)
+
+
+def test_no_layer_waits_for_those_before_it() -> None:
+    """One move a step, and every step misses experts of every layer: all layers get their turn."""
+    pointers = Pointers(24, 6, LRU())
+    pointers.arrived([pointers.placed(layer * 8 + expert) for layer in range(3) for expert in range(2)])
+    planner, counts, moved = Planner(pointers, 1, Counters()), np.zeros(24, dtype=np.int32), set()
+    counts.reshape(3, 8)[:, 2:] = 1
+    for _ in range(20):
+        planner.learn(counts, pointers.at != NOWHERE, prompts=False)
+        moves = planner.choose()
+        moved |= {move.key // 8 for move in moves}
+        arrive(planner, pointers, moves)
+    assert moved == {0, 1, 2}
 
 
 def test_most_moves() -> None:

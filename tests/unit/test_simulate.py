@@ -17,11 +17,9 @@ from vllm_spac.decisions.costs import Costs, HostWork, Rate
 from vllm_spac.decisions.predictor_file import Identity, PredictorFile, kinds
 from vllm_spac.decisions.predictors._trained import Sizes
 from vllm_spac.errors import ConfigError
-from vllm_spac.execution.moves import Move
 from vllm_spac.execution.slot_layers import row_waves
 from vllm_spac.recording.trace_file import PREFILL, ROW_KINDS, STEP_KINDS, Trace, TraceFacts
 from vllm_spac.tools.traces import trace_statistics
-from vllm_spac.tools.traces.pointers_by_step import Bus
 from vllm_spac.tools.traces.replayed import parts
 from vllm_spac.tools.traces.simulated_pointers import LAUNCHES
 from vllm_spac.tools.traces.simulation import simulate
@@ -365,83 +363,24 @@ MORE_AND_MORE = [[[[0, 1]]], [[[1, 2]]], [[[1, 2]]], [[[1, 2]]]]
 
 
 def pointers(trace, slots, costs=COSTS, **options):
-    return simulate(trace, slots, costs, **{"execution": "pointers", "admission": "step"} | options)
+    return simulate(trace, slots, costs, execution="pointers", **options)
 
 
-def test_a_move_by_hand():
-    """Two slots with 0 and 1; a hit takes 1 s, a miss 10 s of the bus, a move 11 s, what is besides 3 s a step.
-
-    2 is missed in the second step and moves in the third: alone for the 3 s before the layer, which misses 2 again
-    and streams it for 10 s, 8 of them beside the rest of the move, so that both take twice as long. Then it is there.
-    """
-    outcome = pointers(decoding(MORE_AND_MORE), 2, step_bytes=100)
-    assert (outcome.hits, outcome.misses, outcome.loads, outcome.parts) == (6, 2, 1, 4)
-    assert (outcome.bytes, outcome.streamed_bytes) == (100, 200)
-    assert outcome.seconds == pytest.approx((3 + 2) + (3 + 10) + (3 + 18) + (3 + 2))
-    assert outcome.stall_seconds == pytest.approx(9 + 17)
-    assert outcome.bound_seconds == pytest.approx(4 * 3 + 2 + 10 + 10 + 2)
-    assert outcome.tpot == pytest.approx(outcome.seconds / 4)
-
-
-def test_nothing_moves_in_steps_of_no_bytes():
-    outcome = pointers(decoding(MORE_AND_MORE), 2, step_bytes=0)
-    assert (outcome.hits, outcome.misses, outcome.loads, outcome.bytes) == (5, 3, 0, 0)
-    assert outcome.seconds == pytest.approx((3 + 2) + 3 * (3 + 10))
-
-
-def test_one_expert_may_move_however_large_it_is():
-    assert pointers(decoding(MORE_AND_MORE), 2, step_bytes=1).loads == 1
-
-
-def test_hits_and_misses_are_read_at_once():
-    """Three hits of a second each behind a miss of ten."""
-    assert pointers(decoding([[[[0, 1, 2, 3]]]]), 3 + 1, step_bytes=0).stall_seconds == 0
-    outcome = pointers(decoding([[[[0, 1, 3]]]]), 3, step_bytes=0)
-    assert (outcome.hits, outcome.misses) == (2, 1)
-    assert outcome.seconds == pytest.approx(3 + 10) and outcome.stall_seconds == pytest.approx(8)
-
-
-def test_moves_have_the_bus_while_drafts_are_made():
-    """A move gets 3 s before its layer, 10 s beside the misses of it, and 7 s or more while the draft token is made."""
-    steps = [[[[0, 1], [0, 1]]], [[[1, 2], [1, 2]]], [[[1, 2], [1, 2]]], [[[1, 2], [1, 2]]]]
-    assert pointers(decoding(steps, kind="verify"), 2, step_bytes=100).hits == 6
-    slow = COSTS.model_copy(update={"load": COSTS.load.model_copy(update={"fixed": 11.0})})  # 21 = 3 + 10 + 7 + 1
-    late = pointers(decoding(steps, kind="verify"), 2, slow, step_bytes=100)
-    assert (late.hits, late.loads) == (5, 0)
-    quick = slow.model_copy(update={"draft": 8.0})
-    assert pointers(decoding(steps, kind="verify"), 2, quick, step_bytes=100).hits == 6
-
-
-@pytest.mark.parametrize("admission", components.names("admissions"))
-def test_prompts_decide_nothing(admission):
-    outcome = pointers(decoding(MORE_AND_MORE, kind="prefill"), 2, admission=admission)
+def test_prompts_decide_nothing():
+    outcome = pointers(decoding(MORE_AND_MORE, kind="prefill"), 2)
     assert outcome.loads == 0 and outcome.misses == 3 and outcome.tpot is None
 
 
-@pytest.mark.parametrize("admission", components.names("admissions"))
-def test_with_a_slot_for_each_it_takes_what_slots_take(admission):
+def test_with_a_slot_for_each_it_takes_what_slots_take():
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=50, drafts=2)
-    ours, slots = pointers(trace, 48, admission=admission), simulate(trace, 48, COSTS)
+    ours, slots = pointers(trace, 48), simulate(trace, 48, COSTS)
     assert (ours.hits, ours.misses, ours.bytes, ours.streamed_bytes) == (slots.hits, 0, 0, 0)
     assert ours.seconds == pytest.approx(slots.seconds) and ours.stall_seconds == pytest.approx(0)
 
 
-@pytest.mark.parametrize("policy", ONLINE)
-@pytest.mark.parametrize("moves", [0, 2, 1000])
-def test_what_holds_on_any_trace(policy: str, moves: int):
-    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
-    used = simulate(trace, trace.facts.total, COSTS).hits
-    for slots in (4, 24, 47):
-        outcome = pointers(trace, slots, policy=policy, step_bytes=moves * trace.facts.expert_bytes)
-        assert outcome.hits + outcome.misses == used
-        assert outcome.seconds >= outcome.bound_seconds > 0
-        assert outcome.streamed_bytes == outcome.misses * trace.facts.expert_bytes
-        assert outcome.loads <= moves * trace.steps and (outcome.loads == 0) == (moves == 0)
-
-
 def test_admission_by_hand():
-    """As above, in the layer: 2 is missed in the second step, copied for 10 s, and computed for 1 s beside 1."""
-    outcome = pointers(decoding(MORE_AND_MORE), 2, admission="layer")
+    """Two slots with 0 and 1; a hit takes 1 s, what is besides 3 s a step; 2 is copied for 10 s in the second step."""
+    outcome = pointers(decoding(MORE_AND_MORE), 2)
     assert (outcome.hits, outcome.misses, outcome.loads, outcome.parts) == (7, 1, 1, 4)
     assert (outcome.bytes, outcome.streamed_bytes) == (100, 0)
     assert outcome.seconds == pytest.approx(3 * (3 + 2) + (3 + 10 + 2) + 4 * LAUNCHES)
@@ -451,50 +390,20 @@ def test_admission_by_hand():
 
 def test_who_is_not_admitted_is_read_beside_the_hits():
     """Least frequently used: 0 and 1 were used twice, so that a first use of 2 is worth less than either."""
-    outcome = pointers(decoding([[[[0, 1]]], [[[0, 2]]]]), 2, admission="layer", policy="lfu")
+    outcome = pointers(decoding([[[[0, 1]]], [[[0, 2]]]]), 2, policy="lfu")
     assert (outcome.hits, outcome.misses, outcome.loads, outcome.streamed_bytes) == (3, 1, 0, 100)
     assert outcome.seconds == pytest.approx((3 + 2) + (3 + 10) + 2 * LAUNCHES)
 
 
 @pytest.mark.parametrize("policy", ONLINE)
-def test_what_holds_of_admission_on_any_trace(policy: str):
+def test_what_holds_of_pointers_on_any_trace(policy: str):
     trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=100, drafts=2, skew=1.0, reuse=0.7)
     used = simulate(trace, trace.facts.total, COSTS).hits
     for slots in (4, 24, 47):
-        outcome = pointers(trace, slots, admission="layer", policy=policy)
+        outcome = pointers(trace, slots, policy=policy)
         assert outcome.hits + outcome.misses == used and 0 < outcome.loads <= outcome.misses
         assert outcome.seconds >= outcome.bound_seconds > 0
         assert outcome.bytes + outcome.streamed_bytes == outcome.misses * trace.facts.expert_bytes, "each once"
-
-
-def test_moves_pay_where_the_same_experts_come_back():
-    trace = synthetic_trace(layers=3, experts=16, top_k=4, steps=300, skew=2.0, reuse=0.9, expert_bytes=100)
-    never, some = (pointers(trace, 12, policy="reuse", step_bytes=nbytes) for nbytes in (0, 200))
-    assert some.hit_rate > never.hit_rate + 0.2 and some.tpot < 0.7 * never.tpot
-
-
-@given(st.lists(st.tuples(st.sampled_from(["begin", "copy", "stream"]), st.integers(0, 9)), max_size=40))
-@settings(max_examples=200, deadline=None)
-def test_the_bus_loses_no_work(calls):
-    """In integers: what moves need is what they got alone, plus what layers lost by them."""
-    bus, begun, alone, lost, arrived = Bus(), 0, 0, 0, []
-    for number, (call, seconds) in enumerate(calls):
-        left = begun - alone - lost
-        if call == "begin":
-            bus.begin([Move(number, 0)], seconds)
-            begun += seconds
-        elif call == "copy":
-            bus.copy(seconds)
-            alone += min(seconds, left)
-        else:
-            took = bus.stream(seconds)
-            assert took == seconds + min(seconds, left), "half of the bus each, as long as there is something to move"
-            lost += took - seconds
-        arrived += [move.key for move in bus.arrived()]
-    assert arrived == sorted(arrived)
-    bus.copy(begun - alone - lost)
-    arrived += [move.key for move in bus.arrived()]
-    assert arrived == [number for number, (call, _) in enumerate(calls) if call == "begin"]
 
 
 @pytest.mark.parametrize(
@@ -505,8 +414,6 @@ def test_the_bus_loses_no_work(calls):
         ({"policy": "layer_lru"}, "layer_lru evicts from the layer that asks.*use lru"),
         ({"policy": "mru"}, "no 'mru'"),
         ({"balancer": "waterfill"}, "balancer waterfill is of execution=slots"),
-        ({"admission": "step", "step_bytes": -1}, "-1 bytes per step"),
-        ({"admission": "late"}, "no admission is called 'late'; use layer or step"),
         ({"slots": 3}, "3 slots: use from 4"),
     ],
 )

@@ -18,7 +18,6 @@ from vllm_spac import components
 from vllm_spac.cache.sizing import parse_list, slot_counts
 from vllm_spac.cli.tables import compact, print_table, shown
 from vllm_spac.errors import ConfigError
-from vllm_spac.execution import admission as admissions
 from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
@@ -41,9 +40,7 @@ vllm-spac simulate run.trace --profile rtx4090 --prefetch oracle@reach=1@recall=
 
 vllm-spac simulate run.trace --profile disk.json --host-memory 8GiB   [dim]# slots, host memory, disk[/]
 
-vllm-spac simulate run.trace --profile h200 --execution slots,pointers --admission layer,step --policy reuse
-
-vllm-spac simulate run.trace --profile h200 --execution pointers --admission step --step-bytes 0,67108864
+vllm-spac simulate run.trace --profile h200 --execution slots,pointers --policy reuse
 """
 
 
@@ -90,16 +87,6 @@ def simulate(
             "experts are all resident; hits, as with pointers, though the bits may then change."
         ),
     ] = "none",
-    admission: Annotated[
-        str, typer.Option(help="With pointers: when missed experts get slots: layer, step, or both.")
-    ] = admissions.DEFAULT,
-    step_bytes: Annotated[
-        str | None,
-        typer.Option(
-            help="With admission step: bytes in flight into slots at a time; 0: none.",
-            show_default="as in serving",
-        ),
-    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -120,10 +107,10 @@ def simulate(
     costs, recorded = Costs.read(profile), Trace.load(trace)
     foreseeable = balancer == "none" and prefetch == "off"
     cases: list[dict[str, Any]] = [
-        {"slots": count, "policy": name} | case
+        {"slots": count, "policy": name, "execution": way}
         for count in slot_counts(slots, recorded.facts)
-        for case in _executions(execution, admission, step_bytes)
-        for name in swept(parse_list(policy) if policy else _policies(case["execution"], foreseeable), sweep or [])
+        for way in _executions(execution)
+        for name in swept(parse_list(policy) if policy else _policies(way, foreseeable), sweep or [])
     ]
     common: dict[str, Any] = {
         "balancer": balancer,
@@ -148,28 +135,13 @@ def simulate(
         _draw(outcomes, picture, f"{trace.name} on {costs.name} ({costs.provenance.how})")
 
 
-def _executions(execution: str, admission: str, step_bytes: str | None) -> list[dict]:
-    """Arguments of ``simulate`` for each execution and admission."""
-    from vllm_spac.execution.moves import STEP_BYTES
+def _executions(asked: str) -> list[str]:
     from vllm_spac.tools.traces.simulation import EXECUTIONS
 
-    asked, sizes = _one_or_both("execution", execution, EXECUTIONS), parse_list(step_bytes or str(STEP_BYTES))
-    if not sizes or not all(size.isdigit() for size in sizes):
-        raise ConfigError(f"--step-bytes {step_bytes}: use one or more numbers of bytes, e.g. 0,{STEP_BYTES}")
-    admitting = _one_or_both("admission", admission, components.names("admissions"))
-    if step_bytes is not None and "step" not in admitting:
-        raise ConfigError("--step-bytes applies to --admission step only: a layer that admits copies what it misses")
-    ways: dict[str, list[dict[str, Any]]] = {"layer": [{"admission": "layer"}]}
-    ways["step"] = [{"admission": "step", "step_bytes": int(size)} for size in sizes]
-    pointers = [way for name in admitting for way in ways[name]]
-    return [{"execution": name} | way for name in asked for way in ([{}] if name == "slots" else pointers)]
-
-
-def _one_or_both(option: str, said: str, known: Collection[str]) -> list[str]:
-    asked = list(known) if said == "both" else parse_list(said)
-    if not asked or not set(asked) <= set(known):
-        raise ConfigError(f"--{option} {said}: use {', '.join(known)}, or both")
-    return asked
+    found = list(EXECUTIONS) if asked == "both" else parse_list(asked)
+    if not found or not set(found) <= set(EXECUTIONS):
+        raise ConfigError(f"--execution {asked}: use {', '.join(EXECUTIONS)}, or both")
+    return found
 
 
 def _policies(execution: str, foreseeable: bool) -> list[str]:
@@ -221,7 +193,7 @@ def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
         rows.append(
             (
                 f"{outcome.slots} ({100 * outcome.share:.0f}%)",
-                _execution(outcome) if several else "",
+                outcome.execution if several else "",
                 shown(outcome.policy),
                 f"{100 * outcome.hit_rate:.1f}%",
                 gib(outcome.bytes),
@@ -237,14 +209,6 @@ def _table(trace: Path, costs: Costs, outcomes: Sequence[Outcome]) -> Table:
     table = compact(title, heads, rows, left=("execution", "policy"), nothing=_NOTHING)
     table.caption = shown(costs.provenance.source)
     return table
-
-
-def _execution(outcome: Outcome) -> str:
-    if outcome.execution == "slots":
-        return "slots"
-    if outcome.admission == "layer":
-        return "pointers, in the layer"
-    return f"pointers, {gib(outcome.step_bytes)} per step" if outcome.step_bytes else "pointers, nothing moves"
 
 
 def _write(path: Path, content: dict) -> None:
@@ -263,8 +227,8 @@ def _draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     from vllm_spac.system.pictures import save_picture
 
     figure, (hits, times) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name in dict.fromkeys((_execution(outcome), outcome.policy) for outcome in outcomes):
-        mine = sorted((o for o in outcomes if (_execution(o), o.policy) == name), key=lambda o: o.share)
+    for name in dict.fromkeys((outcome.execution, outcome.policy) for outcome in outcomes):
+        mine = sorted((o for o in outcomes if (o.execution, o.policy) == name), key=lambda o: o.share)
         style = {"marker": "o", "linestyle": "-" if mine[0].execution == "slots" else "--", "label": ": ".join(name)}
         shares = [100 * outcome.share for outcome in mine]
         hits.plot(shares, [100 * outcome.hit_rate for outcome in mine], **style)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Knobs of earlier versions -> what replaces them.
 REMOVED: dict[str, str] = {
+    "admission": "drop it: a missed expert gets a slot in its layer, before that computes",
     "balancer": "name it with --spac-cpu-experts, e.g. --spac-cpu-experts threshold",
     "budget_file": "use --spac-budget FILE",
     "budget_mass": "use --spac-budget with a share, e.g. --spac-budget 0.98",
@@ -160,12 +161,6 @@ class SpacConfig(BaseModel):
         description="How layers access experts: by loading missing ones for vLLM's kernel (slots), or by a kernel of "
         "ours that reads each where it is (pointers), for which long prompts may be read through two buffers by "
         "staging (auto: if these take at most a quarter of the free fast memory).",
-    )
-    admission: Annotated[str | None, ComponentName("admissions", "admission")] = Field(
-        None,
-        description="With execution=pointers, when a missed expert gets a slot: step, between steps, copied "
-        "concurrently with the kernels; layer (the default), before its layer computes, decided and copied by the "
-        "GPU.",
     )
     trace: types.SomePath = Field(
         None,

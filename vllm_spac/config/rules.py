@@ -29,11 +29,6 @@ _OF_EXECUTION = {
         "speculate (--spac-speculate) decides before a layer's experts are loaded, and execution={execution} "
         "(--spac-execution) loads none before it runs",
     ),
-    "admission": (
-        (None,),
-        "admission (--spac-admission) applies to execution=pointers only: with slots, each missing expert is loaded "
-        "before its layer computes",
-    ),
 }
 _PREDICTED = add(prefetch="linear", predictor_file="FILE")
 _refused = ConfigError.refused
@@ -62,10 +57,7 @@ def _check_execution(config: Any) -> None:
             )
     for name, (idle, problem) in _OF_EXECUTION.items():
         if name not in kind.knobs and getattr(config, name) not in idle:
-            of_pointers = name == "admission" and not config.has_workers
-            pointers = of_pointers and (config.prefetch == "off" or config.admission is None or _looks_ahead(config))
-            remedies = (add(execution="pointers"), drop(name)) if pointers else (drop(name),)
-            raise _refused(problem.format(execution=config.execution), *remedies)
+            raise _refused(problem.format(execution=config.execution), drop(name))
     given = components.parse(config.execution)[1]
     if given.keys() - kind.arguments:
         raise _refused(
@@ -84,10 +76,6 @@ def _check_execution(config: Any) -> None:
         )
 
 
-def _looks_ahead(config: Any) -> bool:
-    return components.find("admissions", config.admission).looks_ahead
-
-
 def _check_device_prefetch(config: Any, execution: str) -> None:
     """Refuses reads ahead that cannot be decided on the device."""
     named = f"prefetch={config.prefetch} (--spac-prefetch)"
@@ -101,12 +89,6 @@ def _check_device_prefetch(config: Any, execution: str) -> None:
     if given.keys() - {"extra"}:
         alone = use(prefetch=components.written(name, {what: given[what] for what in given.keys() & {"extra"}}))
         raise _refused(f"{named} has no settings but extra with {execution}, which has no queue of reads", alone)
-    if (given := config.admission) and not _looks_ahead(config):
-        raise _refused(
-            f"{named} gives slots to experts before their layer, and admission={given} (--spac-admission) between "
-            "steps",
-            use(admission="layer"),
-        )
 
 
 def _of_workers(config: Any) -> list[str]:

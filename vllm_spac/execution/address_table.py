@@ -55,7 +55,7 @@ class AddressTable:
         return self.addresses[0, keys] != self.hosts[0, keys]
 
     def point(self, keys: Sequence[int], slots: Sequence[int]) -> None:
-        """As in ``mover.Memory``: one small copy to the device and one launch."""
+        """As in ``moves.Memory``: one small copy to the device and one launch."""
         pointed, to = np.asarray(keys), np.asarray(slots)
         addresses = np.where(to == NOWHERE, self.host_addresses[:, pointed], self.slot_addresses[:, to])
         written = torch.from_numpy(np.concatenate([pointed[None], addresses]))

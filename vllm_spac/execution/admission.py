@@ -1,29 +1,32 @@
-"""The contract of an admission: which missed experts get slots under ``execution=pointers``, and when."""
+"""Admission under ``execution=pointers``: which missed experts get slots, decided on the device in the layer.
+
+The host side is in ``slot_offers``, the device side in ``vllm_spac.kernels.admit``.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.residency import Residency
+from vllm_spac.cache.allowance import Allowance, PauseNotice
+from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.execution.address_table import AddressTable
 from vllm_spac.execution.exchange import Event, Stream
+from vllm_spac.execution.slot_offers import Offering, with_prompts
+from vllm_spac.kernels.types import HIT, STREAMED, UNUSED, Experts, Offers
 from vllm_spac.recording.metrics import Counters
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.policies.base import Policy
 
-DEFAULT = "layer"
-
-Known = TypeVar("Known")  # by the host when a step was launched
+_WORD = 8  # bytes
 
 
 class Kernels(NamedTuple):
@@ -41,111 +44,166 @@ class Kernels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Objects that admissions share with their ``PointerExecution``.
-
-    Attributes:
-        memory: slots, host copies and the table.
-        compute, copy: the stream that runs the model, and one for copies.
-        path: name of the store in the counters.
-        step_bytes: maximum bytes in flight into slots.
-    """
-
-    shape: MoEShape
-    slots: int
-    policy: Policy
-    memory: AddressTable
-    counters: Counters
-    compute: Stream
-    copy: Stream
-    kernels: Kernels
-    path: str
-    step_bytes: int
-
-
-@dataclass(frozen=True)
-class _Report(Generic[Known]):
-    """What a step's layers wrote, in flight to the host."""
+class _Report:
+    """What a step's layers wrote, in flight to the host; ``known``: as of ``Admission._known``."""
 
     step: Step
     staged: bool
     told: tuple[Tensor, ...]
-    known: Known
+    known: np.ndarray | None
     there: Event
 
 
-class Admission(ABC, Generic[Known]):
-    """Assigns slots to missed experts. Called between steps and in each layer, by one thread.
+class Admission:
+    """Assigns slots to missed experts: called between steps and in each layer, by one thread.
 
-    No call except ``slots`` waits for the device.
+    Two launches precede the kernel of a layer: one assigns slots to the experts that it misses, one copies them.
+    Everything is ordered by one stream, and the result is reported to the host after the step; no call except ``slots``
+    waits for the device. Slots are for the rows before the first of a prompt: those of prompts would fill them with
+    experts that only they need, and read theirs where they are. The same two launches for guesses about a layer take
+    slots ahead of need.
+
+    Args:
+        memory: slots, host copies and the table.
+        policy: estimates what a slot is worth; owned.
+        compute: the stream that runs the model.
+        path: name of the store in the counters.
 
     Attributes:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
             expert.
-        offline: why no engine can serve with it; empty if one can.
-        looks_ahead: it can give slots to experts of a layer before its router has chosen.
     """
 
-    offline: ClassVar[str] = ""
-    looks_ahead: ClassVar[bool] = False
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.counts = torch.zeros(parts.shape.total, dtype=torch.int32, device=parts.memory.device)
-        self._reports: deque[_Report[Known]] = deque()
+    def __init__(
+        self,
+        shape: MoEShape,
+        slots: int,
+        policy: Policy,
+        memory: AddressTable,
+        counters: Counters,
+        compute: Stream,
+        kernels: Kernels,
+        path: str,
+    ) -> None:
+        self.shape, self.memory = shape, memory
+        self._counters, self._compute, self._kernels, self._path = counters, compute, kernels, path
+        self._holds_all = slots == shape.total
+        self._reports: deque[_Report] = deque()
+        self.offering = Offering(shape.total, slots, policy, counters)
+        made: dict[str, Any] = {"dtype": torch.int32, "device": memory.device}
+        self.counts = torch.zeros(shape.total, **made)
+        self._experts = Experts(
+            torch.full((shape.total,), NOWHERE, **made),
+            torch.full((slots,), NOWHERE, **made),
+            memory.addresses,
+            memory.hosts,
+            torch.from_numpy(memory.slot_addresses).to(memory.device, copy=True),
+        )
+        # The host's offers for a step, in one tensor so that they are one copy. Floats are stored as their bits.
+        self._parts = [2, *[slots] * 3, shape.total]
+        self._said = torch.zeros(sum(self._parts), **made)
+        state, places, owners, kept, used = self._said.split(self._parts)
+        self._offers = Offers(state, places, owners, kept.view(torch.float32), used.view(torch.float32))
+        self._sources = torch.full((shape.total,), NOWHERE, **made)
+        self._served = torch.zeros(1, **made)  # pairs of the step that slots are for: the first ones
+        self._served_pairs = 0  # in ``_served``
+        self._decided = torch.zeros_like(self.counts)  # ``counts`` of these pairs only
+        self._copies = torch.zeros(1 + 2 * shape.experts, **made)
+        self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
+        self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
 
     @property
-    @abstractmethod
     def residency(self) -> Residency:
         """Which expert has which slot, as last reported to the host."""
+        return self.offering.residency
 
-    @abstractmethod
     def seat(self, key: int) -> int:
         """Assigns a free slot to ``key``, which has none, to be filled before any kernel runs; returns it."""
+        ((_, slot),) = self.residency.prepare([key]).loads
+        self.residency.release([key])
+        return slot
 
-    @abstractmethod
     def seated(self, keys: Sequence[int]) -> None:
         """Called when the slots of these experts have been filled."""
+        for key in keys:
+            self.residency.loaded(key)
+        slots = self.residency.slot_of[list(keys)]
+        self._compute.submit(self.memory.point, keys, slots)
+        self._compute.submit(self._tell_slots)
 
-    @abstractmethod
+    def _tell_slots(self) -> None:
+        self._experts.slot_of.copy_(torch.from_numpy(self.residency.slot_of))
+        self._experts.owner.copy_(torch.from_numpy(self.residency.owner))
+
     def begin(self, step: Step) -> None:
         """Called before a step is launched."""
+        self.take()
+        if self._guessed is not None:
+            self._compute.submit(self._guessed.fill_, UNUSED)
+        pairs = step.leading * self.shape.top_k
+        if pairs != self._served_pairs:
+            self._compute.submit(self._served.fill_, pairs)
+        self._served_pairs = pairs
+        if self._holds_all or not step.leading:
+            return
+        offered = self.offering.offer()
+        said = torch.zeros(self._said.shape, dtype=torch.int32, pin_memory=self._said.is_cuda)
+        state, *places, used = said.split(self._parts)
+        state[1] = len(offered.slots)
+        for place, values in zip((*places, used), offered, strict=True):
+            place[: len(values)] = torch.from_numpy(values.view(np.int32))
+        self._compute.submit(self._said.copy_, said, True)
 
-    @abstractmethod
     def slots(self) -> np.ndarray:
-        """Returns int32 [keys], the slot of each expert in the step; NOWHERE for none. May wait for earlier steps."""
+        """Returns int32 [keys], the slot of each expert in the step; NOWHERE for none.
 
-    def enter(self, layer: int, ids: Tensor, weights: Tensor, live: Tensor) -> None:
+        Waits for the steps that were launched, because only the device has their result.
+        """
+        if self._reports:
+            self._reports[-1].there.wait()
+            self.take()
+        return self.residency.slot_of
+
+    def enter(self, layer: int, ids: Tensor, weights: Tensor) -> None:
         """Launches what precedes the kernel of a layer; not called for staged layers.
 
         Args:
             ids, weights: as in ``PointerExecution.run``.
-            live: int32 [1] on the device; pairs from this one on are padding.
         """
+        if not self._holds_all:
+            self._admit(layer, ids, weights, self._sources, self._served)
 
     def read_ahead(self, extra: float, prefetch: str) -> None:
-        """``ahead`` may be called from now on; before any step, if it ``looks_ahead``.
+        """``ahead`` may be called from now on; called before any step.
 
         Args:
             extra: as in ``Allowance``.
             prefetch: the predictor's name, for the log.
         """
-        raise NotImplementedError
+        self.offering.allowance, self._pauses = Allowance(extra), PauseNotice(prefetch)
+        self._guessed = torch.full_like(self._sources, UNUSED)
 
     @property
     def ahead_left(self) -> int:
         """How many more experts may be read ahead of need; as of the last report."""
-        return 0
+        return 0 if self.offering.allowance is None else self.offering.allowance.left
 
     def ahead(self, layer: int, ids: Tensor, live: Tensor) -> None:
-        """Launches what gives slots to ``ids`` before the layer runs, on the calling stream; see ``lookahead``.
+        """Launches what gives slots to ``ids`` before the layer runs, on the calling stream; see ``DeviceLookahead``.
 
         Args:
             layer: the layer after one that was entered.
             ids: int32 [rows, top_k], experts of ``layer``.
-            live: as in ``enter``.
+            live: int32 [1] on the device; pairs from this one on are padding.
         """
-        raise NotImplementedError
+        assert self._guessed is not None
+        self._admit(layer, ids, ids.new_ones(ids.shape, dtype=torch.float32), self._guessed, live)
+
+    def _admit(self, layer: int, ids: Tensor, weights: Tensor, sources: Tensor, live: Tensor) -> None:
+        first = layer * self.shape.experts
+        given = self._experts, self._offers, self._decided, sources, self._copies
+        self._kernels.admit(ids, weights, first, *given, live)
+        self._kernels.fetch(self._copies, self._experts, self._words)
 
     def end(self, step: Step, *, staged: bool) -> None:
         """Called after the layers of a step were launched; starts the copy of its report to the host.
@@ -154,47 +212,58 @@ class Admission(ABC, Generic[Known]):
             step: the step.
             staged: whether some layers read their missing experts from buffers.
         """
+        guessed = [] if self._guessed is None else [self._guessed]
         told = []
-        for tensor in self._tells():
+        for tensor in (self.counts, self._sources, self._experts.owner, self._decided, *guessed):
             told.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda))
-            self.parts.compute.submit(told[-1].copy_, tensor, True)
-        self._reports.append(_Report(step, staged, tuple(told), self._known(staged), self.parts.compute.record()))
+            self._compute.submit(told[-1].copy_, tensor, True)
+        self._reports.append(_Report(step, staged, tuple(told), self._known(staged), self._compute.record()))
+        self._compute.submit(self._offers.state.zero_)  # no offers outside of steps
 
     def take(self) -> None:
         """Applies the reports of steps that have reached the host; does not wait."""
         while self._reports and self._reports[0].there.done():
             report = self._reports.popleft()
-            told = [tensor.numpy() for tensor in report.told]
-            missed = self._learn(told, report.known, prompts=report.step.prompts)
+            missed = self._learn(report)
             if not report.staged:
-                self.parts.counters.moved(f"{self.parts.path} streamed", missed * self.parts.shape.expert_bytes)
-            self.parts.counters.waves += len(self.parts.shape.layers)
-
-    def close(self) -> None:
-        """Finishes the copies in flight."""
-        self.parts.copy.close()
+                self._counters.moved(f"{self._path} streamed", missed * self.shape.expert_bytes)
+            self._counters.waves += len(self.shape.layers)
 
     def check_integrity(self) -> None:
-        """Checks every invariant on the host; raises ``AssertionError``."""
+        """Checks every invariant, on the host and on the device, for which it waits; raises ``AssertionError``."""
+        slot_of = self.slots()
         self.residency.check_integrity()
+        told, owner, table, hosts, places = (tensor.cpu().numpy() for tensor in self._experts)
+        assert (told == slot_of).all() and (owner == self.residency.owner).all()
+        expected = np.where(slot_of == NOWHERE, hosts, places[:, slot_of])
+        assert (table == expected).all(), "a pointer is not where its expert is"
 
-    @abstractmethod
-    def _tells(self) -> Sequence[Tensor]:
-        """Returns the tensors that are copied to the host after a step; ``counts`` is the first."""
+    def _known(self, staged: bool) -> np.ndarray | None:
+        """Returns bool [keys], experts with a slot in the step, if it was staged or every expert has one; else None.
 
-    @abstractmethod
-    def _known(self, staged: bool) -> Known:
-        """Returns what the host must keep for ``_learn`` of the step that was just launched."""
+        The layers of such a step launch no admission. A staged step has waited for the device, so the host's state is
+        up to date.
+        """
+        return self.residency.slot_of != NOWHERE if staged or self._holds_all else None
 
-    @abstractmethod
-    def _learn(self, told: Sequence[np.ndarray], known: Known, *, prompts: bool) -> int:
+    def _learn(self, report: _Report) -> int:
         """Applies the report of a finished step and counts hits and misses.
-
-        Args:
-            told: the tensors of ``_tells`` at the end of the step.
-            known: what ``_known`` returned for the step.
-            prompts: whether the step had prefill rows, which predict little about the next step.
 
         Returns:
             Number of experts that the step read from host memory without giving them a slot.
         """
+        counts, sources, owner, decided, *guessed = (tensor.numpy() for tensor in report.told)
+        generating: np.ndarray | None
+        if report.known is not None:
+            sources = np.where(counts > 0, np.where(report.known, HIT, STREAMED), UNUSED)
+            generating = None if report.step.prompts else counts
+        else:
+            sources = with_prompts(counts, sources, owner)
+            generating = decided if decided.any() else None
+        learned = self.offering.learn(counts, sources, owner, *guessed, generating=generating)
+        nbytes = self.shape.expert_bytes
+        self._counters.moved(self._path, learned.admitted * nbytes)
+        if guessed:
+            self._pauses.tell(learned.judged)
+            self._counters.moved(f"{self._path} ahead", learned.ahead * nbytes)
+        return learned.streamed

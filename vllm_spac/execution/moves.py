@@ -1,6 +1,6 @@
-"""Moves of experts between steps, beside a device that reads them: the protocol, its plan and its copies.
+"""Moves experts into slots between steps, while kernels read the table of pointers: the protocol, a plan, the copies.
 
-Where kernels find each expert, and how one moves while they run. No tensors, no threads, no I/O.
+No engine moves experts by it today: the mover of prefetches over pointers is built on it.
 
 A table has one pointer for each expert: at a slot in fast memory, or at the expert's copy in host memory, which is
 never written and never goes away. Both can be read at any time, so that a kernel needs no host to run: a *miss* is
@@ -40,10 +40,6 @@ lags: kernels that were submitted *after* F may begin before step 1 has run, rea
 step 3 begins. To be right, F would have to be recorded after the host has seen that step 1 is done, or the compute
 stream would have to wait for a stream that is busy copying. ``tests/properties/test_pointers.py`` finds the
 interleaving, and enumerates those of the protocol above.
-
-Decides between steps which experts move into slots, for ``admission=step``. No tensors, no threads, no I/O.
-
-Moves experts into slots while kernels run; streams order the writes to the table and the copies.
 """
 
 from __future__ import annotations
@@ -81,9 +77,8 @@ class Pointers:
 
     def __init__(self, keys: int, slots: int, policy: Policy) -> None:
         self.residency = Residency(keys, slots, policy)
-        self.at = np.full(
-            keys, NOWHERE, dtype=np.int32
-        )  # the slot that an expert's pointer is at; NOWHERE: its host copy
+        # The slot that an expert's pointer is at; NOWHERE: its host copy.
+        self.at = np.full(keys, NOWHERE, dtype=np.int32)
         self.moving = 0
         self._next = 0  # the key after the last one that was considered for a move
 
@@ -217,7 +212,7 @@ class Memory(Protocol):
 
 
 class StepMover:
-    """Runs the protocol of ``protocol.py``, which defines the order of the steps. Called between steps, by one thread.
+    """Runs the protocol, which defines the order of the steps. Called between steps, by one thread.
 
     Args:
         pointers: the state machine; owned.

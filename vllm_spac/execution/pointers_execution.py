@@ -1,23 +1,9 @@
-"""Runs layers over a table of addresses by our own kernel, without waiting for the host.
+"""Runs layers over a table of addresses: one launch reads hits from their slots and misses from host memory.
 
-Reads experts of the next layer into slots while a layer computes. No layer waits for the host, also in a full graph.
-
-While the kernel of layer l runs on the compute stream, the copy stream
-
-1. scores the experts of layer l + 1 by a predictor on the device, from what the router of layer l read and chose,
-2. gives slots to the first top-k of each row that have none (``Admission.ahead``), and copies them there.
-
-The next layer starts when both streams have arrived. What a layer does while the other stream works cannot conflict: a
-slot is taken from an expert that no layer up to l of this step uses and that l + 1 is not expected to use, so that no
-launch in flight reads it; and between a layer's own admission and its end, nothing but this changes the table. A wrong
-guess costs bytes, never a token: the true router decides in the next layer's own admission.
-
-Execution over a table of pointers: one launch reads hits from their slots and misses from host memory.
-
-No layer waits for the host. Between steps the host reads the counts of finished steps and assigns slots to experts
-(``admissions``: it moves them itself, or offers slots to the layers that miss them). Long prompts read their misses
-from buffers that are filled one layer ahead (``staging``). On a CPU the launches are the torch twins of the kernels:
-the same addresses and the same rounding, for comparison and not for speed.
+No layer waits for the host. Between steps the host reads the counts of finished steps and offers slots to the layers
+that miss experts (``admission``). Long prompts read their misses from buffers that are filled one layer ahead
+(``staging``). On a CPU the launches are the torch twins of the kernels: the same addresses and the same rounding, for
+comparison and not for speed.
 
 So a step may also be one CUDA graph. A replay runs launches and no line of this module. Whatever differs from step to
 step is kept in memory at fixed addresses: the table, the offers, where padding begins, the counts. Some of it is
@@ -25,6 +11,17 @@ written before the replay and some read after it, on the stream of the replay, b
 
 Nothing can be compiled while a graph is captured, and no request should wait for compilation. So the first forward,
 which vLLM runs to measure its memory, first launches every variant of the kernels that any forward can need.
+
+With a predictor on the device, experts of the next layer are read into slots while a layer computes
+(``DeviceLookahead``). While the kernel of layer l runs on the compute stream, the copy stream
+
+1. scores the experts of layer l + 1, from what the router of layer l read and chose,
+2. gives slots to the first top-k of each row that have none (``Admission.ahead``), and copies them there.
+
+The next layer starts when both streams have arrived. What a layer does while the other stream works cannot conflict: a
+slot is taken from an expert that no layer up to l of this step uses and that l + 1 is not expected to use, so that no
+launch in flight reads it; and between a layer's own admission and its end, nothing but this changes the table. A wrong
+guess costs bytes, never a token: the true router decides in the next layer's own admission.
 """
 
 from __future__ import annotations
@@ -38,16 +35,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor
 
-from vllm_spac import components
 from vllm_spac.cache.residency import NOWHERE, Residency
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import Seen, Signal
 from vllm_spac.execution.address_table import ALIGNMENT, AddressTable
-from vllm_spac.execution.admission import DEFAULT, Admission, Kernels, Parts
+from vllm_spac.execution.admission import Admission, Kernels
 from vllm_spac.execution.base import Execution, ExecutionContext, LayerFacts, LayerKernel, Room, Rows, refusal
 from vllm_spac.execution.exchange import capturing, streams
-from vllm_spac.execution.moves import STEP_BYTES
 from vllm_spac.execution.slot_layers import filled_experts
 from vllm_spac.execution.staging import ROWS, ExpertBuffers, Staging, divide, staging_bytes
 from vllm_spac.kernels.types import Quantised
@@ -59,7 +54,6 @@ if TYPE_CHECKING:
     from vllm_spac.config.types import SlotCount
     from vllm_spac.core import Step
     from vllm_spac.decisions.predictors._maps import Maps
-    from vllm_spac.execution.admission import Admission
     from vllm_spac.execution.exchange import Event, Stream
 
 MOST_ROWS = 256  # of a forward; the scores that follow from its tokens are kept in as many rows
@@ -70,14 +64,13 @@ class DeviceLookahead:
 
     Args:
         predictor: on the device, looking one layer ahead.
-        admission: one that ``looks_ahead``.
-        compute, copy: as in ``Parts``.
+        compute, copy: the stream that runs the model, and one for copies.
         rows: maximum number of rows of a forward.
     """
 
     def __init__(self, predictor: Maps, admission: Admission, compute: Stream, copy: Stream, rows: int) -> None:
-        sizes, device = predictor.sizes, admission.parts.memory.device
-        assert predictor.reach == 1 and sizes.experts == admission.parts.shape.experts
+        sizes, device = predictor.sizes, admission.memory.device
+        assert predictor.reach == 1 and sizes.experts == admission.shape.experts
         self.rows = min(rows, MOST_ROWS)
         self._predictor, self._admission, self._compute, self._copy = predictor, admission, compute, copy
         self._last = sizes.layers - 1
@@ -179,9 +172,6 @@ class PointerExecution(Execution):
         tensors: name -> slots of shape [slots, ...], on the device that computes.
         path: name of the store in the counters.
         rows: maximum number of rows of a forward; the kernels are compiled for up to this number.
-        admission: how missed experts get slots, a component of ``admissions``.
-        step_bytes: with the admission ``step``, the maximum bytes in flight into slots, but at least one expert; 0:
-            nothing is moved.
         predictor: names experts of the next layer, which are read ahead; on the device. None: nothing is.
         extra: loads that reads ahead may add, as in ``Allowance``; ``prefetch``: the predictor's name.
         staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
@@ -192,7 +182,7 @@ class PointerExecution(Execution):
     needs_addressable_store: ClassVar[bool] = True
     keeps_bits = False  # the kernels sum in another order than vLLM's
     layout: ClassVar[Literal["plain", "kernel"]] = "plain"
-    knobs: ClassVar[frozenset[str]] = frozenset({"admission", "prefetch"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"prefetch"})
     arguments: ClassVar[frozenset[str]] = frozenset({"staging"})
 
     def __init__(
@@ -205,8 +195,6 @@ class PointerExecution(Execution):
         *,
         path: str,
         rows: int,
-        admission: str = DEFAULT,
-        step_bytes: int = STEP_BYTES,
         predictor: Maps | None = None,
         extra: float = 1.0,
         prefetch: str = "off",
@@ -222,20 +210,18 @@ class PointerExecution(Execution):
         self.holds_all = slots == shape.total
         self._path = path
         device = next(iter(tensors.values())).device
-        self._compute, copy = streams(device)
-        self._kernels = _kernels(device)
+        self._compute, self._copy = streams(device)
+        self._kernels = kernels = _kernels(device)
         self._memory = memory = AddressTable(store, tensors, shape.total, poison)
-        parts = Parts(shape, slots, policy, memory, self.counters, self._compute, copy, self._kernels, path, step_bytes)
-        self.admission: Admission = components.build("admissions", admission, parts=parts)
-        self._admission = admission
+        self.admission = Admission(shape, slots, policy, memory, self.counters, self._compute, kernels, path)
         self._staging: tuple[ExpertBuffers, Staging] | None = None
         if staged and slots < shape.total:
             buffers = ExpertBuffers(store, memory, tensors, poison)
-            self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, copy)
+            self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, self._copy)
         self._ahead: DeviceLookahead | None = None
         if predictor is not None and not self.holds_all:
             self.admission.read_ahead(extra, prefetch)
-            self._ahead = DeviceLookahead(predictor, self.admission, self._compute, copy, rows)
+            self._ahead = DeviceLookahead(predictor, self.admission, self._compute, self._copy, rows)
             self.looks_at = predictor.needs & {Signal.TOKENS}
         self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
         self._counts = self.admission.counts.view(-1, shape.experts)
@@ -258,7 +244,6 @@ class PointerExecution(Execution):
             context.tensors,
             path=context.path,
             rows=context.rows,
-            admission=context.config.admission or DEFAULT,
             predictor=cast("Maps | None", context.predictor),  # as ``config.rules`` checks
             extra=context.config.prefetch_share,
             prefetch=context.config.prefetch.partition("@")[0],
@@ -319,7 +304,7 @@ class PointerExecution(Execution):
         parts = []
         if not self.holds_all:
             prompts = f"staged in {gib(staging_bytes(self.shape))}" if self.staged else "read in place"
-            parts = [f"admission={self._admission}", f"prompts {prompts}"]
+            parts = [f"prompts {prompts}"]
         if self.shape.packed is not None:
             parts.append(f"weights {self.shape.packed.describe()}, activations not quantised")
         return ", ".join(parts)
@@ -345,7 +330,7 @@ class PointerExecution(Execution):
     # -- between steps -------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """Starts a forward of the target model for real requests; the admission moves or offers slots."""
+        """Starts a forward of the target model for real requests; the admission offers slots."""
         self._step, self._staged = step, False
         self._pad_from(step.rows)
         if self._staging is not None:
@@ -397,9 +382,9 @@ class PointerExecution(Execution):
         if activation not in self._compiled:
             self._compile(layer, x, activation, captured)
         live = self._live if captured or self._step is not None else self._all
-        x, routed = x.contiguous(), (ids.int().contiguous(), weights.float().contiguous(), live)
-        with self._reading(layer, x, *routed, captured) as tables:
-            return self._launch(tables, layer, x, *routed, activation, out)
+        x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
+        with self._reading(layer, x, ids, weights, captured) as tables:
+            return self._launch(tables, layer, x, ids, weights, live, activation, out)
 
     def _compile(self, layer: int, x: Tensor, activation: str, captured: bool) -> None:
         """Launches each kernel variant that forwards like ``x`` need, over padding only; decides and moves nothing.
@@ -411,11 +396,11 @@ class PointerExecution(Execution):
         for rows in self._sizes:
             padding = x.new_zeros(rows, x.shape[1])
             ids = torch.full((rows, self.shape.top_k), -1, dtype=torch.int32, device=x.device)
-            routed = ids, torch.zeros(ids.shape, device=x.device), self._all
-            self.admission.enter(layer, *routed)
+            weights, out = torch.zeros(ids.shape, device=x.device), torch.empty_like(padding)
+            self.admission.enter(layer, ids, weights)
             if self._ahead is not None:
-                self._ahead.compile(layer, padding, *routed[:2])
-            self._launch(self._tables_of(layer), layer, padding, *routed, activation, torch.empty_like(padding))
+                self._ahead.compile(layer, padding, ids, weights)
+            self._launch(self._tables_of(layer), layer, padding, ids, weights, self._all, activation, out)
         self._compiled.add(activation)
         if self._sizes:
             logger.info("spac: kernels compiled for forwards of any size in %.1f s", time.perf_counter() - start)
@@ -444,13 +429,13 @@ class PointerExecution(Execution):
 
     @contextlib.contextmanager
     def _reading(
-        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, live: Tensor, captured: bool
+        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, captured: bool
     ) -> Iterator[Mapping[str, Tensor]]:
         """Yields the tables that the launch of a layer reads, name -> int64 [experts]."""
         if self._staging is None or captured or ids.numel() < ROWS * self.shape.experts:
             if self._ahead is not None:
                 self._ahead.join()
-            self.admission.enter(layer, ids, weights, live)
+            self.admission.enter(layer, ids, weights)
             if self._ahead is not None:
                 self._ahead.start(layer, x, ids, weights, captured=captured)
             yield self._tables_of(layer)
@@ -478,7 +463,7 @@ class PointerExecution(Execution):
                 yield len(keys)
 
     def close(self) -> None:
-        self.admission.close()
+        self._copy.close()
         self.store.close()
 
 

@@ -13,8 +13,8 @@ from one of two buffers, filled by the copy stream one layer ahead, through a ta
   before it copies another layer into b.
 
 The assignment of slots does not change within a step, so the experts copied for a layer ahead are exactly those its
-table lacks; the next step does not rely on the contents of the buffers. Slots are read under the protocol of
-``protocol.py``: for an expert with a slot, a staged table has the same pointer as the step's table.
+table lacks; the next step does not rely on the contents of the buffers. For an expert with a slot, a staged table has
+the same pointer as the step's table.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Staging:
     Args:
         buffers: the bytes and tables.
         layers: number of layers; they run in order.
-        compute, copy: as in ``mover.Mover``.
+        compute, copy: as in ``moves.StepMover``.
     """
 
     def __init__(self, buffers: Buffers, layers: int, compute: Stream, copy: Stream) -> None:

@@ -81,12 +81,10 @@ class Outcome:
     Attributes:
         execution: ``slots`` or ``pointers``.
         prefetch: the prefetcher, with its knobs, or ``off``.
-        admission: with ``pointers``, how missed experts get slots; ``step_bytes``: with ``step``, the most bytes in
-            flight into slots at once.
         hits, misses, cpu: experts that were resident in fast memory, were missing or on their way, or were computed on
             the CPU.
         loads: experts copied into slots: on demand (slots; more than misses when parts of a step evict each other's
-            experts), or ahead of need (pointers; with ``layer``, in the layer that missed).
+            experts), or in the layer that missed them (pointers).
         prefetches: with slots, experts copied into slots ahead of need; ``prefetch_hits`` were used before they were
             evicted, ``prefetch_wasted`` were not, and a layer had to wait for ``prefetch_late``, which count as misses.
             ``prefetch_harmful`` loads are of experts that an unused prefetch had evicted.
@@ -104,8 +102,6 @@ class Outcome:
     slots: int
     share: float
     execution: str = "slots"
-    admission: str | None = None
-    step_bytes: int | None = None
     prefetch: str = "off"
     steps: int = 0
     hits: int = 0

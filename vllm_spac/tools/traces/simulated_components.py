@@ -139,7 +139,7 @@ def check_pointers(policy: str, balancer: str, prefetch: str, costs: Costs) -> N
     if balancer != "none":
         raise ConfigError(f"balancer {balancer} is of execution=slots: pointers read each expert where it lies")
     if prefetch != "off":
-        raise ConfigError(f"prefetch {prefetch} is of execution=slots: pointers move experts by admission")
+        raise ConfigError(f"prefetch {prefetch} is of execution=slots: pointers give them slots in their layer")
     if costs.provenance.store == "disk":
         raise ConfigError(
             f"the profile {costs.name} is of loads from a disk, and pointers read host memory; run vllm-spac profile "

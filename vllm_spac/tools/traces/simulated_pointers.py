@@ -1,10 +1,15 @@
-"""Simulates ``execution=pointers`` with ``admission=layer``, using the serving code's offers and the kernel's twin.
+"""Simulates ``execution=pointers``, using the serving code's offers and the kernel's twin.
 
-Assumptions in addition to those of ``pointers_by_step``, each where nothing was measured:
+Assumptions, each where nothing was measured:
 
-- A layer first copies the experts it admits, each once over the bus, and then runs as one launch, as in that module.
+- A layer first copies the experts it admits, each once over the bus, and then runs as one launch. Its blocks overlap,
+  so it takes as long as the slower of two: the experts in slots, read from fast memory one after the other, or the
+  others, each of which crosses the bus once. The bus hides the arithmetic of these.
 - The kernels that decide and copy are launched in every layer and take ``LAUNCHES`` seconds in addition to the bytes.
 - Nothing else uses the bus.
+- The report of a step is known when the next one begins, as without async scheduling; with it, it is a step later.
+- Long prompts are no exception: an expert crosses the bus once, as with staging. Steps with only prompts do not count
+  towards the time per token; steps that mix prompts with other rows do.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from vllm_spac.tools.traces.replayed import Outcome, Part, Replay
 LAUNCHES = 5e-6  # seconds per layer: one program that decides, and a grid that finds nothing to copy
 
 
-class AdmittedReplay(Replay[list[Part]]):
+class PointersReplay(Replay[list[Part]]):
     """Replays a trace over a table of pointers whose layers admit the experts that they miss.
 
     Args:

@@ -5,16 +5,11 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 
-from vllm_spac import components
 from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.decisions.costs import Costs
-from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.errors import ConfigError
-from vllm_spac.execution import admission as admissions
-from vllm_spac.execution.moves import STEP_BYTES
 from vllm_spac.recording.trace_file import Trace
-from vllm_spac.tools.traces.pointers_by_step import PointersReplay
-from vllm_spac.tools.traces.replayed import Outcome, Part, Replay, filling, parts, rows_of_records, uses
+from vllm_spac.tools.traces.replayed import Outcome, filling, parts, rows_of_records, uses
 from vllm_spac.tools.traces.simulated_components import build_balancer, build_policy, build_prefetch, check_pointers
 from vllm_spac.tools.traces.simulated_slots import OVERLAPS, SlotsReplay
 
@@ -31,8 +26,6 @@ def simulate(
     balancer: str = "none",
     prefetch: str = "off",
     overlap: str = "none",
-    admission: str = admissions.DEFAULT,
-    step_bytes: int = STEP_BYTES,
     fill: bool = True,
     expert_bytes: int | None = None,
     host_bytes: int = 0,
@@ -42,7 +35,7 @@ def simulate(
     """Replays ``trace`` with ``slots`` experts in fast memory.
 
     Args:
-        execution: one of ``EXECUTIONS``; the assumptions for pointers are in ``pointers_by_step``.
+        execution: one of ``EXECUTIONS``; the assumptions for pointers are in ``simulated_pointers``.
         policy, balancer: names of components, optionally with arguments: ``utility@upper=1@variant=literal``. A policy
             that needs a calibration takes ``@calibration=FILE``, or ``@trace=FILE`` of another run.
         prefetch: with slots, ``off`` or the name of a predictor, optionally with its arguments and with ``threshold``,
@@ -50,10 +43,6 @@ def simulate(
             ``extra`` reads ahead are not limited. There are as many I/O threads as ``costs.load_at_once`` says, without
             the forward thread.
         overlap: one of ``OVERLAPS``; with pointers all loads overlap with hits.
-        admission: with pointers, how missed experts get slots, a name of ``admissions``; the assumptions for ``layer``
-            are in ``pointers_by_layer``.
-        step_bytes: with admission ``step``, the most bytes in flight into slots at once, but at least one expert; 0:
-            none moves.
         fill: slots are filled at the start with an equal share of each layer, as serving does; else they are empty.
         expert_bytes: overrides the size in the trace.
         host_bytes: with slots, host memory between the slots and the store, whose loads cost ``costs.host``.
@@ -76,8 +65,9 @@ def simulate(
     if execution == "pointers":
         check_pointers(policy, balancer, prefetch, costs)
         chosen = build_policy(policy, trace, slots)
-        outcome.admission, outcome.step_bytes = admission, step_bytes if admission == "step" else None
-        replay = _pointers(trace, costs, nbytes, outcome, chosen)
+        from vllm_spac.tools.traces.simulated_pointers import PointersReplay  # torch, which takes a second
+
+        replay = PointersReplay(trace, costs, nbytes, outcome, chosen)
         replay.fill(filling(trace, slots, chosen.first()) if fill else [])
         return replay.run(parts(trace, facts.total))
     if execution != "slots":
@@ -113,17 +103,3 @@ def _check(trace: Trace, slots: int, nbytes: int) -> None:
         raise ConfigError(f"{slots} slots: use from {facts.top_k} (one token's experts) to {facts.total} (all)")
     if nbytes <= 0:
         raise ConfigError("the trace does not say how large an expert is; give --expert-bytes")
-
-
-def _pointers(trace: Trace, costs: Costs, nbytes: int, outcome: Outcome, policy: Policy) -> Replay[list[Part]]:
-    if outcome.admission == "layer":
-        from vllm_spac.tools.traces.simulated_pointers import AdmittedReplay  # torch, which takes a second
-
-        return AdmittedReplay(trace, costs, nbytes, outcome, policy)
-    if outcome.admission != "step":
-        known = " or ".join(components.names("admissions"))
-        raise ConfigError(f"no admission is called {outcome.admission!r}; use {known}")
-    assert outcome.step_bytes is not None, "given to admission step"
-    if outcome.step_bytes < 0:
-        raise ConfigError(f"{outcome.step_bytes} bytes per step: use 0 (nothing moves) or more")
-    return PointersReplay(trace, costs, nbytes, outcome, policy)
