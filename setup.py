@@ -71,9 +71,8 @@ setup(
     extras_require={
         "kt": ["kt-kernel"],
         "ray": ["ray"],
-        "io-uring": ["liburing"],
         "peers": ["gguf", "xllamacpp"],
-        "test": ["hypothesis", "liburing", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ray", "ruff"],
+        "test": ["hypothesis", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ray", "ruff"],
     },
     entry_points={
         "console_scripts": ["vllm-spac = vllm_spac.cli.main:app"],

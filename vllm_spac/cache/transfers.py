@@ -16,9 +16,8 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,12 +26,10 @@ from torch import Tensor, uint8
 
 from vllm_spac.cache.host_tier import HostMove, HostTier
 from vllm_spac.cache.link import Moved, reads_ahead
-from vllm_spac.errors import ConfigError, StoreError
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.timeline_recorder import Kind, Timeline, now
 from vllm_spac.storage.base import ExpertStore, Slot, Slots, rows_of
 from vllm_spac.system.host_memory import HostBlock
-from vllm_spac.system.io_uring import Ring
 from vllm_spac.system.machine import unbind
 from vllm_spac.system.threads import finish, given_up, outcome
 
@@ -111,28 +108,6 @@ class Mover:
         if move.row is not None and move.saved is None:
             self._save(slot, move)
         return Moved(self._path, nbytes)
-
-    def batches(self) -> bool:
-        """Whether ``perform_all`` can perform moves: without host memory, from a store that reads several at once."""
-        return self._rows is None and self._store.batches(self._slots[0])
-
-    def perform_all(
-        self, moves: Sequence[HostMove], ring: Ring
-    ) -> Generator[tuple[int, Moved | StoreError], None, None]:
-        """Fills the slots of ``moves``; yields the key of each as it ends, and what ``perform`` returns or raises.
-
-        Nothing writes to their slots any more once the iterator has ended or is closed.
-        """
-        timeline, start = self.timeline, now() if self.timeline is not None else 0
-        with closing(self._store.read_all([(move.key, self._slots[move.slot]) for move in moves], ring)) as reads:
-            for number, result in reads:
-                key = moves[number].key
-                if isinstance(result, StoreError):
-                    yield key, result
-                    continue
-                if timeline is not None:
-                    timeline.add(Kind.LOAD, start, self._first + key, result)
-                yield key, Moved(self._path, result)
 
     def ended(self, move: HostMove, result: object) -> None:
         """Completes ``move``; ``result``: what ``perform`` returned, or the exception that it raised."""
@@ -346,10 +321,6 @@ class Transfers:
         path: the name of the store in ``Counters.bytes``.
         background: maximum number of prefetch reads in flight; half of ``threads`` unless given.
         rows: host memory between the slots and the store, if any.
-        ring: reads the loads on demand of a layer together, in the calling thread; owned. None: threads do.
-
-    Raises:
-        ConfigError: ``ring`` cannot read from this store into these slots.
     """
 
     def __init__(
@@ -360,16 +331,8 @@ class Transfers:
         path: str,
         background: int | None = None,
         rows: HostRows | None = None,
-        ring: Ring | None = None,
     ) -> None:
         self._mover = Mover(store, slots, path, rows)
-        self._ring = ring
-        if ring is not None and not self._mover.batches():
-            ring.close()
-            raise ConfigError(
-                f"spac: io_submit=io_uring (--spac-io-submit) reads files with direct I/O into slots of whole pages in "
-                f"CPU memory, which is not so for {store.describe()}; use --spac-io-submit threads"
-            )
         self._device = next(iter(slots.values())).device
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io", initializer=unbind)
@@ -396,13 +359,9 @@ class Transfers:
         with self.ahead.paused():
             helpers: list[Future] = []
             try:
-                if self._ring is not None:
-                    with contextlib.closing(self._mover.perform_all(planned, self._ring)) as ended:
-                        results.update(ended)
-                else:
-                    helpers = self._submit(min(self._threads, len(left)), left, results)
-                    self._perform(deque(planned[:1]), results)  # this thread would only wait otherwise
-                    self._perform(left, results)
+                helpers = self._submit(min(self._threads, len(left)), left, results)
+                self._perform(deque(planned[:1]), results)  # this thread would only wait otherwise
+                self._perform(left, results)
             finally:
                 left.clear()  # it was interrupted
                 _settle(helpers)
@@ -447,9 +406,6 @@ class Transfers:
         """Waits for the reads in flight, cancels the others and stops the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.ahead.close()
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
         self._mover.close()
 
     def _submit(self, count: int, left: deque[HostMove], results: dict[int, Moved | BaseException]) -> list[Future]:

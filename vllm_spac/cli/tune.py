@@ -85,7 +85,6 @@ def tune(
     measurer: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure ways to serve a model here, end to end, and keep the fastest if it beats the default."""
-    from vllm_spac.system import io_uring
     from vllm_spac.system.machine import DISK_DIR, gpu_names
     from vllm_spac.tools.evaluation.engine import options_of
     from vllm_spac.tools.planning.planned_model import ServedModel
@@ -117,7 +116,6 @@ def tune(
         budgets=_budgets(quality, served) if lossy else (),
         engine=options,
         departures=departures,
-        io_uring=io_uring.available(),
     )
     folder = (disk_dir or DISK_DIR).expanduser().absolute()
     texts, checksum = _prompts(prompts)

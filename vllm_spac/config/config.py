@@ -31,6 +31,7 @@ REMOVED: dict[str, str] = {
     "budget_mass_of": "use an argument of the share, e.g. --spac-budget 0.98@of=scores",
     "budget_rescue": "use --spac-budget-coverage rescue",
     "budget_votes_alpha": "use an argument of the votes, e.g. --spac-budget-votes path@alpha=0.5",
+    "io_submit": "drop it: threads read missed experts, of which --spac-io-threads says how many",
     "layer_ahead": "drop it: the next layer is always read ahead in forwards with many rows",
     "prefetch_extra": "use an argument of the predictor, e.g. --spac-prefetch linear@extra=0.2",
     "replicas": "use an argument of the executor, e.g. --spac-executor processes@replicas=1",
@@ -132,11 +133,6 @@ class SpacConfig(BaseModel):
     )
     io_threads: Annotated[int, BeforeValidator(types.no_bool)] = Field(
         4, ge=1, le=64, description="Threads that load missed experts."
-    )
-    io_submit: Literal["threads", "io_uring"] = Field(
-        "threads",
-        description="How a layer's missed experts are read from a disk on a CPU machine: by io_threads, or together "
-        "by io_uring (liburing), which is a little faster for experts of about a MB.",
     )
     executor: Annotated[str, types.EXECUTOR] = Field(
         types.LOCAL,

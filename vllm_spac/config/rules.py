@@ -19,11 +19,6 @@ _OF_EXECUTION = {
         "host_memory (--spac-host-memory) holds experts between slots and disk, and execution={execution} "
         "(--spac-execution) reads none from a disk",
     ),
-    "io_submit": (
-        ("threads",),
-        "io_submit (--spac-io-submit) is how missed experts are read from a disk into slots, and execution={execution} "
-        "(--spac-execution) reads none",
-    ),
     "speculate": (
         ("off",),
         "speculate (--spac-speculate) decides before a layer's experts are loaded, and execution={execution} "
@@ -142,7 +137,6 @@ def _check_workers(config: Any) -> None:
     if config.workers is not None:
         check_groups(config, config.workers)
     idle_values: dict[str, str | None] = {"execution": "slots", "cpu_experts": "off", "host_memory": None}
-    idle_values |= {"io_submit": "threads"}
     for name, without in idle_values.items():
         if (value := getattr(config, name)) != without:
             raise _refused(f"{name}={value} ({flag(name)}) is not for {named}", drop(name))
@@ -190,25 +184,6 @@ def _check_host_memory(config: Any) -> None:
                 use(store="disk"),
                 drop("host_memory"),
             )
-
-
-def _check_io_submit(config: Any) -> None:
-    if config.io_submit == "threads":
-        return
-    asked = f"io_submit={config.io_submit} (--spac-io-submit)"
-    if config.host_memory is not None:
-        raise _refused(
-            f"{asked} reads straight into slots, and with host_memory (--spac-host-memory) experts are also copied "
-            "from and to host memory",
-            drop("host_memory"),
-            drop("io_submit"),
-        )
-    if config.store is not None and not components.find("stores", config.store).persistent:
-        raise _refused(
-            f"{asked} reads from a disk, and store={config.store} (--spac-store) is in memory",
-            use(store="disk"),
-            drop("io_submit"),
-        )
 
 
 def _check_calibration(config: Any) -> None:
@@ -288,7 +263,6 @@ _RULES = (
     _check_execution,
     _check_tree,
     _check_host_memory,
-    _check_io_submit,
     _check_calibration,
     _check_prefetch,
     _check_speculate,

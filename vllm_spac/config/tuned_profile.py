@@ -36,7 +36,7 @@ DEFAULT, LRU = "default", "policy=lru"  # names of the baselines
 MAY_SET = frozenset(
     {
         "slots", "store", "host_memory", "policy", "prefetch", "predictor_file", "guard", "tree", "cpu_experts",
-        "io_threads", "io_submit", "execution", "budget", "budget_ranking", "budget_coverage",
+        "io_threads", "execution", "budget", "budget_ranking", "budget_coverage",
     }
 )  # fmt: skip
 

@@ -32,7 +32,6 @@ from vllm_spac.execution.slot_layers import CpuCheck, SlotLayers, filled_experts
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.timeline_recorder import Timeline
 from vllm_spac.storage.base import ExpertStore
-from vllm_spac.system.io_uring import Ring
 
 if TYPE_CHECKING:
     from vllm_spac.cache.transfers import HostRows
@@ -178,13 +177,12 @@ class SlotExecution(Execution):
         exchange: copies routing to the host and slots to the device; needed by kernels that do not take slots.
         host: host memory between the slots and the store, if any; owned.
         local_of: the experts that this process holds, see ``Execution``; on a CPU only.
-        ring: reads missed experts in place of ``io_threads``; owned.
     """
 
     needs_host: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     counts_votes: ClassVar[bool] = True
-    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "io_submit", "prefetch", "speculate"})
+    knobs: ClassVar[frozenset[str]] = frozenset({"cpu_experts", "host_memory", "prefetch", "speculate"})
 
     def __init__(
         self,
@@ -201,7 +199,6 @@ class SlotExecution(Execution):
         exchange: Exchange | None = None,
         host: HostRows | None = None,
         local_of: Tensor | None = None,
-        ring: Ring | None = None,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
         self.shape = shape
@@ -215,7 +212,7 @@ class SlotExecution(Execution):
         self._exchange = exchange
         self._routed = StepRouting(shape, partly=local_of is not None)
         knobs = ahead or PrefetchSettings()
-        self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host, ring)
+        self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
         self.host, self.local_of = host, local_of
         self._loader = ExpertLoader(residency, transfers, self.counters, shape.experts, knobs, balancer, shape.top_k)
         self._layers = SlotLayers(self._loader, shape.experts)
@@ -236,7 +233,6 @@ class SlotExecution(Execution):
             exchange=context.exchange,
             host=context.host,
             local_of=context.local_of,
-            ring=Ring() if config.io_submit == "io_uring" else None,
         )
 
     @property

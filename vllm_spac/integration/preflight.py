@@ -39,7 +39,6 @@ from vllm_spac.storage.checkpoint import quant_config, quantisation
 from vllm_spac.storage.checkpoint.headers import LAYERS, find_folder, first_number, read_checkpoint
 from vllm_spac.system import files
 from vllm_spac.system.host_memory import available_host_bytes, gib
-from vllm_spac.system.io_uring import Ring
 from vllm_spac.system.machine import spinning
 
 if TYPE_CHECKING:
@@ -148,7 +147,6 @@ def check_engine(config: SpacConfig, vllm_config: VllmConfig) -> None:
     _check_files(config, vllm_config)
     warn_of_sampling(config, vllm_config)
     warn_of_spinning(os.environ)
-    check_io_submit(config)
 
 
 def warn_of_sampling(config: SpacConfig, vllm_config: VllmConfig) -> None:
@@ -162,19 +160,6 @@ def warn_of_sampling(config: SpacConfig, vllm_config: VllmConfig) -> None:
             "spac: with drafts, vLLM's CPU build samples wrong tokens at temperature > 0, also without this plugin; "
             "send temperature 0, or use a draft tree (--spac-tree) with EAGLE, or no drafts"
         )
-
-
-def check_io_submit(config: SpacConfig) -> None:
-    """Raises ``ConfigError`` if missed experts cannot be read as ``config`` says."""
-    if config.io_submit == "threads":
-        return
-    if _device_type() != "cpu":
-        raise ConfigError.refused(
-            f"spac: io_submit={config.io_submit} (--spac-io-submit) reads into slots in CPU memory, and this engine "
-            "computes on a GPU",
-            use(io_submit="threads"),
-        )
-    Ring().close()
 
 
 def warn_of_spinning(environment: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,7 +15,6 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.storage.checkpoint.packed_folder import PAGE
 from vllm_spac.system.host_memory import huge_pages
-from vllm_spac.system.io_uring import Ring
 
 
 class ExpertStore(ABC):
@@ -76,22 +75,6 @@ class ExpertStore(ABC):
         Raises:
             StoreError: the expert is missing or differs from what was packed. ``into`` is then undefined.
         """
-
-    def batches(self, into: Mapping[str, Tensor]) -> bool:
-        """Whether ``read_all`` reads experts into slots like ``into``."""
-        return False
-
-    def read_all(
-        self, reads: Sequence[tuple[int, Mapping[str, Tensor]]], ring: Ring
-    ) -> Generator[tuple[int, int | StoreError], None, None]:
-        """Reads several experts at once: pairs of a key and the tensors of its slot, which are distinct.
-
-        Nothing writes to a slot any more once the iterator has ended or is closed. One thread at a time.
-
-        Yields:
-            For each, as it ends, its place in ``reads`` and what ``read`` would return or raise.
-        """
-        raise StoreError(f"spac: experts in {self.describe()} are read one by one")
 
     @property
     def retries(self) -> int:

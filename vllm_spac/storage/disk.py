@@ -4,8 +4,6 @@ Each file is a valid safetensors file whose header is padded to one page, so tha
 O_DIRECT. The header contains the fingerprint, the layer, the expert and the checksum of the data; a read
 returns exactly what was packed, or is tried again, or fails. A file that fails the check each time is moved aside and
 the folder is marked, so that the next start checks all files and repacks the damaged ones from the checkpoint.
-
-Reads of files that are tried again when they fail: disks, networks and transfers fail for a moment.
 """
 
 from __future__ import annotations
@@ -20,9 +18,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -39,7 +36,6 @@ from vllm_spac.storage.checkpoint.packed_folder import FORMAT, HEADER, MARK, PAG
 from vllm_spac.system import files
 from vllm_spac.system.files import FILE, make_folder, replacing
 from vllm_spac.system.host_memory import gib
-from vllm_spac.system.io_uring import ENTRIES, Ring
 from vllm_spac.system.machine import unbind
 
 logger = logging.getLogger("vllm.spac")  # below "vllm", so that vLLM's handlers and levels apply
@@ -82,12 +78,12 @@ class Retries:
         for pause in PAUSES:
             if failure is None or failure.lasts:
                 break
-            self.begin(path, failure.what)
+            self._begin(path, failure.what)
             time.sleep(pause)
             failure = attempt()
         return failure
 
-    def begin(self, path: Path, what: str) -> None:
+    def _begin(self, path: Path, what: str) -> None:
         """Counts another try to read ``path``, after ``what`` happened."""
         with self._lock:
             self.count += 1
@@ -182,16 +178,6 @@ class DiskStore(ExpertStore):
                 slot.fill(name, source)
         return self.shape.expert_bytes
 
-    def batches(self, into: Mapping[str, Tensor]) -> bool:
-        return self.direct and self._readable(Slot.of(into)) is not None
-
-    def read_all(
-        self, reads: Sequence[tuple[int, Mapping[str, Tensor]]], ring: Ring
-    ) -> Generator[tuple[int, int | StoreError], None, None]:
-        for first in range(0, len(reads), ENTRIES):
-            for number, result in self._read_together(reads[first : first + ENTRIES], ring):
-                yield first + number, result
-
     @property
     def retries(self) -> int:
         return self._retries.count
@@ -220,47 +206,6 @@ class DiskStore(ExpertStore):
         how = "direct I/O" if self.direct else "buffered I/O, pages dropped: this file system has no direct I/O"
         how += ", read-only" if self._read_only else ""
         return f"disk ({self.folder}, {gib(self.shape.total * self.file_bytes)}, {how})"
-
-    def _read_together(
-        self, reads: Sequence[tuple[int, Mapping[str, Tensor]]], ring: Ring
-    ) -> Generator[tuple[int, int | StoreError], None, None]:
-        """As ``read_all``, of as many as ``ring`` takes at once. What does not succeed is left to ``read``."""
-        files: dict[int, int] = {}
-        parts: dict[int, list[np.ndarray]] = {}
-        try:
-            for number, ((key, into), (header, rest)) in enumerate(zip(reads, self._edges, strict=False)):
-                if (tensors := self._readable(Slot.of(into))) is not None:
-                    parts[number] = [header, *tensors, rest]
-                    with contextlib.suppress(OSError):  # ``read`` says what is wrong
-                        files[number] = os.open(self.path(key), os.O_RDONLY | os.O_DIRECT)
-            ring.submit([(number, file, parts[number]) for number, file in files.items()])
-            for number in set(range(len(reads))) - files.keys():
-                yield number, self._outcome(*reads[number])
-            left = len(files)
-            while left:
-                for number, size in ring.completed():
-                    left -= 1
-                    (key, into), (header, *tensors, _) = reads[number], parts[number]
-                    intact = size == self.file_bytes and self._matches(key, header, tensors)
-                    if not intact:
-                        self._retries.begin(self.path(key), f"{self.path(key)} could not be read by io_uring")
-                    yield number, self.shape.expert_bytes if intact else self._outcome(key, into)
-        finally:
-            ring.drain()
-            for file in files.values():
-                os.close(file)
-
-    def _outcome(self, key: int, into: Mapping[str, Tensor]) -> int | StoreError:
-        try:
-            return self.read(key, into)
-        except StoreError as error:
-            return error
-
-    @cached_property
-    def _edges(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each read of a batch, memory for its header, and a page that a file which is too long reaches."""
-        pages = np.frombuffer(mmap.mmap(-1, ENTRIES * (HEADER + PAGE)), np.uint8).reshape(ENTRIES, -1)
-        return [(page[:HEADER], page[HEADER:]) for page in pages]
 
     def _matches(self, key: int, header: np.ndarray, tensors: Sequence[np.ndarray]) -> bool:
         """Whether header and tensors, as bytes, are those that were packed for ``key``."""

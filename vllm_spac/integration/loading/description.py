@@ -40,13 +40,12 @@ def _described(host: HostRows | None) -> str:
 
 
 def choices(config: SpacConfig, execution: Execution, prefetch: str) -> str:
-    """Execution, policy, ``prefetch``, as it is or was chosen, reads and tuned profile, for the start-up line."""
+    """Execution, policy, ``prefetch``, as it is or was chosen, and tuned profile, for the start-up line."""
     details = execution.describe()
     ahead = "" if config.prefetch == "off" or execution.holds_all else f", prefetch={prefetch}"
-    reads = "" if config.io_submit == "threads" or execution.holds_all else f", io_submit={config.io_submit}"
     tuned = "" if config.tuned in ("off", "auto") else f", tuned={config.tuned}"
     shown = f" ({details})" if details else ""
-    return f"execution={config.execution_name}{shown}, policy={config.policy}{ahead}{reads}{tuned}"
+    return f"execution={config.execution_name}{shown}, policy={config.policy}{ahead}{tuned}"
 
 
 def stats(runtime: Runtime, budget: BudgetControl, config: SpacConfig, store: str, guard: Guard | None) -> dict:

@@ -53,7 +53,6 @@ class Allowed:
         budgets: that may be measured, with drafts; those of ``vllm-spac quality``.
         engine: further arguments of the engine, which are the same for all candidates.
         departures: from vLLM's tokens that the user agrees to.
-        io_uring: whether a ``Ring`` can be made here.
     """
 
     slots: str | None = None
@@ -66,7 +65,6 @@ class Allowed:
     budgets: tuple[Budget, ...] = ()
     engine: Mapping[str, Any] = field(default_factory=dict)
     departures: frozenset[Departure] = frozenset()
-    io_uring: bool = False
 
 
 def candidates(model: ServedModel, machine: PlannedMachine, allowed: Allowed) -> list[Candidate]:
@@ -199,8 +197,6 @@ def _placed(
         yield what, "slots", {"slots": f"{percent:g}%"}, None, ""
     for count in _THREADS:
         yield f"io_threads={count}", "threads", {"io_threads": count}, None, ""
-    if allowed.io_uring and not machine.gpu:
-        yield "io_submit=io_uring", "threads", {"io_submit": "io_uring"}, None, ""
 
 
 def trees(machine: PlannedMachine, allowed: Allowed) -> list[int]:
