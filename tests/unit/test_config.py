@@ -380,14 +380,6 @@ def test_text_of_a_flag_is_refused(name: str, text: str) -> None:
         check_knob(name, text)
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_knob_that_was_removed_is_refused_with_what_replaces_it(name: str) -> None:
-    assert name not in SpacConfig.model_fields
-    with pytest.raises(ConfigError, match=f"there is no knob {name} .{flag(name)}. any more; ") as caught:
-        SpacConfig.parse({name: 1})
-    assert str(caught.value).endswith(REMOVED[name])
-
-
 @pytest.mark.parametrize("text", ["8", "25%", "auto"])
 def test_what_a_flag_accepts_the_configuration_accepts(text: str) -> None:
     """``fold`` puts the text of a flag into the configuration as it stands."""
