@@ -1,7 +1,8 @@
-"""Experts divided among the workers of a group: each once, where it has a slot, and as fast as any division."""
+"""Experts divided among the workers of a group: each once, where it has a slot, and no worker alone is faster."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates
+from vllm_spac.methods.od_moe.division import ExpertDivider, ProcessorRates, greedy
 
 LAYERS, EXPERTS, WORKERS = 3, 6, 3
 RATES = ProcessorRates(expert=1.0, row=0.1, load=5.0, message=0.0)
@@ -35,7 +36,9 @@ def has(*experts: int, layer: int = 0) -> np.ndarray:
 
 
 @given(data=st.data(), each=st.lists(rates, min_size=WORKERS, max_size=WORKERS), seed=st.integers(0, 1000))
-def test_each_expert_once_and_no_division_is_faster(data: st.DataObject, each: list[ProcessorRates], seed: int) -> None:
+def test_each_expert_once_and_no_worker_alone_is_faster(
+    data: st.DataObject, each: list[ProcessorRates], seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     found = ExpertDivider(LAYERS, EXPERTS, [range(LAYERS)] * WORKERS)
     there = rng.random((WORKERS, LAYERS, EXPERTS)) < 0.4
@@ -60,11 +63,45 @@ def test_each_expert_once_and_no_division_is_faster(data: st.DataObject, each: l
     def last(division: dict[int, list[int]]) -> float:
         return max(ends(worker, mine) for worker, mine in division.items())
 
-    least = min(
-        last({worker: [e for e, w in zip(active.tolist(), owners, strict=True) if w == worker] for worker in workers})
-        for owners in product(workers, repeat=len(active))
-    )
-    assert last(where(parts)) <= least * (1 + 1e-6)
+    assert last(where(parts)) <= min(ends(worker, active.tolist()) for worker in workers) * (1 + 1e-12)
+
+
+costs = st.lists(st.lists(st.integers(0, 5), min_size=4, max_size=4), min_size=3, max_size=3)
+
+
+def finish(compute: np.ndarray, load: np.ndarray, wire: np.ndarray, where: Sequence[int]) -> float:
+    """When the last worker has finished."""
+    ends, link = [], sum(wire[w] for w in set(where))
+    for w in set(where):
+        mine = [e for e, here in enumerate(where) if here == w]
+        held = sum(compute[w, e] for e in mine if not load[w, e])
+        waits = max(sum(load[w, e] for e in mine), held)
+        ends.append((link if wire[w] else 0) + waits + sum(compute[w, e] for e in mine if load[w, e]))
+    return max(ends)
+
+
+@given(costs, costs, st.lists(st.sampled_from([0, 1, 3]), min_size=3, max_size=3))
+def test_greedy_of_any_costs(compute: list, load: list, wire: list) -> None:
+    given = np.array(compute, dtype=float), np.array(load, dtype=float), np.array(wire, dtype=float)
+    kept = [array.copy() for array in given]
+    found = greedy(*given)
+    assert found == greedy(*kept) and all((a == b).all() for a, b in zip(given, kept, strict=True))
+    assert finish(*given, found) <= min(finish(*given, [w] * 4) for w in range(3))
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=4), st.integers(1, 5))
+def test_greedy_is_the_fastest_for_experts_that_are_alike(each: list[int], experts: int) -> None:
+    compute = np.repeat(np.array(each, dtype=float)[:, None], experts, axis=1)
+    given = compute, np.zeros_like(compute), np.zeros(len(each))
+    fastest = min(finish(*given, where) for where in product(range(len(each)), repeat=experts))
+    assert finish(*given, greedy(*given)) == fastest
+
+
+def test_one_worker_where_the_greedy_list_is_slower() -> None:
+    """Workers share the link: two halve the computing, and each waits for the other's rows."""
+    compute, zeros = np.ones((2, 4)), np.zeros((2, 4))
+    assert len(set(greedy(compute, zeros, np.full(2, 1.0)))) == 2
+    assert len(set(greedy(compute, zeros, np.full(2, 2.0)))) == 1
 
 
 @given(count=st.integers(1, EXPERTS), workers=st.integers(1, WORKERS))

@@ -90,29 +90,6 @@ def test_simulated_workers(tmp_path: Path) -> None:
                                                 "--latency", 1, "--bandwidth", 1, code=1)  # fmt: skip
 
 
-def test_simulated_divisions(tmp_path: Path) -> None:
-    """Fewer milliseconds with more processors; what has no effect is refused."""
-    trace = tmp_path / "run.trace"
-    synthetic_trace(layers=4, experts=16, top_k=2, steps=30, expert_bytes=1 << 20).save(trace)
-    given = (trace, "--profile", "rtx4090", "--latency", 1e-4, "--bandwidth", 1e9, "--workers", 2, "--slots", "25%")
-    alone, all_three = (run("simulate", *given, "--divide", among) for among in ("workers", "workers, cpu,engine"))
-    assert "divided among engine, cpu, workers" in all_three and "known in 100.0% of layers" in all_three
-    assert "no engine divides layers with workers and has slots" in all_three and "no engine" not in alone
-    [slow], [fast] = (re.findall(r"%\W+(\d+\.\d+)\W+\d+\.\d", text) for text in (alone, all_three))
-    assert float(fast) < float(slow)
-    for options, problem in (
-        (("--divide", "engine,cpu"), "--divide engine,cpu: use workers and any of"),
-        (("--divide", "gpu,workers"), "use workers and any of"),
-        (("--divide", ""), "use workers and any of"),
-        (("--workers-per-layer", 1), "--workers-per-layer has no effect without --divide"),
-        (("--engine-slots", "50%"), "add --divide engine,workers"),
-        (("--engine-slots", "50%", "--divide", "cpu,workers"), "add --divide engine,workers"),
-        (("--engine-slots", "5%,50%", "--divide", "engine,workers"), "use one value"),
-        (("--workers-per-layer", 4, "--divide", "workers"), "2 workers do not form such groups; use --workers 4"),
-    ):
-        assert problem in run("simulate", *given, *options, code=1)
-
-
 def test_stop_ends_no_other_program_and_keeps_other_machines(tmp_path: Path) -> None:
     file = write(tmp_path / "cluster.json", place(os.getpid()), place(7, "elsewhere"))
     assert "0 workers stopped, 1 had ended" in run("stop", "--file", file)

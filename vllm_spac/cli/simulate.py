@@ -60,9 +60,7 @@ def simulate(
     sweep: Annotated[
         list[str] | None, typer.Option(help="KNOB=VALUE,VALUE,…: run each policy that has this knob with each value.")
     ] = None,
-    balancer: Annotated[
-        str, typer.Option(help="Selects experts for the CPU: none, threshold, waterfill or makespan.")
-    ] = "none",
+    balancer: Annotated[str, typer.Option(help="Selects experts for the CPU: none, threshold or waterfill.")] = "none",
     prefetch: Annotated[
         str,
         typer.Option(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from vllm_spac.decisions.balancers._admitting import Admitting, least_likely_first
-from vllm_spac.decisions.balancers.base import LayerState, Plan, split
+from vllm_spac.decisions.balancers.base import Balancer, LayerState, Plan, split
 
 
 def solve(
@@ -50,19 +50,28 @@ def solve(
     return sorted(experts[best:].tolist()), sorted(experts[:best].tolist())
 
 
-class Waterfill(Admitting):
+class Waterfill(Balancer):
     """Splits misses between streaming and CPU by finishing time, so that PCIe and CPU bandwidth add up.
 
     MoE-SpAc balances two processors, CPU and GPU. Here streaming is the third; without it the two-way rule remains.
     Of experts with equally many rows those run on the CPU that are least likely to be selected again, since a streamed
     one stays resident.
+
+    Args:
+        admit: whether experts that ran on the CPU get slots afterwards, see ``Balancer.admits``. Without it, slots go
+            stale where the CPU computes most misses.
     """
+
+    def __init__(self, *, admit: bool = True, **shape: Any) -> None:
+        super().__init__(**shape)
+        self.admits = admit
 
     def plan(self, state: LayerState) -> Plan:
         hit, missing = split(state)
         rates = self.rates
         assert rates is not None, "it weighs costs"
-        missing = least_likely_first(state, missing)
+        if len(state.likely):
+            missing = missing[np.argsort(state.likely[missing], kind="stable")]  # ties as given
         streamed, cpu = solve(
             missing.tolist(), state.rows[missing], t_stream=rates.stream, t_cpu=rates.cpu, t_row=rates.cpu_row
         )
