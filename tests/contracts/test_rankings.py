@@ -5,7 +5,6 @@ A new ranking is tested without a change here.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
 import pytest
@@ -17,19 +16,17 @@ from vllm_spac.kernels.reference.shortlist import mass_count
 
 from vllm_spac import components
 from vllm_spac.errors import ConfigError
-from vllm_spac.methods.moe_spec import (
-    coactivation_ranking,
-    oracle_ranking,
-    rankings,
-    resident_ranking,
-    router_ranking,
-    selected_ranking,
-    static_ranking,
-)
+from vllm_spac.methods.moe_spec import rankings
 from vllm_spac.methods.moe_spec.calibration import Calibration, CalibrationRecorder
+from vllm_spac.methods.moe_spec.coactivation_ranking import Coactivation, natural, similarity
+from vllm_spac.methods.moe_spec.oracle_ranking import OracleRanking
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, least_residual, router_mass
 from vllm_spac.methods.moe_spec.replay import members
+from vllm_spac.methods.moe_spec.resident_ranking import Resident
+from vllm_spac.methods.moe_spec.router_ranking import Router
+from vllm_spac.methods.moe_spec.selected_ranking import Selected
 from vllm_spac.methods.moe_spec.settings import check_mass, validate
+from vllm_spac.methods.moe_spec.static_ranking import Static
 from vllm_spac.methods.moe_spec.votes import vote
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -69,7 +66,7 @@ def step(seed: int, rows: int = 5, voting: int = 3) -> tuple[Tensor, Tensor, Lay
     outputs = torch.randn(rows, EXPERTS, WIDTH, generator=generator)
     fast = torch.rand(EXPERTS, generator=generator) < 0.5
     ids = probs.topk(TOP_K).indices
-    context = LayerContext(1, fast, coactivation_ranking.natural(probs, TOP_K), outputs, ids)
+    context = LayerContext(1, fast, natural(probs, TOP_K), outputs, ids)
     return probs, (torch.arange(rows) < voting).double(), context
 
 
@@ -229,28 +226,9 @@ def test_ties_go_by_the_lowest_id_and_nothing_is_changed(name: str) -> None:
         assert budget.rank(probs, votes, 300, context).tolist() == list(range(300))
 
 
-@pytest.mark.parametrize("name", components.names("rankings"))
-def test_the_module_has_a_function_of_the_same_meaning(name: str) -> None:
-    module = importlib.import_module(components.modules("rankings")[name])
-    assert list(inspect.signature(module.rank).parameters)[:3] == ["probs", "votes", "budget"]
-    probs, votes, context = step(7)
-    extra = {
-        "counts": CALIBRATED.counts[1],
-        "alike": coactivation_ranking.similarity(CALIBRATED.pairs[1], CALIBRATED.tokens),
-        "mixing": context.mixing,
-        "outputs": context.outputs,
-        "resident": context.resident,
-        "ids": context.ids,
-    }
-    given = {key: value for key, value in extra.items() if key in inspect.signature(module.rank).parameters}
-    assert torch.equal(module.rank(probs, votes, 5, **given), built(name).rank(probs, votes, 5, context))
-
-
 @every_budget
 def test_nobody_votes(name: str) -> None:
     probs, votes, context = step(0)
-    if name == "static":
-        pytest.skip("asks nobody")
     with pytest.raises(AssertionError, match="no row votes"):
         built(name).rank(probs, torch.zeros_like(votes), 3, context)
 
@@ -282,27 +260,28 @@ def test_which_are_offline_and_which_are_calibrated() -> None:
 
 def test_router_by_hand() -> None:
     probs = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.0, 0.0, 1.0]])
-    assert router_ranking.rank(probs, torch.tensor([True, True, False]), 3).tolist() == [1, 0, 2]
-    assert router_ranking.rank(probs, torch.tensor([True, True, True]), 1).tolist() == [2]
+    assert Router().rank(probs, torch.tensor([True, True, False]), 3).tolist() == [1, 0, 2]
+    assert Router().rank(probs, torch.tensor([True, True, True]), 1).tolist() == [2]
 
 
 def test_selected_by_hand() -> None:
     """Expert 2 has most of all scores, and nobody selects it; 3 and 4 are nobody's either."""
     probs = torch.tensor([[0.4, 0.1, 0.3, 0.2, 0.0], [0.05, 0.4, 0.3, 0.15, 0.1], [0.4, 0.1, 0.3, 0.2, 0.0]])
     ids, ones = torch.tensor([[0], [1], [0]]), torch.ones(3, dtype=torch.float64)
-    assert selected_ranking.rank(probs, ones, 5, ids).tolist() == [0, 1, 2, 3, 4]
-    assert selected_ranking.rank(probs, None, 2, ids).tolist() == [0, 1]
-    assert selected_ranking.rank(probs, torch.tensor([0.25, 1, 0.25]).double(), 5, ids).tolist() == [1, 0, 2, 3, 4]
-    assert router_ranking.rank(probs, ones, 5).tolist() == [2, 0, 1, 3, 4]
+    context, few = LayerContext(ids=ids), torch.tensor([0.25, 1, 0.25]).double()
+    assert Selected().rank(probs, ones, 5, context).tolist() == [0, 1, 2, 3, 4]
+    assert Selected().rank(probs, None, 2, context).tolist() == [0, 1]
+    assert Selected().rank(probs, few, 5, context).tolist() == [1, 0, 2, 3, 4]
+    assert Router().rank(probs, ones, 5).tolist() == [2, 0, 1, 3, 4]
 
 
 def test_selected_by_as_much_are_ranked_by_all_scores() -> None:
     probs = torch.tensor([[0.4, 0.4, 0.2, 0.0], [0.1, 0.3, 0.0, 0.6]])
-    assert selected_ranking.rank(probs, None, 4, torch.tensor([[0, 1], [3, 2]])).tolist() == [3, 1, 0, 2]
+    assert Selected().rank(probs, None, 4, LayerContext(ids=torch.tensor([[0, 1], [3, 2]]))).tolist() == [3, 1, 0, 2]
 
 
 def test_static_takes_the_counts_of_its_layer() -> None:
-    budget = static_ranking.Static(counts=torch.tensor([[5, 1, 3], [0, 9, 9]]))
+    budget = Static(counts=torch.tensor([[5, 1, 3], [0, 9, 9]]))
     probs, votes = torch.eye(3), torch.ones(3, dtype=torch.bool)
     assert budget.rank(probs, votes, 3).tolist() == [0, 2, 1]
     assert budget.rank(probs, votes, 3, LayerContext(layer=1)).tolist() == [1, 2, 0]
@@ -312,16 +291,15 @@ def test_static_takes_the_counts_of_its_layer() -> None:
 def test_resident_lifts_what_is_in_fast_memory(bonus: float, order: list[int]) -> None:
     """Mean mass 0.25, so the last has 0.1 + 0.25 * bonus."""
     probs, fast = torch.tensor([[0.45, 0.25, 0.2, 0.1]]), torch.tensor([False, False, False, True])
-    assert resident_ranking.rank(probs, torch.tensor([True]), 4, fast, bonus).tolist() == order
-    assert (
-        resident_ranking.rank(torch.cat((probs, probs)), torch.tensor([True, True]), 4, fast, bonus).tolist() == order
-    )
+    ranking, context = Resident(bonus=bonus), LayerContext(resident=fast)
+    assert ranking.rank(probs, torch.tensor([True]), 4, context).tolist() == order
+    assert ranking.rank(torch.cat((probs, probs)), torch.tensor([True, True]), 4, context).tolist() == order
 
 
 @pytest.mark.parametrize("bonus", [-1.0, float("nan")])
 def test_resident_refuses_a_wrong_bonus(bonus: float) -> None:
     with pytest.raises(ConfigError, match="use 0 or more"):
-        resident_ranking.Resident(bonus=bonus)
+        Resident(bonus=bonus)
 
 
 @settings(max_examples=40, **BUSY)
@@ -338,7 +316,7 @@ def test_oracle_is_greedy_by_the_definition(seed: int) -> None:
             i: float((whole - parts[:, [*chosen, i]].sum(1)).square().sum()) for i in range(EXPERTS) if i not in chosen
         }
         chosen.append(min(errors, key=lambda i: (round(errors[i], 8), -mass[i])))
-    found = oracle_ranking.rank(probs, votes, EXPERTS, context.outputs, context.mixing)
+    found = OracleRanking().rank(probs, votes, EXPERTS, context)
     assert found.tolist() == chosen
 
 
@@ -347,15 +325,15 @@ def test_coactivation_skips_the_partner_of_one_it_has() -> None:
     mixing = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.6, 0.0], [0.0, 0.0, 0.0, 0.1]])
     votes, alike = torch.ones(3, dtype=torch.bool), torch.eye(4)
     alike[0, 1] = alike[1, 0] = 1.0
-    assert coactivation_ranking.rank(mixing, votes, 4, torch.eye(4)).tolist() == [2, 0, 1, 3]
-    assert coactivation_ranking.rank(mixing, votes, 4, alike).tolist() == [0, 2, 1, 3]
+    for similar, order in ((torch.eye(4), [2, 0, 1, 3]), (alike, [0, 2, 1, 3])):
+        assert Coactivation(alike=similar[None], top_k=4).rank(mixing, votes, 4).tolist() == order
 
 
 @settings(max_examples=40, **BUSY)
 @given(seed=seeds)
 def test_coactivation_is_greedy_by_its_formula(seed: int) -> None:
     probs, votes, context = step(seed)
-    rho = coactivation_ranking.similarity(CALIBRATED.pairs[1], CALIBRATED.tokens).tolist()
+    rho = similarity(CALIBRATED.pairs[1], CALIBRATED.tokens).tolist()
     rows = context.mixing[:3].double().tolist()
 
     def loss(kept: list[int]) -> float:
@@ -365,27 +343,28 @@ def test_coactivation_is_greedy_by_its_formula(seed: int) -> None:
     chosen: list[int] = []
     while len(chosen) < EXPERTS and loss(chosen) > 1e-12:
         chosen.append(min((i for i in range(EXPERTS) if i not in chosen), key=lambda i: loss([*chosen, i])))
-    found = coactivation_ranking.rank(probs, votes, EXPERTS, torch.tensor(rho), context.mixing, prior=0.0)
+    ranking = Coactivation(alike=torch.tensor(rho).expand(LAYERS, -1, -1), top_k=TOP_K, prior=0.0)
+    found = ranking.rank(probs, votes, EXPERTS, context)
     assert found.tolist()[: len(chosen)] == chosen
 
 
 def test_coactivation_ranks_those_that_nobody_selected_by_the_router() -> None:
     probs = torch.tensor([[0.5, 0.1, 0.0, 0.15, 0.25]])
-    budget = coactivation_ranking.Coactivation(alike=torch.eye(5)[None], top_k=1)
+    budget = Coactivation(alike=torch.eye(5)[None], top_k=1)
     assert budget.rank(probs, torch.tensor([True]), 5).tolist() == [0, 4, 3, 1, 2]
 
 
 def test_coactivation_takes_the_similarity_of_its_layer() -> None:
     alike = torch.eye(4).repeat(2, 1, 1)
     alike[1, 0, 1] = alike[1, 1, 0] = 1.0
-    budget = coactivation_ranking.Coactivation(alike=alike, top_k=2)
+    budget = Coactivation(alike=alike, top_k=2)
     probs, votes = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.6, 0.0]]), torch.ones(2, dtype=torch.bool)
     assert [budget.rank(probs, votes, 1, LayerContext(layer)).tolist() for layer in (0, 1)] == [[2], [0]]
 
 
 def test_similarity_is_the_squared_correlation_of_selections() -> None:
     chosen = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 1, 0], [0, 1, 1, 0]])
-    found = coactivation_ranking.similarity(chosen.T @ chosen, 5)
+    found = similarity(chosen.T @ chosen, 5)
     expected = torch.corrcoef(chosen[:, :3].T.double()).clamp(min=0).square()
     torch.testing.assert_close(found[:3, :3], expected)
     assert found[3].tolist() == [0, 0, 0, 1], "never selected: like nobody"
@@ -394,7 +373,7 @@ def test_similarity_is_the_squared_correlation_of_selections() -> None:
 def test_similarity_does_not_overflow() -> None:
     """10^10 tokens: products of int64 counts must not be taken in int64."""
     pairs = torch.tensor([[5, 4], [4, 5]]) * 10**9
-    assert coactivation_ranking.similarity(pairs, 10**10)[0, 1] == pytest.approx(0.36)
+    assert similarity(pairs, 10**10)[0, 1] == pytest.approx(0.36)
 
 
 @settings(max_examples=60, **BUSY)
@@ -461,7 +440,7 @@ def mass_cut(order: Tensor, held: Tensor, mass: float, least: int = 1) -> int:
 @given(seed=seeds, mass=st.floats(0.01, 0.999))
 def test_mass_cut_is_the_smallest_prefix(seed: int, mass: float) -> None:
     probs, votes, _ = step(seed)
-    held, order = router_mass(probs, votes), router_ranking.rank(probs, votes, EXPERTS)
+    held, order = router_mass(probs, votes), Router().rank(probs, votes, EXPERTS)
     count = mass_cut(order, held, mass)
     assert held[order[:count]].sum() >= mass * held.sum() * (1 - 1e-12)
     assert held[order[: count - 1]].sum() < mass * held.sum() * (1 + 1e-12)

@@ -60,25 +60,13 @@ class Coactivation(Ranking):
 
     def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
         context = context or LayerContext()
-        mixing = natural(probs, self.top_k) if context.mixing is None else context.mixing
-        return rank(probs, votes, budget, self.alike[context.layer], mixing, self.prior)
-
-
-def rank(
-    probs: Tensor, votes: Tensor | None, budget: int, alike: Tensor, mixing: Tensor | None = None, prior: float = 0.01
-) -> Tensor:
-    """float [rows, N], float64 [rows], float [N, N], float [rows, N] -> int64 [budget]; see ``Ranking.rank``.
-
-    Without ``mixing`` the scores of all experts take its place.
-    """
-    mass = router_mass(probs, votes)
-    assert alike.shape == (len(mass), len(mass)), "a similarity for each pair of experts"
-    weights = (probs if mixing is None else mixing).to(torch.float64)
-    counted = weights
-    if votes is not None:
-        weights, counted = weights.masked_fill(votes[:, None] == 0, 0), weighted(weights, votes)
-    gram = alike * (counted.T @ weights)
-    return least_residual(gram, budget, prior=prior * mass * gram.diagonal().sum() / mass.sum())
+        mass = router_mass(probs, votes)
+        weights = (natural(probs, self.top_k) if context.mixing is None else context.mixing).to(torch.float64)
+        counted = weights
+        if votes is not None:
+            weights, counted = weights.masked_fill(votes[:, None] == 0, 0), weighted(weights, votes)
+        gram = self.alike[context.layer] * (counted.T @ weights)
+        return least_residual(gram, budget, prior=self.prior * mass * gram.diagonal().sum() / mass.sum())
 
 
 def similarity(pairs: Tensor, tokens: int) -> Tensor:

@@ -29,18 +29,13 @@ class OracleRanking(Ranking):
         assert context is not None and context.outputs is not None and context.mixing is not None, (
             "the ranking oracle needs context.outputs and context.mixing"
         )
-        return rank(probs, votes, budget, context.outputs, context.mixing)
-
-
-def rank(probs: Tensor, votes: Tensor | None, budget: int, outputs: Tensor, mixing: Tensor) -> Tensor:
-    """float [rows, N], float64 [rows], float [rows, N, d], float [rows, N] -> int64 [budget]; see ``Ranking.rank``."""
-    mass = router_mass(probs, votes)
-    rows = slice(None) if votes is None else votes != 0
-    experts, mixing = outputs[rows].to(torch.float64), mixing[rows].to(torch.float64)
-    parts = experts * mixing[:, :, None]
-    if votes is not None:
-        parts *= votes[rows].double().sqrt()[:, None, None]  # squared norms are weighted
-    vectors = parts.transpose(0, 1).flatten(1)
-    whole = parts.sum(1).flatten()
-    gram = vectors @ vectors.T
-    return least_residual(gram, budget, vectors @ whole, _TIE * mass * gram.diagonal().sum() / mass.sum())
+        mass = router_mass(probs, votes)
+        rows = slice(None) if votes is None else votes != 0
+        experts, mixing = context.outputs[rows].to(torch.float64), context.mixing[rows].to(torch.float64)
+        parts = experts * mixing[:, :, None]
+        if votes is not None:
+            parts *= votes[rows].double().sqrt()[:, None, None]  # squared norms are weighted
+        vectors = parts.transpose(0, 1).flatten(1)
+        whole = parts.sum(1).flatten()
+        gram = vectors @ vectors.T
+        return least_residual(gram, budget, vectors @ whole, _TIE * mass * gram.diagonal().sum() / mass.sum())

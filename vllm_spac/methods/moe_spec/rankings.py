@@ -112,6 +112,17 @@ class Ranking(ABC):
         raise NotImplementedError
 
 
+class Scored(Ranking):
+    """Base of rankings that sort by ``scores``."""
+
+    replayable: ClassVar[bool] = True
+
+    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
+        assert votes is None or votes.is_cuda or bool(votes.any()), "no row votes: such a step has no shortlist"
+        weighed = probs.double() if votes is None else weighted(probs, votes)
+        return best(self.scores(weighed, context or LayerContext()), budget)
+
+
 def router_mass(probs: Tensor, votes: Tensor | None = None) -> Tensor:
     """float64 [N]: s_i, the sum over rows of the scores times the rows' votes, by default 1 (MoE-Spec Eq. 5).
 

@@ -8,26 +8,15 @@ never displace an expert that a row needs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, best, router_mass
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Scored, router_mass
 
 
 @dataclass(kw_only=True, eq=False)
-class Router(Ranking):
+class Router(Scored):
     """The experts with the highest s_i = sum_t w_t g_i(h_t); in the paper all w_t are 1."""
-
-    replayable: ClassVar[bool] = True
-
-    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
-        return rank(probs, votes, budget)
 
     def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
         return router_mass(probs)
-
-
-def rank(probs: Tensor, votes: Tensor | None, budget: int) -> Tensor:
-    """float [rows, N], float64 [rows] -> int64 [budget]; see ``Ranking.rank``."""
-    return best(router_mass(probs, votes), budget)

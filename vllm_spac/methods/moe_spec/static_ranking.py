@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, best
+from vllm_spac.methods.moe_spec.rankings import LayerContext, Scored
 
 if TYPE_CHECKING:
     from vllm_spac.methods.moe_spec.calibration import Calibration
 
 
 @dataclass(kw_only=True, eq=False)
-class Static(Ranking):
+class Static(Scored):
     """The same experts in every step.
 
     Attributes:
@@ -23,20 +23,10 @@ class Static(Ranking):
 
     counts: Tensor
     needs_calibration: ClassVar[bool] = True
-    replayable: ClassVar[bool] = True
 
     @classmethod
     def _calibrated(cls, calibration: Calibration) -> dict[str, Any]:
         return {"counts": calibration.counts}
 
-    def rank(self, probs: Tensor, votes: Tensor | None, budget: int, context: LayerContext | None = None) -> Tensor:
-        return rank(probs, votes, budget, self.counts[(context or LayerContext()).layer])
-
     def scores(self, probs: Tensor, context: LayerContext) -> Tensor:
         return self.counts[context.layer]
-
-
-def rank(probs: Tensor, votes: Tensor | None, budget: int, counts: Tensor) -> Tensor:
-    """float [rows, N], float64 [rows], selections int64 [N] of the layer -> int64 [budget]; see ``Ranking.rank``."""
-    assert counts.shape == probs.shape[1:], "one count for each expert"
-    return best(counts, budget)
