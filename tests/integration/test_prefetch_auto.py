@@ -86,7 +86,7 @@ def test_it_reads_ahead_by_the_best_predictor(slots: SlotExecution, monkeypatch:
     assert slots.looks_at == frozenset()
     choice = ahead.choose_for(config(), slots, LAYER, file(), "disk", "")
     assert choice.predictor == "gate" and slots.looks_at == {Signal.ROUTER_INPUT}
-    settings = slots._loader._prefetcher._settings
+    settings = slots._loader.prefetcher._settings
     assert (settings.prefetch, settings.extra, settings.stops) == ("gate", 0.1, True)
     assert choice.why == (  # 8 experts of a row, 3/4 of them without a slot; nothing is known of layer 0
         "recall 0.45; 8 ms of computing and 12 ms of loads per step (of experts, measured now) promise 1.22x, "

@@ -259,7 +259,7 @@ def test_threshold_has_scores_where_neither_policy_nor_prefetcher_keeps_them(mak
         layers.pool.begin_step(Step((RequestRows(0, 7, RowKind.VERIFY, 6),)))
         layers.forward(0, x, weights, torch.tensor([[first, first + 1]] * 7, dtype=torch.int32))
         layers.pool.end_forward()
-    assert layers.pool._loader.scores[:2].all() and not layers.pool._loader.scores[EXPERTS:].any()
+    assert layers.pool._loader.prefetcher.scores[:2].all() and not layers.pool._loader.prefetcher.scores[EXPERTS:].any()
 
 
 @pytest.mark.parametrize(("times", "stops"), [(1.2, True), (0.8, False)])
@@ -281,7 +281,7 @@ def test_the_cpu_computes_only_while_steps_are_shorter_with_it(
                     arguments = routed(3, number)
                     torch.testing.assert_close(layers.forward(layer, *arguments), layers.all_hot(layer, *arguments))
                 on_cpu.append(pool.counters.cpu_experts > before)
-                assert on_cpu[-1] == (pool._loader.balancer is not None)
+                assert on_cpu[-1] == (pool._loader.prefetcher.balancer is not None)
                 now += times if on_cpu[-1] else 1.0
                 pool.end_forward()
     finally:
@@ -302,7 +302,7 @@ def test_steps_with_prompts_are_not_compared_and_a_balancer_that_is_named_is_not
             layers.pool.begin_step(step)
             layers.forward(0, *routed(1, number))
             layers.pool.end_forward()
-        assert layers.pool._loader.balancer is not None and layers.pool.counters.cpu_stops == 0
+        assert layers.pool._loader.prefetcher.balancer is not None and layers.pool.counters.cpu_stops == 0
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

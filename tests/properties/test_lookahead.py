@@ -103,7 +103,7 @@ class Pool(SlotExecution):
 
     @property
     def expected(self):
-        return self._loader._prefetcher.expected
+        return self._loader.prefetcher.expected
 
     def begin(self, rows: int = 1, kind: RowKind = RowKind.DECODE) -> None:
         self.begin_step(Step((RequestRows(0, rows, kind),)))
@@ -278,7 +278,7 @@ def test_what_is_guessed_of_drafts_is_read_before_the_step() -> None:
 def test_reads_before_the_step_end_at_the_cutoff_and_go_on_in_the_step() -> None:
     """Five reads fit into a phase: the third layer would need a sixth one."""
     with drafted(16) as made:
-        made._loader._prefetcher._phases.reads = 5
+        made._loader.prefetcher._phases.reads = 5
         draft(made, (4, 5), (4, 5), (6, 7), (6, 7))
         assert made.store.order == [4, 5, 12, 13]
 
@@ -297,7 +297,7 @@ def test_slots_for_all_layers_below_the_cutoff_are_needed() -> None:
 
 def test_the_reads_of_a_phase_are_as_many_as_the_last_ones_finished() -> None:
     with drafted(16, background=Endless) as made:
-        phases = made._loader._prefetcher._phases
+        phases = made._loader.prefetcher._phases
         draft(made, (5, 6), (6, 7))
         assert phases.left == phases.reads - 4
         made.begin()
@@ -305,7 +305,7 @@ def test_the_reads_of_a_phase_are_as_many_as_the_last_ones_finished() -> None:
     with drafted(16, depth=4) as made:
         draft(made, (5, 6), (6, 7))
         made.begin()
-        assert made._loader._prefetcher._phases.reads == 5, "all have, and there could be no more"
+        assert made._loader.prefetcher._phases.reads == 5, "all have, and there could be no more"
 
 
 def test_drafts_are_forgotten_when_the_step_has_prompts() -> None:
@@ -374,7 +374,7 @@ def test_soft_pins_starve_no_forward(steps: list, slots: int, policy: str, limit
         run(made, steps)
         assert not made.residency.pinned
         counters = made.counters
-        unused = made._loader._prefetcher.unused
+        unused = made._loader.prefetcher.unused
         assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(unused)
         assert counters.prefetch_late <= counters.prefetch_hits + counters.prefetch_wasted
 
@@ -479,7 +479,7 @@ def test_steps_with_prompts_are_not_compared(monkeypatch: pytest.MonkeyPatch) ->
     """Nothing is guessed about them."""
     with pool(8, "reuse", stops=True) as made:
         judged: list[int] = []
-        monkeypatch.setattr(made._loader._prefetcher._payback, "end_step", lambda rows, seconds: judged.append(rows))
+        monkeypatch.setattr(made._loader.prefetcher._payback, "end_step", lambda rows, seconds: judged.append(rows))
         for kind in (RowKind.PREFILL, RowKind.DECODE, RowKind.PREFILL):
             made.begin(2, kind)
             for layer in range(LAYERS):

@@ -104,7 +104,7 @@ class Pool(SlotExecution):
         """A step has ended after which these experts have the highest score and all others none."""
         scores = np.zeros(SHAPE.total, dtype=np.int64)
         scores[list(keys)] = 4
-        self._loader._prefetcher.scores = scores
+        self._loader.prefetcher.scores = scores
         self._loader.end_step(None)
 
 
@@ -184,7 +184,7 @@ def test_every_row_sees_its_experts(policy: str, slots: int, depth: int, make) -
         pool.residency.check_integrity()
     counters = pool.counters
     assert counters.prefetches == counters.prefetch_hits + counters.prefetch_wasted + len(
-        pool._loader._prefetcher.unused
+        pool._loader.prefetcher.unused
     )
     assert counters.bytes.get("double ahead", 0) == counters.prefetches * SHAPE.expert_bytes
     assert counters.bytes["double"] == counters.loads * SHAPE.expert_bytes
@@ -219,7 +219,7 @@ def test_scores_come_from_what_steps_select(policy: str, make) -> None:
     pool.until_read()
     pool._loader.end_step(None)
     assert np.flatnonzero(pool.residency.slot_of >= 0).tolist() == [SHAPE.key(1, 2)]
-    scores = pool._loader._prefetcher.scores
+    scores = pool._loader.prefetcher.scores
     assert scores[SHAPE.key(1, 2)] > 0 == scores[SHAPE.key(1, 5)]
 
 
@@ -235,7 +235,7 @@ def test_the_best_come_first_and_then_the_first_layers(make) -> None:
     pool.until_read()
     scores = np.zeros(SHAPE.total, dtype=np.int64)
     scores[[1, 9, 17]] = 1, 3, 3
-    pool._loader._prefetcher.scores = scores
+    pool._loader.prefetcher.scores = scores
     pool._loader.end_step(None)
     assert list(pool.ahead.keys) == [9, 17, 1]
 
@@ -266,7 +266,7 @@ def test_a_balancer_says_the_threshold(make) -> None:
             return 9 if layer == 0 else 1
 
     pool = make(12)
-    pool._loader._prefetcher.balancer = Second()
+    pool._loader.prefetcher.balancer = Second()
     pool.want(2, 10, 18)
     assert set(pool.ahead.keys) | set(np.flatnonzero(pool.residency.slot_of >= 0).tolist()) == {10, 18}
 
@@ -411,7 +411,7 @@ def test_a_read_that_is_cancelled_just_before_it_begins_does_not_write(make) -> 
     with pool.ahead.paused():
         pool.want(2)
         ticket = pool.ahead._tickets[2]
-        pool._loader._prefetcher.cancel([2])
+        pool._loader.prefetcher.cancel([2])
         pool.ahead._waiting.append(ticket)
     until(lambda: not pool.ahead._waiting and pool.ahead._readers == 0)
     assert pool.store.reads[2] == 0

@@ -533,7 +533,7 @@ def test_hints_that_cannot_be(client) -> None:
     [pool] = pools(places)
     assert found.counts()["expert_workers"]["worker-0"]["hints"] == 1
     first = pool._number[3] * EXPERTS
-    assert list(pool._execution._loader._prefetcher.expected.ranked()) == [first + 4, first + 5]
+    assert list(pool._execution._loader.prefetcher.expected.ranked()) == [first + 4, first + 5]
     for layer in range(LAYERS):
         assert_right(found, layer, seed=layer, step=6)
 

@@ -17,7 +17,7 @@ from vllm_spac.cache.prefetch_settings import PrefetchSettings
 from vllm_spac.cache.prefetcher import Prefetcher
 from vllm_spac.cache.residency import NOWHERE, Placement, Residency
 from vllm_spac.decisions.balancers.base import Balancer
-from vllm_spac.decisions.predictors.base import Seen, Signal
+from vllm_spac.decisions.predictors.base import Signal
 from vllm_spac.errors import StoreError
 from vllm_spac.recording.metrics import Counters
 
@@ -83,7 +83,8 @@ class ExpertLoader:
         top_k: experts per row; a predictor that looks at layers is taken to name as many.
 
     Attributes:
-        needs: what a predictor must be passed by ``begin_step`` and ``look``; None: neither needs to be called.
+        prefetcher: reads ahead; its caller tells it of steps and layers, where something is to be guessed about them.
+        needs: what its predictor must be passed by ``begin_step`` and ``look``; None: neither needs to be called.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class ExpertLoader:
         self._transfers = transfers
         self._counters = counters
         self._layer_experts, self._top_k = layer_experts, top_k
-        self._prefetcher: Prefetcher
+        self.prefetcher: Prefetcher
         self._use = LayerUse(len(residency.slot_of) // layer_experts, layer_experts, top_k)
         self.read_ahead(settings, balancer)
 
@@ -114,30 +115,14 @@ class ExpertLoader:
         if settings.looks:
             guesser = settings.build(keys)
             self.needs = guesser.needs
-            self._prefetcher = Lookahead(*shared, guesser, self._top_k)
+            self.prefetcher = Lookahead(*shared, guesser, self._top_k)
         else:
-            self._prefetcher = Prefetcher(*shared)
-
-    def begin_step(self, seen: Seen | None) -> None:
-        """A step begins, of which a predictor may see ``seen``; None: nothing is to be guessed about it."""
-        self._prefetcher.begin_step(seen)
-
-    def draft(self, seen: Seen) -> None:
-        """The drafter has read tokens of the next step; for a predictor that needs a signal of ``DRAFTING``."""
-        self._prefetcher.draft(seen)
-
-    def look(self, seen: Seen) -> None:
-        """A router has chosen, in a step that began with something seen; before anything of its layer is held."""
-        self._prefetcher.look(seen)
-
-    def expect(self, layer: int, experts: np.ndarray) -> None:
-        """As ``Prefetcher.expect``."""
-        self._prefetcher.expect(layer, experts)
+            self.prefetcher = Prefetcher(*shared)
 
     def leave(self) -> None:
         """As ``Prefetcher.leave``."""
         self.residency.used()
-        self._prefetcher.leave()
+        self.prefetcher.leave()
 
     def hold(self, keys: list[int], counters: Counters | None) -> list[int]:
         """Pins ``keys``, waits until all are READY, and returns those that were not; ``release`` unpins.
@@ -149,7 +134,7 @@ class ExpertLoader:
         Raises:
             StoreError: an expert could not be read; nothing stays pinned.
         """
-        self._prefetcher.reap()
+        self.prefetcher.reap()
         placement = self._prepare(keys, counters)
         missed = [key for key, _ in placement.loads + placement.waits]
         if missed:
@@ -159,7 +144,7 @@ class ExpertLoader:
                 self._give_up(missed)
                 self.residency.release(keys)
                 raise
-        self._prefetcher.used(keys)
+        self.prefetcher.used(keys)
         return missed
 
     def enter(self, layer: range) -> None:
@@ -173,10 +158,10 @@ class ExpertLoader:
         They stay where they are until ``use`` or ``hold`` is called for another layer, or the layer has run: see
         ``leave`` and ``end_step``.
         """
-        self._prefetcher.reap()
+        self.prefetcher.reap()
         if not self.residency.use(keys):
             return False
-        self._prefetcher.used(keys)
+        self.prefetcher.used(keys)
         return True
 
     def ran(self, layer: int, rows: int, used: np.ndarray) -> None:
@@ -185,18 +170,14 @@ class ExpertLoader:
         With many rows, what the next layer is expected to use is read meanwhile, unless the CPU may compute it.
         """
         use = self._use
-        if not (self._streams and use.counts(rows) and self.balancer is None):
+        if not (self._streams and use.counts(rows) and self.prefetcher.balancer is None):
             return
         use.observe(layer, rows, used)
         if (following := layer + 1) < use.layers:
             first = following * self._layer_experts
             keys = range(first, first + self._layer_experts)
             named = use.name(following, rows, self.residency.slot_of[keys.start : keys.stop] == NOWHERE)
-            self._prefetcher.stream((named + first).tolist(), keys)
-
-    def computed(self, keys: Sequence[int]) -> None:
-        """As ``Prefetcher.computed``."""
-        self._prefetcher.computed(keys)
+            self.prefetcher.stream((named + first).tolist(), keys)
 
     def admit(self, keys: Iterable[int]) -> None:
         """Starts to load ``keys``, which were just used without a slot, where the policy prefers them to others.
@@ -204,25 +185,11 @@ class ExpertLoader:
         Their layer has run.
         """
         self.residency.used()
-        self._prefetcher.admit(keys)
+        self.prefetcher.admit(keys)
 
     def release(self, keys: list[int]) -> None:
         """Unpins ``keys``."""
         self.residency.release(keys)
-
-    @property
-    def balancer(self) -> Balancer | None:
-        """Decides which scores are worth a prefetch, and assigns some of the missing experts to the CPU."""
-        return self._prefetcher.balancer
-
-    @balancer.setter
-    def balancer(self, balancer: Balancer | None) -> None:
-        self._prefetcher.balancer = balancer
-
-    @property
-    def scores(self) -> np.ndarray:
-        """int [keys], utility after the last step; zeros if neither the prefetcher nor the balancer reads it."""
-        return self._prefetcher.scores
 
     def end_step(self, counts: np.ndarray | None) -> None:
         """Ends a forward: updates scores and policy, and starts prefetches.
@@ -234,11 +201,11 @@ class ExpertLoader:
         if counts is not None:
             self.residency.observe(counts)
             self._transfers.observe(counts)
-            counted = self._fetches and self.needs is None
-            if counted or (self.balancer is not None and self.balancer.needs_scores):
-                self._prefetcher.observe(counts)
+            counted, balancer = self._fetches and self.needs is None, self.prefetcher.balancer
+            if counted or (balancer is not None and balancer.needs_scores):
+                self.prefetcher.observe(counts)
         if self._fetches:
-            self._prefetcher.plan()
+            self.prefetcher.plan()
 
     def close(self) -> None:
         """Waits for the reads in flight, cancels the others and stops the threads."""
@@ -253,27 +220,27 @@ class ExpertLoader:
                 others = [key for key in self._transfers.ahead.keys if key not in keys]
                 if not others:
                     raise
-                if not self._prefetcher.cancel(others):
-                    self._prefetcher.wait(others[:1], counters)
+                if not self.prefetcher.cancel(others):
+                    self.prefetcher.wait(others[:1], counters)
                 continue
             self._placed(placement, counters)
             return placement
 
     def _placed(self, placement: Placement, counters: Counters | None) -> None:
         if counters is None:
-            self._prefetcher.placed(placement)
+            self.prefetcher.placed(placement)
         else:
-            self._prefetcher.demanded(placement)
+            self.prefetcher.demanded(placement)
 
     def _bring(self, placement: Placement, counters: Counters | None) -> None:
         """Loads the missing experts; prefetches that have not begun become loads on demand, others are waited for."""
         begun = dict(placement.waits)
-        for key in self._prefetcher.take_over(list(begun)):
+        for key in self.prefetcher.take_over(list(begun)):
             del begun[key]
         loads = [*placement.loads, *((key, slot) for key, slot in placement.waits if key not in begun)]
         failed = self._load(loads, counters)
         if begun:
-            again = self._prefetcher.wait(list(begun), counters)
+            again = self.prefetcher.wait(list(begun), counters)
             second = self.residency.prepare(again)  # into the slots that their failed reads have just freed
             self._placed(second, counters)
             failed |= self._load(second.loads, counters)

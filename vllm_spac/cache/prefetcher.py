@@ -88,8 +88,10 @@ class Prefetcher:
         settings: see ``PrefetchSettings``.
 
     Attributes:
-        balancer: decides the threshold of each layer instead of ``settings.threshold``, if there is one.
-        scores: int64 [keys], those of the predictor after the last step; zeros before the first.
+        balancer: decides the threshold of each layer instead of ``settings.threshold``, if there is one, and assigns
+            some of the missing experts to the CPU.
+        scores: int64 [keys], those of the predictor after the last step; zeros before the first, and if neither the
+            prefetcher nor the balancer reads them.
     """
 
     def __init__(

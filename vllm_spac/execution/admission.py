@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_spac.cache.allowance import Allowance, PauseNotice
-from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.execution.address_table import AddressTable
 from vllm_spac.execution.exchange import Event, Stream
@@ -72,6 +72,7 @@ class Admission:
     Attributes:
         counts: int32 [keys] on the device; each layer's launch overwrites its part with the rows that selected each
             expert.
+        residency: which expert has which slot, as last reported to the host.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Admission:
         self._holds_all = slots == shape.total
         self._reports: deque[_Report] = deque()
         self.offering = Offering(shape.total, slots, policy, counters)
+        self.residency = self.offering.residency
         made: dict[str, Any] = {"dtype": torch.int32, "device": memory.device}
         self.counts = torch.zeros(shape.total, **made)
         self._experts = Experts(
@@ -111,11 +113,6 @@ class Admission:
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
         self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
-
-    @property
-    def residency(self) -> Residency:
-        """Which expert has which slot, as last reported to the host."""
-        return self.offering.residency
 
     def seat(self, key: int) -> int:
         """Assigns a free slot to ``key``, which has none, to be filled before any kernel runs; returns it."""

@@ -161,6 +161,7 @@ class Execution(ABC):
         arguments: that ``execution=name@argument=value`` may set.
         offline: why no engine can serve with it; empty if one can.
         tensors: name -> slots of shape [slots, ...] on the device that computes.
+        residency: which expert has which slot; with decisions on the device, the latest state reported to the host.
         holds_all: each expert has its slot, so that nothing is ever decided or moved.
         host: host memory between the slots and the store, if any.
         local_of: int64 [experts of the model], the number of each in ``shape``, -1 if another rank holds it; None: this
@@ -183,6 +184,7 @@ class Execution(ABC):
     store: ExpertStore
     tensors: Mapping[str, Tensor]
     counters: Counters
+    residency: Residency
     holds_all: bool
     host: HostRows | None = None
     local_of: Tensor | None = None
@@ -219,11 +221,6 @@ class Execution(ABC):
         return Room(count, False, count * shape.expert_bytes)
 
     # -- serving -------------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def residency(self) -> Residency:
-        """Which expert has which slot; with decisions on the device, the latest state reported to the host."""
 
     @abstractmethod
     def fill(self) -> Iterator[int]:

@@ -146,19 +146,22 @@ class CudaStream(Stream[_CudaEvent]):
         self.stream = stream
 
     def submit(self, work: Callable[..., object], *arguments: Any) -> None:
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self._current()):
             work(*arguments)
 
     def record(self) -> _CudaEvent:
         event = torch.cuda.Event()
-        event.record(self.stream)
+        event.record(self._current())
         return _CudaEvent(event)
 
     def wait(self, event: _CudaEvent) -> None:
-        self.stream.wait_event(event.event)
+        self._current().wait_event(event.event)
 
     def close(self) -> None:
         self.stream.synchronize()
+
+    def _current(self) -> torch.cuda.Stream:
+        return self.stream
 
 
 class CurrentCudaStream(CudaStream):
@@ -171,18 +174,6 @@ class CurrentCudaStream(CudaStream):
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.cuda.current_stream(device))
         self._device = device
-
-    def record(self) -> _CudaEvent:
-        event = torch.cuda.Event()
-        event.record(self._current())
-        return _CudaEvent(event)
-
-    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
-        with torch.cuda.stream(self._current()):
-            work(*arguments)
-
-    def wait(self, event: _CudaEvent) -> None:
-        self._current().wait_event(event.event)
 
     def _current(self) -> torch.cuda.Stream:
         current = torch.cuda.current_stream(self._device)
@@ -214,26 +205,16 @@ class Lane(Protocol):
     def record(self) -> Event: ...
 
 
-class _CapturedEvent:
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event()
-        self.event.record()
-
-    def done(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
 class CurrentStream:
     """The CUDA stream that the caller launches on."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def record(self) -> _CapturedEvent:
-        return _CapturedEvent()
+    def record(self) -> _CudaEvent:
+        event = torch.cuda.Event()
+        event.record()
+        return _CudaEvent(event)
 
 
 class Exchange:

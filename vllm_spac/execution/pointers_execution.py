@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor
 
-from vllm_spac.cache.residency import NOWHERE, Residency
+from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, Step
 from vllm_spac.decisions.policies.base import Policy
 from vllm_spac.decisions.predictors.base import Seen, Signal
@@ -214,6 +214,7 @@ class PointerExecution(Execution):
         self._kernels = kernels = _kernels(device)
         self._memory = memory = AddressTable(store, tensors, shape.total, poison)
         self.admission = Admission(shape, slots, policy, memory, self.counters, self._compute, kernels, path)
+        self.residency = self.admission.residency
         self._staging: tuple[ExpertBuffers, Staging] | None = None
         if staged and slots < shape.total:
             buffers = ExpertBuffers(store, memory, tensors, poison)
@@ -290,10 +291,6 @@ class PointerExecution(Execution):
     def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
         count, staged = divide(slots, staging, shape, free_bytes)
         return Room(count, staged, count * shape.expert_bytes + (staging_bytes(shape) if staged else 0))
-
-    @property
-    def residency(self) -> Residency:
-        return self.admission.residency
 
     @property
     def staged(self) -> bool:

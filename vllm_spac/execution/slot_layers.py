@@ -169,7 +169,7 @@ class SlotLayers:
 
     def balance(self, balancer: Balancer, check: CpuCheck | None) -> None:
         """The CPU computes what ``balancer`` selects, in the steps in which ``check`` does not stop it."""
-        self.loader.balancer = self._balancer = balancer
+        self.loader.prefetcher.balancer = self._balancer = balancer
         self._check = check
 
     def begin_step(self, seen: Seen | None, rows: int = 0) -> None:
@@ -183,18 +183,14 @@ class SlotLayers:
             self._check.begin_step(rows)
         if self.loader.needs is not None:
             self._seen = seen
-            self.loader.begin_step(seen)
+            self.loader.prefetcher.begin_step(seen)
 
     def end_step(self, counts: np.ndarray | None) -> None:
         """As ``ExpertLoader.end_step``; also decides whether the CPU computes experts in the next step."""
         self.loader.end_step(counts)
         if self._check is not None:
             self._check.end_step()
-            self.loader.balancer = None if self._check.stopped else self._balancer
-
-    def draft(self, seen: Seen) -> None:
-        """The drafter has read the tokens of some rows of the next step, which ``seen`` has with its states."""
-        self.loader.draft(seen)
+            self.loader.prefetcher.balancer = None if self._check.stopped else self._balancer
 
     @property
     def looks(self) -> bool:
@@ -209,7 +205,7 @@ class SlotLayers:
             hidden, ids, weights: as in ``Seen``; those that the predictor does not need may be None.
         """
         assert self._seen is not None, "a step in which nothing is guessed"
-        self.loader.look(Seen(layer, self._seen.tokens, hidden, ids, weights))
+        self.loader.prefetcher.look(Seen(layer, self._seen.tokens, hidden, ids, weights))
 
     def fill(self, layers: Sequence[list[int]]) -> Iterator[int]:
         """Loads the keys of each layer into free slots; yields how many were loaded."""
@@ -231,7 +227,8 @@ class SlotLayers:
             counters: receives the experts and pairs, if given.
             real: leading rows that belong to requests, if not all do: padding repeats a row and weighs nothing.
         """
-        balancer = self.loader.balancer
+        prefetcher = self.loader.prefetcher
+        balancer = prefetcher.balancer
         if balancer is None:
             return None
         residency, here = self.loader.residency, self._keys(layer)
@@ -239,7 +236,7 @@ class SlotLayers:
         rows, resident = np.bincount(counted.ravel(), minlength=self.experts), residency.slot_of[here] != NOWHERE
         free = residency.slots - int(resident[rows > 0].sum())
         likely = residency.policy.likely
-        scores, likely = self.loader.scores[here], likely[here] if len(likely) else likely
+        scores, likely = prefetcher.scores[here], likely[here] if len(likely) else likely
         plan = balancer.plan(LayerState(layer, rows, resident, scores, free, likely))
         if balancer.admits and not plan.stream:  # else the link has enough to do
             self._computed = [here.start + expert for expert in plan.cpu]
@@ -253,7 +250,7 @@ class SlotLayers:
         if counters is not None:
             counters.cpu_experts += len(plan.cpu)
             counters.cpu_rows += int(pairs[:real].sum())
-            self.loader.computed([here.start + expert for expert in plan.cpu])
+            prefetcher.computed([here.start + expert for expert in plan.cpu])
         return pairs
 
     def admit(self) -> None:

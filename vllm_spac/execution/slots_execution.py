@@ -173,7 +173,6 @@ class SlotExecution(Execution):
         io_threads: maximum number of reads in flight.
         path: name of the store in the counters.
         ahead: settings of the prefetcher.
-        balancer: decides per layer which scores are worth a prefetch; None leaves it to ``ahead``.
         exchange: copies routing to the host and slots to the device; needed by kernels that do not take slots.
         host: host memory between the slots and the store, if any; owned.
         local_of: the experts that this process holds, see ``Execution``; on a CPU only.
@@ -195,7 +194,6 @@ class SlotExecution(Execution):
         io_threads: int,
         path: str,
         ahead: PrefetchSettings | None = None,
-        balancer: Balancer | None = None,
         exchange: Exchange | None = None,
         host: HostRows | None = None,
         local_of: Tensor | None = None,
@@ -203,7 +201,7 @@ class SlotExecution(Execution):
         assert shape.top_k <= slots <= shape.total
         self.shape = shape
         self.counters = Counters()
-        residency = self._residency = Residency(shape.total, slots, policy)
+        self.residency = Residency(shape.total, slots, policy)
         self.tensors = tensors
         self.store = store
         self.holds_all = slots == shape.total  # each expert has its slot: nothing is ever decided or moved
@@ -214,7 +212,7 @@ class SlotExecution(Execution):
         knobs = ahead or PrefetchSettings()
         self._transfers = transfers = Transfers(store, tensors, io_threads, path, knobs.background, host)
         self.host, self.local_of = host, local_of
-        self._loader = ExpertLoader(residency, transfers, self.counters, shape.experts, knobs, balancer, shape.top_k)
+        self._loader = ExpertLoader(self.residency, transfers, self.counters, shape.experts, knobs, top_k=shape.top_k)
         self._layers = SlotLayers(self._loader, shape.experts)
         self.looks_at = frozenset() if self.holds_all else self._loader.needs or frozenset()
 
@@ -236,16 +234,12 @@ class SlotExecution(Execution):
         )
 
     @property
-    def residency(self) -> Residency:
-        return self._residency
-
-    @property
     def _counted(self) -> Counters | None:
         """The counters inside a step; what runs outside of steps is not counted."""
         return None if self._step is None else self.counters
 
     def draft(self, tokens: Tensor, read: Tensor) -> None:
-        self._layers.draft(Seen.at_start(tokens, read, self.looks_at))
+        self._loader.prefetcher.draft(Seen.at_start(tokens, read, self.looks_at))
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -284,7 +278,7 @@ class SlotExecution(Execution):
         self.keeps_bits = False
 
     def read_ahead(self, settings: PrefetchSettings) -> None:
-        self._loader.read_ahead(settings, self._loader.balancer)
+        self._loader.read_ahead(settings, self._loader.prefetcher.balancer)
         self.looks_at = self._loader.needs or frozenset()
 
     @property

@@ -17,8 +17,6 @@ def solve(
     t_stream: float,
     t_cpu: float,
     t_row: float = 0.0,
-    stream_free: float = 0.0,
-    cpu_free: float = 0.0,
 ) -> tuple[list[int], list[int]]:
     """Splits the missing experts so that the later of the two processors finishes as early as possible.
 
@@ -31,7 +29,6 @@ def solve(
         rows_per_expert: rows of each, [m], same order.
         t_stream, t_cpu: seconds per expert, >= 0.
         t_row: seconds per row of an expert on the CPU, >= 0.
-        stream_free, cpu_free: seconds until each processor has finished its current work.
 
     Returns:
         (streamed, on the CPU), each ascending. Among equally good splits the one with the fewest on the CPU,
@@ -42,9 +39,8 @@ def solve(
     if not len(misses):
         return [], []
     order = np.argsort(rows, kind="stable")
-    cpu = np.concatenate(([0.0], cpu_free + np.cumsum(np.maximum(t_cpu, rows[order] * t_row))))
-    left = np.arange(len(misses), -1, -1)
-    stream = np.where(left > 0, stream_free + left * t_stream, 0.0)  # a processor without work has finished at 0
+    cpu = np.concatenate(([0.0], np.cumsum(np.maximum(t_cpu, rows[order] * t_row))))
+    stream = np.arange(len(misses), -1, -1) * t_stream
     best = int(np.argmin(np.maximum(cpu, stream)))  # the first of equals
     experts = np.asarray(misses)[order]
     return sorted(experts[best:].tolist()), sorted(experts[:best].tolist())

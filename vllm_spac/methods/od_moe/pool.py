@@ -101,7 +101,7 @@ class _SomeSlots(SlotExecution):
     def expect(self, layer: int, experts: np.ndarray) -> None:
         """Reads ahead ``experts`` (int, distinct, likeliest first) for the next run of ``layer``; between layers."""
         if not self.holds_all:
-            self._loader.expect(layer, experts)
+            self._loader.prefetcher.expect(layer, experts)
 
     def leave(self) -> None:
         """The layer that ran last has its output."""

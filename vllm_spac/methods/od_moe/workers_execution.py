@@ -99,7 +99,7 @@ class WorkerExecution(Execution):
         self.counters = Counters()
         self.holds_all = False
         self.keeps_bits = not self._client.divides
-        self._residency = Residency(shape.total, 0, policy)
+        self.residency = Residency(shape.total, 0, policy)
         self._steps = 0
         self._forward = Forward()
         self._filled = False
@@ -119,10 +119,6 @@ class WorkerExecution(Execution):
     def divide(cls, slots: SlotCount, staging: str, shape: MoEShape, free_bytes: int) -> Room:
         """Takes nothing: the knob ``slots`` is that of each worker."""
         return Room(0, False, 0)
-
-    @property
-    def residency(self) -> Residency:
-        return self._residency
 
     def fill(self) -> Iterator[int]:
         """Has the workers fill their slots."""
