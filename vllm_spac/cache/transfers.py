@@ -1,13 +1,8 @@
-"""Reads experts from their store into slots: at once, and in the background.
+"""Loads experts from their store into slots: the only owner of I/O threads, and of the stream that they copy on.
 
-Copies experts between the store, host memory and slots: what one load does, in any thread.
-
-Background reads ahead of need: own threads, cancellable tickets, and a pause while a layer waits.
-
-Moves experts from the store into slots: the only owner of I/O threads, and of the stream that they copy on.
-
-Called by the forward thread only. Threads fill tensors and complete futures; the caller collects completed reads and
-decides what follows.
+``Mover`` is what one load does, in any thread; ``Background`` reads ahead of need, and pauses while a layer waits;
+``Transfers`` has both, and loads on demand. Called by the forward thread only. Threads fill tensors and complete
+futures; the caller collects completed reads and decides what follows.
 """
 
 from __future__ import annotations
