@@ -34,6 +34,7 @@ def _documents() -> list[Path]:
 
 
 DOCUMENTS = _documents()
+QUOTED = (RESULTS / "v2.md",)  # mostly what its JSON says
 CURRENT = [path for path in DOCUMENTS if path.parent != RESULTS]  # pages of results have commands of their time
 GIVEN = r"(?<![\w-])(--spac-[a-z-]+)"
 
@@ -192,7 +193,7 @@ def test_documents_are_short() -> None:
         assert path.read_text(encoding="utf-8").count("\n") <= most, f"{_short(path)} has more than {most} lines"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: _short(path))
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path not in QUOTED], ids=lambda path: _short(path))
 def test_nine_of_ten_sentences_are_short(path: Path) -> None:
     found = sorted(_sentences(path.read_text(encoding="utf-8")), key=_words)
     tenth = found[-(len(found) // 10) - 1 :]
