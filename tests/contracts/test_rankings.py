@@ -25,9 +25,8 @@ from vllm_spac.methods.moe_spec.replay import members
 from vllm_spac.methods.moe_spec.resident_ranking import Resident
 from vllm_spac.methods.moe_spec.router_ranking import Router
 from vllm_spac.methods.moe_spec.selected_ranking import Selected
-from vllm_spac.methods.moe_spec.settings import check_mass, validate
+from vllm_spac.methods.moe_spec.settings import check_mass, validate, vote
 from vllm_spac.methods.moe_spec.static_ranking import Static
-from vllm_spac.methods.moe_spec.votes import vote
 
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 LAYERS, EXPERTS, TOP_K, WIDTH = 2, 8, 2, 6

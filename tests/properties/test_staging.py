@@ -1,7 +1,8 @@
 """Buffers that are filled while layers run: the order of copies, launches and moves, in every interleaving.
 
-``Staging`` and ``StepMover``, as they serve, share the two streams of a model; see ``interleavings``. A launch of a staged
-layer reads the table of its buffer, then what the table points at: a slot, which may move, or its place in the buffer.
+``Staging`` and ``StepMover``, as they serve, share the two streams of a model; see ``interleavings``. A launch of a
+staged layer reads the table of its buffer, then what the table points at: a slot, which may move, or its place in the
+buffer.
 """
 
 from __future__ import annotations

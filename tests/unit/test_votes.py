@@ -16,7 +16,7 @@ from vllm_spac.decisions.guard.draft_probabilities import PADDING, DraftProbabil
 from vllm_spac.integration.hooks import drafts
 from vllm_spac.integration.stepping import runner_v1
 from vllm_spac.methods.moe_spec.rankings import weighted
-from vllm_spac.methods.moe_spec.votes import STEPS, unknown, vote, voted
+from vllm_spac.methods.moe_spec.settings import STEPS, unknown, vote, voted
 
 PROMPT, CERTAIN = RequestRows(0, 3, RowKind.PREFILL), RequestRows(3, 4, RowKind.DECODE)
 KNOWN = RequestRows(4, 7, RowKind.VERIFY, 2, (1.0, 0.25, 0.0))

@@ -16,8 +16,16 @@ from vllm_spac.methods.moe_spec import host_cut, replay
 from vllm_spac.methods.moe_spec.calibration import Calibration
 from vllm_spac.methods.moe_spec.rankings import LayerContext, Ranking, router_mass, selected_mass
 from vllm_spac.methods.moe_spec.replay import BudgetCounters, BudgetKernels, Launches, ReplayBuffers, members
-from vllm_spac.methods.moe_spec.settings import BudgetedLayer, BudgetSettings, check_layer, check_mass
-from vllm_spac.methods.moe_spec.votes import Group, groups, unknown, voted
+from vllm_spac.methods.moe_spec.settings import (
+    BudgetedLayer,
+    BudgetSettings,
+    Group,
+    check_layer,
+    check_mass,
+    groups,
+    unknown,
+    voted,
+)
 
 NO_DRAFTS = (
     "the budget is of verify steps, and this engine does not speculate, so it cuts nothing; add --speculative-config, "
