@@ -836,7 +836,7 @@ def served(layer, slots: int) -> PointerExecution:
     layer.forget()
     tensors = {n: torch.full((slots, *s.shape), 255, dtype=torch.uint8).to(s.dtype) for n, s in shape.tensors.items()}
     policy = components.build("policies", "lru")
-    execution = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=16, poison=True)
+    execution = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=16)
     assert sum(execution.fill()) == slots
     layer.spac.runtime = Runtime([execution], BudgetControl([]))
     layer.attach(execution)

@@ -84,7 +84,7 @@ class Model:
             {"w": torch.full((slots, 4), float("nan"))},
             io_threads=2,
             path="store",
-            ahead=PrefetchSettings(prefetch=prefetch, poison=True),
+            ahead=PrefetchSettings(prefetch=prefetch),
             host=None if tier is None else HostRows(tier, HostBlock(SPECS, host, pin=False)),
         )
         list(execution.fill())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from poison import poison_slots
 from torch import Tensor
 
 from vllm_spac import components
@@ -115,8 +116,9 @@ class Layers:
         tensors = {name: torch.full((slots, *spec.shape), float("nan")) for name, spec in SPECS.items()}
         self.store, self.executor, self.calls = Slow(delay), executor(), 0
         built = components.build("policies", policy)
-        options = {"io_threads": 2, "path": "double", "ahead": ahead or PrefetchSettings(poison=True)}
+        options = {"io_threads": 2, "path": "double", "ahead": ahead}
         self.pool = SlotExecution(SHAPE, slots, built, self.store, tensors, **options)
+        poison_slots(self.pool)
         chosen = components.build("balancers", balancer, rates=RATES, layers=LAYERS, top_k=TOP_K, **knobs)
         self.pool.balance(chosen, ExecutorThread(self.executor), checked)
         self.kernel = Torch(SHAPE, 1, "silu")
@@ -235,7 +237,7 @@ def test_policy_hears_of_what_ran_on_the_cpu(make) -> None:
 
 def test_what_the_cpu_computes_is_needed_so_that_reads_ahead_may_begin(make) -> None:
     """MoE-SpAc's arrangement: the CPU computes each miss, and only what was to be read ahead has a slot."""
-    ahead = PrefetchSettings(prefetch="utility", extra=0.1, poison=True)
+    ahead = PrefetchSettings(prefetch="utility", extra=0.1)
     layers = make(4, count=EXPERTS, policy="utility", ahead=ahead)
     for seed in range(44):
         layers.pool.begin_step(Step((RequestRows(0, 7, RowKind.VERIFY, 6),)))

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from poison import poison_buffers
 from replay import Graph
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.reference import grouped_gemm as reference
@@ -60,7 +61,7 @@ def drawn(spec: TensorSpec, rng: torch.Generator) -> torch.Tensor:
 
 
 class Pool(PointerExecution):
-    """With a filled store and slots that are NaN before each copy; ``check`` does what the layers of a step do."""
+    """With a filled store; slots are NaN at first, buffers before each copy. ``check`` does what a step's layers do."""
 
     def __init__(
         self, slots: int, layout: MoEShape | None = None, policy: str | Policy = "lru", store="host", **options
@@ -76,7 +77,9 @@ class Pool(PointerExecution):
             for name, spec in layout.tensors.items()
         }
         policy = components.build("policies", policy) if isinstance(policy, str) else policy
-        super().__init__(layout, slots, policy, store, tensors, path="host", rows=ROWS_MAX, poison=True, **options)
+        super().__init__(layout, slots, policy, store, tensors, path="host", rows=ROWS_MAX, **options)
+        if self._staging is not None:
+            poison_buffers(self._staging[0])
         for _ in self.fill():
             pass
 
@@ -168,7 +171,7 @@ def moved(stats: dict, layout: MoEShape) -> bool:
     ("slots", "layout"), [(TOP_K, shape()), (10, shape()), (LAYERS * EXPERTS - 1, shape()), (10, packed())]
 )
 def test_long_prompts_are_staged_and_have_the_same_bits(made, slots, layout):
-    """Buffers and slots are NaN before each copy; experts move between long and short steps."""
+    """Buffers are NaN before each copy; experts get slots between long and short steps."""
     pool = made(slots, layout, staged=True)
     rng, choice, staged, read = torch.Generator().manual_seed(0), random.Random(0), 0, 0
     for _ in range(30):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from poison import poison_slots
 from test_prefetcher import SHAPE, SPECS, Gated, making, until
 from test_slots import BUSY
 from torch import Tensor
@@ -31,9 +32,10 @@ class Pool(SlotExecution):
         self, slots: int, policy: str = "lru", next_layer: bool = True, prefetch: str = "off", **store
     ) -> None:
         tensors = {name: torch.empty((slots, *spec.shape), dtype=spec.dtype) for name, spec in SPECS.items()}
-        ahead = PrefetchSettings(prefetch=prefetch, next_layer=next_layer, poison=True)
+        ahead = PrefetchSettings(prefetch=prefetch, next_layer=next_layer)
         made = components.build("policies", policy), Gated(**store), tensors
         super().__init__(SHAPE, slots, *made, io_threads=4, path="double", ahead=ahead)
+        poison_slots(self)
 
     def run(self, layer: int, ids: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Runs a layer and looks at what its rows would read."""

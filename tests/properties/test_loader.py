@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -111,9 +113,6 @@ class Transfers:
 
     def observe(self, counts: np.ndarray) -> None: ...
 
-    def poison(self, slot: int) -> None:
-        self.content[slot] = TORN
-
     def close(self) -> None:
         for key in list(self.ahead.slot):
             self.ahead.begun.setdefault(key, StoreError("dropped"))
@@ -136,15 +135,23 @@ class World:
 
     transitions = 0
 
-    def __init__(self, policy: str, slots: int, knobs: PrefetchSettings) -> None:
+    def __init__(self, policy: str, slots: int, knobs: PrefetchSettings, poison: bool = False) -> None:
         self.slots, self.knobs = slots, knobs
         self.counters = Counters()
         self.residency = Watched(KEYS, slots, components.build("policies", policy))
         self.transfers = Transfers(slots)
         self.ahead = self.transfers.ahead
         self.loader = ExpertLoader(self.residency, self.transfers, self.counters, EXPERTS, knobs)
+        if poison:
+            self.loader.prefetcher.placed = partial(self.poisoned, self.loader.prefetcher.placed)
         self.held: list[list[int]] = []
         self.in_use: list[int] = []
+
+    def poisoned(self, placed: Callable[[Placement], None], placement: Placement) -> None:
+        """Slots are torn until they are loaded."""
+        placed(placement)
+        for _, slot in placement.loads:
+            self.transfers.content[slot] = TORN
 
     def use(self, layer: int, experts: list[int]) -> None:
         if self.held or not experts:
@@ -261,9 +268,9 @@ class Machine(RuleBasedStateMachine):
     )
     def start(self, policy: str, slots: int, depth: int, threshold: int, extra: float | None, poison: bool) -> None:
         knobs = PrefetchSettings(
-            prefetch="utility", depth=depth, threshold=threshold, options={"gamma": 2}, extra=extra, poison=poison
+            prefetch="utility", depth=depth, threshold=threshold, options={"gamma": 2}, extra=extra
         )
-        self.start_world = lambda: setattr(self, "world", World(policy, slots, knobs))
+        self.start_world = lambda: setattr(self, "world", World(policy, slots, knobs, poison))
         self.start_world()
         self.world.check()
 

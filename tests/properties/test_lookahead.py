@@ -16,6 +16,7 @@ import torch
 from driven import Endless, Instant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from poison import poison_slots
 from torch import Tensor
 
 from vllm_spac import components
@@ -88,7 +89,7 @@ class Pool(SlotExecution):
     def __init__(self, slots: int, policy: str = "lru", background: type = Instant, **knobs) -> None:
         self.script = Script()
         before, transfers.Background = transfers.Background, background
-        ahead = PrefetchSettings(prefetch="script", built=self.script, poison=True, **knobs)
+        ahead = PrefetchSettings(prefetch="script", built=self.script, **knobs)
         chosen = components.build("policies", policy)
         try:
             super().__init__(
@@ -97,6 +98,7 @@ class Pool(SlotExecution):
             )  # fmt: skip
         finally:
             transfers.Background = before
+        poison_slots(self)
         self._kernel = Kernel(self.tensors)
         list(self.fill())
         self.store.order.clear()
@@ -507,7 +509,8 @@ def test_a_predictor_that_is_chosen_before_the_first_step_reads_the_same() -> No
         assert other.looks_at == frozenset()
         other.step((0, 1), (0, 1), (0, 1), (0, 1))
         assert not other.script.asked
-        other.read_ahead(PrefetchSettings(prefetch="script", built=other.script, poison=True))
+        other.read_ahead(PrefetchSettings(prefetch="script", built=other.script))
+        poison_slots(other)
         assert other.looks_at == one.looks_at == Script.needs
         one.step((0, 1), (0, 1), (0, 1), (0, 1))
         for made in (one, other):

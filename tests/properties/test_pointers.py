@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from interleavings import Foreign, ModelMemory, ModelStream, NoWait, Scenario, World, explore, run_randomly
+from poison import spoil
 
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.core import MoEShape, TensorSpec
@@ -184,13 +185,22 @@ class Reader:
                     self.wrong.append(f"{name} of {key}: {np.unique(seen)}")
 
 
+class Poisoned(AddressTable):
+    """Slots are NaN before each copy."""
+
+    def copy(self, key: int, slot: int) -> None:
+        for tensor in self._slots.values():
+            spoil(tensor[slot])
+        super().copy(key, slot)
+
+
 def test_threads_never_read_poison_or_another_expert():
     """Expert e is e everywhere. Slots are filled with NaN before each copy; both streams are threads."""
     store = MemoryStore(MoEShape(("layer",), EXPERTS, 2, SPECS), "threads")
     for key in range(EXPERTS):
         store.put(key, {name: torch.full(spec.shape, float(key)) for name, spec in SPECS.items()})
     slots = {name: torch.full((SLOTS, *spec.shape), float("nan")) for name, spec in SPECS.items()}
-    memory = AddressTable(store, slots, EXPERTS, poison=True)
+    memory = Poisoned(store, slots, EXPERTS)
     pointers, reader, rng = Pointers(EXPERTS, SLOTS, LRU()), Reader(memory), random.Random(0)
     compute, copying = ThreadStream("compute"), ThreadStream("copy")
     mover = StepMover(pointers, memory, compute, copying)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from poison import poison_slots
 from torch import Tensor
 
 from vllm_spac import components
@@ -78,8 +79,9 @@ class Pool(SlotExecution):
             tensors,
             io_threads=threads,
             path="double",
-            ahead=PrefetchSettings(prefetch="utility", options={"gamma": 2}, poison=True, **knobs),
+            ahead=PrefetchSettings(prefetch="utility", options={"gamma": 2}, **knobs),
         )
+        poison_slots(self)
 
     @property
     def ahead(self) -> transfers.Background:

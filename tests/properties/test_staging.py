@@ -1,8 +1,7 @@
 """Buffers that are filled while layers run: the order of copies, launches and moves, in every interleaving.
 
-``Staging`` and ``StepMover``, as they serve, share the two streams of a model; see ``interleavings``. A launch of a
-staged layer reads the table of its buffer, then what the table points at: a slot, which may move, or its place in the
-buffer.
+``Staging`` and ``StepMover`` share the two streams of a model; see ``interleavings``. A launch of a staged layer reads
+the table of its buffer, then what the table points at: a slot, which may move, or its place in the buffer.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import interleavings
 import numpy as np
 import pytest
 import torch
+from poison import poison_buffers
 
 from vllm_spac.cache.residency import NOWHERE
 from vllm_spac.config.types import SlotCount
@@ -188,7 +188,8 @@ def test_threads_read_their_layer_and_nothing_else():
     for key in range(SHAPE.total):
         store.put(key, {"w": torch.full((WORDS,), float(key))})
     slots = {"w": torch.arange(SHAPE.total, dtype=torch.float32)[:7, None].repeat(1, WORDS)}  # keys 0 ... 6
-    buffers = ExpertBuffers(store, AddressTable(store, slots, SHAPE.total), slots, poison=True)
+    buffers = ExpertBuffers(store, AddressTable(store, slots, SHAPE.total), slots)
+    poison_buffers(buffers)
     compute, copy = ThreadStream("compute"), ThreadStream("copy")
     staging, wrong, rng = Staging(buffers, LAYERS, compute, copy), [], random.Random(0)
     at = np.full((LAYERS, EXPERTS), NOWHERE)

@@ -60,9 +60,6 @@ class Link(Protocol):
     def observe(self, counts: np.ndarray) -> None:
         """A forward has finished, as in ``Policy.observe``: for the policy of host memory."""
 
-    def poison(self, slot: int) -> None:
-        """Sets all bits of a slot before it is loaded."""
-
     def close(self) -> None:
         """Waits for the reads in flight, cancels the others and stops the threads."""
 

@@ -45,7 +45,6 @@ class PrefetchSettings:
         next_layer: in forwards with many rows, also what the next layer is expected to use is read, see ``LayerUse``.
         drafts: draft tokens of a request in a speculative step, for a predictor that ``follows_drafts`` and has no
             argument ``gamma``; None: not known.
-        poison: fill slots with NaN before they are loaded; for tests.
 
     Raises:
         ConfigError: there is no such predictor, it needs a signal that the prefetcher cannot provide or a file, or a
@@ -63,7 +62,6 @@ class PrefetchSettings:
     stops: bool = False
     next_layer: bool = False
     drafts: int | None = None
-    poison: bool = False
 
     def __post_init__(self) -> None:
         known = components.serving("predictors")

@@ -109,7 +109,6 @@ class Prefetcher:
         self.unused: set[int] = set()  # prefetched, READY and not used yet
         self._residency, self._ahead = residency, transfers.ahead
         self._link = transfers
-        self._poison = transfers.poison if settings.poison else None
         self._counters, self._layer_experts, self._settings = counters, layer_experts, settings
         self._predictor = predictor
         self.scores = np.zeros(len(residency.slot_of), dtype=np.int64)
@@ -244,14 +243,11 @@ class Prefetcher:
         self._demanded(keys)
 
     def placed(self, placement: Placement) -> None:
-        """Records a placement: counts evicted unused prefetches, and poisons the new slots if set."""
+        """Records a placement: counts evicted unused prefetches."""
         wasted = self.unused.intersection(placement.victims)
         self.unused -= wasted
         self._guessed -= wasted
         self._counters.prefetch_wasted += len(wasted)
-        if self._poison:
-            for _, slot in placement.loads:
-                self._poison(slot)
 
     def used(self, keys: Sequence[int] | np.ndarray) -> None:
         """Records that a forward uses ``keys``, all READY, and starts further reads for the layers after them."""

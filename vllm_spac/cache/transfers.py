@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor, uint8
+from torch import Tensor
 
 from vllm_spac.cache.host_tier import HostMove, HostTier
 from vllm_spac.cache.link import Moved, reads_ahead
@@ -69,7 +69,6 @@ class Mover:
         self._slots = Slots(slots)
         self._row_memory = {} if rows is None else rows_of(rows.tensors)
         self._saved: set[int] = set()  # keys whose move has filled its row; every thread adds only its own
-        self._to_poison: set[int] = set()
         self._first = 0
 
     def watch(self, timeline: Timeline | None, first: int) -> None:
@@ -93,8 +92,6 @@ class Mover:
         slot = self._slots[move.slot]
         if move.saved is not None:
             self._save(slot, move)
-        if move.slot in self._to_poison:
-            self._fill(move.slot)
         if move.source is not None:
             for name, rows in self._row_memory.items():
                 slot.fill(name, rows[move.source])
@@ -140,20 +137,6 @@ class Mover:
         """Releases host memory; nothing is read any more."""
         if self._rows is not None:
             self._rows.block.close()
-
-    def poison(self, slot: int) -> None:
-        """Sets all bits of a slot, which is NaN in every float format, so that premature reads become visible.
-
-        With host memory this happens after the slot's old expert was copied there.
-        """
-        if self._rows is None:
-            self._fill(slot)
-        else:
-            self._to_poison.add(slot)
-
-    def _fill(self, slot: int) -> None:
-        for tensor in self._slots[slot].values():
-            tensor.view(-1).view(uint8).fill_(0xFF)
 
     def _save(self, slot: Slot, move: HostMove) -> None:
         assert self._rows is not None and move.row is not None
@@ -393,9 +376,6 @@ class Transfers:
 
     def observe(self, counts: np.ndarray) -> None:
         self._mover.observe(counts)
-
-    def poison(self, slot: int) -> None:
-        self._mover.poison(slot)
 
     def close(self) -> None:
         """Waits for the reads in flight, cancels the others and stops the threads."""

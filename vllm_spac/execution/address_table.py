@@ -24,7 +24,6 @@ class AddressTable:
         store: stores every expert in memory that the device can address.
         slots: name -> tensor of shape [slots, ...].
         keys: number of experts.
-        poison: fill a slot with NaN before it is written; for tests.
 
     Attributes:
         device: device of the slots.
@@ -36,8 +35,8 @@ class AddressTable:
         host_addresses: int64 [names, keys], on the host.
     """
 
-    def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], keys: int, poison: bool = False) -> None:
-        self._store, self._slots, self._poison = store, slots, poison
+    def __init__(self, store: ExpertStore, slots: Mapping[str, Tensor], keys: int) -> None:
+        self._store, self._slots = store, slots
         self.sizes = [tensor[0].nbytes for tensor in slots.values()]
         self.device = next(iter(slots.values())).device
         first = store.view(0)
@@ -64,9 +63,6 @@ class AddressTable:
         self.addresses.index_copy_(1, written[0], written[1:])
 
     def copy(self, key: int, slot: int) -> None:
-        if self._poison:
-            for tensor in self._slots.values():
-                tensor[slot].view(-1).view(torch.uint8).fill_(0xFF)
         for name, tensor in self._store.view(key).items():
             self._slots[name][slot].copy_(tensor, non_blocking=True)
 

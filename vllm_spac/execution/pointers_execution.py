@@ -175,7 +175,6 @@ class PointerExecution(Execution):
         predictor: names experts of the next layer, which are read ahead; on the device. None: nothing is.
         extra: loads that reads ahead may add, as in ``Allowance``; ``prefetch``: the predictor's name.
         staged: forwards of many rows read experts without a slot from buffers of ``staging_bytes``, else in place.
-        poison: fill slots with NaN before they are written; for tests.
     """
 
     needs_host: ClassVar[bool] = False
@@ -199,7 +198,6 @@ class PointerExecution(Execution):
         extra: float = 1.0,
         prefetch: str = "off",
         staged: bool = False,
-        poison: bool = False,
     ) -> None:
         assert shape.top_k <= slots <= shape.total
         self.check_shape(shape)
@@ -212,12 +210,12 @@ class PointerExecution(Execution):
         device = next(iter(tensors.values())).device
         self._compute, self._copy = streams(device)
         self._kernels = kernels = _kernels(device)
-        self._memory = memory = AddressTable(store, tensors, shape.total, poison)
+        self._memory = memory = AddressTable(store, tensors, shape.total)
         self.admission = Admission(shape, slots, policy, memory, self.counters, self._compute, kernels, path)
         self.residency = self.admission.residency
         self._staging: tuple[ExpertBuffers, Staging] | None = None
         if staged and slots < shape.total:
-            buffers = ExpertBuffers(store, memory, tensors, poison)
+            buffers = ExpertBuffers(store, memory, tensors)
             self._staging = buffers, Staging(buffers, len(shape.layers), self._compute, self._copy)
         self._ahead: DeviceLookahead | None = None
         if predictor is not None and not self.holds_all:

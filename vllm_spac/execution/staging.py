@@ -135,16 +135,13 @@ class ExpertBuffers:
         store: stores each layer as one block of host memory per tensor.
         memory: provides the addresses of the slots.
         slots: the slots' tensors, whose device, names and dtypes the buffers have.
-        poison: fill a buffer with NaN before it is written; for tests.
 
     Attributes:
         tables: per buffer, name -> int64 [experts] on the device.
     """
 
-    def __init__(
-        self, store: ExpertStore, memory: AddressTable, slots: Mapping[str, Tensor], poison: bool = False
-    ) -> None:
-        self._store, self._memory, self._poison = store, memory, poison
+    def __init__(self, store: ExpertStore, memory: AddressTable, slots: Mapping[str, Tensor]) -> None:
+        self._store, self._memory = store, memory
         experts = store.shape.experts
         self._tensors = [
             {name: tensor.new_empty((experts, *tensor.shape[1:])) for name, tensor in slots.items()}
@@ -158,9 +155,6 @@ class ExpertBuffers:
     def fill(self, buffer: int, layer: int, missing: np.ndarray) -> None:
         """As in ``Buffers``: one copy per tensor and run of consecutive experts."""
         block, tensors = self._store.layer(layer), self._tensors[buffer]
-        if self._poison:
-            for tensor in tensors.values():
-                tensor.view(-1).view(torch.uint8).fill_(0xFF)
         for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
             if len(run):
                 part = slice(int(run[0]), int(run[-1]) + 1)

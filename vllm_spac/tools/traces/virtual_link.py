@@ -190,9 +190,6 @@ class VirtualLink:
         waited, self._waited = self._waited, 0.0
         return waited
 
-    def poison(self, slot: int) -> None:
-        """Does nothing: there are no bytes."""
-
     def close(self) -> None:
         """Does nothing: there are no threads."""
 
