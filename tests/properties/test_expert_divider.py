@@ -124,7 +124,7 @@ def test_an_expert_goes_where_it_has_a_slot_until_another_worker_is_faster() -> 
         found.admit(worker, quick)
     found.sees(0, has(0, 1, 2, 3))
     assert {len(part.experts) for part in found.divide(0, np.arange(4)[None], [0, 1])} == {2}
-    assert where(found.divide(1, np.array([[0]]), [1, 0])) == {1: [0]}, "what has a slot of another layer is not there"
+    assert where(found.divide(1, np.array([[0]]), [0, 1])) == {1: [0]}, "what has a slot of another layer is not there"
 
 
 def test_a_message_that_takes_longer_than_it_saves_is_not_sent() -> None:

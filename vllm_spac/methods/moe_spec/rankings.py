@@ -64,7 +64,7 @@ class Ranking(ABC):
         if not cls.needs_calibration:
             return cls(**knobs)
         if calibration is None:
-            name = cls.__module__.rpartition(".")[2]
+            name = cls.__module__.rpartition(".")[2].removesuffix("_ranking")
             raise ConfigError(
                 f"spac: the ranking {name} needs a calibration file; write one with `vllm-spac calibrate` and name it"
             )
