@@ -177,7 +177,7 @@ def _all_made() -> list[Made]:
 
 
 def _number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    return "" if value is None else f"{value + 0:.{digits}f}"  # what a result lacks says so when it is added to
 
 
 def _span(values: Iterable[float], digits: int = 0, between: str = " to ", sign: str = "") -> str:

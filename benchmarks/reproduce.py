@@ -89,7 +89,8 @@ def results_again(
 ) -> None:
     """Make all results again, then render the pages from them."""
     console = Console(stderr=True)
-    chosen = [name for name, made in FIGURES.items() if made.timed == timed and made.commands and not made.answered]
+    again = {name: made for name, made in FIGURES.items() if made.commands and made.files and not made.answered}
+    chosen = [name for name, made in again.items() if made.timed == timed]
     left = sum(FIGURES[name].minutes for name in chosen)
     for place, name in enumerate(chosen, 1):
         made = FIGURES[name]
