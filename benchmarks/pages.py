@@ -67,8 +67,8 @@ def names() -> list[str]:
 def source(name: str) -> tuple[Made, str]:
     """Returns how a result is made, and the text of its page with expressions."""
     _, front, text = (SOURCES / f"{name}.md.jinja").read_text(encoding="utf-8").split("+++\n", 2)
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in tomllib.loads(front).items()}
-    return Made(**fields), text
+    fields: dict[str, Any] = tomllib.loads(front)
+    return Made(files=tuple(fields.pop("files", ())), commands=tuple(fields.pop("commands", ())), **fields), text
 
 
 def rendered() -> Iterator[tuple[Path, str]]:
@@ -150,7 +150,7 @@ def _environment() -> jinja2.Environment:
     )
     made.filters |= {
         "f": _number,
-        "pct": lambda value, digits=1, sign="": "" if value is None else f"{100 * value:{sign}.{digits}f}",
+        "pct": _percent,
         "less_one": lambda ratio: 100 * (ratio - 1),
         "spaced": lambda slots: slots.replace("%", " %"),
         "span": _span,
@@ -178,6 +178,10 @@ def _all_made() -> list[Made]:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value + 0:.{digits}f}"  # what a result lacks says so when it is added to
+
+
+def _percent(value: float | None, digits: int = 1, sign: str = "") -> str:
+    return "" if value is None else f"{100 * value:{sign}.{digits}f}"
 
 
 def _span(values: Iterable[float], digits: int = 0, between: str = " to ", sign: str = "") -> str:
@@ -266,4 +270,5 @@ def votes(contents: Iterable[Row]) -> list[dict[str, Any]]:
 
 def power_for_all(columns: Sequence[Row]) -> str:
     """Returns the power with the least sum over all columns."""
-    return min(columns[0]["first"], key=lambda alpha: sum(column["first"][alpha] for column in columns))
+    sums: dict[str, float] = {alpha: sum(column["first"][alpha] for column in columns) for alpha in columns[0]["first"]}
+    return min(sums, key=sums.__getitem__)

@@ -150,7 +150,7 @@ def main(
     }
     write_result(output, result)
     compared = "measured", "planned.trace", "error", "planned.low", "planned.high", "in_range"
-    show("tokens per second", result["rows"], "expert_bytes", "slots", *compared)
+    show("tokens per second", [row.plain() for row in rows], "expert_bytes", "slots", *compared)
     good = sum(abs(row.error) <= WITHIN for row in rows)
     print(f"{good} of {len(rows)} plans are within {100 * WITHIN:.0f}%; wrote {output}")
 

@@ -120,12 +120,12 @@ def main(
         "provenance": origin,
     }
     write_result(output, result)
-    measured = "measured_tpot", "simulated_tpot", "error", "error_with_it", "measured_hit_rate", "simulated_hit_rate"
-    show("seconds per token", rows, "speculation", "slots", "policy", *measured)
+    compared = "measured_tpot", "simulated_tpot", "error", "error_with_it", "measured_hit_rate", "simulated_hit_rate"
+    show("seconds per token", rows, "speculation", "slots", "policy", *compared)
 
 
 def _share(size: str) -> Fraction:
-    share = plan.Slots.parse(size).share
+    share = plan.SlotCount.parse(size).share
     if share is None:
         raise typer.BadParameter(f"{size}: use a percentage of all experts")
     return share

@@ -252,7 +252,7 @@ def main(
     }
     write_result(output, result)
     of_fault = "lost_seconds", "longest_step_seconds", "back_within_seconds", "rows_elsewhere", "tokens_equal"
-    show("seconds lost per fault of an expert worker", result["rows"], "fault", *of_fault)
+    show("seconds lost per fault of an expert worker", rows, "fault", *of_fault)
     console.print(f"wrote {output}", soft_wrap=True)
     if not all(row["tokens_equal"] and (row["back_within_seconds"] or not row["noticed"]) for row in rows):
         raise typer.Exit(1)
