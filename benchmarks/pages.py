@@ -263,7 +263,7 @@ def votes(contents: Iterable[Row]) -> list[dict[str, Any]]:
             for row in content["rows"]:
                 if row["nodes"] == nodes and row["arm"] != "exact":
                     halves[row["half"]][row["arm"]] = row
-            first = {alpha: row["kl"] for alpha, row in halves["chosen on"].items()}
+            first: dict[str, float] = {alpha: row["kl"] for alpha, row in halves["chosen on"].items()}
             columns.append({"chosen": min(first, key=first.__getitem__), "first": first, **halves})
     return columns
 
