@@ -264,7 +264,8 @@ def votes(contents: Iterable[Row]) -> list[dict[str, Any]]:
                 if row["nodes"] == nodes and row["arm"] != "exact":
                     halves[row["half"]][row["arm"]] = row
             first: dict[str, float] = {alpha: row["kl"] for alpha, row in halves["chosen on"].items()}
-            columns.append({"chosen": min(first, key=first.__getitem__), "first": first, **halves})
+            chosen = min(first, key=first.__getitem__)
+            columns.append({"chosen": chosen, "first": first, **halves})
     return columns
 
 
