@@ -36,6 +36,7 @@ setup: ## install everything into .venv (minutes the first time; SPAC_DEVICE=cpu
 		echo "make: none of $(PYTHONS) is a Python 3.11 to 3.13; install 3.11 or run make PYTHON=/path/to/python3.11" >&2; \
 		exit 1; fi
 	@$(PYTHON) .ci/bootstrap.py
+	@$(PYTHON) benchmarks/toy/stored.py
 
 demo: setup ## serve a toy model with a quarter of its experts in fast memory and compare with stock vLLM
 	@$(BIN)/python benchmarks/demo.py

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core each: threads that wait for one another spin on the others' cores
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+# The weights of the toy model, which `make setup` has unpacked, unless they have changed since.
+runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "toy" / "stored.py"))["unpack"]()
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no look at the clock
 settings.load_profile("busy")

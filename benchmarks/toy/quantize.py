@@ -67,7 +67,7 @@ def int8_copy(source: Path, target: Path) -> dict:
             tensors, rounded, kept = _round_all(file)
             save_file(tensors, target / file.name, metadata={"format": "pt"})
             as_int8, others = as_int8 + rounded, others + kept
-        elif file.is_file() and file.name != "training.json":
+        elif file.is_file() and file.name != "training.json" and file.suffix != ".xz":
             shutil.copyfile(file, target / file.name)
     facts = {
         "made_from": source.name,

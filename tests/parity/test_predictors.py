@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import engines
@@ -10,6 +11,7 @@ import forked
 import pytest
 from compare import METHODS, compare
 from exactness import assert_same_tokens
+from safetensors.torch import load_file, save_file
 
 import vllm_spac
 from vllm_spac.decisions.predictor_file import PredictorFile
@@ -148,9 +150,14 @@ def test_quality_of_speculated_execution(trained: Path) -> None:
     assert "generation with speculated execution, predicted:" in said
 
 
-def test_predictors_of_another_model_are_refused(trained: Path) -> None:
+def test_predictors_of_another_model_are_refused(trained: Path, tmp_path: Path) -> None:
+    """Of the same sizes, with one expert that says something else."""
+    other = shutil.copytree(MODELS / "target", tmp_path / "other", ignore=shutil.ignore_patterns("*.xz"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.0.down_proj.weight"] *= 2
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     said = vllm_spac_command(
-        *("predictors", MODELS / "local" / "target", "--prompts", trained / "held.jsonl", "--disk-dir", trained),
+        *("predictors", other, "--prompts", trained / "held.jsonl", "--disk-dir", trained),
         *("--predictor", trained / "p.safetensors", "--json", trained / "other.json", *ENGINE),
         code=1,
     )
