@@ -75,7 +75,7 @@ _METHODS: dict[str, Callable[[Any], Repack]] = {
 }
 
 
-class Packing:
+class WeightPacking:
     """Repacks the experts of one layer.
 
     Args:
@@ -90,7 +90,7 @@ class Packing:
         self.kind: Format | None = None
 
     @classmethod
-    def of(cls, layer: RoutedExperts) -> Packing | None:
+    def of(cls, layer: RoutedExperts) -> WeightPacking | None:
         """Returns the packing of a quantised layer; None if its method is none of those that can be repacked.
 
         Raises:

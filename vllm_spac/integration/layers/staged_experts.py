@@ -16,7 +16,7 @@ from vllm_spac.errors import SpacError, UnsupportedError
 from vllm_spac.execution.base import LayerFacts
 from vllm_spac.integration.hooks.model_host import LayerHost, current
 from vllm_spac.integration.layers import quant_schemes
-from vllm_spac.integration.layers.packed_experts import Packing, blank, unquantised_config
+from vllm_spac.integration.layers.packed_experts import WeightPacking, blank, unquantised_config
 from vllm_spac.kernels.formats import Format
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class StagedExperts(_Layer):
         self.spac: LayerHost = current()
         self._converts = self.spac.execution.layout == "kernel"  # else experts keep the checkpoint's layout
         is_quantised = quant_schemes.is_quantised(self)
-        self.spac_packing = Packing.of(self) if is_quantised and not self._converts else None
+        self.spac_packing = WeightPacking.of(self) if is_quantised and not self._converts else None
         packed = self.spac_packing is not None
         # vLLM's parameters, with their loaders
         self._staged: dict[str, Any] = quant_schemes.expert_tensors(self, packed)

@@ -83,14 +83,13 @@ def budget(
             bound = read_budgets(config.bound.file, name, names, experts)
     several = vllm_config.parallel_config.tensor_parallel_size > 1
     counters = BudgetCounters()
-    ahead = predictor is not None and predictor.reach > 0
     control = BudgetControl(
         known,
         calibration,
         device=device,
         unweighted=None if (reason := drafts.unweighted(vllm_config)) is None else str(reason),
         ranks_differ=several,
-        speculation=SpeculatedExecution(known, predictor, counters) if ahead else None,
+        speculation=SpeculatedExecution(known, predictor, counters) if predictor and predictor.reach else None,
         counters=counters,
         drafts=vllm_config.speculative_config is not None,
     )

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-class Drafts(NamedTuple):
+class TreeDrafts(NamedTuple):
     """The drafts of one request. Row 0 is the root, the last token of the request; row i > 0 is draft i - 1.
 
     Attributes:
@@ -59,7 +59,7 @@ class Drafts(NamedTuple):
     reached: tuple[float, ...]
 
     @classmethod
-    def chain(cls, tokens: Sequence[int]) -> Drafts:
+    def chain(cls, tokens: Sequence[int]) -> TreeDrafts:
         """Draft tokens that follow one another."""
         return cls(tuple(tokens), tuple(range(-1, len(tokens))), (1.0,) * (len(tokens) + 1))
 
@@ -73,9 +73,9 @@ class Drafts(NamedTuple):
         """Whether some draft token does not follow the one before it."""
         return any(parent != row for row, parent in enumerate(self.parents[1:]))
 
-    def cut(self, drafts: int) -> Drafts:
+    def cut(self, drafts: int) -> TreeDrafts:
         """The first ``drafts`` draft tokens, which are a tree too."""
-        return Drafts(self.tokens[:drafts], self.parents[: drafts + 1], self.reached[: drafts + 1])
+        return TreeDrafts(self.tokens[:drafts], self.parents[: drafts + 1], self.reached[: drafts + 1])
 
 
 class Verified(NamedTuple):
@@ -289,9 +289,9 @@ class TreeDecoding:
         self._guard = guard
         self._runner, self._shape, self.scratch = runner, shape, scratch
         self.counters = TreeCounters(shape.nodes)
-        self._drafted: dict[str, Drafts] = {}  # by request, until the next step
-        self._drafts: list[Drafts] | None = None  # one per request of the batch, until they are verified
-        self._known: dict[str, Drafts] = {}  # those of the step that the drafter proposed, by request
+        self._drafted: dict[str, TreeDrafts] = {}  # by request, until the next step
+        self._drafts: list[TreeDrafts] | None = None  # one per request of the batch, until they are verified
+        self._known: dict[str, TreeDrafts] = {}  # those of the step that the drafter proposed, by request
         self._trees: TreeTensors  # of all requests of the batch
         self._step: StepTrees | None = None  # those that branch
         self._layout: Layout  # of the step, if it has such trees
@@ -318,14 +318,14 @@ class TreeDecoding:
         batch = self._runner.input_batch
         return batch.block_table[0].get_device_tensor(batch.num_reqs)
 
-    def _drafts_of(self, request: str, drafts: Sequence[int]) -> Drafts:
+    def _drafts_of(self, request: str, drafts: Sequence[int]) -> TreeDrafts:
         """The tree whose first drafts a request verifies; drafts that were not ours are verified as a chain."""
         tree = self._drafted.pop(request, None) if drafts else None
         if tree is not None and tuple(drafts) == tree.tokens[: len(drafts)]:
             self._known[request] = tree.cut(len(drafts))
             return self._known[request]
         self.counters.unknown += bool(drafts)
-        return Drafts.chain(drafts)
+        return TreeDrafts.chain(drafts)
 
     # -- the target's forward --------------------------------------------------------------------------------
 
@@ -462,7 +462,9 @@ class TreeDecoding:
             rows = real[place]
             mine = tuple(tokens[place, : rows - 1].tolist())
             probabilities = (1.0, *reached[place][: rows - 1])
-            self._drafted[requests[number]] = Drafts(mine, tuple(trees.parents[place, :rows].tolist()), probabilities)
+            self._drafted[requests[number]] = TreeDrafts(
+                mine, tuple(trees.parents[place, :rows].tolist()), probabilities
+            )
             drafts[number] = list(mine)
         return drafts
 

@@ -180,8 +180,8 @@ def best_chains(tokens: Tensor, logp: Tensor, trees: TreeTensors, where: Tensor)
     row = torch.arange(-1, nodes, device=tokens.device)
     parents = torch.where(row < trees.depths.amax(1, keepdim=True), row, FILLER)
     chains = TreeTensors.of(torch.where(where[:, None], parents, trees.parents), depth)
-    shown = (torch.where(where[:, None], part.gather(1, source), part) for part in (tokens, logp))
-    return *shown, chains
+    along, also = (torch.where(where[:, None], part.gather(1, source), part) for part in (tokens, logp))
+    return along, also, chains
 
 
 def trees_of(chosen: Chosen, depth: int, chain: Tensor) -> tuple[Tensor, Tensor, TreeTensors]:
