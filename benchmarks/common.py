@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_spac.system.files import replacing
-from vllm_spac.system.host_memory import HUGE_PAGE, huge_pages
+from vllm_spac.system.host_blocks import HUGE_PAGE, huge_pages
 from vllm_spac.system.machine import UNKNOWN, code, command, machine, now, versions
 
 ROOT = Path(__file__).resolve().parents[1]

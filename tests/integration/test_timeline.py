@@ -29,7 +29,7 @@ from vllm_spac.recording.timeline_split import GENERATING, split
 from vllm_spac.recording.timeline_split import PROMPTS as WITH_PROMPTS
 from vllm_spac.runtime import Runtime
 from vllm_spac.storage.host import HostStore
-from vllm_spac.system.host_memory import HostBlock
+from vllm_spac.system.host_blocks import HostBlock
 
 LAYERS, EXPERTS, TOP_K, STEPS = 3, 8, 2, 24
 SPECS = {"w": TensorSpec((4,), torch.float32)}

@@ -29,7 +29,7 @@ from vllm_spac.execution.base import Rows
 from vllm_spac.execution.slots_execution import SlotExecution
 from vllm_spac.recording.trace_file import DRAFT, PREFILL, Trace
 from vllm_spac.storage.host import HostStore
-from vllm_spac.system.host_memory import HostBlock
+from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.tools.traces.replayed import Outcome, filling, rows_of_records
 from vllm_spac.tools.traces.simulated_slots import SlotsReplay
 from vllm_spac.tools.traces.synthetic import synthetic_trace

@@ -14,7 +14,7 @@ from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.storage import host
 from vllm_spac.storage.host import HostStore
-from vllm_spac.system.host_memory import HostBlock, block_bytes
+from vllm_spac.system.host_blocks import HostBlock, block_bytes
 
 PAGE = mmap.PAGESIZE
 SPECS = {
@@ -145,7 +145,7 @@ def test_pinned_memory_is_not_shared_with_a_forked_process() -> None:
     """A copy on write would leave the GPU with the page that the parent no longer writes."""
     code = """
 import re, sys, torch
-from vllm_spac.system.host_memory import HostBlock
+from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.core import TensorSpec
 torch.cuda.cudart = lambda: type("C", (), {"cudaHostRegister": staticmethod(lambda *_: 0)})
 address = HostBlock({"w": TensorSpec((1 << 20,), torch.uint8)}, 4, True).tensors["w"]

@@ -9,8 +9,8 @@ import torch
 
 from vllm_spac.core import TensorSpec
 from vllm_spac.storage.base import allocate
-from vllm_spac.system import host_memory as module
-from vllm_spac.system.host_memory import HUGE_PAGE, HostBlock, huge_pages
+from vllm_spac.system import host_blocks as module
+from vllm_spac.system.host_blocks import HUGE_PAGE, HostBlock, huge_pages
 
 MIB = 2**20
 

@@ -21,7 +21,7 @@ from vllm_spac.errors import StoreError
 from vllm_spac.storage import disk
 from vllm_spac.storage.checkpoint.packed_folder import MARK
 from vllm_spac.storage.disk import DiskStore
-from vllm_spac.system.host_memory import HostBlock
+from vllm_spac.system.host_blocks import HostBlock
 
 SHAPE = MoEShape(
     ("layer",), 8, 2, {"w": TensorSpec((3, 1024), torch.float32), "v": TensorSpec((2048,), torch.bfloat16)}

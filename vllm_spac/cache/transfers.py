@@ -24,7 +24,7 @@ from vllm_spac.cache.link import Moved, reads_ahead
 from vllm_spac.recording.metrics import Counters
 from vllm_spac.recording.timeline_recorder import Kind, Timeline, now
 from vllm_spac.storage.base import ExpertStore, Slot, Slots, rows_of
-from vllm_spac.system.host_memory import HostBlock
+from vllm_spac.system.host_blocks import HostBlock
 from vllm_spac.system.machine import unbind
 from vllm_spac.system.threads import finish, given_up, outcome
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_spac.core import MoEShape, TensorSpec
 from vllm_spac.errors import StoreError
 from vllm_spac.storage.checkpoint.packed_folder import PAGE
-from vllm_spac.system.host_memory import huge_pages
+from vllm_spac.system.host_blocks import huge_pages
 
 
 class ExpertStore(ABC):

@@ -13,7 +13,8 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import StoreError
 from vllm_spac.storage.base import ExpertStore, Slot, rows_of
-from vllm_spac.system.host_memory import HostBlock, available_host_bytes, block_bytes, gib
+from vllm_spac.system.host_blocks import HostBlock, block_bytes
+from vllm_spac.system.host_memory import available_host_bytes, gib
 
 _RESERVE = 1 << 30  # left to the rest of the machine
 

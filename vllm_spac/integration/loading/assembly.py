@@ -38,7 +38,8 @@ from vllm_spac.methods.speculating_experts.speculated import SpeculatedExecution
 from vllm_spac.recording.timeline_file import TimelineFacts, TimelineWriter
 from vllm_spac.recording.trace_file import TraceFacts
 from vllm_spac.recording.trace_writer import TraceWriter
-from vllm_spac.system.host_memory import HostBlock, available_host_bytes, gib
+from vllm_spac.system.host_blocks import HostBlock
+from vllm_spac.system.host_memory import available_host_bytes, gib
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

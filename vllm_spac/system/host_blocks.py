@@ -1,0 +1,118 @@
+"""Blocks of host memory of exactly the size that is needed, in huge pages, registered with CUDA if the GPU uses them.
+
+torch rounds its own pinned memory up to powers of two: 1 GiB for 768 MiB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterable, Mapping
+from typing import SupportsInt
+
+import torch
+from torch import Tensor
+
+from vllm_spac.core import TensorSpec
+from vllm_spac.errors import StoreError
+from vllm_spac.system.host_memory import gib
+
+HUGE_PAGE = 2**21  # bytes
+
+
+def huge_pages(nbytes: int, *, inherited: bool = True) -> Tensor:
+    """Allocates zeros, uint8 [nbytes], in huge pages as far as they fill them; the rest has the usual pages.
+
+    A direct read from a disk is split where physical addresses are not consecutive, and pages of 4 KiB are scattered
+    the more, the longer a machine runs: one expert can then be hundreds of pieces.
+
+    Args:
+        inherited: forked processes have a copy of the memory.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    mapped = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    everything = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
+    start = -everything.data_ptr() % HUGE_PAGE
+    if nbytes >= HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without huge pages; `vllm-spac doctor` says so
+            mapped.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
+    if not inherited:
+        mapped.madvise(mmap.MADV_DONTFORK)
+    return everything[start : start + nbytes]
+
+
+_INSTEAD = "use --spac-store disk --spac-disk-dir DIR"
+
+
+def block_bytes(specs: Iterable[TensorSpec], count: int) -> int:
+    """Returns the bytes of a block of ``count`` experts: each tensor begins on a page."""
+    return sum(_pages(count * spec.nbytes) for spec in specs)
+
+
+class HostBlock:
+    """``count`` experts' tensors in one anonymous mapping.
+
+    Attributes:
+        tensors: name -> zeros [count, ...], valid as long as they are referenced.
+        nbytes: size of the mapping, whole pages.
+
+    Args:
+        specs: the tensors of one expert.
+        count: number of experts.
+        pin: register the mapping with CUDA: its pages are locked, and the GPU can read them in place.
+
+    Raises:
+        StoreError: the system or the driver refuses; the message names a remedy.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], count: int, pin: bool) -> None:
+        self.nbytes = block_bytes(specs.values(), count)
+        try:
+            # a pinned block is not inherited: after copy-on-write the GPU would keep the old pages
+            everything = huge_pages(self.nbytes, inherited=not pin)
+        except OSError as error:
+            raise StoreError(
+                f"spac: cannot allocate {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
+            ) from error
+        self._address: int | None = None
+        if pin:
+            self._register(everything.data_ptr())
+        self.tensors: dict[str, Tensor] = {}
+        start = 0
+        for name, spec in specs.items():
+            stop = start + count * spec.nbytes
+            self.tensors[name] = everything[start:stop].view(spec.dtype).view(count, *spec.shape)
+            start += _pages(count * spec.nbytes)
+
+    def _register(self, address: int) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
+        if int(error) != 0:
+            raise StoreError(
+                f"spac: cannot pin {gib(self.nbytes)} of host memory for store=host (cudaHostRegister: "
+                f"{_words(error)}); raise the limit of locked memory (ulimit -l unlimited; in a container "
+                f"--ulimit memlock=-1), or {_INSTEAD}"
+            )
+        self._address = address
+
+    def close(self) -> None:
+        """Unregisters the mapping, which no copy and no kernel may be using; a second call does nothing.
+
+        Raises:
+            StoreError: the driver refuses.
+        """
+        address, self._address = self._address, None
+        if address is None:
+            return
+        error = torch.cuda.cudart().cudaHostUnregister(address)
+        if int(error) != 0:
+            raise StoreError(f"spac: host memory cannot be unpinned (cudaHostUnregister: {_words(error)})")
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _words(error: SupportsInt) -> str:
+    return f"{torch.cuda.cudart().cudaGetErrorString(error)}, error {int(error)}"
