@@ -151,7 +151,7 @@ class Offline(Belady):
     pass
 
 
-class Oracle(oracle.Oracle):
+class Oracle(oracle_ranking.OracleRanking):
     pass
 
 

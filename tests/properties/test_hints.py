@@ -159,7 +159,7 @@ TestHints.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 def test_the_machine_can_hit(policy: str) -> None:
     """What is delivered, read and used is a hit: else the machine would test nothing."""
     machine = Hints()
-    machine.start("2k", policy, True)
+    machine.start("2k", policy)
     machine.run(0, 1, 0, False)
     for _ in range(20):
         machine.send(MINE[(MINE.index(machine.layer) + 1) % 3], list(range(EXPERTS)), True, 0)

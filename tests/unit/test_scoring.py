@@ -122,7 +122,7 @@ class Layer:
 @pytest.fixture
 def study(monkeypatch) -> Study:
     layers = [BudgetedLayer(f"layers.{n}", EXPERTS, TOP_K, RoutingRule()) for n in range(LAYERS)]
-    experts = SimpleNamespace(runtime=SimpleNamespace(budget=BudgetControl(layers)), vllm_config=None)
+    experts = SimpleNamespace(serving=SimpleNamespace(budget=BudgetControl(layers)), vllm_config=None)
     modules = [Layer(seed) for seed in range(LAYERS)]
     found = Study(experts, modules, None, window=3, every=2)
     monkeypatch.setattr(found, "_run", lambda layer, *given: modules[layer].spac_forward(*given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -178,7 +179,6 @@ def test_trees_need_as_few_requests_as_when_they_were_measured(
         ({"speculative_config": EAGLE | {"model": str(Path(__file__).parent)}}, "which is not there any more"),
         ({"speculative_config": NGRAM | {"model": "m.C"}}, "ngram drafts name a model"),
         ({"knobs": {"slots": "many"}}, "its knobs are none: slots='many'"),
-        ({"format": "spac-tuned-2", "knobs": {"balancer": "waterfill"}}, "of format spac-tuned-3.*tune again"),
         ({"knobs": {"host_memory": "-9" * 400}}, "tune again"),
         ({"knobs": {"slots": "25%", "execution": "pointers"}}, "exact up to rounding.*--spac-tuned-allow rounding"),
         ({"knobs": {"slots": "25%", "store": "host", "cpu_experts": "auto"}}, "--spac-tuned-allow rounding"),
@@ -199,6 +199,14 @@ def test_a_profile_of_other_conditions_is_ignored_with_one_warning(
     _, config = serve(folder, tuned=str(path))
     assert config == SpacConfig.parse({"disk_dir": str(folder), "tuned": str(path)}), "also if it was asked for"
     assert re.search(says, ignored(caplog))
+
+
+def test_a_profile_of_an_older_format_is_ignored_with_one_warning(folder: Path, here: Machine, caplog) -> None:
+    path = write(folder, here)
+    older = {"format": "spac-tuned-2", "knobs": {"cpu_experts": "auto", "balancer": "waterfill"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | older))
+    assert serve(folder)[1] == SpacConfig.parse({"disk_dir": str(folder)})
+    assert re.search("is no tuned profile of format spac-tuned-3: .*run vllm-spac tune again", ignored(caplog))
 
 
 def test_off_and_programs_take_none(folder: Path, caplog) -> None:
@@ -255,7 +263,7 @@ def test_a_profile_of_another_user_is_not_used(folder: Path, caplog) -> None:
 
 @pytest.mark.parametrize("level", ["exact", "rounding", "lossy"])
 def test_the_command_line_decides_how_exact_it_is(folder: Path, here: Machine, caplog, level: str) -> None:
-    kinds: list[dict] = [{"policy": "lru"}, {"execution": "pointers", "store": "host"}, {"budget": 8}]
+    kinds: list[dict] = [{"policy": "lru"}, {"execution": "pointers", "store": "host"}, {"budget": "8"}]
     for number, knobs in enumerate(kinds):
         write(folder, here, knobs=knobs)
         _, config = serve_without_folder(folder, tuned_allow=level)
