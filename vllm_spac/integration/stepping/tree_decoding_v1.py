@@ -338,7 +338,7 @@ class TreeDecoding:
         for request in scheduled.finished_req_ids:
             self._drafted.pop(request, None)
         self._step = self._last = self.accepted = self.scattered = None
-        if not any(each.tokens for each in self._drafts):
+        if not self._drafts:
             return
         nodes = max([self._shape.nodes, *(len(each.tokens) for each in self._drafts)])
         depth = max([self._shape.depth, *(len(each.tokens) for each in self._drafts if not each.branches)])
