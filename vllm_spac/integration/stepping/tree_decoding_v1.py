@@ -292,7 +292,7 @@ class TreeDecoding:
         self._drafted: dict[str, TreeDrafts] = {}  # by request, until the next step
         self._drafts: list[TreeDrafts] | None = None  # one per request of the batch, until they are verified
         self._known: dict[str, TreeDrafts] = {}  # those of the step that the drafter proposed, by request
-        self._trees: TreeTensors  # of all requests of the batch
+        self._trees: TreeTensors | None = None  # of all requests of the batch, once they are needed
         self._step: StepTrees | None = None  # those that branch
         self._layout: Layout  # of the step, if it has such trees
         self._last: Tensor | None = None  # last accepted row of each tree of ``_step``
@@ -337,26 +337,28 @@ class TreeDecoding:
         self._drafts = [self._drafts_of(request, drafts.get(request, ())) for request in batch.req_ids]
         for request in scheduled.finished_req_ids:
             self._drafted.pop(request, None)
-        self._step = self._last = self.accepted = self.scattered = None
-        if not self._drafts:
-            return
-        nodes = max([self._shape.nodes, *(len(each.tokens) for each in self._drafts)])
-        depth = max([self._shape.depth, *(len(each.tokens) for each in self._drafts if not each.branches)])
-        parents = torch.tensor([[*each.parents, *[FILLER] * (nodes + 1 - each.rows)] for each in self._drafts])
-        self._trees = TreeTensors.of(parents, depth)
+        self._trees = self._step = self._last = self.accepted = self.scattered = None
         if any(each.branches for each in self._drafts):
-            self._take_up([scheduled.num_scheduled_tokens[request] for request in batch.req_ids])
+            self._take_up(self._drafts, [scheduled.num_scheduled_tokens[request] for request in batch.req_ids])
 
-    def _take_up(self, counts: list[int]) -> None:
+    def _tensors(self, drafts: Sequence[TreeDrafts]) -> TreeTensors:
+        """The trees of all requests of the batch, made once per step."""
+        if self._trees is None:
+            nodes = max([self._shape.nodes, *(len(each.tokens) for each in drafts)])
+            depth = max([self._shape.depth, *(len(each.tokens) for each in drafts if not each.branches)])
+            parents = torch.tensor([[*each.parents, *[FILLER] * (nodes + 1 - each.rows)] for each in drafts])
+            self._trees = TreeTensors.of(parents, depth)
+        return self._trees
+
+    def _take_up(self, drafts: Sequence[TreeDrafts], counts: list[int]) -> None:
         """Prepares the forward for the trees that branch; ``counts``: rows of each request of the batch."""
-        assert self._drafts is not None
-        requests = np.array([number for number, each in enumerate(self._drafts) if each.branches])
-        drafts, starts = np.array([len(each.tokens) for each in self._drafts]), np.cumsum([0, *counts])
-        assert all(counts[number] == drafts[number] + 1 for number in requests), "a tree's rows are a request's rows"
+        requests = np.array([number for number, each in enumerate(drafts) if each.branches])
+        lengths, starts = np.array([len(each.tokens) for each in drafts]), np.cumsum([0, *counts])
+        assert all(counts[number] == lengths[number] + 1 for number in requests), "a tree's rows are a request's rows"
         computed = torch.as_tensor(self._runner.input_batch.num_computed_tokens_cpu[requests]).long()
-        self._layout, chosen = Layout.of(starts, drafts, requests), torch.from_numpy(requests)
+        self._layout, chosen = Layout.of(starts, lengths, requests), torch.from_numpy(requests)
         self._step = StepTrees(
-            self._trees.take(chosen),
+            self._tensors(drafts).take(chosen),
             TensorRows(*torch.from_numpy(self._layout.rows)),
             computed,
             self._block_table[chosen],
@@ -404,15 +406,16 @@ class TreeDecoding:
         if drafts is None:  # vLLM warms up its sampler
             return self._verify_plainly(metadata, draft_probs, logits, sampling)
         assert [len(each.tokens) for each in drafts] == list(metadata.num_draft_tokens)
-        outputs, width = self._runner.input_batch.req_output_token_ids, self._trees.parents.shape[1]
+        outputs, trees = self._runner.input_batch.req_output_token_ids, self._tensors(drafts)
+        width = trees.parents.shape[1]
         tokens = torch.tensor([[-1, *each.tokens, *[-1] * (width - each.rows)] for each in drafts])
         rows = torch.tensor([each.rows for each in drafts])
-        found = verified(self._runner.sampler, logits, sampling, self._trees, tokens, rows, outputs)
+        found = verified(self._runner.sampler, logits, sampling, trees, tokens, rows, outputs)
         self.accepted = [[row - 1 for row in path] for path in found.paths]
         if self._step is not None:
             self._last = found.last[torch.from_numpy(self._layout.requests)]
             self._copy(self._step.after_walk(self._last, self._block_size))
-        self.counters.verified(self._trees.parents, rows, torch.tensor(list(map(len, found.paths))))
+        self.counters.verified(trees.parents, rows, torch.tensor(list(map(len, found.paths))))
         if self._guard is not None:
             self._guard.accepted(found.paths)
         return found.output
