@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -100,7 +101,7 @@ class BudgetControl:
         self._ranking: Ranking | None = None
         self._parts: tuple[Step | None, list[Group]] = (None, [])
         self._mass = torch.ones((), dtype=torch.float64, device=device)
-        self._graphs: tuple[ReplayBuffers, BudgetKernels] | None = None  # what CUDA graphs read and launch
+        self._graphs: ReplayBuffers | None = None  # what CUDA graphs read
         self._compiled: set[int] = set()  # layers
         self._on_host = torch.device(device).type == "cpu"
         self._captured: Launches | None = None
@@ -177,7 +178,7 @@ class BudgetControl:
         self.settings, self._parts = settings, (None, [])
         self._mass.fill_(1.0 if settings.mass is None else settings.mass)
         if self._graphs is not None:
-            self._graphs[0].bound([self._bound(layer) or layer.experts for layer in self.layers])
+            self._graphs.bound([self._bound(layer) or layer.experts for layer in self.layers])
 
     def _ranking_of(self, settings: BudgetSettings) -> Ranking:
         return _ranking(settings.ranking, self._calibration, self._offline).to(self._device)
@@ -227,7 +228,7 @@ class BudgetControl:
 
     def hold_in_graphs(self, rows: int) -> None:
         """Prepares this budget for capture in CUDA graphs of up to ``rows`` rows, also if it is switched on later."""
-        self._graphs = ReplayBuffers(rows, len(self.layers), self._device), BudgetKernels.on(torch.device(self._device))
+        self._graphs = ReplayBuffers(rows, len(self.layers), self._device)
         self.counters.count_on(self._device)
         self.change(self.settings)
 
@@ -244,13 +245,13 @@ class BudgetControl:
             self.counters.unweighted += unknown(step)
         votes = voted(step, self.settings.alpha)
         if self._graphs is not None and self.captured and self.active:
-            self._graphs[0].begin_step(votes, self.settings.kinds)
+            self._graphs.begin_step(votes, self.settings.kinds)
         return votes
 
     def end_step(self) -> None:
         """Ends a step; in replays until the next step no row votes."""
         if self._graphs is not None and self.captured:
-            self._graphs[0].end_step()
+            self._graphs.end_step()
 
     def capture(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """``apply`` as launches that a CUDA graph can hold: fixed shapes, no read and no decision on the host.
@@ -268,7 +269,7 @@ class BudgetControl:
         assert index in self._compiled, "a forward must run before one is captured"
         self._captured = self._captured or Launches.of(self.settings)
         assert self._captured == Launches.of(self.settings), "captured again, under another budget"
-        return self._launch(*self._graphs, index, logits, weights, ids)
+        return self._launch(self._graphs, index, logits, weights, ids)
 
     def compile(self, index: int, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
         """Launches in a dummy forward what will be captured, once per layer: no row votes, and nothing is changed.
@@ -277,15 +278,15 @@ class BudgetControl:
         """
         if self._graphs is not None and index not in self._compiled:
             self._ranking = self._ranking or self._ranking_of(self.settings)
-            self._launch(*self._graphs, index, logits, weights, ids)
+            self._launch(self._graphs, index, logits, weights, ids)
             self._compiled.add(index)
 
     # -- parts ---------------------------------------------------------------------------------------------
 
     def _launch(
-        self, buffers: ReplayBuffers, kernels: BudgetKernels, index: int, logits: Tensor, weights: Tensor, ids: Tensor
+        self, buffers: ReplayBuffers, index: int, logits: Tensor, weights: Tensor, ids: Tensor
     ) -> tuple[Tensor, Tensor]:
-        layer, votes = self.layers[index], buffers.votes[: len(ids)]
+        kernels, layer, votes = self._kernels, self.layers[index], buffers.votes[: len(ids)]
         silent, counts, experts = (votes == 0)[:, None], votes[:, None], layer.experts
         probs = layer.rule.probs(logits).masked_fill_(silent, 0)
         weighted, heard = probs * counts, ids.masked_fill(silent, experts).long()
@@ -305,6 +306,10 @@ class BudgetControl:
         covered = kernels.covered(probs, natural, votes, inside, best, *how)
         kernels.tally(self.counters.on_device, votes, natural, inside, covered)
         return covered
+
+    @cached_property
+    def _kernels(self) -> BudgetKernels:
+        return BudgetKernels.on(torch.device(self._device))
 
     @property
     def _used_ranking(self) -> Ranking:
@@ -334,8 +339,7 @@ class BudgetControl:
             covered = host_cut.cut(probs, order, (weights, ids), votes, layer.rule, mass=settings.mass, **options)
         else:
             mass = None if settings.mass is None else self._mass
-            kernels = BudgetKernels.on(torch.device(self._device))
-            covered = replay.cut(kernels, probs, order, (weights, ids), votes, layer.rule, mass=mass, **options)
+            covered = replay.cut(self._kernels, probs, order, (weights, ids), votes, layer.rule, mass=mass, **options)
         self.counters.add(weights, covered[2], covered[0], covered[1])
         return None if covered[0] is weights else covered[:2]
 

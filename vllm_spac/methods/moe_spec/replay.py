@@ -134,12 +134,10 @@ class BudgetKernels(NamedTuple):
         substitute: bool,
         rescue: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Weights and ids of rows within the shortlist ``inside`` (bool [N]); see ``kernels.cover``."""
-        weights, ids = natural
+        """Weights and ids of rows within the shortlist ``inside`` (bool [N]); arguments as of ``kernels.cover``."""
         return self.cover(
             probs,
-            weights.float().contiguous(),
-            ids.contiguous(),
+            *natural,
             votes,
             inside,
             best,
@@ -188,6 +186,7 @@ def cut(
         limit, held = None, selected_mass(weights if votes is None else weighted(weights, votes), ids, experts)
     inside, best = kernels.shortlist(places, members(ids, experts), limit, held, mass, least)
     every = torch.ones(len(ids), dtype=torch.float64, device=device)
+    natural = weights.float().contiguous(), ids.contiguous()
     covered = kernels.covered(probs.contiguous(), natural, every, inside, best, rule, substitute, rescue)
     return *covered, inside[ids.long()]
 
