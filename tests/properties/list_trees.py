@@ -12,13 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_spac.methods.trees.growth import Growth
-from vllm_spac.methods.trees.tensors import BlockCopies, Scattered
+from vllm_spac.methods.trees.tensors import BlockCopies, Scattered, VirtualBatch
 
 Paths = tuple[tuple[int, ...], ...]
 
@@ -207,20 +206,6 @@ class TreeRows:
         columns = self.first_block(block_size) + torch.arange(self.scratch.shape[1])
         own = block_table[self.request, columns.clamp(max=block_table.shape[1] - 1)].long()
         return torch.cat([own[None], self.scratch])
-
-
-class VirtualBatch(NamedTuple):
-    """Attention metadata of a batch whose sequences are the rows of trees, and requests without one.
-
-    Attributes:
-        query_start: int32 [S + 1], first row of each sequence.
-        lengths: int32 [S], tokens of each sequence, its query rows included.
-        block_table: [S, blocks], as the request's own.
-    """
-
-    query_start: Tensor
-    lengths: Tensor
-    block_table: Tensor
 
 
 def virtual_batch(

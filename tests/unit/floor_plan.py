@@ -57,24 +57,21 @@ ORDER = (
 )
 
 
+def _path(place: str) -> Path:
+    return KERNELS if place == "kernels" else PACKAGE / place.replace(".", "/")
+
+
 def description(place: str) -> str:
     """The first paragraph of the place's docstring, in one line."""
-    path = PACKAGE / place.replace(".", "/")
-    source = (
-        KERNELS / "__init__.py"
-        if place == "kernels"
-        else path / "__init__.py"
-        if path.is_dir()
-        else path.with_suffix(".py")
-    )
+    path = _path(place)
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
     return text.split("\n\n")[0].replace("\n", " ").replace("``", "`")
 
 
 def files(place: str) -> list[str]:
     """Names of the place's modules, sorted; [] for a file."""
-    folder = KERNELS if place == "kernels" else PACKAGE / place.replace(".", "/")
-    return sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+    return sorted(path.stem for path in _path(place).glob("*.py") if path.stem != "__init__")
 
 
 def lines() -> list[str]:
@@ -83,7 +80,7 @@ def lines() -> list[str]:
     for place in ORDER:
         name = place.replace(".", "/")
         shown = f"`../triton_kernels/`, imported as `vllm_spac.{name}`" if place == "kernels" else f"`{name}/`"
-        if not (modules := files(place)) and not (PACKAGE / name).is_dir():
+        if not (modules := files(place)) and not _path(place).is_dir():
             shown = f"`{name}.py`"
         rows.append(f"| {shown} | {description(place)} | {' '.join(f'`{each}`' for each in modules)} |")
     return rows

@@ -136,9 +136,6 @@ class Pointers:
         assert self.moving == (state == SlotState.LOADING).sum(), "a move is forgotten"
 
 
-STEP_BYTES = 128 << 20  # maximum in flight into slots, but at least one expert: 5 ms of PCIe 4
-
-
 class Planner:
     """Chooses moves after each step and counts their outcome. Pure; called between steps, by one thread.
 
