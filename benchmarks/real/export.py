@@ -1,0 +1,77 @@
+"""The checkpoint for stock vLLM, made of the dense parent and the artefact."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from artefact import LayerChange, ModelChange
+from safetensors.torch import load_file, save_file
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+MLP = ("gate", "up", "down")
+
+
+def write_target(dense: Path, change: ModelChange, folder: Path) -> None:
+    """The MoE for vLLM's ``DeepseekForCausalLM``: Llama's attention, a shared expert, softmax over the top-k.
+
+    That class does not tie embeddings, so the checkpoint has them twice; without ``lm_head.weight`` all logits are NaN.
+    """
+    old = load_file(dense / "model.safetensors")
+    new = {name: weight for name, weight in old.items() if ".mlp." not in name}
+    new["lm_head.weight"] = old["model.embed_tokens.weight"].clone()
+    for number, layer in change.layers.items():
+        new |= _moe(old, number, layer, change.numbers["top_k"])
+    sets = change.layers[0].sets
+    shared = change.layers[0].shared
+    if sets is None or shared is None:
+        raise ValueError("the artefact's target has no experts")
+    experts, size = sets.shape
+    numbers = {
+        "architectures": ["DeepseekForCausalLM"],
+        "tie_word_embeddings": False,
+        "moe_intermediate_size": size,
+        "n_routed_experts": experts,
+        "n_shared_experts": -(-len(shared) // size),
+        "num_experts_per_tok": change.numbers["top_k"],
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "softmax",
+        "routed_scaling_factor": 1.0,
+    }
+    _write(new, dense, numbers, folder)
+
+
+def _moe(old: dict[str, torch.Tensor], number: int, layer: LayerChange, top_k: int) -> dict[str, torch.Tensor]:
+    if layer.sets is None or layer.shared is None or layer.router is None:
+        raise ValueError(f"the artefact has no experts for layer {number}")
+    prefix = f"model.layers.{number}.mlp."
+    gate, up, down = (layer.corrected(part, old[f"{prefix}{part}_proj.weight"]) for part in MLP)
+    new = {f"{prefix}gate.weight": layer.router}
+    # vLLM cuts a shared expert that is no multiple of the routed size, so it is padded by neurons of zeros.
+    pad = -len(layer.shared) % layer.sets.shape[1]
+    new[f"{prefix}shared_experts.gate_proj.weight"] = F.pad(gate[layer.shared], (0, 0, 0, pad))
+    new[f"{prefix}shared_experts.up_proj.weight"] = F.pad(up[layer.shared], (0, 0, 0, pad))
+    new[f"{prefix}shared_experts.down_proj.weight"] = F.pad(down[:, layer.shared], (0, pad))
+    for expert, ids in enumerate(layer.sets):
+        new[f"{prefix}experts.{expert}.gate_proj.weight"] = gate[ids]
+        new[f"{prefix}experts.{expert}.up_proj.weight"] = up[ids]
+        # The weights of the top-k sum to 1, those of the carved FFN to k.
+        new[f"{prefix}experts.{expert}.down_proj.weight"] = down[:, ids] * top_k
+    return {name: weight.to(torch.bfloat16).contiguous() for name, weight in new.items()}
+
+
+def _write(tensors: dict[str, torch.Tensor], dense: Path, numbers: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((dense / "config.json").read_text()) | numbers
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    for name in TOKENIZER:
+        shutil.copy(dense / name, folder / name)

