@@ -98,7 +98,7 @@ def test_two_on_one_folder_and_one_is_killed_while_packing(starting, answers, tm
     first = starting(disk)
     serving.freeze_while_packing(first, disk)
     second = starting(disk)
-    serving.wait_until(lambda: any("another process packs" in line for line in second.messages()), 300, "it waits")
+    serving.wait_until(lambda: any("to pack these experts" in line for line in second.messages()), 300, "it waits")
     assert len(serving.packed(disk)) < serving.EXPERTS
     serving.kill(first)
     second.wait()
