@@ -107,7 +107,8 @@ def exit_on_sigterm() -> None:
 
 
 def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def trace_files(given: Sequence[Path] | None) -> list[Path]:

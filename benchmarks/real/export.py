@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from artefact import LayerChange, ModelChange
+from artefact import Experts, ModelChange
 from safetensors.torch import load_file, save_file
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-MLP = ("gate", "up", "down")
 
 
 def write_target(dense: Path, change: ModelChange, folder: Path) -> None:
@@ -24,19 +23,15 @@ def write_target(dense: Path, change: ModelChange, folder: Path) -> None:
     old = load_file(dense / "model.safetensors")
     new = {name: weight for name, weight in old.items() if ".mlp." not in name}
     new["lm_head.weight"] = old["model.embed_tokens.weight"].clone()
-    for number, layer in change.layers.items():
+    for number, layer in enumerate(change.layers):
         new |= _moe(old, number, layer, change.numbers["top_k"])
-    sets = change.layers[0].sets
-    shared = change.layers[0].shared
-    if sets is None or shared is None:
-        raise ValueError("the artefact's target has no experts")
-    experts, size = sets.shape
+    experts, size = change.layers[0].sets.shape
     numbers = {
         "architectures": ["DeepseekForCausalLM"],
         "tie_word_embeddings": False,
         "moe_intermediate_size": size,
         "n_routed_experts": experts,
-        "n_shared_experts": -(-len(shared) // size),
+        "n_shared_experts": -(-len(change.layers[0].shared) // size),
         "num_experts_per_tok": change.numbers["top_k"],
         "n_group": 1,
         "topk_group": 1,
@@ -49,11 +44,10 @@ def write_target(dense: Path, change: ModelChange, folder: Path) -> None:
     _write(new, dense, numbers, folder)
 
 
-def _moe(old: dict[str, torch.Tensor], number: int, layer: LayerChange, top_k: int) -> dict[str, torch.Tensor]:
-    if layer.sets is None or layer.shared is None or layer.router is None:
-        raise ValueError(f"the artefact has no experts for layer {number}")
+def _moe(old: dict[str, torch.Tensor], number: int, layer: Experts, top_k: int) -> dict[str, torch.Tensor]:
     prefix = f"model.layers.{number}.mlp."
-    gate, up, down = (layer.corrected(part, old[f"{prefix}{part}_proj.weight"]) for part in MLP)
+    gate, up, down = (old[f"{prefix}{part}_proj.weight"].float() for part in ("gate", "up", "down"))
+    down = layer.corrected(down)
     new = {f"{prefix}gate.weight": layer.router}
     # vLLM cuts a shared expert that is no multiple of the routed size, so it is padded by neurons of zeros.
     pad = -len(layer.shared) % layer.sets.shape[1]

@@ -78,28 +78,27 @@ def tiny(folder: Path) -> tuple[torch.Tensor, ...]:
     return tuple(mlp.values())
 
 
-def experts() -> carve.Experts:
+def experts() -> artefact.Experts:
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(NEURONS, generator=generator)
     rest = order[SHARED:]
     sets = [rest[torch.randperm(len(rest), generator=generator)[:SIZE]] for _ in range(EXPERTS)]
     pair = torch.randn(HIDDEN, 2, generator=generator) * 0.1, torch.randn(2, NEURONS, generator=generator) * 0.1
     router = torch.randn(EXPERTS, HIDDEN, generator=generator)
-    return carve.Experts(order[:SHARED].sort().values, torch.stack(sets), router, *pair)
+    return artefact.Experts(order[:SHARED].sort().values, torch.stack(sets), router, *pair)
 
 
 def test_what_is_saved_is_read_back_whatever_the_size_of_a_neuron(tmp_path: Path) -> None:
     """Corrections of neurons that are seldom active are ten thousand times those of the others."""
     found = experts()
     found.right *= torch.logspace(-4, 0, NEURONS)
-    layer = artefact.LayerChange({"down": (found.left, found.right)}, found.shared, found.sets, found.router)
-    artefact.save({"target": artefact.ModelChange({0: layer}, {"top_k": TOP_K})}, NEURONS, tmp_path / "saved")
+    artefact.save({"target": artefact.ModelChange([found], {"top_k": TOP_K})}, tmp_path / "saved")
     read = artefact.load(tmp_path / "saved")["target"]
     assert read.numbers == {"top_k": TOP_K}
     again = read.layers[0]
     assert torch.equal(again.shared, found.shared) and torch.equal(again.sets, found.sets.sort(1).values)
     for saved, wanted in zip(
-        (again.router, *again.corrections["down"]), (found.router, found.left, found.right), strict=True
+        (again.router, again.left, again.right), (found.router, found.left, found.right), strict=True
     ):
         assert ((saved - wanted).norm(dim=0) <= 0.01 * wanted.norm(dim=0)).all()
 
@@ -108,8 +107,7 @@ def test_an_exported_layer_computes_what_was_fitted(tmp_path: Path) -> None:
     """Shared and routed experts as vLLM computes them, against the carved FFN that was fitted."""
     tiny(tmp_path / "dense")
     found = experts()
-    layer = artefact.LayerChange({"down": (found.left, found.right)}, found.shared, found.sets, found.router)
-    change = artefact.ModelChange({0: layer}, {"top_k": TOP_K})
+    change = artefact.ModelChange([found], {"top_k": TOP_K})
     export.write_target(tmp_path / "dense", change, tmp_path / "target")
     model = llama.Llama(tmp_path / "dense")
     h = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
@@ -139,7 +137,7 @@ def test_the_artefact_is_small_and_its_experts_are_all_different() -> None:
     assert artefact.PATH.stat().st_size <= MOST_BYTES
     target = artefact.load()["target"]
     assert len(target.layers) == 30
-    for layer in target.layers.values():
+    for layer in target.layers:
         assert layer.sets.shape == (64, 96) and layer.router.shape == (64, 576)
         assert len(torch.unique(layer.sets, dim=0)) == len(layer.sets)
         assert not set(layer.shared.tolist()) & set(layer.sets.flatten().tolist())

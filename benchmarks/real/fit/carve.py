@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from artefact import Experts
 from llama import BF16, Layer, Llama
 
 
@@ -46,47 +47,36 @@ class Plan:
     """Standard deviation of the selected experts' logits: how unequal their weights are."""
 
 
-@dataclass
-class Experts:
-    """A carved layer: what the artefact keeps of it."""
-
-    shared: torch.Tensor  # int64 [shared]
-    sets: torch.Tensor  # int64 [experts, size]
-    router: torch.Tensor  # float32 [experts, hidden]
-    left: torch.Tensor  # float32 [hidden, rank]
-    right: torch.Tensor  # float32 [rank, neurons]
-
-    def holders(self, neurons: int) -> torch.Tensor:
-        """S: float32 [experts, neurons], 1 where an expert holds a neuron."""
-        return torch.zeros(len(self.sets), neurons).scatter(1, self.sets, 1.0)
-
-
-def weights_of(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """k times the softmax of the top-k logits, float32 [tokens, experts] (0 elsewhere), and their ids [tokens, k]."""
+def weights_of(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """k times the softmax of the top-k logits, 0 elsewhere: float32 [tokens, experts]."""
     values, ids = logits.topk(top_k, -1)
-    return torch.zeros_like(logits).scatter(-1, ids, values.softmax(-1) * top_k), ids
+    return torch.zeros_like(logits).scatter(-1, ids, values.softmax(-1) * top_k)
+
+
+def holders_of(sets: torch.Tensor, neurons: int) -> torch.Tensor:
+    """S: float32 [experts, neurons], 1 where an expert holds a neuron; sets int64 [experts, size]."""
+    return torch.zeros(len(sets), neurons).scatter(1, sets, 1.0)
 
 
 class CarvedLayer:
     """A carved FFN as a function of its normed input."""
 
     def __init__(self, layer: Layer, experts: Experts, top_k: int) -> None:
-        self.experts, self.top_k, self._layer = experts, top_k, layer
-        neurons = layer.gate.shape[0]
-        self._holders = experts.holders(neurons)
-        self._always = torch.zeros(neurons)
+        self.experts, self._top_k, self._layer = experts, top_k, layer
+        self._holders = holders_of(experts.sets, experts.neurons)
+        self._always = torch.zeros(experts.neurons)
         self._always[experts.shared] = 1
+        self._router = experts.router.to(BF16)
         self.update()
 
     def update(self) -> None:
         """Takes the experts' ``left`` and ``right`` as they are now."""
-        self._down = (self._layer.down.float() + self.experts.left @ self.experts.right).to(BF16)
-        self._router = self.experts.router.to(BF16)
+        self._down = self.experts.corrected(self._layer.down).to(BF16)
 
     def neurons(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``down'`` multiplies, float32 [tokens, neurons], and the router's logits [tokens, experts]."""
         logits = F.linear(h, self._router).float()
-        weights, _ = weights_of(logits, self.top_k)
+        weights = weights_of(logits, self._top_k)
         active = F.silu(F.linear(h, self._layer.gate)) * F.linear(h, self._layer.up)
         return active.float() * (self._always + weights @ self._holders), logits
 
@@ -196,7 +186,7 @@ def sets_and_router(h: torch.Tensor, energy: torch.Tensor, window: int, plan: Pl
     selected = F.linear(inputs, router).topk(plan.top_k, -1).values
     router *= plan.spread / selected.std(1).mean()
     hidden, neurons = h.shape[1], energy.shape[1]
-    none = torch.zeros(hidden, 0), torch.zeros(0, neurons)
+    none = torch.zeros(hidden, 1), torch.zeros(1, neurons)
     return Experts(shared.sort().values, rest[chosen].sort(1).values, router, *none)
 
 
@@ -211,7 +201,7 @@ def _router_fitted(
     turn: int,
 ) -> torch.Tensor:
     """Rows that are ``expanded`` to a router [experts, hidden], fitted by the energy that its choice loses."""
-    holders = torch.zeros(plan.experts, e.shape[1]).scatter(1, sets, 1.0)
+    holders = holders_of(sets, e.shape[1])
     rows = rows.clone().requires_grad_(True)
     optimiser = torch.optim.Adam([rows], lr=0.03 * float(rows.detach().std()), betas=(0.9, 0.98))
     generator = torch.Generator().manual_seed(turn)
@@ -244,7 +234,7 @@ def _sets_fitted(
     """Each expert in turn takes the neurons that lose least energy, given what the others hold."""
     _, ids = F.linear(inputs, router).topk(plan.top_k, -1)
     chosen = torch.zeros(len(inputs), plan.experts).scatter(1, ids, 1.0)
-    holders = torch.zeros(plan.experts, e.shape[1]).scatter(1, sets, 1.0)
+    holders = holders_of(sets, e.shape[1])
     held = chosen @ holders
     for expert in range(plan.experts):
         rows = chosen[:, expert].nonzero()[:, 0]

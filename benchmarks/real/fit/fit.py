@@ -18,8 +18,9 @@ import math
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +34,8 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import artefact
-from artefact import LayerChange, ModelChange
-from carve import CarvedLayer, Experts, Plan, carved, corrected
+from artefact import ModelChange
+from carve import CarvedLayer, Plan, carved, corrected
 from llama import Llama, windows
 
 LENGTH = 256
@@ -45,7 +46,7 @@ console = Console(highlight=False)
 
 Dense = Annotated[Path, typer.Option(help="the dense model's folder, as build.py writes it")]
 Texts = Annotated[list[Path], typer.Option(help="files of texts.py and chats.py; may be given several times")]
-Artefact = Annotated[Path, typer.Option("--artefact", help="the artefact to write, or to go on from")]
+Artefact = Annotated[Path, typer.Option("--artefact", help="the artefact")]
 
 
 def read_texts(paths: list[Path], side: str) -> dict[str, torch.Tensor]:
@@ -67,24 +68,6 @@ def shuffled(texts: dict[str, torch.Tensor], count: int, seed: int) -> torch.Ten
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
 
 
-def as_change(layers: list[Experts], numbers: dict[str, object]) -> ModelChange:
-    changes = {}
-    for number, experts in enumerate(layers):
-        corrections = {"down": (experts.left, experts.right)} if experts.left.shape[1] else {}
-        changes[number] = LayerChange(corrections, experts.shared, experts.sets, experts.router)
-    return ModelChange(changes, numbers)
-
-
-def as_experts(change: ModelChange, model: Llama) -> list[Experts]:
-    none = torch.zeros(model.shape.hidden, 0), torch.zeros(0, model.shape.neurons)
-    found = []
-    for layer in change.layers.values():
-        if layer.shared is None or layer.sets is None or layer.router is None:
-            raise ValueError("a layer of the artefact has no experts")
-        found.append(Experts(layer.shared, layer.sets, layer.router, *layer.corrections.get("down", none)))
-    return found
-
-
 @app.command()
 def carve(
     dense: Dense,
@@ -96,7 +79,7 @@ def carve(
     model, plan = Llama(dense), Plan()
     layers = carved(model, shuffled(read_texts(texts, "fit"), count, 0), plan, progress())
     numbers = {"top_k": plan.top_k, "carved": asdict(plan) | {"windows": count}}
-    artefact.save({TARGET: as_change(layers, numbers)}, model.shape.neurons, artefact_path)
+    artefact.save({TARGET: ModelChange(layers, numbers)}, artefact_path)
 
 
 @app.command()
@@ -112,9 +95,9 @@ def correct(
     """Fits corrections to the down projections of a carved model."""
     model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
     ids = shuffled(read_texts(texts, "fit"), count, 1)
-    layers = corrected(model, as_experts(target, model), ids, target.numbers["top_k"], rank, ridge, progress())
+    layers = corrected(model, target.layers, ids, target.numbers["top_k"], rank, ridge, progress())
     numbers = target.numbers | {"corrected": {"windows": count, "rank": rank, "ridge": ridge}}
-    artefact.save({TARGET: as_change(layers, numbers)}, model.shape.neurons, output or artefact_path)
+    artefact.save({TARGET: ModelChange(layers, numbers)}, output or artefact_path)
 
 
 def progress() -> Callable[[int, float], None]:
@@ -131,17 +114,14 @@ def progress() -> Callable[[int, float], None]:
 def judge(
     dense: Dense,
     texts: Texts,
-    artefact_path: Annotated[Path, typer.Option("--artefact")] = artefact.PATH,
+    artefact_path: Artefact = artefact.PATH,
     count: Annotated[int, typer.Option("--windows", help=f"windows of {LENGTH} tokens of each kind")] = 8,
     output: Annotated[Path | None, typer.Option(help="a JSON file for the figures")] = None,
 ) -> None:
     """Perplexity beside the dense model's, and routing, on sources that nothing was fitted on."""
     model, target = Llama(dense), artefact.load(artefact_path)[TARGET]
     top_k = target.numbers["top_k"]
-    layers = [
-        CarvedLayer(layer, experts, top_k)
-        for layer, experts in zip(model.layers, as_experts(target, model), strict=True)
-    ]
+    layers = [CarvedLayer(layer, experts, top_k) for layer, experts in zip(model.layers, target.layers, strict=True)]
     rows: dict[str, dict[str, float]] = {}
     with torch.inference_mode():
         for kind, text in read_texts(texts, "held").items():
@@ -215,7 +195,7 @@ def lru_hits(ids: torch.Tensor, capacity: int) -> float:
     hits = total = 0
     for window in ids.flatten(0, 1).tolist():
         cache: OrderedDict[int, None] = OrderedDict()
-        for expert in _all(window):
+        for expert in chain.from_iterable(window):
             total += 1
             hits += expert in cache
             cache[expert] = None
@@ -223,11 +203,6 @@ def lru_hits(ids: torch.Tensor, capacity: int) -> float:
             if len(cache) > capacity:
                 cache.popitem(last=False)
     return hits / total
-
-
-def _all(tokens: list[list[int]]) -> Iterator[int]:
-    for token in tokens:
-        yield from token
 
 
 if __name__ == "__main__":
