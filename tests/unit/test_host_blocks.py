@@ -155,3 +155,11 @@ print(re.search("VmFlags: (.*)", entry)[1])
 """
     flags = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "dc" in flags, "do not copy on fork"
+
+
+def test_a_block_that_nobody_closed_is_unpinned_before_its_memory_goes(cudart) -> None:
+    """Else the driver keeps the range, and refuses the next block that the system puts there (seen on an H100)."""
+    block = HostBlock(SPECS, EXPERTS, pin=True)
+    (address,) = cudart.registered
+    del block
+    assert not cudart.registered and cudart.log[-1] == ("unregister", address)

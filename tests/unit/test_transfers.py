@@ -190,6 +190,7 @@ def on_gpu() -> Iterator[tuple[Transfers, dict[str, Tensor], torch.cuda.Stream]]
     torch.cuda.synchronize()
     yield transfers, slots, torch.cuda.Stream()
     transfers.close()
+    store.close()
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import SupportsInt
 
@@ -76,7 +77,7 @@ class HostBlock:
             raise StoreError(
                 f"spac: cannot allocate {gib(self.nbytes)} of host memory for store=host ({error}); {_INSTEAD}"
             ) from error
-        self._address: int | None = None
+        self._unpin: weakref.finalize | None = None
         if pin:
             self._register(everything.data_ptr())
         self.tensors: dict[str, Tensor] = {}
@@ -94,7 +95,9 @@ class HostBlock:
                 f"{_words(error)}); raise the limit of locked memory (ulimit -l unlimited; in a container "
                 f"--ulimit memlock=-1), or {_INSTEAD}"
             )
-        self._address = address
+        # a mapping that ends while it is registered would stay so, and another at its address could not be pinned
+        self._unpin = weakref.finalize(self, _unregister, address)
+        self._unpin.atexit = False  # the driver may be gone by then, and the process with its memory is going
 
     def close(self) -> None:
         """Unregisters the mapping, which no copy and no kernel may be using; a second call does nothing.
@@ -102,12 +105,14 @@ class HostBlock:
         Raises:
             StoreError: the driver refuses.
         """
-        address, self._address = self._address, None
-        if address is None:
-            return
-        error = torch.cuda.cudart().cudaHostUnregister(address)
-        if int(error) != 0:
-            raise StoreError(f"spac: host memory cannot be unpinned (cudaHostUnregister: {_words(error)})")
+        if self._unpin is not None:
+            self._unpin()
+
+
+def _unregister(address: int) -> None:
+    error = torch.cuda.cudart().cudaHostUnregister(address)
+    if int(error) != 0:
+        raise StoreError(f"spac: host memory cannot be unpinned (cudaHostUnregister: {_words(error)})")
 
 
 def _pages(nbytes: int) -> int:

@@ -236,7 +236,9 @@ def budget(
         free -= other_weights + host_memory
     else:
         available, total = torch.cuda.mem_get_info(device)
-        free = available - (1 - utilization) * total
+        free = float(available)
+        if vllm_config.cache_config.kv_cache_memory_bytes is None:  # else vLLM ignores the utilization
+            free = min(free, utilization * total - torch.cuda.memory_reserved(device))
     return int(free) - draft_bytes(vllm_config) - beside_slots(vllm_config) - working
 
 
