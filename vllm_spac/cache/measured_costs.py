@@ -77,6 +77,7 @@ def load_seconds(store: ExpertStore, device: torch.device, io_threads: int, seco
     def load() -> None:
         for error in transfers.load([(next(turn) % shape.total, slot) for slot in range(count)], None).values():
             raise error
+        transfers.finish()
 
     try:
         return median(load, seconds) / count

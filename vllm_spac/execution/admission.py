@@ -49,7 +49,7 @@ class _Report:
 
     step: Step
     staged: bool
-    told: tuple[Tensor, ...]
+    told: Tensor
     known: np.ndarray | None
     there: Event
 
@@ -93,10 +93,16 @@ class Admission:
         self.offering = Offering(shape.total, slots, policy, counters)
         self.residency = self.offering.residency
         made: dict[str, Any] = {"dtype": torch.int32, "device": memory.device}
-        self.counts = torch.zeros(shape.total, **made)
+        # What a step's layers tell the host, in one tensor so that it is one copy.
+        self._told = torch.zeros(4 * shape.total + slots, **made)
+        # ``_decided``: ``counts`` of the pairs that slots are for
+        self.counts, self._sources, self._decided, self._guesses, owner = self._parts_of(self._told)
+        self._sources.fill_(NOWHERE)
+        self._guesses.fill_(UNUSED)
+        self._spare: list[Tensor] = []  # pinned, on the host, for reports to come
         self._experts = Experts(
             torch.full((shape.total,), NOWHERE, **made),
-            torch.full((slots,), NOWHERE, **made),
+            owner.fill_(NOWHERE),
             memory.addresses,
             memory.hosts,
             torch.from_numpy(memory.slot_addresses).to(memory.device, copy=True),
@@ -106,13 +112,15 @@ class Admission:
         self._said = torch.zeros(sum(self._parts), **made)
         state, places, owners, kept, used = self._said.split(self._parts)
         self._offers = Offers(state, places, owners, kept.view(torch.float32), used.view(torch.float32))
-        self._sources = torch.full((shape.total,), NOWHERE, **made)
         self._served = torch.zeros(1, **made)  # pairs of the step that slots are for: the first ones
         self._served_pairs = 0  # in ``_served``
-        self._decided = torch.zeros_like(self.counts)  # ``counts`` of these pairs only
         self._copies = torch.zeros(1 + 2 * shape.experts, **made)
         self._words = torch.tensor([size // _WORD for size in memory.sizes], **made)
         self._guessed: Tensor | None = None  # int32 [keys], sources by the guesses of the step; None: none are made
+
+    def _parts_of(self, told: Tensor) -> Sequence[Tensor]:
+        """Returns a report's counts, sources, decided counts and guesses [keys], and the owners [slots]."""
+        return told.split([*4 * [self.shape.total], len(told) - 4 * self.shape.total])
 
     def seat(self, key: int) -> int:
         """Assigns a free slot to ``key``, which has none, to be filled before any kernel runs; returns it."""
@@ -178,7 +186,7 @@ class Admission:
             prefetch: the predictor's name, for the log.
         """
         self.offering.allowance, self._pauses = Allowance(extra), PauseNotice(prefetch)
-        self._guessed = torch.full_like(self._sources, UNUSED)
+        self._guessed = self._guesses
 
     @property
     def ahead_left(self) -> int:
@@ -209,12 +217,9 @@ class Admission:
             step: the step.
             staged: whether some layers read their missing experts from buffers.
         """
-        guessed = [] if self._guessed is None else [self._guessed]
-        told = []
-        for tensor in (self.counts, self._sources, self._experts.owner, self._decided, *guessed):
-            told.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda))
-            self._compute.submit(told[-1].copy_, tensor, True)
-        self._reports.append(_Report(step, staged, tuple(told), self._known(staged), self._compute.record()))
+        told = self._spare.pop() if self._spare else _pinned(self._told)
+        self._compute.submit(told.copy_, self._told, True)
+        self._reports.append(_Report(step, staged, told, self._known(staged), self._compute.record()))
         self._compute.submit(self._offers.state.zero_)  # no offers outside of steps
 
     def take(self) -> None:
@@ -222,6 +227,7 @@ class Admission:
         while self._reports and self._reports[0].there.done():
             report = self._reports.popleft()
             missed = self._learn(report)
+            self._spare.append(report.told)
             if not report.staged:
                 self._counters.moved(f"{self._path} streamed", missed * self.shape.expert_bytes)
             self._counters.waves += len(self.shape.layers)
@@ -249,7 +255,9 @@ class Admission:
         Returns:
             Number of experts that the step read from host memory without giving them a slot.
         """
-        counts, sources, owner, decided, *guessed = (tensor.numpy() for tensor in report.told)
+        told = report.told.clone()  # the memory is used again, and a policy may keep what it observed
+        counts, sources, decided, guesses, owner = (part.numpy() for part in self._parts_of(told))
+        guessed = [] if self._guessed is None else [guesses]
         generating: np.ndarray | None
         if report.known is not None:
             sources = np.where(counts > 0, np.where(report.known, HIT, STREAMED), UNUSED)
@@ -264,3 +272,7 @@ class Admission:
             self._pauses.tell(learned.judged)
             self._counters.moved(f"{self._path} ahead", learned.ahead * nbytes)
         return learned.streamed
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)

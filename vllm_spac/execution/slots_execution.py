@@ -481,6 +481,7 @@ class SlotExecution(Execution):
         first = self.residency.policy.first()
         layers, experts = len(self.shape.layers), self.shape.experts
         yield from self._layers.fill(filled_experts(layers, experts, slots, first))
+        self._transfers.finish()
         if self.host is not None:
             both = min(self.shape.total, slots + self.host.tier.rows)
             wanted = chain.from_iterable(filled_experts(layers, experts, both, first))

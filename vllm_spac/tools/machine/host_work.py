@@ -188,6 +188,7 @@ def _loads(device: torch.device, io_threads: int, seconds: float) -> Points:
                 _displace()
                 start = time.perf_counter()
                 failed = transfers.load(loads, None)
+                transfers.finish()
                 times.append(time.perf_counter() - start)
                 for error in failed.values():
                     raise error

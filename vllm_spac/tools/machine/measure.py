@@ -204,6 +204,7 @@ def _loads(
             turn += count
             for error in transfers.load(list(zip(keys, range(count), strict=True)), None).values():
                 raise error
+            transfers.finish()
 
         try:
             for key in range(store.shape.total):  # warm-up; also opens files that stay open
