@@ -85,18 +85,6 @@ def toy_policies(axes: Sequence[Axes]) -> None:
         axis.set(title=f"Hit rate, {ROUTING[routing]}", xlabel="experts in fast memory, %", ylabel="%", ylim=(0, 100))
 
 
-def toy_reuse(axes: Sequence[Axes]) -> None:
-    for routing, name in MODELS.items():
-        found = result(f"{name}_reuse")
-        for cost, style in {"experts": ":", "loads_25": "-"}.items():
-            shown = f"{'no cache' if cost == 'experts' else '25 % in slots'}, {routing}"
-            for axis, curve in ((axes[0], cost), (axes[1], f"needed_{cost}")):
-                points = found["drafts"][1:], found["spread"][curve]["mean"][1:]
-                axis.plot(*points, style, color=_colour(routing), marker="o", label=shown)
-    axes[0].set(title="What a step costs, in steps of one token", xlabel="drafts γ", ylim=(0, None))
-    axes[1].set(title="Acceptance at which drafts begin to pay", xlabel="drafts γ", ylim=(0, 1))
-
-
 def toy_moe_spec(axes: Sequence[Axes]) -> None:
     for routing, name in MODELS.items():
         found, label = result(f"{name}_moe_spec"), ROUTING[routing]
@@ -163,19 +151,37 @@ def peers_8gb_toy(axes: Sequence[Axes]) -> None:
     axes[0].set(title="8 GB of experts on two cores", ylabel="tokens/s")
 
 
+def gpu_h100(axes: Sequence[Axes]) -> None:
+    names = {
+        "stock uva": "stock, UVA offloading",
+        "stock prefetch": "stock, prefetching offloader",
+        "ptr": "execution=pointers",
+        "slots": "execution=slots",
+    }
+    rows = [row for row in result("gpu_h100")["serving"] if row["run"] == 2 and row["speculation"] == "none"]
+    for place, name in enumerate(names):
+        (row,) = (row for row in rows if row["name"] == name)
+        for axis, decode in zip(axes, row["decode"], strict=True):
+            colour = "grey" if name.startswith("stock") else "C0"
+            axis.bar(place, decode["tokens_per_second"], color=colour, alpha=1 if name == "ptr" else 0.6)
+            axis.set(title=f"25 % on an H100, batch size {decode['batch']}", xticks=range(len(names)))
+            axis.set_xticklabels(names.values(), rotation=30, ha="right", fontsize=7)
+    axes[0].set_ylabel("tokens/s")
+
+
 PANELS: dict[Callable[[Sequence[Axes]], None], int] = {
     scaled_rtx4090_toy_local: 1,
     serving_toy: 1,
     toy_trees: 2,
     scaled_trees_toy: 2,
     toy_policies: 2,
-    toy_reuse: 2,
     toy_moe_spec: 3,
     toy_moe_spac: 1,
     toy_quality: 2,
     toy_predictors: 2,
     resident_budgets_toy: 2,
     peers_8gb_toy: 1,
+    gpu_h100: 3,
 }
 PICTURES = {f"{draw.__name__}.png": draw for draw in PANELS}
 
