@@ -25,7 +25,7 @@ from vllm_spac.tools.planning.plan_choice import command
 from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_memory import Load
 from vllm_spac.tools.planning.planned_model import ServedModel
-from vllm_spac.tools.planning.planned_serving import Row, ServingPlan, make_plan
+from vllm_spac.tools.planning.planned_serving import Row, ServingPlan, best_plan
 
 RECIPES = ROOT / "benchmarks" / "recipes.json"
 DOCUMENT = ROOT / "vllm_spac" / "RECIPES.md"
@@ -45,18 +45,17 @@ def recipes() -> list[dict[str, Any]]:
 
 def planned(recipe: dict[str, Any]) -> ServingPlan:
     """Returns the plan of one recipe."""
-    model = served(recipe)
     host = int(TypeAdapter(ByteSize).validate_python(recipe["host_memory"]))
     machine = PlannedMachine.of(recipe["machine"], None, host)
-    return make_plan(model, machine, Load(recipe["context"], recipe["concurrency"]), planned_routing.assumed())
+    return best_plan(served(recipe), machine, Load(recipe["context"], recipe["concurrency"]), planned_routing.assumed())
 
 
-def served(recipe: dict[str, Any]) -> ServedModel:
-    """Returns the model of a recipe, by its published name."""
+def served(recipe: dict[str, Any]) -> list[ServedModel]:
+    """Returns the model of a recipe, by its published name, as each execution serves it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.json")
         path.write_text(json.dumps(recipe["config"]))
-        return replace(ServedModel.read(str(path)), name=recipe["model"])
+        return [replace(way, name=recipe["model"]) for way in ServedModel.ways(str(path), on_cpu=False)]
 
 
 def document(plans: list[ServingPlan]) -> str:
@@ -66,9 +65,9 @@ def document(plans: list[ServingPlan]) -> str:
         "",
         "Written by `python benchmarks/recipes.py`. **Every figure is calculated**, as `vllm-spac plan` does: from the "
         "sizes in the model's",
-        "`config.json` and data sheets of the machine, with 80 % of PCIe's peak and the plugin's own work per layer, "
-        "both assumed, and without kernel",
-        "launches and sampling, so that real speeds are lower. How local",
+        "`config.json` and data sheets of the machine, with PCIe's share of its peak and the host's work over slots",
+        "that an H100's machine had,",
+        "and without kernel launches and sampling, so that real speeds are lower. How local",
         "the routing is decides the speed: *low* and *high* assume what is published of Qwen3-30B-A3B, *no locality* "
         "that every token chooses",
         "anew. `vllm-spac plan MODEL` with your own machine, context and requests gives your own recipe.",
@@ -107,6 +106,10 @@ def reasons(plan: ServingPlan) -> Iterator[str]:
     )
     if choice.store in _STORES:
         yield f"- The other experts are in {_STORES[choice.store]}."
+    if plan.beside is not None:
+        execution = "slots" if plan.model.execution == "pointers" else "pointers"
+        speeds = f"{plan.beside.low.tokens_per_second:.3g} - {plan.beside.high.tokens_per_second:.3g}"
+        yield f"- With `--spac-execution {execution}`: {speeds} tokens/s."
     for what, other in (("CPU experts", _without(plan, cpu=False)), ("drafts", _without(plan, drafts=0))):
         if other is not None:
             speeds = f"{other.low.tokens_per_second:.3g} - {other.high.tokens_per_second:.3g}"

@@ -69,7 +69,7 @@ class Configuration:
     def knobs(self) -> dict:
         """Returns the plugin's knobs of this configuration."""
         assert self.policy is not None, "stock has no knobs"
-        found: dict[str, Any] = {"slots": self.slots, "policy": self.policy.split("+")[0]}
+        found: dict[str, Any] = {"slots": self.slots, "policy": self.policy.split("+")[0], "execution": "slots"}
         for name in EXTRAS:
             if name in self.extras:
                 found |= EXTRAS[name]

@@ -385,6 +385,8 @@ def test_output(model: ServedModel) -> None:
     ):
         assert part in text
     assert "Examples vllm-spac plan" in run("--help")
+    other = "slots" if "--spac-execution pointers" in text.split("run:")[1] else "pointers"
+    assert f"with --execution {other}: " in text, "both were compared"
 
 
 @pytest.mark.usefixtures("quick")
@@ -491,7 +493,7 @@ def test_the_command_is_one_that_vllm_takes(model: ServedModel) -> None:
     )
     assert done.returncode == 0, done.stderr
     host, tiers, all_in = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
-    assert host[0] == {"slots": "25%", "store": "host", "cpu_experts": "auto"}
+    assert host[0] == {"slots": "25%", "store": "host", "execution": "slots", "cpu_experts": "auto"}
     assert SpacConfig.parse(tiers[0]).host_memory == 3 << 28
     assert tiers[0]["store"] == "disk" and tiers[3]["num_speculative_tokens"] == 4
     assert all_in[0] == {"slots": "100%"} and all_in[1:3] == [2048, kv_bytes(model, ONE)]
@@ -551,7 +553,7 @@ def test_a_plan_with_pointers(tmp_path: Path) -> None:
     folder = quantised(tmp_path, MXFP4)
     text = run(folder, "--machine", "rtx4090", "--fast-memory", "0.8GiB", "--context", 1024)
     said = f"one expert in a slot (mxfp4, pointers) {W_E // 4 + W_E // 64:,} B"
-    for part in (said, "execution=pointers, calculated", "never timed on a GPU", "--spac-execution pointers"):
+    for part in (said, "execution=pointers, calculated", "timed on one H100", "--spac-execution pointers"):
         assert part in text
     assert "--execution tables: use slots or pointers" in run(folder, "--execution", "tables", code=1)
     assert "not supported in slots" in run(folder, "--machine", "rtx4090", "--execution", "slots", code=1)

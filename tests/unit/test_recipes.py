@@ -15,7 +15,7 @@ RECIPES = {recipe["model"]: recipe for recipe in recipes.recipes()}
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_model_has_its_published_parameters(name: str) -> None:
-    found = recipes.served(RECIPES[name]).checkpoint
+    found = recipes.served(RECIPES[name])[0].checkpoint
     parameters = (sum(found.layer_bytes.values()) + found.other_bytes) / 2
     assert parameters / 1e9 == pytest.approx(RECIPES[name]["billions"], rel=0.01)
 

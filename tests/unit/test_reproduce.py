@@ -22,7 +22,12 @@ pictures = importlib.import_module("pictures")
 # sentence moves it is found again, where it goes its line here goes.
 LADDER = "{% set rows = result('scaled_rtx4090_toy_local').rows|selectattr('slots', 'eq', '25%')|list %}"
 SOAK = "{% set soak = result('soak_toy') %}"
-OVER = "{% set over = result('toy_executions').time_over_admission_in_the_layer %}"
+GPU = """{% set ms = {} %}{% for row in result('gpu_h100').serving if row.run == 2 %}
+{% do ms.update({row.name: row.decode|map(attribute='ms_per_token')|list}) %}{% endfor %}
+{% set times, slots, over, faster = [], [], [], [] %}
+{% for uva, ptr, by_slots in zip(ms['stock uva'], ms.ptr, ms.slots) %}
+{% do times.append((ptr / uva)|f) %}{% do slots.append(by_slots / uva) %}{% do over.append(by_slots / ptr) %}
+{% do faster.append(uva / ptr) %}{% endfor %}"""
 PEERS = "{% set peers = result('peers_8gb_toy').rows[0].peers %}"
 BATCHES = """{% set found = [] %}{% for one in result('stock_batches').dtypes.values() %}{% set rows = [] %}
 {% for name, row in one.by_batch.items() if name != 'alone once more' %}{% do rows.append(row) %}{% endfor %}
@@ -45,10 +50,10 @@ SENTENCES = (
     BATCHES + "{{ found[0] }} in bf16 and {{ found[1] }} in float32 differed",
     "{% set methods = result('toy_local_acceptance').methods.values()|list %}"
     "{{ methods|map(attribute='requests_equal_to_no_speculation')|span }} of {{ methods[0].requests }} answers",
-    OVER + "costs {{ over.none1.step|map('less_one')|span(0, '-') }} % more time per token",
-    OVER + "{{ over.eagle4_1.step|map('less_one')|span(0, '-') }} % with four drafts",
-    OVER + "{{ over.none8.step|map('less_one')|span(0, '-') }} % at batch size 8",
-    OVER + "`execution=slots` takes {{ over.values()|sum(attribute='slots', start=[])|span(2, '-') }} of the time",
+    GPU + "pointers took {{ times|join(', ') }} of the time of stock's best offloader",
+    GPU + "Slots took {{ slots|span(1) }} times as long as it",
+    GPU + "slots took {{ over|span(1) }} times as long as pointers",
+    GPU + "{{ faster|span(1) }} times the speed of stock's offloaders",
     "save at most {{ (result('toy_ceilings').rows|map(attribute='gain.rows')|max - 1)|pct }} % of a step",
     "was {{ result('reads_submitted').rows|map(attribute='ratio')|span(2) }}, with a gain for experts",
 )

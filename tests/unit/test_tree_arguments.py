@@ -28,6 +28,32 @@ def test_the_draft_length_the_scheduler_and_the_block_size_are_set() -> None:
     assert HEAD == {"method": "eagle3", "model": "head"}, "the user's own object is left as it is"
 
 
+def on_a_gpu(monkeypatch, **given):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    usual = {
+        "enforce_eager": False,
+        "attention_backend": None,
+        "attention_config": SimpleNamespace(backend=None),
+        "compilation_config": SimpleNamespace(cudagraph_mode=None),
+    }
+    args = engine_args(**usual | given)
+    tree_arguments.request(args, SpacConfig(tree=16))
+    return args
+
+
+def test_on_a_gpu_trees_start_without_more_flags(monkeypatch) -> None:
+    args = on_a_gpu(monkeypatch)
+    assert args.enforce_eager and args.attention_backend == "TRITON_ATTN"
+
+
+def test_what_the_user_chose_for_a_gpu_stays(monkeypatch) -> None:
+    chosen = SimpleNamespace(cudagraph_mode=mode("NONE"))
+    args = on_a_gpu(monkeypatch, compilation_config=chosen, attention_config=SimpleNamespace(backend="FLASH_ATTN"))
+    assert not args.enforce_eager and args.attention_backend is None
+
+
 def test_without_a_tree_nothing_changes() -> None:
     args = engine_args()
     tree_arguments.request(args, SpacConfig())

@@ -65,7 +65,7 @@ def plan(
     ] = None,
     execution: Annotated[
         str | None,
-        typer.Option(help="slots or pointers.", show_default="slots, or pointers where slots cannot hold the experts"),
+        typer.Option(help="slots or pointers.", show_default="the faster one"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -73,7 +73,7 @@ def plan(
     from vllm_spac.tools.planning.planned_machine import PlannedMachine
     from vllm_spac.tools.planning.planned_memory import Load
     from vllm_spac.tools.planning.planned_model import ServedModel
-    from vllm_spac.tools.planning.planned_serving import make_plan
+    from vllm_spac.tools.planning.planned_serving import best_plan
 
     if execution not in (None, "slots", "pointers"):
         raise ConfigError(f"--execution {execution}: use slots or pointers")
@@ -81,10 +81,15 @@ def plan(
     sizes = {name: size_of(name, text) for name, text in (("fast", fast_memory), ("host", host_memory))}
     planned = PlannedMachine.of(machine, sizes["fast"], sizes["host"])
     with Console(stderr=True).status("reading the model") as status:
-        served = ServedModel.read(model, asked, on_cpu=not planned.gpu, capability=planned.capability)
+        on_cpu, capability = not planned.gpu, planned.capability
+        if asked is None:
+            ways = ServedModel.ways(model, on_cpu=on_cpu, capability=capability)
+        else:
+            ways = [ServedModel.read(model, asked, on_cpu=on_cpu, capability=capability)]
+        served = ways[0]
         context = context or min(CONTEXT, served.architecture.longest or CONTEXT)
-        found = make_plan(
-            served,
+        found = best_plan(
+            ways,
             planned,
             Load(context, concurrency),
             _routings(trace, served),
@@ -128,6 +133,10 @@ def _show(console: Console, found: ServingPlan) -> None:
 
     print_table(console, _memory(found))
     print_table(console, _choices(found))
+    if found.beside is not None:
+        other = "slots" if found.model.execution == "pointers" else "pointers"
+        low, high = (_speed(each) for each in (found.beside.low, found.beside.high))
+        console.print(f"with --execution {other}: {_range(low, high)} tokens/s", highlight=False)
     for problem in found.problems:
         console.print(f"[yellow]does not fit:[/] {shown(problem)}", highlight=False, soft_wrap=True)
     even, resident = found.best.even, found.best.choice.store == "none"

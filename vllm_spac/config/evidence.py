@@ -16,7 +16,7 @@ WINS: dict[str, tuple[str, str]] = {
     "cpu_experts": ("waterfill, on a scaled machine", "scaled_rtx4090_toy_local.json"),
     "executor": ("processes, whose memory holds all experts, over a disk", "paired_workers_toy.json"),
     "workers": ("16, calculated", "toy_local_od_moe.json"),
-    "execution": ("pointers, by up to 4 %, calculated", "toy_executions.json"),
+    "execution": ("pointers, on an H100, over slots", "gpu_h100.json"),
     "budget": ("16 and 24, LOSSY", "resident_budgets_toy.json"),
     "budget_ranking": ("coactivation, in quality", "toy_quality.json"),
     "budget_coverage": ("truncation, in top-1 agreement, with B = 32", "toy_quality.json"),

@@ -44,17 +44,17 @@ def _checked(create_engine_config: Callable):
             raise arguments.refused(error) from None
 
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
-        from vllm_spac.integration import preflight, tuned_start
+        from vllm_spac.integration import default_execution, preflight, tuned_start
         from vllm_spac.integration.hooks import device, graphs
         from vllm_spac.integration.stepping import tree_arguments as trees
 
         device.require_supported_vllm()
         patches.require_names("frontend")
-        config = tuned_start.apply(self, config)
+        config = default_execution.apply(self, tuned_start.apply(self, config))
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
-        graphs.request(self, config)
         trees.request(self, config)
+        graphs.request(self, config)
         vllm_config = create_engine_config(self, *args, **kwargs)
         graphs.split(vllm_config, config)
         preflight.check_engine(config, vllm_config)

@@ -1,9 +1,14 @@
-"""CUDA graphs: full graphs where no layer needs the host, else graphs split at our op, or none.
+"""CUDA graphs: none where layers need the host, full ones of decode steps where none does, or what the user chose.
 
 A full graph repeats in every replay what the host decided at capture. That would be wrong if experts are loaded between
 layers, routing is recorded, or the host applies a budget within the forward. An execution that does not need the host
 is controlled between steps only, and so is a budget whose ranking can be replayed; with a slot for each expert there is
 nothing to decide.
+
+Piecewise graphs have to be split at our op. Then torch.compile fuses up to the MoE layers instead of up to attention,
+and rounds at other places: bfloat16 tokens are those of stock vLLM *split at its MoE layers*, not of stock as it
+starts (both measured on an H100, to the token). So nothing is split unless the user asks for such graphs, and with the
+defaults every rounding is stock's.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ _PIECEWISE = Remedy(
     """add --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager""",
     {"--compilation-config.cudagraph_mode": "PIECEWISE"},
 )
+_ROUNDING = "torch.compile then rounds at other places than without the plugin, which may turn near-ties"
+_PIECES = f"""graphs between the layers: --compilation-config '{{"cudagraph_mode": "PIECEWISE"}}'; {_ROUNDING}"""
 
 
 def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
@@ -59,7 +66,7 @@ def hold_budget(config: SpacConfig) -> bool:
 
 
 def request(engine_args: EngineArgs, config: SpacConfig) -> None:
-    """Sets ``EngineArgs`` to piecewise graphs if full ones are impossible and the user did not choose a mode.
+    """Sets the mode of ``EngineArgs`` to one that needs no split if the user did not choose a mode.
 
     Raises:
         UnsupportedError: the user chose an option that needs full graphs.
@@ -77,16 +84,21 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     asked = engine_args.compilation_config.cudagraph_mode
     if asked is not None:
         check_mode(asked.name, config, breakable=False)
-    elif needs_host(config):
-        engine_args.compilation_config = copy.deepcopy(engine_args.compilation_config)
-        engine_args.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        return
+    found = needs_host(config)
+    if found is None and config.execution_class.keeps_bits:
+        return  # vLLM's own layers, in its own graphs
+    engine_args.compilation_config = copy.deepcopy(engine_args.compilation_config)
+    engine_args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE if found else CUDAGraphMode.FULL_DECODE_ONLY
+    if found:
+        logger.info("spac: no CUDA graphs: %s; %s", found[0].replace("the pieces", "layers"), _PIECES)
 
 
 def split(vllm_config: VllmConfig, config: SpacConfig) -> None:
     """Adds our op to the splitting ops of a checked configuration; vLLM's own, or the user's, are kept.
 
-    If all experts have slots and vLLM's own kernels run, graphs may contain the layers: then nothing is changed, unless
-    ``PIECEWISE`` was requested.
+    Only piecewise graphs are split: full ones contain the layers. If all experts have slots and vLLM's own kernels
+    run, piecewise graphs may contain the layers too, unless ``PIECEWISE`` was requested.
 
     Raises:
         UnsupportedError: as ``check_mode``.
@@ -103,13 +115,17 @@ def split(vllm_config: VllmConfig, config: SpacConfig) -> None:
         logger.info("spac: CUDA graphs are %s, as without the plugin; hits in them are not counted", mode.name)
         return
     check_mode(mode.name, config, breakable=envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
-    compilation.splitting_ops = with_moe_layer(compilation.splitting_ops)
-    if mode == CUDAGraphMode.PIECEWISE:
-        reason, _ = host or ("as requested", None)
-        logger.info("spac: CUDA graphs are PIECEWISE, split at the MoE layers: %s", reason)
+    if CUDAGraphMode.PIECEWISE in (mode.decode_mode(), mode.mixed_mode()):
+        compilation.splitting_ops = with_moe_layer(compilation.splitting_ops)
+        logger.info(
+            "spac: CUDA graphs are %s, split at the MoE layers: %s; %s",
+            mode.name,
+            (host or ("as requested", None))[0],
+            _ROUNDING,
+        )
     else:
         held = "the MoE layers and a budget" if hold_budget(config) else "the MoE layers"
-        logger.info("spac: CUDA graphs are %s: the full ones hold %s, which need no host", mode.name, held)
+        logger.info("spac: CUDA graphs are %s: they hold %s, which need no host", mode.name, held)
 
 
 def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:

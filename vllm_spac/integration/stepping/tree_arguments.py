@@ -34,6 +34,8 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     Raises:
         ConfigError: the user's arguments contradict it.
     """
+    from vllm.platforms import current_platform
+
     if not config.tree:
         return
     named = f"tree={config.tree} (--spac-tree)"
@@ -63,6 +65,18 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     if engine_args.block_size is None:
         engine_args.block_size = _BLOCK
         logger.info("spac: trees set --block-size %d: scratch is counted in blocks", _BLOCK)
+    if not current_platform.is_cpu():
+        _on_a_gpu(engine_args)
+
+
+def _on_a_gpu(engine_args: EngineArgs) -> None:
+    """Adds what trees were run with on a GPU, where the user chose nothing else."""
+    if engine_args.compilation_config.cudagraph_mode is None and not engine_args.enforce_eager:
+        engine_args.enforce_eager = True
+        logger.info("spac: trees set --enforce-eager: steps of a tree differ in shape, and no graph holds them")
+    if engine_args.attention_backend is None and engine_args.attention_config.backend is None:
+        engine_args.attention_backend = "TRITON_ATTN"
+        logger.info("spac: trees set --attention-backend TRITON_ATTN, whose kernels take a tree's rows")
 
 
 def check(config: SpacConfig, vllm_config: VllmConfig) -> None:

@@ -79,6 +79,14 @@ class ServedModel:
             kernels,
         )
 
+    @classmethod
+    def ways(cls, model: str, *, on_cpu: bool, capability: Capability | None = None) -> list[ServedModel]:
+        """Reads ``model`` as each execution serves it that an engine may choose by itself; arguments as ``read``."""
+        found = [cls.read(model, on_cpu=on_cpu, capability=capability)]
+        if not on_cpu and found[0].checkpoint.quantisation is None:
+            found.append(cls.read(model, "pointers", capability=capability))
+        return found
+
     @property
     def quantised(self) -> bool:
         """Whether the experts of some layer are quantised."""

@@ -59,6 +59,7 @@ class ServingPlan:
         split: of fast memory for ``best``.
         rows: every choice, ``best`` first.
         problems: what does not fit.
+        beside: the best choice of the other execution, if that was compared.
     """
 
     model: ServedModel
@@ -67,6 +68,7 @@ class ServingPlan:
     split: Split
     rows: tuple[Row, ...]
     problems: tuple[str, ...]
+    beside: Row | None = None
 
     @property
     def best(self) -> Row:
@@ -116,6 +118,31 @@ def make_plan(
     return ServingPlan(
         model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
     )
+
+
+def best_plan(
+    models: Sequence[ServedModel],
+    machine: PlannedMachine,
+    load: Load,
+    routings: Sequence[Routing],
+    tell: Callable[[str], object] = lambda text: None,
+) -> ServingPlan:
+    """Plans each of ``models``, which differ in their execution, and returns the plan that serves fastest.
+
+    Raises:
+        ConfigError, UnsupportedError: as ``make_plan``, of the first, if none can be served.
+    """
+    plans: list[ServingPlan] = []
+    errors: list[ConfigError] = []
+    for model in models:
+        try:
+            plans.append(make_plan(model, machine, load, routings, tell))
+        except ConfigError as error:
+            errors.append(error)
+    if not plans:
+        raise errors[0]
+    first, *others = sorted(plans, key=lambda plan: -plan.best.low.tokens_per_second)
+    return replace(first, beside=others[0].best if others else None)
 
 
 def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[Choice]:
@@ -180,7 +207,7 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
         yield f"{gib(HOST_RESERVE)} of host memory are left to the system and to vLLM"
     if model.execution == "pointers":
         kept = "as in vLLM's Marlin kernels, activations are not quantised" if model.checkpoint.quantisation else ""
-        yield "; ".join(filter(None, ("execution=pointers was never timed on a GPU", kept)))
+        yield "; ".join(filter(None, ("execution=pointers was timed on one H100, and no other GPU", kept)))
     if not machine.gpu and model.quantised and machine.name != HERE:
         yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
     if not machine.gpu:
@@ -195,14 +222,13 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
 def _attained(assumed: Attained) -> Iterator[str]:
     """Yields what a machine of data sheets is assumed to attain; see ``Attained``."""
     yield (
-        f"PCIe attains {assumed.link:.0%} of its peak, memory and disks all of theirs; nothing was measured on such a "
-        "machine"
+        f"PCIe attains {assumed.link:.0%} of its peak, as kernels did on an H100, and memory and disks all of theirs"
     )
     work = assumed.host_work
     layer, load, divide = (f"{1e3 * seconds:.2f} ms" for seconds in (work.layer, work.load, work.divide))
     yield (
-        f"the plugin's own work is {layer} in a layer over slots, {load} more if it loads and {divide} more if the CPU "
-        "computes experts: about what was measured on a server's core"
+        f"a layer over slots takes {layer} of the host, {load} more if it loads and {divide} more if the CPU computes "
+        "experts: measured beside an H100, and less on a faster processor"
     )
 
 

@@ -1,0 +1,120 @@
+"""Which execution an engine gets whose user named none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_spac.config.config import SpacConfig
+from vllm_spac.integration import default_execution
+from vllm_spac.integration.hooks import device
+
+H100 = device.DeviceFacts("an H100", True, (9, 0), pinned=True, unified=True)
+
+
+def model(**changes):
+    text = {"hidden_act": "silu", "moe_intermediate_size": 768, "intermediate_size": 6144}
+    text |= {name: value for name, value in changes.items() if name in text}
+    return SimpleNamespace(
+        quantization=changes.get("quantization"),
+        hf_text_config=SimpleNamespace(**text),
+        architectures=[changes.get("architecture", "Qwen3MoeForCausalLM")],
+        dtype=torch.bfloat16,
+        get_hidden_size=lambda: changes.get("hidden", 2048),
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(device, "is_cpu", lambda: False)
+    monkeypatch.setattr(device, "query", lambda: H100)
+
+
+def started(knobs: dict, *, of: SimpleNamespace | None = None, **options) -> tuple[SpacConfig, dict]:
+    """Returns the configuration of an engine with these knobs, and what its workers will be passed."""
+    args = SimpleNamespace(
+        additional_config={"spac": knobs, "other": 1}, enable_expert_parallel=False, create_model_config=lambda: of
+    )
+    vars(args).update(options)
+    config = default_execution.apply(args, SpacConfig.parse(knobs))
+    assert args.additional_config["other"] == 1
+    return config, args.additional_config["spac"]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"slots": "25%", "policy": "lru"}, {"budget": 16}, {"prefetch": "linear", "predictor_file": "f"}],
+    ids=str,
+)
+def test_on_a_gpu_no_layer_waits_for_the_host(gpu, caplog, knobs: dict) -> None:
+    config, passed = started(knobs, of=model())
+    assert config.execution_name == "pointers" and passed == {**knobs, "execution": "pointers"}
+    assert "exact up to rounding" in caplog.text and "--spac-execution slots" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("knobs", "reason"),
+    [
+        ({"slots": "100%"}, "each expert has a slot"),
+        ({"store": "disk"}, "reads missing experts in place"),
+        ({"host_memory": "8GiB"}, "--spac-host-memory"),
+        ({"cpu_experts": "auto"}, "computes missing experts itself"),
+        ({"prefetch": "utility"}, "--spac-prefetch"),
+        ({"policy": "layer_lru"}, "--spac-policy"),
+        ({"budget": 16, "budget_votes": "path"}, "--spac-budget-votes"),
+    ],
+    ids=str,
+)
+def test_what_pointers_cannot_do_is_done_with_slots_and_the_log_says_why(gpu, caplog, knobs: dict, reason: str) -> None:
+    config, passed = started(knobs, of=model())
+    assert config.execution_name == "slots" and passed == knobs
+    assert "spac: execution=slots: " in caplog.text and reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quantization": "fp8"}, "quantise activations"),
+        ({"hidden_act": "relu2"}, "activation relu2"),
+        ({"hidden_act": None}, "activation None"),
+        ({"architecture": "Llama4ForConditionalGeneration"}, "weighs inputs"),
+        ({"moe_intermediate_size": 700}, "rows of 700 weights"),
+        ({"hidden": 2052}, "rows of 2052 weights"),
+    ],
+    ids=str,
+)
+def test_models_that_the_kernel_does_not_compute(gpu, caplog, changes: dict, reason: str) -> None:
+    assert started({}, of=model(**changes))[0].execution_name == "slots"
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("name", ["silu", "swish", "gelu", "gelu_pytorch_tanh"])
+def test_activations_have_several_names(gpu, name: str) -> None:
+    assert started({}, of=model(hidden_act=name))[0].execution_name == "pointers"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [replace(H100, unified=False), replace(H100, pinned=False), replace(H100, capability=(7, 5)), None],
+    ids=str,
+)
+def test_devices_that_cannot_read_in_place(gpu, monkeypatch, facts) -> None:
+    monkeypatch.setattr(device, "query", lambda: facts)
+    assert started({}, of=model())[0].execution_name == "slots"
+
+
+def test_expert_parallelism_needs_slots(gpu) -> None:
+    assert started({}, of=model(), enable_expert_parallel=True)[0].execution_name == "slots"
+
+
+@pytest.mark.parametrize("named", ["slots", "pointers@staging=off"])
+def test_what_the_user_named_stays(gpu, named: str) -> None:
+    assert started({"execution": named})[0].execution == named
+
+
+def test_nothing_is_chosen_on_a_cpu() -> None:
+    config, passed = started({})
+    assert config.execution_name == "slots" and passed == {}
