@@ -69,8 +69,8 @@ def test_ram_is_divided(monkeypatch) -> None:
         cache_config=SimpleNamespace(gpu_memory_utilization=0.9, kv_cache_memory_bytes=5),
     )
     monkeypatch.setattr(fast_memory, "available_host_bytes", lambda: 4000)
-    found = fast_memory.budget(vllm_config, torch.device("cpu"), 100, 50, host_memory=20, ranks=4)
-    assert found == 1000 - 100 - 20 - 5 - 50
+    found = fast_memory.room(vllm_config, torch.device("cpu"), 100, 50, host_memory=20, ranks=4)
+    assert found == 1000 - 100 - 20 - 50
 
 
 def test_host_memory_of_all_ranks_together_must_be_there(monkeypatch) -> None:

@@ -148,8 +148,8 @@ def test_what_runs_is_what_the_slots_leave(monkeypatch) -> None:
     asked = config("target", None, "ngram")
     asked.cache_config = SimpleNamespace(gpu_memory_utilization=0.9, kv_cache_memory_bytes=5 * MIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000 * MIB, 5000 * MIB))
-    free = fast_memory.budget(asked, torch.device("cuda"), 0, 100 * MIB)
-    assert free == (4000 - 5 - 100) * MIB, "vLLM ignores the utilization if the KV cache has a size"
+    free = fast_memory.room(asked, torch.device("cuda"), 0, 100 * MIB)
+    assert free == (4000 - 100) * MIB, "vLLM ignores the utilization if the KV cache has a size"
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,9 @@ def test_what_other_processes_take_is_not_ours(monkeypatch, utilization: float, 
     """As vLLM counts: the utilization is of one engine, and several may share a GPU."""
     asked = config("target", None, "ngram")
     asked.cache_config = SimpleNamespace(gpu_memory_utilization=utilization, kv_cache_memory_bytes=None)
-    monkeypatch.setattr(fast_memory, "beside_slots", lambda config: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (available * MIB, 5000 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200 * MIB)
-    assert fast_memory.budget(asked, torch.device("cuda"), 0, 0) == free * MIB
+    assert fast_memory.room(asked, torch.device("cuda"), 0, 0) == free * MIB
 
 
 def test_the_log_says_how_it_comes_about() -> None:

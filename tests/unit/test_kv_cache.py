@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,11 @@ import torch
 from torch import nn
 
 from vllm_spac.integration.loading import fast_memory
+from vllm_spac.tools.planning.planned_machine import PlannedMachine
+from vllm_spac.tools.planning.planned_memory import Load, split
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import recipes
 
 MIB = 1 << 20
 
@@ -21,6 +28,7 @@ def config(
     mla: bool = False,
     text: dict | None = None,
     hybrid: bool = True,
+    named: int | None = None,
     **cache,
 ) -> SimpleNamespace:
     """6 layers of 2 heads with 64 values of 2 bytes: 3 KiB per token."""
@@ -31,6 +39,7 @@ def config(
     return SimpleNamespace(
         model_config=SimpleNamespace(
             max_model_len=tokens,
+            original_max_model_len=named,
             use_mla=mla,
             dtype=torch.bfloat16,
             hf_text_config=SimpleNamespace(**(text or {})),
@@ -60,6 +69,82 @@ def test_slots_leave_it_room_for_four_requests_or_for_as_many_as_there_can_be() 
     assert fast_memory.beside_slots(config(requests=256)) == 4 * 3 * MIB
     assert fast_memory.beside_slots(config(requests=1)) == 3 * MIB
     assert fast_memory.beside_slots(config(requests=1, kv_cache_memory_bytes=5)) == 5, "what the user said"
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "kept"),
+    [
+        ({"requests": 256}, 1000 * MIB, 3 * MIB),
+        ({"requests": 256, "named": -1}, 1000 * MIB, 3 * MIB),
+        ({"requests": 256}, 8 * MIB, 2 * MIB),
+        ({"requests": 256}, -5, 0),
+        ({"requests": 2}, 1000 * MIB, 2 * 3 * MIB),
+        ({"requests": 2}, 16 * MIB, 4 * MIB),
+        ({"requests": 256, "named": 1024}, 16 * MIB, 4 * 3 * MIB),
+        ({"requests": 2, "named": 1024}, 16 * MIB, 2 * 3 * MIB),
+        ({"requests": 256, "kv_cache_memory_bytes": 5}, 16 * MIB, 5),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_it_is_one_request_or_a_quarter_unless_the_user_says_more(asked: dict, free: int, kept: int) -> None:
+    """Both come out of the same memory there; what requests lack in length, vLLM shortens."""
+    assert fast_memory.beside_slots(config(**asked), free) == kept
+
+
+def test_the_log_says_what_it_is_and_what_shorter_requests_would_leave() -> None:
+    long = config(requests=256, tokens=40960)
+    assert fast_memory.describe(long, 1 << 40) == (
+        "120.0 MiB of KV cache (one request of 40,960 tokens; --max-model-len 8192 would leave 24.0 MiB more for slots)"
+    )
+    assert fast_memory.describe(long, 400 * MIB).startswith("100.0 MiB of KV cache (a part of one request of 40,960")
+    assert fast_memory.describe(config(requests=256), 1 << 40) == "3.0 MiB of KV cache (one request of 1,024 tokens)"
+    assert fast_memory.describe(config(named=1024), 1 << 40) == fast_memory.describe(config()) == "12.0 MiB of KV cache"
+
+
+@pytest.mark.parametrize(("on_cpu", "given", "asked"), [(False, None, -1), (False, 512, 512), (True, None, None)])
+def test_the_length_is_fitted_on_a_gpu_where_none_was_named(monkeypatch, on_cpu: bool, given, asked) -> None:
+    monkeypatch.setattr(fast_memory, "is_cpu", lambda: on_cpu)
+    args = SimpleNamespace(max_model_len=given)
+    fast_memory.request(args)
+    assert args.max_model_len == asked
+
+
+# Percent of the experts in slots, with vLLM's defaults and nothing named, where four full requests were kept before.
+SHARES = {
+    "Qwen/Qwen3-30B-A3B": {"rtx3090": (6, 27), "rtx4090": (6, 27), "rtx5090": (20, 41), "h100": (100, 100)},
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": {
+        "rtx3090": (2, 16),
+        "rtx4090": (2, 16),
+        "rtx5090": (11, 25),
+        "h100": (62, 76),
+    },
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": {
+        "rtx3090": (0, 53),
+        "rtx4090": (0, 53),
+        "rtx5090": (27, 80),
+        "h100": (100, 100),
+    },
+    "zai-org/GLM-4.5-Air": {"rtx3090": (0, 3), "rtx4090": (0, 3), "rtx5090": (0, 6), "h100": (0, 23)},
+    "Qwen/Qwen3-235B-A22B": {"rtx3090": (0, 1), "rtx4090": (0, 1), "rtx5090": (0, 2), "h100": (6, 11)},
+}
+
+
+@pytest.mark.parametrize("model", SHARES)
+def test_slots_of_published_models_with_no_flag_but_the_plugins(model: str) -> None:
+    recipe = {each["model"]: each for each in recipes.recipes()}[model]
+    served = recipes.served(recipe)[0]
+    shape, found = served.architecture, {}
+    for card in SHARES[model]:
+        parts = split(served, PlannedMachine.of(card, None, 1 << 40), Load(1, 1))
+        both = parts.room + parts.kv
+        asked = config(requests=256, tokens=shape.longest)
+        each = shape.kv_bytes(shape.longest)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fast_memory, "_request_bytes", lambda _, each=each: each)
+            now = both - fast_memory.beside_slots(asked, both)
+        shares = (max(0, min(100, 100 * room // served.experts_bytes)) for room in (both - 4 * each, now))
+        found[card] = tuple(shares)
+    assert found == SHARES[model]
 
 
 def test_latent_attention_keeps_one_vector() -> None:

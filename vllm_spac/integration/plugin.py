@@ -46,6 +46,7 @@ def _checked(create_engine_config: Callable):
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
         from vllm_spac.integration import default_execution, preflight, tuned_start
         from vllm_spac.integration.hooks import device, graphs
+        from vllm_spac.integration.loading import fast_memory
         from vllm_spac.integration.stepping import tree_arguments as trees
 
         device.require_supported_vllm()
@@ -53,6 +54,7 @@ def _checked(create_engine_config: Callable):
         config = default_execution.apply(self, tuned_start.apply(self, config))
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
+        fast_memory.request(self)
         trees.request(self, config)
         graphs.request(self, config)
         vllm_config = create_engine_config(self, *args, **kwargs)

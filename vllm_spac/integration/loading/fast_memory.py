@@ -16,14 +16,19 @@ import torch
 
 from vllm_spac.cache.sizing import Batch, MoEWidths, Widths, Working
 from vllm_spac.integration.hooks import graphs, patches
+from vllm_spac.integration.hooks.device import is_cpu
 from vllm_spac.integration.hooks.model_host import experts_of
 from vllm_spac.system.host_memory import available_host_bytes, gib, own_memory, release_freed_memory, release_zeros
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _FULL_REQUESTS = 4  # requests of maximum length whose KV cache must fit next to the experts
+_SHARE = 4  # of a GPU's memory for both, the KV cache gets at most this part where the length is not the user's
+_SHORT = 8192  # tokens of a request that the log names
+_FITTED = -1  # --max-model-len: vLLM takes the longest that fits
 
 
 def sized_by_user(vllm_config: VllmConfig) -> bool:
@@ -62,12 +67,43 @@ def requests(vllm_config: VllmConfig) -> str:
     return f"--max-num-seqs {count} requests of --max-model-len {tokens} tokens{prefixes}"
 
 
-def beside_slots(vllm_config: VllmConfig) -> int:
-    """Bytes that slots leave for it: the configured size, else enough for ``_FULL_REQUESTS`` of maximum length."""
+def request(engine_args: EngineArgs) -> None:
+    """Lets vLLM shorten requests to what the KV cache holds, on a GPU whose user named no length.
+
+    Else a model of long requests leaves no room for experts, or does not start at all.
+    """
+    if not is_cpu() and engine_args.max_model_len is None:
+        engine_args.max_model_len = _FITTED
+
+
+def beside_slots(vllm_config: VllmConfig, free: int | None = None) -> int:
+    """Bytes that slots leave for it: the configured size, else enough for ``_FULL_REQUESTS`` of maximum length.
+
+    On a GPU, where both come out of the same memory, that is for the length that the user named, or for as few requests
+    as may run at once. Otherwise it is one request, or a part of what is free: then requests are shortened.
+
+    Args:
+        free: on a GPU, bytes for slots and KV cache together.
+    """
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     if explicit is not None:
         return explicit
-    return _reserved(vllm_config) * _request_bytes(vllm_config)
+    each = _request_bytes(vllm_config)
+    if free is None or _is_named(vllm_config):
+        return _reserved(vllm_config) * each
+    return min(each * (_reserved(vllm_config) if _few(vllm_config) else 1), max(0, free) // _SHARE)
+
+
+def describe(vllm_config: VllmConfig, free: int | None = None) -> str:
+    """What ``beside_slots`` leaves, for the log."""
+    kv = beside_slots(vllm_config, free)
+    if free is None or vllm_config.cache_config.kv_cache_memory_bytes is not None or _is_named(vllm_config):
+        return f"{gib(kv)} of KV cache"
+    each, longest = _request_bytes(vllm_config), vllm_config.model_config.max_model_len
+    part = f"a part of one request of {longest:,} tokens" if kv < each else f"one request of {longest:,} tokens"
+    short = _FULL_REQUESTS * each * _SHORT // longest
+    more = f"; --max-model-len {_SHORT} would leave {gib(kv - short)} more for slots" if short < kv else ""
+    return f"{gib(kv)} of KV cache ({part}{more})"
 
 
 def least_requests(vllm_config: VllmConfig) -> str:
@@ -78,6 +114,15 @@ def least_requests(vllm_config: VllmConfig) -> str:
 
 def _reserved(vllm_config: VllmConfig) -> int:
     return min(_FULL_REQUESTS, vllm_config.scheduler_config.max_num_seqs)
+
+
+def _few(vllm_config: VllmConfig) -> bool:
+    return vllm_config.scheduler_config.max_num_seqs <= _FULL_REQUESTS
+
+
+def _is_named(vllm_config: VllmConfig) -> bool:
+    """Whether the user named the length of requests."""
+    return vllm_config.model_config.original_max_model_len not in (None, _FITTED)
 
 
 def _request_bytes(vllm_config: VllmConfig) -> int:
@@ -207,7 +252,7 @@ def working(vllm_config: VllmConfig, device: torch.device, layers: Iterable[MoEW
     return Working.of(widths, model.get_vocab_size(), Batch(most, sampled, captured, sizes))
 
 
-def budget(
+def room(
     vllm_config: VllmConfig,
     device: torch.device,
     other_weights: int,
@@ -215,7 +260,7 @@ def budget(
     host_memory: int = 0,
     ranks: int = 1,
 ) -> int:
-    """Bytes available for slots: what vLLM may use, less what the other weights, a draft, the KV cache and steps need.
+    """Bytes for slots and KV cache: what vLLM may use, less what the other weights, a draft and steps need.
 
     Args:
         vllm_config: of the engine.
@@ -239,7 +284,7 @@ def budget(
         free = float(available)
         if vllm_config.cache_config.kv_cache_memory_bytes is None:  # else vLLM ignores the utilization
             free = min(free, utilization * total - torch.cuda.memory_reserved(device))
-    return int(free) - draft_bytes(vllm_config) - beside_slots(vllm_config) - working
+    return int(free) - draft_bytes(vllm_config) - working
 
 
 def draft_bytes(vllm_config: VllmConfig) -> int:

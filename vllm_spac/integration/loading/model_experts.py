@@ -33,7 +33,6 @@ from vllm_spac.methods.moe_spec.control import BudgetControl
 from vllm_spac.recording.timeline_file import TimelineFacts
 from vllm_spac.runtime import Runtime
 from vllm_spac.system import machine
-from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -259,14 +258,16 @@ class ModelExperts:
         """Bytes of fast memory for experts, beside ``others`` of other weights; the same for all ranks."""
         config, vllm_config, ranks = self.config, self.vllm_config, self.ranks.size
         working = fast_memory.working(vllm_config, self.device, {layer.spac_widths for layer in self._layers})
-        if config.parsed_slots == SlotCount():
-            kv = gib(fast_memory.beside_slots(vllm_config))
-            logger.info("spac: slots=auto leaves %s of KV cache and %s", kv, working.describe())
         total = sum(shape.total * shape.expert_bytes for shape in shapes)
         assembly.check_host_memory(config, total, ranks)
         beside = min(total, (config.host_memory or 0) // ranks)
-        free = fast_memory.budget(vllm_config, self.device, others, working.total, beside, ranks)
-        return self.ranks.least(free)  # no rank allocates before all have seen what is free
+        both = fast_memory.room(vllm_config, self.device, others, working.total, beside, ranks)
+        shared = None if self.on_cpu else both  # on a CPU a KV cache takes memory where requests use it
+        if config.parsed_slots == SlotCount():
+            kept = fast_memory.describe(vllm_config, shared)
+            logger.info("spac: slots=auto leaves %s and %s", kept, working.describe())
+        # no rank allocates before all have seen what is free
+        return self.ranks.least(both - fast_memory.beside_slots(vllm_config, shared))
 
     def _balance(self, execution: Execution, plan: LoadPlan) -> None:
         """Gives an execution what is measured first: a balancer, and the predictor of ``prefetch=auto``; logs both."""
