@@ -44,14 +44,14 @@ def _checked(create_engine_config: Callable):
             raise arguments.refused(error) from None
 
     def _create(self, config: SpacConfig, *args: Any, **kwargs: Any):
-        from vllm_spac.integration import default_execution, preflight, tuned_start
+        from vllm_spac.integration import gpu_defaults, preflight, tuned_start
         from vllm_spac.integration.hooks import device, graphs
         from vllm_spac.integration.loading import fast_memory
         from vllm_spac.integration.stepping import tree_arguments as trees
 
         device.require_supported_vllm()
         patches.require_names("frontend")
-        config = default_execution.apply(self, tuned_start.apply(self, config))
+        config = gpu_defaults.apply(self, tuned_start.apply(self, config))
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
         fast_memory.request(self)

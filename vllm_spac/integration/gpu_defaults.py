@@ -1,19 +1,24 @@
-"""Which execution an engine gets whose user named none: on a GPU the one that waits for nobody, where it can serve.
+"""What an engine on a GPU gets where its user named nothing: an execution, and vLLM's kernels that go with it.
 
 With ``slots`` every layer waits for the host, which then launches vLLM's kernels one by one. On an H100 that took 20 ms
 a token of a model of 6 layers, where the bytes took 4.6; ``pointers`` took 3.8. So ``pointers`` is the default, unless
-its kernel does not compute the model, another knob is not for it, or slots give other bits than rounding.
+its kernel does not compute the model, another knob is not for it, or vLLM quantises activations, which it does not.
+
+vLLM's own choice of MoE backend depends on the GPU, and on some it is one that finds no slots, or builds no layer that
+our kernels read. So the options of ``quantisation.flags`` are set, as a plan prints them.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spac.config.config import SpacConfig
 from vllm_spac.errors import ConfigError, printable
 from vllm_spac.execution.pointers_execution import ACTIVATIONS, ALIGNMENT
 from vllm_spac.integration.hooks import device
+from vllm_spac.storage.checkpoint import quant_config, quantisation
+from vllm_spac.storage.checkpoint.quantisation import FormatKernels
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -24,18 +29,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.spac")
 
 POINTERS = "pointers"
+_AUTO = "auto"  # --moe-backend
 _CAPABILITY = (8, 0)  # from which the kernels were compiled
 _WEIGHS_INPUT = ("Llama4",)  # architectures whose router weights multiply the input
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}  # names of transformers
 
 
 def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
-    """Returns the configuration with an execution, which is also added to ``engine_args``."""
-    if "execution" in config.model_fields_set or config.has_workers or device.is_cpu():
+    """Returns the configuration with an execution, and adds it and vLLM's options to ``engine_args``."""
+    if config.has_workers or device.is_cpu():
         return config
-    reason = _of_engine(engine_args, config)
-    if reason is None:
-        reason = reason_for_slots(config, engine_args.create_model_config(), device.query())
+    model = engine_args.create_model_config()
+    config = _with_execution(engine_args, config, model)
+    _set_kernels(engine_args, config, model)
+    return config
+
+
+def _set_kernels(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig) -> None:
+    """Sets ``--moe-backend`` and ``--quantization`` where neither the user nor the checkpoint decides them."""
+    entry = quant_config.of(model.hf_config.to_dict())
+    if entry is None and model.quantization is not None:
+        return  # quantised while it is loaded, which is refused
+    ours = config.execution_class.layout == "plain"
+    options = quantisation.flags(entry, FormatKernels.OURS if ours else FormatKernels.GPU)
+    wanted = dict(option.split() for option in options)
+    named = {engine_args.moe_backend, engine_args.kernel_config.moe_backend} - {_AUTO}
+    if (backend := wanted.get("--moe-backend")) is not None and not named:
+        engine_args.moe_backend = cast("Any", backend)
+        logger.info("spac: --moe-backend %s: vLLM's own choice for a GPU may be a kernel that finds no slots", backend)
+    if (loader := wanted.get("--quantization")) is not None and engine_args.quantization is None:
+        engine_args.quantization = loader
+        logger.info("spac: --quantization %s, which keeps experts as slots need them", loader)
+
+
+def _with_execution(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig) -> SpacConfig:
+    if "execution" in config.model_fields_set:
+        return config
+    reason = _of_engine(engine_args, config) or reason_for_slots(model, device.query())
     if reason is not None:
         logger.info("%s", printable(f"spac: execution=slots: {reason}"))
         return config
@@ -65,11 +95,10 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     return None
 
 
-def reason_for_slots(config: SpacConfig, model: ModelConfig, facts: DeviceFacts | None) -> str | None:
+def reason_for_slots(model: ModelConfig, facts: DeviceFacts | None) -> str | None:
     """Returns why an engine with a GPU loads experts into slots for vLLM's kernel; None if pointers serve it.
 
     Args:
-        config: allows pointers.
         model: vLLM's.
         facts: the GPU's.
     """
@@ -78,6 +107,9 @@ def reason_for_slots(config: SpacConfig, model: ModelConfig, facts: DeviceFacts 
     if facts.capability < _CAPABILITY:
         return f"the kernel of pointers needs compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]}"
     if model.quantization is not None:
+        entry = quant_config.of(model.hf_config.to_dict())
+        if entry is not None and quantisation.only_ours(entry, facts.capability):
+            return None  # no slots can hold them
         return "pointers do not quantise activations, as vLLM does for quantised checkpoints"
     text = model.hf_text_config
     name = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None))

@@ -1,4 +1,4 @@
-"""Which execution an engine gets whose user named none."""
+"""What an engine on a GPU gets where its user named nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from vllm_spac.config.config import SpacConfig
-from vllm_spac.integration import default_execution
+from vllm_spac.integration import gpu_defaults
 from vllm_spac.integration.hooks import device
 
 H100 = device.DeviceFacts("an H100", True, (9, 0), pinned=True, unified=True)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+MXFP4 = {"quant_method": "mxfp4"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 
 
 def model(**changes):
@@ -21,6 +26,7 @@ def model(**changes):
     return SimpleNamespace(
         quantization=changes.get("quantization"),
         hf_text_config=SimpleNamespace(**text),
+        hf_config=SimpleNamespace(to_dict=lambda: {"quantization_config": changes.get("config")}),
         architectures=[changes.get("architecture", "Qwen3MoeForCausalLM")],
         dtype=torch.bfloat16,
         get_hidden_size=lambda: changes.get("hidden", 2048),
@@ -35,13 +41,20 @@ def gpu(monkeypatch):
 
 def started(knobs: dict, *, of: SimpleNamespace | None = None, **options) -> tuple[SpacConfig, dict]:
     """Returns the configuration of an engine with these knobs, and what its workers will be passed."""
-    args = SimpleNamespace(
-        additional_config={"spac": knobs, "other": 1}, enable_expert_parallel=False, create_model_config=lambda: of
-    )
-    vars(args).update(options)
-    config = default_execution.apply(args, SpacConfig.parse(knobs))
+    args = arguments(knobs, of or model(), **options)
+    config = gpu_defaults.apply(args, SpacConfig.parse(knobs))
     assert args.additional_config["other"] == 1
     return config, args.additional_config["spac"]
+
+
+def arguments(knobs: dict, of: SimpleNamespace, **options) -> SimpleNamespace:
+    usual = {"enable_expert_parallel": False, "moe_backend": "auto", "quantization": None}
+    return SimpleNamespace(
+        additional_config={"spac": knobs, "other": 1},
+        create_model_config=lambda: of,
+        kernel_config=SimpleNamespace(moe_backend="auto"),
+        **usual | options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,7 @@ def test_what_pointers_cannot_do_is_done_with_slots_and_the_log_says_why(gpu, ca
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization": "fp8"}, "quantise activations"),
+        ({"quantization": "fp8", "config": FP8}, "quantise activations"),
         ({"hidden_act": "relu2"}, "activation relu2"),
         ({"hidden_act": None}, "activation None"),
         ({"architecture": "Llama4ForConditionalGeneration"}, "weighs inputs"),
@@ -118,3 +131,38 @@ def test_what_the_user_named_stays(gpu, named: str) -> None:
 def test_nothing_is_chosen_on_a_cpu() -> None:
     config, passed = started({})
     assert config.execution_name == "slots" and passed == {}
+
+
+@pytest.mark.parametrize(
+    ("found", "facts", "execution", "backend", "loader"),
+    [
+        ({}, H100, "pointers", "triton", None),
+        ({"quantization": "fp8", "config": FP8}, H100, "slots", "triton", None),
+        ({"quantization": "fp8", "config": FP8}, replace(H100, capability=(8, 6)), "pointers", "marlin", None),
+        ({"quantization": "mxfp4", "config": MXFP4}, H100, "pointers", "marlin", None),
+        ({"quantization": "gptq", "config": GPTQ}, H100, "slots", "triton", "moe_wna16"),
+        ({"quantization": "online"}, H100, "slots", "auto", None),
+    ],
+    ids=["bf16", "fp8", "fp8 on an RTX 3090", "mxfp4", "gptq", "quantised while it is loaded"],
+)
+def test_vllms_kernels_are_those_that_go_with_it(gpu, monkeypatch, found, facts, execution, backend, loader) -> None:
+    """Its own choice may be one that finds no slots: FlashInfer's on Blackwell, a monolithic one for GPT-OSS."""
+    monkeypatch.setattr(device, "query", lambda: facts)
+    args = arguments({}, model(**found))
+    assert gpu_defaults.apply(args, SpacConfig()).execution_name == execution
+    assert (args.moe_backend, args.quantization) == (backend, loader)
+
+
+@pytest.mark.parametrize("named", [{"moe_backend": "marlin"}, {"kernel_config": SimpleNamespace(moe_backend="marlin")}])
+def test_a_backend_that_the_user_named_stays(gpu, named: dict) -> None:
+    args = arguments({}, model())
+    vars(args).update(named)
+    gpu_defaults.apply(args, SpacConfig())
+    assert args.moe_backend == named.get("moe_backend", "auto")
+
+
+def test_the_options_are_those_of_vllm() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(model="m")
+    assert (args.moe_backend, args.kernel_config.moe_backend, args.quantization) == ("auto", "auto", None)
