@@ -28,6 +28,8 @@ expert run concurrently, and its second read hits the L2 cache. No atomics, no s
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -47,6 +49,12 @@ ALIGNMENT = 16  # bytes; a hint to the compiler, which then loads 16 bytes at on
 def _unsorted(pairs: int, experts: int, tile: Tile) -> bool:
     """Returns whether programs find their blocks themselves, without ``route.align``."""
     return pairs <= min(experts, FEW) and tile.block_m <= 16
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int | None:
+    """Bytes of shared memory that a block may have; None where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else None
 
 
 def rows_to_compile(most: int, top_k: int, experts: int, quantised: bool = False) -> list[int]:
@@ -313,7 +321,7 @@ def grouped_gemm(
         if counts is not None:
             counts.zero_()
         return out
-    tile = tile_for(rows, quantised is not None) if tile is None else tile
+    tile = tile_for(rows, quantised is not None, _shared_memory(x.device)) if tile is None else tile
     block_k = tile.k_bytes // x.element_size()
     pairs = rows * top_k
     blocks = block_bound(pairs, experts, tile.block_m)

@@ -143,6 +143,19 @@ def test_experts(capability, rows):
         assert re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", made.ptx), "no tensor core"
 
 
+@pytest.mark.parametrize("capability", [89, 120])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_two_programs_of_few_rows_fit_a_small_multiprocessor(capability, rows, monkeypatch):
+    """Else half of the bytes in flight are missing. A multiprocessor has 100 KB, of which each block takes 1 more."""
+    deep = record(lambda: experts(rows, 2048, 768, 8, 128))
+    monkeypatch.setattr(grouped_gemm, "_shared_memory", lambda device: SHARED[capability])
+    shallow = record(lambda: experts(rows, 2048, 768, 8, 128))
+    for name in ("gate_up", "down"):
+        made = compile_for(capability, shallow[name])
+        check(f"{name} M={rows}, shallow", capability, made)
+        assert 2 * (made.shared + 1024) <= 100 * 1024 < 2 * compile_for(capability, deep[name]).shared
+
+
 QUANTISED = {
     "mxfp4": Format("e2m1", 32),
     "nvfp4": Format("e2m1", 16),
