@@ -54,7 +54,10 @@ def _unsorted(pairs: int, experts: int, tile: Tile) -> bool:
 @functools.cache
 def _shared_memory(device: torch.device) -> int | None:
     """Bytes of shared memory that a block may have; None where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(number)["max_shared_mem"]
 
 
 def rows_to_compile(most: int, top_k: int, experts: int, quantised: bool = False) -> list[int]:

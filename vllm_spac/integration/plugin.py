@@ -54,7 +54,8 @@ def _checked(create_engine_config: Callable):
         config = gpu_defaults.apply(self, tuned_start.apply(self, config))
         preflight.check_knobs(config)
         self.worker_extension_cls = preflight.worker_extension(self.worker_extension_cls)
-        fast_memory.request(self)
+        if config.parsed_slots.share != 1:
+            fast_memory.request(self, args[0] if args else kwargs.get("usage_context"))
         trees.request(self, config)
         graphs.request(self, config)
         vllm_config = create_engine_config(self, *args, **kwargs)

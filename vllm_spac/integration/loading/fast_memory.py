@@ -23,11 +23,13 @@ from vllm_spac.system.host_memory import available_host_bytes, gib, own_memory, 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _FULL_REQUESTS = 4  # requests of maximum length whose KV cache must fit next to the experts
 _SHARE = 4  # of a GPU's memory for both, the KV cache gets at most this part where the length is not the user's
 _SHORT = 8192  # tokens of a request that the log names
+_PART = 8192  # tokens of a prompt that are computed at once
 _FITTED = -1  # --max-model-len: vLLM takes the longest that fits
 
 
@@ -67,13 +69,25 @@ def requests(vllm_config: VllmConfig) -> str:
     return f"--max-num-seqs {count} requests of --max-model-len {tokens} tokens{prefixes}"
 
 
-def request(engine_args: EngineArgs) -> None:
-    """Lets vLLM shorten requests to what the KV cache holds, on a GPU whose user named no length.
+def request(engine_args: EngineArgs, usage: UsageContext | None) -> None:
+    """Sets how long requests and parts of prompts may be, on a GPU whose user named neither.
 
-    Else a model of long requests leaves no room for experts, or does not start at all.
+    vLLM shortens requests to what the KV cache holds. Else a model of long requests leaves no room for experts, or does
+    not start at all. And each part of a prompt reads nearly every expert without a slot: in parts of vLLM's 2,048
+    tokens, a prompt of 8,192 would read them four times.
+
+    Args:
+        usage: how vLLM is used, on which its own default depends.
     """
-    if not is_cpu() and engine_args.max_model_len is None:
+    if is_cpu():
+        return
+    if engine_args.max_model_len is None:
         engine_args.max_model_len = _FITTED
+    if engine_args.max_num_batched_tokens is None:
+        usual, _ = engine_args.get_batch_defaults(engine_args.tensor_parallel_size)
+        if usage is not None and usual.get(usage, _PART) < _PART:
+            engine_args.max_num_batched_tokens = _PART
+            logger.info("spac: --max-num-batched-tokens %d: each part of a prompt reads the missing experts", _PART)
 
 
 def beside_slots(vllm_config: VllmConfig, free: int | None = None) -> int:

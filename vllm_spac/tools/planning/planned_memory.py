@@ -12,7 +12,7 @@ from vllm_spac.tools.planning.planned_machine import PlannedMachine
 from vllm_spac.tools.planning.planned_model import ServedModel
 
 _ROWS = 2048  # vLLM's --max-num-batched-tokens when it serves
-_ROWS_LARGE, _LARGE = 8192, 70 << 30  # the same with a GPU of at least so many bytes
+_ROWS_GPU = 8192  # the same with a GPU, by vLLM or by the plugin
 _GRAPHS_EACH = 8  # vLLM captures graphs of 1, 2, 4 and multiples of 8 rows
 _MOST_CAPTURED = 512
 _BLOCK = 128  # tokens: a request's KV cache is whole blocks, of at most this size
@@ -52,8 +52,8 @@ class Split:
 
 
 def rows(machine: PlannedMachine) -> int:
-    """Returns the most rows of a forward, by vLLM's default for such a machine."""
-    return _ROWS_LARGE if machine.gpu >= _LARGE else _ROWS
+    """Returns the most rows of a forward, by default on such a machine."""
+    return _ROWS_GPU if machine.gpu else _ROWS
 
 
 def split(model: ServedModel, machine: PlannedMachine, load: Load) -> Split:
