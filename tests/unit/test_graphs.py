@@ -188,7 +188,10 @@ def test_graphs_that_split_by_themselves_are_refused(monkeypatch) -> None:
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     with pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
         graphs.split(config_of("PIECEWISE"), SLOTS)
+    with pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
+        graphs.split(config_of("FULL_AND_PIECEWISE"), POINTERS)
     graphs.split(config_of("NONE"), SLOTS)
+    graphs.split(config_of("FULL_DECODE_ONLY"), POINTERS)  # the default of models for which vLLM sets it
 
 
 @pytest.mark.parametrize("mode", FULL)

@@ -144,7 +144,7 @@ def check_mode(mode: str, config: SpacConfig, breakable: bool) -> None:
         raise UnsupportedError.refused(
             f"spac: cudagraph_mode {mode} captures steps in one piece, and {reason}", *instead, _PIECEWISE
         )
-    if breakable and mode != "NONE":
+    if breakable and "PIECEWISE" in mode:  # full graphs hold whatever runs in them, also then
         raise UnsupportedError(
             "spac: VLLM_USE_BREAKABLE_CUDAGRAPH=1, which vLLM sets for some models, splits graphs at vLLM's own ops "
             "only; set VLLM_USE_BREAKABLE_CUDAGRAPH=0 or add --enforce-eager"
