@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import pytest
 import torch
@@ -173,6 +174,53 @@ def test_close_stops_the_threads(make) -> None:
     transfers.close()
     assert threading.active_count() == before
     transfers.close()
+
+
+# -- queued copies: here what is copied and told; what a stream orders is checked on a GPU, below --------------------
+
+
+class NoClock:
+    """Stands in for the events of a stream."""
+
+    def __init__(self, seconds: float) -> None:
+        self.told = seconds
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        yield
+
+    def seconds(self) -> float:
+        return self.told
+
+
+def queued(missing: Collection[int] = ()) -> tuple[Transfers, dict[str, Tensor]]:
+    """Transfers that queue their copies, from memory that lacks the experts ``missing``."""
+    store, slots = HostStore(SHAPE, ""), blank()
+    for key in set(range(SHAPE.total)) - set(missing):
+        store.put(key, {name: torch.full(spec.shape, float(key)) for name, spec in SHAPE.tensors.items()})
+    transfers = Transfers(store, slots, THREADS, "host")
+    transfers._stalls = NoClock(0.25)  # type: ignore[assignment]
+    return transfers, slots
+
+
+def test_queued_copies_fill_these_slots_and_no_other() -> None:
+    transfers, slots = queued()
+    counters = Counters()
+    with contextlib.closing(transfers):
+        assert transfers.load([(7, 1), (0, 4), (3, 6)], counters) == {}
+    assert values(slots) == [None, 7, None, None, 0, None, 3, None]
+    assert (counters.loads, counters.bytes) == (3, {"host": 3 * SHAPE.expert_bytes})
+    assert counters.stall_seconds == 0.25, "of the stream, as of its last events"
+
+
+def test_a_queued_copy_that_fails_is_told_by_its_key() -> None:
+    transfers, slots = queued(missing=[0, 5])
+    counters = Counters()
+    with contextlib.closing(transfers):
+        failed = transfers.load([(5, 0), (6, 1), (0, 2)], counters)
+    assert failed.keys() == {0, 5} and all(isinstance(error, StoreError) for error in failed.values())
+    assert values(slots)[:3] == [None, 6, None]
+    assert (counters.loads, counters.bytes) == (1, {"host": SHAPE.expert_bytes})
 
 
 # -- order on the device: vLLM runs its kernels on a stream of its own, which waits for no other ---------------------
