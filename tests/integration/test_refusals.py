@@ -523,7 +523,11 @@ NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"
         ),
         ({"quant_method": "mxfp4"}, {}, r"\(mxfp4\): not supported in slots; use --spac-execution pointers"),
         (NVFP4, {}, r"NVFP4 experts \(modelopt\): not supported in slots; use --spac-execution pointers"),
-        (GPTQ, {}, "--quantization auto_gptq runs .*; add --quantization moe_wna16 --moe-backend triton"),
+        (
+            GPTQ,
+            {"quantization": "auto_gptq"},
+            "--quantization auto_gptq runs .*; add --quantization moe_wna16 --moe-backend triton",
+        ),
         (GPTQ | {"sym": False}, {"quantization": "moe_wna16"}, r"zero points \(sym=false\)"),
         (None, {"quantization": "fp8_per_block"}, "--quantization fp8_per_block quantises experts while.*drop it"),
     ],
@@ -540,8 +544,9 @@ def test_quantised_models(tmp_path, on_a_gpu, quantisation, options, named):
     [
         ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, {}),
         (GPTQ, {"quantization": "moe_wna16"}),
+        (GPTQ, {}),
     ],
-    ids=["FP8", "GPTQ"],
+    ids=["FP8", "GPTQ", "GPTQ, nothing named"],
 )
 def test_quantised_models_that_their_layers_decide_on(tmp_path, on_a_gpu, quantisation, options):
     engine_config(write_config(tmp_path / "model", QWEN | {"quantization_config": quantisation}), {}, **options)

@@ -24,7 +24,10 @@ _NGRAM_LENGTHS = (2, 4)
 _EAGLE_LENGTHS = (2, 4, 8)
 _TREES = (4, 8, 16)
 _TREE_METHODS = ("eagle", "eagle3")
-_TREE_ENGINE = {"enforce_eager": True, "attention_backend": "TRITON_ATTN"}  # with a GPU
+_TREE_ENGINE = {
+    "enforce_eager": True,
+    "attention_backend": "TRITON_ATTN",
+}  # with a GPU, where nothing else is asked for
 _REQUESTS, _REQUESTS_GPU = 128, 1024  # vLLM's largest default of --max-num-seqs
 _THREADS = (2, 8)  # beside the default, 4
 _CPU_EXPERTS = {"store": "host", "cpu_experts": "waterfill"}  # a balancer that is named is not checked meanwhile
@@ -202,7 +205,7 @@ def _placed(
 def trees(machine: PlannedMachine, allowed: Allowed) -> list[int]:
     """Returns the sizes of draft trees whose rows, of as many requests as the engine serves, fit a forward."""
     engine = allowed.engine
-    if machine.gpu and any(engine.get(name) != value for name, value in _TREE_ENGINE.items()):
+    if machine.gpu and any(engine.get(name, value) != value for name, value in _TREE_ENGINE.items()):
         return []
     requests = engine.get("max_num_seqs") or (_REQUESTS_GPU if machine.gpu else _REQUESTS)
     most = engine.get("max_num_batched_tokens") or rows(machine)
