@@ -183,10 +183,11 @@ class NoClock:
     """Stands in for the events of a stream."""
 
     def __init__(self, seconds: float) -> None:
-        self.told = seconds
+        self.told, self.blocks = seconds, 0
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
+        self.blocks += 1
         yield
 
     def seconds(self) -> float:
@@ -211,6 +212,13 @@ def test_queued_copies_fill_these_slots_and_no_other() -> None:
     assert values(slots) == [None, 7, None, None, 0, None, 3, None]
     assert (counters.loads, counters.bytes) == (3, {"host": 3 * SHAPE.expert_bytes})
     assert counters.stall_seconds == 0.25, "of the stream, as of its last events"
+
+
+def test_filling_slots_at_the_start_is_no_stall() -> None:
+    transfers, _ = queued()
+    with contextlib.closing(transfers):
+        transfers.load([(7, 1), (0, 4)], None)
+    assert transfers._stalls.blocks == 0  # type: ignore[union-attr, attr-defined]
 
 
 def test_a_queued_copy_that_fails_is_told_by_its_key() -> None:
