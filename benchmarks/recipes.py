@@ -107,9 +107,9 @@ def reasons(plan: ServingPlan) -> Iterator[str]:
     if choice.store in _STORES:
         yield f"- The other experts are in {_STORES[choice.store]}."
     if plan.beside is not None:
-        execution = "slots" if plan.model.execution == "pointers" else "pointers"
-        speeds = f"{plan.beside.low.tokens_per_second:.3g} - {plan.beside.high.tokens_per_second:.3g}"
-        yield f"- With `--spac-execution {execution}`: {speeds} tokens/s."
+        found = plan.beside.best
+        speeds = f"{found.low.tokens_per_second:.3g} - {found.high.tokens_per_second:.3g}"
+        yield f"- With `--spac-execution {plan.beside.model.execution}`: {speeds} tokens/s."
     for what, other in (("CPU experts", _without(plan, cpu=False)), ("drafts", _without(plan, drafts=0))):
         if other is not None:
             speeds = f"{other.low.tokens_per_second:.3g} - {other.high.tokens_per_second:.3g}"

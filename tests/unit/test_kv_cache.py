@@ -99,6 +99,7 @@ def test_the_log_says_what_it_is_and_what_shorter_requests_would_leave() -> None
     )
     assert fast_memory.describe(long, 400 * MIB).startswith("100.0 MiB of KV cache (a part of one request of 40,960")
     assert fast_memory.describe(config(requests=256), 1 << 40) == "3.0 MiB of KV cache (one request of 1,024 tokens)"
+    assert "(2 requests of 1,024 tokens)" in fast_memory.describe(config(requests=2), 1 << 40)
     assert fast_memory.describe(config(named=1024), 1 << 40) == fast_memory.describe(config()) == "12.0 MiB of KV cache"
 
 

@@ -101,6 +101,13 @@ class Mover:
             self._save(slot, move)
         return Moved(self._path, nbytes)
 
+    def queue(self, key: int, slot: int) -> Moved:
+        """Launches the copies of ``key``, which is in memory that the GPU reads, on the caller's stream; no waiting."""
+        tensors = self._slots[slot]
+        for name, stored in self._store.view(key).items():
+            tensors[name].copy_(stored, non_blocking=True)
+        return Moved(self._path, self._store.shape.expert_bytes)
+
     def ended(self, move: HostMove, result: object) -> None:
         """Completes ``move``; ``result``: what ``perform`` returned, or the exception that it raised."""
         saved = move.key in self._saved
@@ -343,7 +350,6 @@ class Transfers:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spac-io", initializer=unbind)
         self.ahead = Background(self._mover, reads_ahead(threads, background), self._device)
-        self._store, self._path, self._slots = store, path, slots
         queued = self._device.type == "cuda" and rows is None and store.addressable
         self._stalls = _Stalls() if queued else None
 
@@ -395,19 +401,19 @@ class Transfers:
     def _queue(
         self, loads: Sequence[tuple[int, int]], counters: Counters | None, stalls: _Stalls
     ) -> dict[int, BaseException]:
+        moved: list[Moved] = []
         failed: dict[int, BaseException] = {}
         begun = now()
         with contextlib.nullcontext() if counters is None else stalls.measured():
             for key, slot in loads:
                 try:
-                    for name, tensor in self._store.view(key).items():
-                        self._slots[name][slot].copy_(tensor, non_blocking=True)
+                    moved.append(self._mover.queue(key, slot))
                 except Exception as error:  # handed to the caller, as those of threads are
                     failed[key] = error
         if counters is not None:
-            done = len(loads) - len(failed)
-            counters.loads += done
-            counters.moved(self._path, done * self._store.shape.expert_bytes)
+            counters.loads += len(moved)
+            for each in moved:
+                counters.moved(each.path, each.nbytes)
             counters.stall_seconds += stalls.seconds()
         if loads and (timeline := self._mover.timeline) is not None:
             timeline.add(Kind.WAIT, begun, len(loads))

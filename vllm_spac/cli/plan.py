@@ -134,9 +134,9 @@ def _show(console: Console, found: ServingPlan) -> None:
     print_table(console, _memory(found))
     print_table(console, _choices(found))
     if found.beside is not None:
-        other = "slots" if found.model.execution == "pointers" else "pointers"
-        low, high = (_speed(each) for each in (found.beside.low, found.beside.high))
-        console.print(f"with --execution {other}: {_range(low, high)} tokens/s", highlight=False)
+        low, high = (_speed(each) for each in (found.beside.best.low, found.beside.best.high))
+        speeds = _range(low, high)
+        console.print(f"with --execution {found.beside.model.execution}: {speeds} tokens/s", highlight=False)
     for problem in found.problems:
         console.print(f"[yellow]does not fit:[/] {shown(problem)}", highlight=False, soft_wrap=True)
     even, resident = found.best.even, found.best.choice.store == "none"

@@ -11,6 +11,7 @@ our kernels read. So the options of ``quantisation.flags`` are set, as a plan pr
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spac.config.config import SpacConfig
@@ -40,14 +41,14 @@ def apply(engine_args: EngineArgs, config: SpacConfig) -> SpacConfig:
     if config.has_workers or device.is_cpu():
         return config
     model = engine_args.create_model_config()
-    config = _with_execution(engine_args, config, model)
-    _set_kernels(engine_args, config, model)
+    entry = quant_config.of(model.hf_config.to_dict())
+    config = _with_execution(engine_args, config, model, entry)
+    _set_kernels(engine_args, config, model, entry)
     return config
 
 
-def _set_kernels(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig) -> None:
+def _set_kernels(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None) -> None:
     """Sets ``--moe-backend`` and ``--quantization`` where neither the user nor the checkpoint decides them."""
-    entry = quant_config.of(model.hf_config.to_dict())
     if entry is None and model.quantization is not None:
         return  # quantised while it is loaded, which is refused
     ours = config.execution_class.layout == "plain"
@@ -62,10 +63,12 @@ def _set_kernels(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig
         logger.info("spac: --quantization %s, which keeps experts as slots need them", loader)
 
 
-def _with_execution(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig) -> SpacConfig:
+def _with_execution(
+    engine_args: EngineArgs, config: SpacConfig, model: ModelConfig, entry: Mapping | None
+) -> SpacConfig:
     if "execution" in config.model_fields_set:
         return config
-    reason = _of_engine(engine_args, config) or reason_for_slots(model, device.query())
+    reason = _of_engine(engine_args, config) or reason_for_slots(model, entry, device.query())
     if reason is not None:
         logger.info("%s", printable(f"spac: execution=slots: {reason}"))
         return config
@@ -95,11 +98,12 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
     return None
 
 
-def reason_for_slots(model: ModelConfig, facts: DeviceFacts | None) -> str | None:
+def reason_for_slots(model: ModelConfig, entry: Mapping | None, facts: DeviceFacts | None) -> str | None:
     """Returns why an engine with a GPU loads experts into slots for vLLM's kernel; None if pointers serve it.
 
     Args:
         model: vLLM's.
+        entry: how the checkpoint's experts are quantised; None: not at all.
         facts: the GPU's.
     """
     if facts is None or not (facts.cuda and facts.pinned and facts.unified):
@@ -107,7 +111,6 @@ def reason_for_slots(model: ModelConfig, facts: DeviceFacts | None) -> str | Non
     if facts.capability < _CAPABILITY:
         return f"the kernel of pointers needs compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]}"
     if model.quantization is not None:
-        entry = quant_config.of(model.hf_config.to_dict())
         if entry is not None and quantisation.only_ours(entry, facts.capability):
             return None  # no slots can hold them
         return "pointers do not quantise activations, as vLLM does for quantised checkpoints"

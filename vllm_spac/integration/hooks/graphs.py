@@ -42,15 +42,15 @@ _PIECES = f"""graphs between the layers: --compilation-config '{{"cudagraph_mode
 def needs_host(config: SpacConfig) -> tuple[str, tuple[Remedy, ...]] | None:
     """Why layers need the host and which flags avoid it, or None if they do not need it."""
     if config.execution_class.needs_host and config.parsed_slots.share != 1:
-        return "experts are loaded between the pieces", _all_in_slots(config)
+        return "experts are loaded between layers", _all_in_slots(config)
     if config.trace is not None:
-        return "routing is recorded between the pieces", (drop("trace"),)
+        return "routing is recorded between layers", (drop("trace"),)
     if not config.execution_class.needs_host and components.find("rankings", config.budget_ranking).replayable:
         return None
     if config.budget is not None:
-        return "a budget is applied between the pieces", (drop("budget"),)
+        return "a budget is applied between layers", (drop("budget"),)
     if config.control:
-        return "a budget may be applied between the pieces", (drop("control"),)
+        return "a budget may be applied between layers", (drop("control"),)
     return None
 
 
@@ -91,7 +91,7 @@ def request(engine_args: EngineArgs, config: SpacConfig) -> None:
     engine_args.compilation_config = copy.deepcopy(engine_args.compilation_config)
     engine_args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE if found else CUDAGraphMode.FULL_DECODE_ONLY
     if found:
-        logger.info("spac: no CUDA graphs: %s; %s", found[0].replace("the pieces", "layers"), _PIECES)
+        logger.info("spac: no CUDA graphs: %s; %s", found[0], _PIECES)
 
 
 def split(vllm_config: VllmConfig, config: SpacConfig) -> None:

@@ -114,10 +114,11 @@ def describe(vllm_config: VllmConfig, free: int | None = None) -> str:
     if free is None or vllm_config.cache_config.kv_cache_memory_bytes is not None or _is_named(vllm_config):
         return f"{gib(kv)} of KV cache"
     each, longest = _request_bytes(vllm_config), vllm_config.model_config.max_model_len
-    part = f"a part of one request of {longest:,} tokens" if kv < each else f"one request of {longest:,} tokens"
+    count = kv // each
+    kept = {0: "a part of one request", 1: "one request"}.get(count, f"{count} requests")
     short = _FULL_REQUESTS * each * _SHORT // longest
     more = f"; --max-model-len {_SHORT} would leave {gib(kv - short)} more for slots" if short < kv else ""
-    return f"{gib(kv)} of KV cache ({part}{more})"
+    return f"{gib(kv)} of KV cache ({kept} of {longest:,} tokens{more})"
 
 
 def least_requests(vllm_config: VllmConfig) -> str:

@@ -59,7 +59,7 @@ class ServingPlan:
         split: of fast memory for ``best``.
         rows: every choice, ``best`` first.
         problems: what does not fit.
-        beside: the best choice of the other execution, if that was compared.
+        beside: the plan with the other execution, if that was compared.
     """
 
     model: ServedModel
@@ -68,7 +68,7 @@ class ServingPlan:
     split: Split
     rows: tuple[Row, ...]
     problems: tuple[str, ...]
-    beside: Row | None = None
+    beside: ServingPlan | None = None
 
     @property
     def best(self) -> Row:
@@ -142,7 +142,7 @@ def best_plan(
     if not plans:
         raise errors[0]
     first, *others = sorted(plans, key=lambda plan: -plan.best.low.tokens_per_second)
-    return replace(first, beside=others[0].best if others else None)
+    return replace(first, beside=others[0] if others else None)
 
 
 def choices(model: ServedModel, machine: PlannedMachine, load: Load) -> Iterator[Choice]:
