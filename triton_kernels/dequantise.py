@@ -14,6 +14,8 @@ _MAGIC_BITS = tl.constexpr(0x4B000000)  # 2**23 in float32
 _MAGIC = tl.constexpr(8388608.0)
 _E4M3 = tl.constexpr(1.329227995784916e36)  # 2**120: e4m3's bits in place of float32's are as much too small
 _E2M1 = tl.constexpr(8.507059173023462e37)  # 2**126: e2m1's bits in place of float32's are as much too small
+_MOST_E4M3 = tl.constexpr(448.0)
+_LEAST = tl.constexpr(1e-10)  # of what vLLM takes as the largest of a group
 _UNIT = tl.constexpr(0x7F7F7F7F)  # four exponents of 2**0
 
 
@@ -36,6 +38,39 @@ def _e2m1(codes: tl.tensor):
     wide = codes.to(tl.uint32)
     bits = ((wide & 7) << 22) | ((wide & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * _E2M1
+
+
+@triton.jit
+def scale_of_row(largest: tl.tensor):
+    """Returns the scale of values of which ``largest`` is the largest; of zeros it is any."""
+    return tl.math.div_rn(tl.maximum(largest, _LEAST), _MOST_E4M3)
+
+
+@triton.jit
+def row_scale(at: tl.tensor, live: tl.tensor, columns: tl.tensor, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """Returns the scale of each whole row, [M]. ``at``: pointers to its first BLOCK_K columns."""
+    largest = tl.zeros((at.shape[0],), tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    for start in range(0, columns, BLOCK_K):
+        mask = live[:, None]
+        if not EVEN_K:
+            mask = mask & (k < columns - start)[None, :]
+        values = tl.load(at + start, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(values), 1))
+    return scale_of_row(largest)
+
+
+@triton.jit
+def quantise(a: tl.tensor, scale: tl.tensor):
+    """[M, K], scales [M] -> codes of e4m3 in the type of ``a``, which holds each of them.
+
+    A number is rounded to 3 bits behind its first one, or to a multiple of 2**-9 if it is less than 2**-6: adding 1.5
+    times the power of two that leaves just these bits rounds to nearest even, and subtracting it is exact.
+    """
+    values = tl.math.div_rn(a.to(tl.float32), tl.broadcast_to(scale[:, None], a.shape))
+    exponent = tl.maximum((values.to(tl.int32, bitcast=True) >> 23) & 255, 121)
+    wide = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    return ((values + wide) - wide).to(a.dtype)
 
 
 @triton.jit
@@ -142,8 +177,10 @@ def _mxfp4(
 def _bytes(
     a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
     inside: tl.tensor, k: tl.tensor, start: tl.tensor, stride: tl.tensor, columns: tl.tensor,
-    CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    scale_of_a: tl.tensor, CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """With ``scale_of_a`` [M], a has codes, and the scales of both multiply the sum: a tile is no deeper than them."""
     T: tl.constexpr = a.dtype
     if CODES == "int8":
         values = _integers(codes ^ 128, 128.0)
@@ -152,16 +189,24 @@ def _bytes(
     else:
         values = codes.to(tl.float32)
     scale, group = _scale_at(scales, k, start, row // ROWS, stride, wanted, inside, columns, GROUP, 1, BLOCK_K)
-    w = (values * scale).to(T)
+    if scale_of_a is None:
+        w = (values * scale).to(T)
+    else:
+        tl.static_assert(GROUP == 0 or GROUP % BLOCK_K == 0, "a tile has one scale of each row")
+        w = values.to(T)
     if UPCAST:
         a, w = a.to(tl.float32), w.to(tl.float32)
-    return tl.dot(a, w, acc, input_precision="ieee")
+    if scale_of_a is None:
+        acc = tl.dot(a, w, acc, input_precision="ieee")
+    else:
+        acc += tl.dot(a, w, input_precision="ieee") * (scale_of_a[:, None] * scale)
+    return acc
 
 
 @triton.jit
 def multiply(
     a: tl.tensor, acc: tl.tensor, codes: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor,
-    start: tl.tensor, rows: tl.tensor, columns: tl.tensor,
+    start: tl.tensor, rows: tl.tensor, columns: tl.tensor, scale_of_a: tl.tensor,
     CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -174,6 +219,7 @@ def multiply(
         row, wanted: [N] rows of W, and which of them are read.
         start: first column of the tile, a multiple of BLOCK_K.
         rows, columns: of W.
+        scale_of_a: [M] float32 of a's codes, see ``quantise``; None: a has numbers.
         CODES, GROUP, ROWS, ZEROS: as in ``formats.Format``.
         EVEN_K: BLOCK_K divides ``columns``.
         WIDE: a row of codes is a multiple of 16 bytes.
@@ -199,6 +245,7 @@ def multiply(
         )
     else:
         acc = _bytes(
-            a, acc, raw, scales, row, wanted, inside, k, start, stride, columns, CODES, GROUP, ROWS, BLOCK_K, UPCAST
-        )
+            a, acc, raw, scales, row, wanted, inside, k, start, stride, columns, scale_of_a, CODES, GROUP, ROWS,
+            BLOCK_K, UPCAST,
+        )  # fmt: skip
     return acc

@@ -14,6 +14,11 @@ dtype T of x, which is what the kernel multiplies::
 | ``int8`` | [N, K], two's complement; zero = 0 | float32 |
 | ``e4m3`` | [N, K], no NaN; zero = 0 | float32 |
 
+With ``activations`` rows of x are codes and scales as well, and no weight is rounded to T::
+
+    scale[m, k / group] = max |x[m, k]| of the group / 448          code = e4m3(x[m, k] / scale)
+    y[m, n] = sum over groups of (sum of code[m, k] code[n, k]) scale[m, group] scale[n / rows, group]
+
 Of NVFP4 a scale is float32(e4m3 * the row's scale), rounded once; a row's scale is that of its tensor, so that gate and
 up may have different ones.
 
@@ -43,18 +48,22 @@ class Format:
         group: columns that share a scale, 0 for all.
         rows: rows that share a scale.
         zeros: each scale has a zero point, only with ``int4``.
+        activations: columns of a row of x, and of h, that share a scale, 0 for all: the row is rounded to e4m3 before
+            it is multiplied, as vLLM's kernels for FP8 do; only with ``e4m3``. None: rows stay as they are.
     """
 
     codes: Codes
     group: int = 0
     rows: int = 1
     zeros: bool = False
+    activations: int | None = None
 
     def __post_init__(self) -> None:
         assert self.codes in ("e2m1", "int4", "int8", "e4m3") and self.group >= 0 and self.rows >= 1
         assert self.codes != "e2m1" or self.group in (MX_GROUP, NV_GROUP), "e2m1 has scales by 32 or 16 columns"
         assert self.per_byte == 1 or (self.rows == 1 and self.group % 2 == 0), "both weights of a byte share a scale"
         assert not self.zeros or self.codes == "int4"
+        assert self.activations is None or (self.codes == "e4m3" and self.activations == self.group)
 
     @property
     def per_byte(self) -> int:
@@ -98,4 +107,5 @@ class Format:
         """Returns a few words for messages, such as ``int4 by 128 columns with zero points``."""
         block = f"{self.rows} rows x " if self.rows > 1 else ""
         by = f"by {block}{self.group} columns" if self.group else "by channel"
-        return f"{self.codes} {by}{' with zero points' if self.zeros else ''}"
+        more = " with zero points" if self.zeros else "" if self.activations is None else ", rows in e4m3 too"
+        return f"{self.codes} {by}{more}"

@@ -12,7 +12,8 @@ One launch serves both, each at its own speed; moving an expert changes a number
 Rows of gate and up: two halves, but for ``swigluoai``, which interleaves them.
 
 Quantised, an expert is codes and scales (``formats``). A tile of it becomes x's dtype right before it is multiplied
-(``dequantise``), so that the result is that of dequantised weights, and no more than the codes crosses the bus.
+(``dequantise``), so that the result is that of dequantised weights, and no more than the codes crosses the bus. Rows
+of x and h may be rounded to FP8, too, as vLLM's kernels for such experts do (``Format.activations``).
 
 Sums are float32; gate, up, h, y and out are rounded to x's dtype exactly where stock vLLM's separate launches round
 (its GEMM, its activation kernels, its GEMM with the router weight, its sum), act(gate) too, but for ``swigluoai``.
@@ -36,7 +37,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .combine import combine
-from .dequantise import multiply
+from .dequantise import multiply, quantise, row_scale, scale_of_row
+from .formats import Format
 from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs
 from .tiles import Tile, tile_for
 from .types import Quantised, block_bound, lanes
@@ -60,7 +62,7 @@ def _shared_memory(device: torch.device) -> int | None:
     return triton.runtime.driver.active.utils.get_device_properties(number)["max_shared_mem"]
 
 
-def rows_to_compile(most: int, top_k: int, experts: int, quantised: bool = False) -> list[int]:
+def rows_to_compile(most: int, top_k: int, experts: int, kind: Format | None = None) -> list[int]:
     """Returns the fewest rows of each kernel variant that forwards of 1 ... ``most`` rows need, ascending.
 
     The specialisation of each launch of this module, of ``route`` and of ``admit`` follows from these rows, or is the
@@ -68,7 +70,7 @@ def rows_to_compile(most: int, top_k: int, experts: int, quantised: bool = False
     """
     fewest: dict[tuple, int] = {}
     for rows in range(1, most + 1):
-        pairs, tile = rows * top_k, tile_for(rows, quantised)
+        pairs, tile = rows * top_k, tile_for(rows, kind)
         fewest.setdefault((tile, chunk_for(pairs), _unsorted(pairs, experts, tile)), rows)
     return list(fewest.values())
 
@@ -159,12 +161,13 @@ def _gate_up_kernel(
     n_experts: tl.tensor, blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
     TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
     CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr,
-    NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    FEW: tl.constexpr, BINS: tl.constexpr,
+    NATIVE: tl.constexpr, ACTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, FEW: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """x [M, d] -> out [M * k, ff], row = pair; see the module. UPCAST: the interpreter cannot multiply bfloat16.
 
-    CODES: of quantised weights, else empty; NATIVE: this GPU has their type.
+    CODES: of quantised weights, else empty; NATIVE: this GPU has their type; ACTS: columns of a row that share a scale,
+    0 for all, -1 if rows are not quantised.
 
     If ``counts`` is given, one more program after those of the blocks writes it.
     """
@@ -192,6 +195,9 @@ def _gate_up_kernel(
         up_at = weights + up_row[None, :] * d + k[:, None]
     else:
         scales = _expert(s13, expert, _scale_type(CODES))
+    scale_of_a = None
+    if ACTS == 0:
+        scale_of_a = row_scale(x_at, live, d, BLOCK_K, EVEN_K)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, d, BLOCK_K):
@@ -200,6 +206,11 @@ def _gate_up_kernel(
             inside = k < d - start
             rows, columns = rows & inside[None, :], columns & inside[:, None]
         a = tl.load(x_at + start, mask=rows, other=0.0)
+        of_a = scale_of_a
+        if ACTS > 0:
+            of_a = scale_of_row(tl.max(tl.abs(a.to(tl.float32)), 1))
+        if ACTS >= 0:
+            a = quantise(a, of_a)
         if CODES == "":
             g = tl.load(gate_at + start, mask=columns, other=0.0)
             u = tl.load(up_at + start, mask=columns, other=0.0)
@@ -209,11 +220,11 @@ def _gate_up_kernel(
             up = tl.dot(a, u, up, input_precision="ieee")
         else:
             gate = multiply(
-                a, gate, weights, scales, gate_row, wanted, start, 2 * ff, d,
+                a, gate, weights, scales, gate_row, wanted, start, 2 * ff, d, of_a,
                 CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
             )  # fmt: skip
             up = multiply(
-                a, up, weights, scales, up_row, wanted, start, 2 * ff, d,
+                a, up, weights, scales, up_row, wanted, start, 2 * ff, d, of_a,
                 CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
             )  # fmt: skip
     if BIAS:
@@ -230,7 +241,7 @@ def _down_kernel(
     live: tl.tensor, pairs: tl.tensor, experts: tl.tensor, out: tl.tensor, n_pairs: tl.tensor, n_experts: tl.tensor,
     blocks: tl.tensor, d: tl.tensor, ff: tl.tensor,
     BIAS: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, ZEROS: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr, ACTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """h [M * k, ff] -> out [M * k, d], times the router weight; row = pair."""
@@ -249,6 +260,9 @@ def _down_kernel(
         w_at = weights + n[None, :] * ff + k[:, None]
     else:
         scales = _expert(s2, expert, _scale_type(CODES))
+    scale_of_a = None
+    if ACTS == 0:
+        scale_of_a = row_scale(h_at, live, ff, BLOCK_K, EVEN_K)
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, ff, BLOCK_K):
         rows, columns = live[:, None], wanted[None, :]
@@ -256,6 +270,11 @@ def _down_kernel(
             inside = k < ff - start
             rows, columns = rows & inside[None, :], columns & inside[:, None]
         a = tl.load(h_at + start, mask=rows, other=0.0)
+        of_a = scale_of_a
+        if ACTS > 0:
+            of_a = scale_of_row(tl.max(tl.abs(a.to(tl.float32)), 1))
+        if ACTS >= 0:
+            a = quantise(a, of_a)
         if CODES == "":
             w = tl.load(w_at + start, mask=columns, other=0.0)
             if UPCAST:
@@ -263,7 +282,7 @@ def _down_kernel(
             y = tl.dot(a, w, y, input_precision="ieee")
         else:
             y = multiply(
-                a, y, weights, scales, n, wanted, start, d, ff,
+                a, y, weights, scales, n, wanted, start, d, ff, of_a,
                 CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
             )  # fmt: skip
     if BIAS:
@@ -324,7 +343,7 @@ def grouped_gemm(
         if counts is not None:
             counts.zero_()
         return out
-    tile = tile_for(rows, quantised is not None, _shared_memory(x.device)) if tile is None else tile
+    tile = tile_for(rows, quantised and quantised.format, _shared_memory(x.device)) if tile is None else tile
     block_k = tile.k_bytes // x.element_size()
     pairs = rows * top_k
     blocks = block_bound(pairs, experts, tile.block_m)
@@ -380,10 +399,11 @@ def _check(
 def _constants(quantised: Quantised | None, x: Tensor) -> dict:
     """Returns what the kernels must know of the weights when they are compiled."""
     if quantised is None:
-        return {"CODES": "", "GROUP": 0, "ROWS": 1, "ZEROS": False, "NATIVE": False}
+        return {"CODES": "", "GROUP": 0, "ROWS": 1, "ZEROS": False, "NATIVE": False, "ACTS": -1}
     kind = quantised.format
-    native = kind.codes == "e4m3" and has_e4m3(x.device)
-    return {"CODES": kind.codes, "GROUP": kind.group, "ROWS": kind.rows, "ZEROS": kind.zeros, "NATIVE": native}
+    native, acts = kind.codes == "e4m3" and has_e4m3(x.device), -1 if kind.activations is None else kind.activations
+    stored = {"CODES": kind.codes, "GROUP": kind.group, "ROWS": kind.rows, "ZEROS": kind.zeros}
+    return stored | {"NATIVE": native, "ACTS": acts}
 
 
 def has_e4m3(device: torch.device) -> bool:

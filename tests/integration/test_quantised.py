@@ -660,6 +660,7 @@ def backends(monkeypatch):
     int8 = Int8MoeBackend.TRITON, MarlinExperts
     monkeypatch.setattr(f"{moe}w8a8_int8.select_int8_moe_backend", lambda *_, **__: int8)
     nvfp4_backend("MARLIN", monkeypatch)
+    fp8_backend("MARLIN", monkeypatch)
 
 
 def nvfp4_backend(name: str, monkeypatch) -> None:
@@ -670,6 +671,16 @@ def nvfp4_backend(name: str, monkeypatch) -> None:
     for module in ("modelopt", "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4"):
         path = f"vllm.model_executor.layers.quantization.{module}.select_nvfp4_moe_backend"
         monkeypatch.setattr(path, lambda **_: (NvFp4MoeBackend[name], MarlinExperts))
+
+
+def fp8_backend(name: str, monkeypatch) -> None:
+    """Lets vLLM choose kernels for FP8; only their name matters."""
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    for module in ("fp8", "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8"):
+        path = f"vllm.model_executor.layers.quantization.{module}.select_fp8_moe_backend"
+        monkeypatch.setattr(path, lambda **_: (Fp8MoeBackend[name], MarlinExperts))
 
 
 def build_packed(name: str):
@@ -868,6 +879,30 @@ def test_a_layer_over_pointers_computes_what_the_checkpoint_means(backends, name
     layer.spac.runtime.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("fp8, blocks", 128), ("compressed fp8, blocks", 128), ("compressed fp8, channels", 0)],
+)
+def test_rows_are_rounded_where_vllms_kernel_rounds_them(backends, monkeypatch, name, columns):
+    """As by its Triton kernel for FP8; not by Marlin's."""
+    answers = {}
+    for backend in ("MARLIN", "TRITON"):
+        fp8_backend(backend, monkeypatch)
+        tensors, layer = published(name), build_packed(name)
+        stand_in(layer)
+        layer.probe()
+        given(layer, name, tensors)
+        assert layer.spac_packed.activations == (columns if backend == "TRITON" else None)
+        served(layer, 3)
+        generator = torch.Generator().manual_seed(0)
+        x = (torch.randn(4, HIDDEN, generator=generator) / 16).bfloat16()
+        weights, ids = torch.rand(4, TOP_K, generator=generator), torch.tensor([[0, 5], [3, 1], [2, 0], [4, 5]])
+        answers[backend] = layer.forward_modular(x, weights, ids)
+        layer.spac.runtime.close()
+    off = (answers["TRITON"] - answers["MARLIN"]).abs().max() / answers["MARLIN"].abs().max()
+    assert 2**-8 < off < 0.1, "a number of e4m3 is off by 1 / 16 at most"
+
+
 def test_a_bias_that_the_model_does_not_have_is_not_left_out(backends):
     layer = build_packed("gptq int4, Marlin")
     stand_in(layer)
@@ -920,6 +955,8 @@ def test_inspect_counts_the_bytes_of_a_packed_slot(backends, name, tmp_path):
     named = "nvfp4" in name or "fp8" in name or name == "gpt-oss"  # where vLLM's own choice may build other layers
     marlin = ("--moe-backend marlin",) if named else ()
     assert quantised.flags(found.quantisation, FormatKernels.OURS) == ("--spac-execution pointers", *marlin)
+    newer = ("--moe-backend triton",) if "fp8" in name else marlin
+    assert quantised.flags(found.quantisation, FormatKernels.OURS, (9, 0)) == ("--spac-execution pointers", *newer)
     assert quantised.only_ours(found.quantisation) == (name in ONLY_PACKED)
     if name in ONLY_PACKED:
         assert headers.read_checkpoint(tmp_path) == found

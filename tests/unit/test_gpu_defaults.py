@@ -17,6 +17,7 @@ H100 = device.DeviceFacts("an H100", True, (9, 0), pinned=True, unified=True)
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 
 
@@ -90,7 +91,7 @@ def test_what_pointers_cannot_do_is_done_with_slots_and_the_log_says_why(gpu, ca
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization": "fp8", "config": FP8}, "quantise activations"),
+        ({"quantization": "awq", "config": AWQ}, "does not read these quantised experts"),
         ({"hidden_act": "relu2"}, "activation relu2"),
         ({"hidden_act": None}, "activation None"),
         ({"architecture": "Llama4ForConditionalGeneration"}, "weighs inputs"),
@@ -137,13 +138,14 @@ def test_nothing_is_chosen_on_a_cpu() -> None:
     ("found", "facts", "execution", "backend", "loader"),
     [
         ({}, H100, "pointers", "triton", None),
-        ({"quantization": "fp8", "config": FP8}, H100, "slots", "triton", None),
+        ({"quantization": "fp8", "config": FP8}, H100, "pointers", "triton", None),
         ({"quantization": "fp8", "config": FP8}, replace(H100, capability=(8, 6)), "pointers", "marlin", None),
         ({"quantization": "mxfp4", "config": MXFP4}, H100, "pointers", "marlin", None),
-        ({"quantization": "gptq", "config": GPTQ}, H100, "slots", "triton", "moe_wna16"),
+        ({"quantization": "gptq", "config": GPTQ}, H100, "pointers", "auto", None),
+        ({"quantization": "awq", "config": AWQ}, H100, "slots", "triton", "moe_wna16"),
         ({"quantization": "online"}, H100, "slots", "auto", None),
     ],
-    ids=["bf16", "fp8", "fp8 on an RTX 3090", "mxfp4", "gptq", "quantised while it is loaded"],
+    ids=["bf16", "fp8", "fp8 on an RTX 3090", "mxfp4", "gptq", "awq, no zeros", "quantised while it is loaded"],
 )
 def test_vllms_kernels_are_those_that_go_with_it(gpu, monkeypatch, found, facts, execution, backend, loader) -> None:
     """Its own choice may be one that finds no slots: FlashInfer's on Blackwell, a monolithic one for GPT-OSS."""

@@ -110,10 +110,11 @@ def grouped_gemm(
         if expert < 0:
             continue
         pairs = (ids == expert).nonzero().flatten()
-        hidden = x[pairs // k].float() @ _matrix(w13, s13, expert, 2 * intermediate, d, dtype, kind).float().T
+        of_rows = rounded_rows(x[pairs // k], kind)
+        hidden = of_rows @ _matrix(w13, s13, expert, 2 * intermediate, d, dtype, kind).float().T
         if b13 is not None:
             hidden += _at(b13, expert, (2 * intermediate,), dtype)
-        h = activate(hidden.to(dtype).float(), activation, dtype).to(dtype).float()
+        h = rounded_rows(activate(hidden.to(dtype).float(), activation, dtype).to(dtype), kind)
         result = h @ _matrix(w2, s2, expert, d, intermediate, dtype, kind).float().T
         if b2 is not None:
             result += _at(b2, expert, (d,), dtype)
@@ -124,6 +125,17 @@ def grouped_gemm(
     return total.to(dtype) if out is None else out.copy_(total)
 
 
+def rounded_rows(values: Tensor, kind: Format | None) -> Tensor:
+    """[M, K] -> float32, what is multiplied: rounded to e4m3 if the format says so."""
+    if kind is None or kind.activations is None:
+        return values.float()
+    columns = values.shape[1]
+    group = kind.activations or columns
+    parts = torch.nn.functional.pad(values.float(), (0, -columns % group)).unflatten(1, (-1, group))
+    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return ((parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)[:, :columns]
+
+
 def _matrix(
     table: Tensor, scales: Tensor | None, expert: int, rows: int, columns: int, dtype: torch.dtype, kind: Format | None
 ) -> Tensor:
@@ -132,7 +144,7 @@ def _matrix(
         return _at(table, expert, (rows, columns), dtype)
     codes = _at(table, expert, kind.code_shape(rows, columns), torch.uint8)
     of_codes = _at(scales, expert, kind.scale_shape(rows, columns), kind.scale_dtype)
-    return dequantise(kind, codes, of_codes, rows, columns, dtype)
+    return dequantise(kind, codes, of_codes, rows, columns, dtype if kind.activations is None else torch.float32)
 
 
 def _at(table: Tensor, expert: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

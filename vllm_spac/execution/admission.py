@@ -25,6 +25,7 @@ from vllm_spac.recording.metrics import Counters
 
 if TYPE_CHECKING:
     from vllm_spac.decisions.policies.base import Policy
+    from vllm_spac.kernels.formats import Format
 
 _WORD = 8  # bytes
 
@@ -33,14 +34,14 @@ class Kernels(NamedTuple):
     """The launches of ``vllm_spac.kernels``, or their torch twins.
 
     Attributes:
-        rows_to_compile: (most rows, top_k, experts, whether quantised) -> numbers of rows, one for each variant that is
+        rows_to_compile: (most rows, top_k, experts, their format) -> numbers of rows, one for each variant that is
             compiled.
     """
 
     grouped_gemm: Callable[..., Tensor]
     admit: Callable[..., None]
     fetch: Callable[..., None]
-    rows_to_compile: Callable[[int, int, int, bool], Sequence[int]]
+    rows_to_compile: Callable[[int, int, int, Format | None], Sequence[int]]
 
 
 @dataclass(frozen=True)

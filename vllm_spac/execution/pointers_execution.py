@@ -209,7 +209,7 @@ class PointerExecution(Execution):
         self._path = path
         device = next(iter(tensors.values())).device
         self._compute, self._copy = streams(device)
-        self._kernels = kernels = _kernels(device)
+        self._kernels = kernels = kernels_for(device)
         self._memory = memory = AddressTable(store, tensors, shape.total)
         self.admission = Admission(shape, slots, policy, memory, self.counters, self._compute, kernels, path)
         self.residency = self.admission.residency
@@ -224,7 +224,7 @@ class PointerExecution(Execution):
             self.looks_at = predictor.needs & {Signal.TOKENS}
         self._tables = {name: table.view(-1, shape.experts) for name, table in memory.table.items()}
         self._counts = self.admission.counts.view(-1, shape.experts)
-        self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts, shape.packed is not None)
+        self._sizes = self._kernels.rows_to_compile(rows, shape.top_k, shape.experts, shape.packed)
         self._compiled: set[str] = set()  # activations
         # int32 [1], number of pairs of the requests' rows, after which padding begins; ``_all``: without padding.
         self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
@@ -301,7 +301,8 @@ class PointerExecution(Execution):
             prompts = f"staged in {gib(staging_bytes(self.shape))}" if self.staged else "read in place"
             parts = [f"prompts {prompts}"]
         if self.shape.packed is not None:
-            parts.append(f"weights {self.shape.packed.describe()}, activations not quantised")
+            rows = "" if self.shape.packed.activations is not None else ", activations not quantised"
+            parts.append(f"weights {self.shape.packed.describe()}{rows}")
         return ", ".join(parts)
 
     def caveat(self) -> str | None:
@@ -468,7 +469,7 @@ def _sizes(shape: MoEShape) -> tuple[int, int]:
     return d, stored * (1 if shape.packed is None else shape.packed.per_byte)
 
 
-def _kernels(device: torch.device) -> Kernels:
+def kernels_for(device: torch.device) -> Kernels:
     """Returns the launches for ``device``."""
     return _twins() if device.type == "cpu" else _launches()
 

@@ -2,7 +2,7 @@
 
 With ``slots`` every layer waits for the host, which then launches vLLM's kernels one by one. On an H100 that took 20 ms
 a token of a model of 6 layers, where the bytes took 4.6; ``pointers`` took 3.8. So ``pointers`` is the default, unless
-its kernel does not compute the model, another knob is not for it, or vLLM quantises activations, which it does not.
+its kernel does not compute the model, or another knob is not for it.
 
 vLLM's own choice of MoE backend depends on the GPU, and on some it is one that finds no slots, or builds no layer that
 our kernels read. So the options of ``quantisation.flags`` are set, as a plan prints them.
@@ -52,7 +52,9 @@ def _set_kernels(engine_args: EngineArgs, config: SpacConfig, model: ModelConfig
     if entry is None and model.quantization is not None:
         return  # quantised while it is loaded, which is refused
     ours = config.execution_class.layout == "plain"
-    options = quantisation.flags(entry, FormatKernels.OURS if ours else FormatKernels.GPU)
+    facts = device.query()
+    kernels = FormatKernels.OURS if ours else FormatKernels.GPU
+    options = quantisation.flags(entry, kernels, None if facts is None else facts.capability)
     wanted = dict(option.split() for option in options)
     named = {engine_args.moe_backend, engine_args.kernel_config.moe_backend} - {_AUTO}
     if (backend := wanted.get("--moe-backend")) is not None and not named:
@@ -113,7 +115,8 @@ def reason_for_slots(model: ModelConfig, entry: Mapping | None, facts: DeviceFac
     if model.quantization is not None:
         if entry is not None and quantisation.only_ours(entry, facts.capability):
             return None  # no slots can hold them
-        return "pointers do not quantise activations, as vLLM does for quantised checkpoints"
+        if entry is None or not quantisation.computes_as_vllm(entry):
+            return "the kernel of pointers does not read these quantised experts"
     text = model.hf_text_config
     name = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None))
     if _ACTIVATIONS.get(name, name) not in ACTIVATIONS:

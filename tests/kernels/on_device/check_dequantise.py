@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_layers import EMPTY, bound, truth
 from quantised_layers import FORMATS, QuantisedLayer, make, matrix
-from vllm_spac.kernels.dequantise import multiply
+from vllm_spac.kernels.dequantise import multiply, quantise, row_scale
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.grouped_gemm import grouped_gemm, has_e4m3
 from vllm_spac.kernels.reference import grouped_gemm as reference
@@ -34,7 +34,7 @@ def _tile_kernel(
     if NATIVE:
         codes = codes.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     acc = multiply(
-        one, tl.zeros((BLOCK_K, 32), tl.float32), codes, scales, row, wanted, start, rows, columns,
+        one, tl.zeros((BLOCK_K, 32), tl.float32), codes, scales, row, wanted, start, rows, columns, None,
         CODES, GROUP, ROWS, ZEROS, BLOCK_K, BLOCK_K, EVEN_K, WIDE, UPCAST,
     )  # fmt: skip
     tl.store(out + column[:, None] * rows + row[None, :], acc, mask=wanted[None, :])
@@ -175,7 +175,7 @@ def test_a_layer_is_that_of_dequantised_weights(device, kind, dtype):
     ff = 64 if kind.rows == 1 and kind.group <= 64 else 128
     layer = make(kind, 2, 160, ff, dtype)
     answer, plain = check(layer, device), layer.plain.to(device)
-    expected = plain.call(grouped_gemm, tile=tile_for(len(plain.x), quantised=True)).cpu()
+    expected = plain.call(grouped_gemm, tile=tile_for(len(plain.x), kind)).cpu()
     share = FEW if kind.codes == "int4" or device != "cpu" else 0.0
     assert (answer != expected).double().mean() <= share
 
@@ -192,6 +192,68 @@ def test_biases_and_gates_in_turns(device, name):
 )
 def test_every_tile(device, name, rows):
     check(make(FORMATS[name], rows, 64, 64, k=3), device)
+
+
+# Rows are rounded to FP8, too: no layer of dequantised weights computes the same.
+ROUNDED = {"by block": Format("e4m3", 128, 128, activations=128), "by channel": Format("e4m3", activations=0)}
+
+
+@triton.jit
+def _rows_kernel(x, codes, scales, columns, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """The codes of row ``program_id`` of x [rows, columns], and its scale."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    k = tl.arange(0, BLOCK_K)
+    at = x + row[:, None] * columns + k[None, :]
+    scale = row_scale(at, row >= 0, columns, BLOCK_K, EVEN_K)
+    tl.store(scales + row, scale)
+    for start in range(0, columns, BLOCK_K):
+        inside = (k < columns - start)[None, :]
+        found = quantise(tl.load(at + start, mask=inside, other=0.0), scale)
+        tl.store(codes + row[:, None] * columns + start + k[None, :], found, mask=inside)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_rounded_as_torch_rounds_them(device, dtype):
+    """To the nearest even code: all numbers of 16 bits below 448, ties and subnormal codes among them; and zeros."""
+    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[every.abs() <= 448]
+    small = torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(1e-6).to(dtype)
+    for x in (every, -every, small, torch.zeros(300, dtype=dtype)):
+        codes, scale = torch.full_like(x, float("nan")).to(device), torch.empty(1, device=device)
+        _rows_kernel[(1,)](x.to(device), codes, scale, len(x), BLOCK_K=128, EVEN_K=len(x) % 128 == 0)
+        expected = (x.float().abs().max().clamp(min=1e-10) / 448)[None]
+        assert torch.equal(scale.cpu(), expected)
+        assert torch.equal(codes.cpu().float(), (x.float() / expected).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize(("rows", "d", "ff"), [(1, 256, 128), (17, 160, 128), (70, 288, 192)])
+def test_a_layer_with_rounded_rows(device, name, rows, d, ff):
+    """The kernel and its twin; 160, 192 and 288 columns cut the last group."""
+    layer = make(ROUNDED[name], rows, d, ff if name == "by channel" else 128 * (ff // 128))
+    answer, twin = run(layer, device), layer.call(reference.grouped_gemm)
+    assert torch.isfinite(answer).all() and (answer != twin).double().mean() < FEW
+    assert (answer.float() - twin.float()).abs().max() <= 2.0**-6 * twin.float().abs().max()
+    plain = layer.plain.call(reference.grouped_gemm)
+    assert (plain != twin).double().mean() > 0.5, "rounding to FP8 moves most numbers"
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_the_twin_multiplies_codes(name):
+    """Codes of FP8 on both sides, summed by group, times both scales: as vLLM's kernel does it."""
+    kind, (rows, columns) = ROUNDED[name], (128, 256)
+    codes, scales = matrix(kind, rows, columns, torch.bfloat16, torch.Generator().manual_seed(3))
+    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(4)).bfloat16()
+    group = kind.activations or columns
+    found = torch.zeros(5, rows, dtype=torch.float64)
+    for at in range(0, columns, group):
+        part = x[:, at : at + group].float()
+        scale = part.abs().amax(1, keepdim=True) / 448
+        own = codes[:, at : at + group].view(torch.float8_e4m3fn).double()
+        of_rows = scales[at // group, :rows] if kind.rows == 1 else scales[at // group, :1].expand(rows)
+        found += (part / scale).to(torch.float8_e4m3fn).double() @ own.T * scale.double() * of_rows.double()
+    weights = dequantise(kind, codes, scales, rows, columns, torch.float32)
+    torch.testing.assert_close((reference.rounded_rows(x, kind) @ weights.T).double(), found, rtol=1e-5, atol=1e-5)
 
 
 SIZES = st.integers(1, 4).map(lambda count: 32 * count)

@@ -42,14 +42,26 @@ def _awq(method: Any) -> Repack:
 def _fp8(method: Any) -> Repack:
     if method.moe_block_shape is None:
         raise UnsupportedError("FP8 with one scale per tensor")
-    return partial(repacking.scaled, block=tuple(method.moe_block_shape))
+    block = tuple(method.moe_block_shape)
+    return partial(repacking.scaled, block=block, activations=_rounded_columns(method, block))
 
 
 def _compressed_fp8(method: Any) -> Repack:
     block = method.weight_block_size
     if block is None and method.weight_quant.strategy != "channel":
         raise UnsupportedError("FP8 with one scale per tensor")
-    return partial(repacking.scaled, block=None if block is None else tuple(block))
+    block = None if block is None else tuple(block)
+    return partial(repacking.scaled, block=block, activations=_rounded_columns(method, block))
+
+
+_WITHOUT_ROUNDING = ("MARLIN", "CPU", "EMULATION")  # backends that leave rows as they are
+
+
+def _rounded_columns(method: Any, block: tuple[int, int] | None) -> int | None:
+    """Returns the columns of a row that share a scale where vLLM's kernel rounds rows to FP8; as ``activations``."""
+    if method.fp8_backend.name in _WITHOUT_ROUNDING:
+        return None
+    return 0 if block is None else block[1]
 
 
 def _nvfp4(method: Any) -> Repack:

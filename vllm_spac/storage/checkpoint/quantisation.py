@@ -96,31 +96,47 @@ def only_ours(quantisation: Mapping, capability: Capability | None = None) -> bo
     return refusal(quantisation, FormatKernels.GPU, capability) is not None
 
 
-def flags(quantisation: Mapping | None, kernels: FormatKernels | None = None) -> tuple[str, ...]:
+def computes_as_vllm(quantisation: Mapping) -> bool:
+    """Returns whether our kernels compute what vLLM's compute in slots, up to rounding.
+
+    Rows stay as they are with INT4 and INT8 by group, and both round them to FP8 with FP8. Of AWQ without zero points
+    vLLM's own loader builds a layer that our kernels do not read.
+    """
+    if refusal(quantisation, FormatKernels.OURS) is not None:
+        return False
+    return method(quantisation) != "awq" or has_zero_points(quantisation)
+
+
+def flags(
+    quantisation: Mapping | None, kernels: FormatKernels | None = None, capability: Capability | None = None
+) -> tuple[str, ...]:
     """Returns the options that make ``kernels`` run these experts, on each GPU that can.
 
     vLLM's own choice of MoE backend depends on the GPU, and on some of them it is one that routes inside its kernel or
-    finds no slots. Triton's reads slots; Marlin builds a layer whose experts our kernels read, and leaves activations
-    as they are, as our kernels do, where others quantise them to NVFP4.
+    finds no slots. Triton's reads slots, and rounds rows to FP8 for FP8 experts, as our kernels then do. Marlin builds
+    a layer whose experts our kernels read, and leaves rows as they are: of FP8 before sm_89, and where other backends
+    round them to NVFP4.
 
     Args:
         quantisation: of the checkpoint; None: its experts are not quantised.
         kernels: None: vLLM's on a GPU, or ours where slots cannot hold these experts.
+        capability: of the GPU; None: not known.
     """
     kernels = kernels or (FormatKernels.GPU if quantisation is None else _default(quantisation))
     if kernels is FormatKernels.CPU:
         return ()
     if kernels is FormatKernels.OURS:
-        return ("--spac-execution pointers", *_beside_ours(quantisation))
+        return ("--spac-execution pointers", *_beside_ours(quantisation, capability))
     if quantisation is None:
         return ("--moe-backend triton",)
     loaded_by = (f"--quantization {name}",) if (name := loader(quantisation)) else ()
     return (*loaded_by, "--moe-backend triton")
 
 
-def _beside_ours(quantisation: Mapping | None) -> tuple[str, ...]:
+def _beside_ours(quantisation: Mapping | None, capability: Capability | None) -> tuple[str, ...]:
     """The MoE backend of vLLM that builds layers for our kernels; none where its own choice always does."""
-    if quantisation is None:
+    rounds_rows = quantisation is not None and _is_fp8(quantisation) and (capability or (0, 0)) >= _FP8_FROM
+    if quantisation is None or rounds_rows:
         return ("--moe-backend triton",)
     named = method(quantisation) == MXFP4 or is_nvfp4(quantisation) or _is_fp8(quantisation)
     return ("--moe-backend marlin",) if named else ()

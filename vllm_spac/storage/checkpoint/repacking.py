@@ -134,7 +134,9 @@ def nvfp4(tensors: Mapping[str, Tensor]) -> Repacked:
     )
 
 
-def scaled(tensors: Mapping[str, Tensor], block: tuple[int, int] | None, parts: int) -> Repacked:
+def scaled(
+    tensors: Mapping[str, Tensor], block: tuple[int, int] | None, parts: int, activations: int | None = None
+) -> Repacked:
     """INT8 or FP8 with float scales.
 
     Args:
@@ -142,6 +144,7 @@ def scaled(tensors: Mapping[str, Tensor], block: tuple[int, int] | None, parts: 
             [E, N, 1], else one for each block of (rows, columns).
         block: size of a block, None by channel.
         parts: of N that blocks do not cross: 2 for gate and up.
+        activations: as in ``Format``.
 
     Raises:
         UnsupportedError: a block holds rows of gate and up, or a weight is no number.
@@ -157,7 +160,7 @@ def scaled(tensors: Mapping[str, Tensor], block: tuple[int, int] | None, parts: 
     is_fp8 = weight.dtype == torch.float8_e4m3fn
     if is_fp8 and bool(((codes & 127) == 127).any()):
         raise UnsupportedError("spac: experts in FP8 have weights that are no numbers; the checkpoint is damaged")
-    kind = Format("e4m3" if is_fp8 else "int8", columns, rows)
+    kind = Format("e4m3" if is_fp8 else "int8", columns, rows, activations=activations)
     expected = -(-weight.shape[1] // rows), kind.groups(weight.shape[2])
     if scale.shape[1:] != expected:
         raise UnsupportedError(f"spac: experts of {list(weight.shape[1:])} have scales of {list(scale.shape[1:])}")

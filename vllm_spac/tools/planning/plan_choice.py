@@ -58,5 +58,5 @@ def command(choice: Choice, model: ServedModel, machine: PlannedMachine, load: L
     options += ["--kv-cache-memory-bytes", str(kv_bytes(model, load))]
     if choice.drafts:
         options += ["--speculative-config", json.dumps(NGRAM)]
-    options += " ".join(quantisation.flags(model.checkpoint.quantisation, model.kernels)).split()
+    options += " ".join(quantisation.flags(model.checkpoint.quantisation, model.kernels, machine.capability)).split()
     return shlex.join(["vllm", "serve", model.name, *options])
