@@ -8,7 +8,7 @@ Needs a CUDA device. Results of an H100 are in ``benchmarks/results/gpu.md``.
 3. A share of the experts in HBM, the rest in pinned memory: hits and misses in one launch.
 4. The cost of in-layer admission: deciding when nothing is admitted, and copying admitted experts, as a share of a
    plain pinned copy. The simulator assumes 5 us for the first and the bus rate for the second.
-5. Quantised experts (``packed.py``) in HBM and in pinned memory, in bytes as they are stored; compared with the same
+5. Quantised experts (random ones) in HBM and in pinned memory, in bytes as they are stored; compared with the same
    kernel over dequantised weights. ``--dry-run`` computes these, tiny, in Triton's interpreter: it times nothing.
 
 Each time is that of one replay of a CUDA graph, with L2 overwritten before; results are compared before anything is
@@ -31,7 +31,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import RESULTS, Spread, provenance, write_result
-from packed import FORMATS, Packed
+
+from vllm_spac.tools.selftest.random_experts import FORMATS, RandomExperts, RoutedRows, addresses
 
 REPEATS = 30
 FLUSH_BYTES = 512 << 20  # more than any L2
@@ -58,27 +59,14 @@ class Shape:
         return 3 * self.hidden * self.intermediate * 2
 
 
-@dataclass(frozen=True)
-class Input:
-    """Routed rows on the device."""
-
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
-
-    def expert_bytes(self, shape: Shape, chosen: Tensor | None = None) -> int:
-        """Bytes of the distinct experts that the rows need; only of those in ``chosen`` [experts] bool, if given."""
-        used = self.ids.unique().long()
-        return shape.expert_bytes * int(len(used) if chosen is None else chosen[used].sum())
+def needed_bytes(shape: Shape, ids: Tensor, chosen: Tensor | None = None) -> int:
+    """Bytes of the distinct experts that the rows need; only of those in ``chosen`` [experts] bool, if given."""
+    used = ids.unique().long()
+    return shape.expert_bytes * int(len(used) if chosen is None else chosen[used].sum())
 
 
-def make_input(rows: int, shape: Shape, device: str = "cuda") -> Input:
-    """Makes rows with ``top_k`` random experts each: more distinct experts than a trained router would select."""
-    rng = torch.Generator().manual_seed(rows)
-    ids = torch.stack([torch.randperm(shape.experts, generator=rng)[: shape.top_k] for _ in range(rows)])
-    weights = torch.softmax(torch.randn(rows, shape.top_k, generator=rng), -1)
-    x = torch.randn(rows, shape.hidden, generator=rng).bfloat16()
-    return Input(x.to(device), weights.to(device), ids.int().to(device))
+def make_rows(rows: int, shape: Shape, device: str = "cuda") -> RoutedRows:
+    return RoutedRows.make(rows, shape.hidden, shape.experts, shape.top_k, device)
 
 
 def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
@@ -90,12 +78,6 @@ def make_weights(shape: Shape) -> tuple[Tensor, Tensor]:
 
     e, d, ff = shape.experts, shape.hidden, shape.intermediate
     return normal(e, 2 * ff, d), normal(e, d, ff)
-
-
-def addresses(weight: Tensor, device: str = "cuda") -> Tensor:
-    """Returns [experts] int64 on the device; with unified addressing, pinned memory has one address for both sides."""
-    step = weight.stride(0) * weight.element_size()
-    return torch.tensor([weight.data_ptr() + index * step for index in range(len(weight))], device=device)
 
 
 def seconds(work: Callable[[], object]) -> Spread:
@@ -154,7 +136,7 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def stock(given: Input, w13: Tensor, w2: Tensor) -> Callable[[], Tensor]:
+def stock(given: RoutedRows, w13: Tensor, w2: Tensor) -> Callable[[], Tensor]:
     """Returns a call of vLLM's fused MoE in Triton, as its layer calls it."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
@@ -165,7 +147,7 @@ def measure(shape: Shape, rows: int, w13: Tensor, w2: Tensor, pinned: tuple[Tens
     """Measures one M: in HBM compared with vLLM, all pinned, and mixed."""
     from vllm_spac.kernels.grouped_gemm import grouped_gemm, tile_for
 
-    given = make_input(rows, shape)
+    given = make_rows(rows, shape)
     in_hbm = addresses(w13), addresses(w2)
     on_host = addresses(pinned[0]), addresses(pinned[1])
     is_hit = torch.arange(shape.experts, device="cuda") < round(resident * shape.experts)
@@ -180,7 +162,7 @@ def measure(shape: Shape, rows: int, w13: Tensor, w2: Tensor, pinned: tuple[Tens
     for tables, where in ((on_host, "pinned"), (mixed, "mixed")):
         if not torch.equal(ours(tables)(), ours(in_hbm)()):
             fail(f"M={rows}: {where} experts give other bits than the same experts in HBM; not timed")
-    needed, missed = given.expert_bytes(shape), given.expert_bytes(shape, ~is_hit)
+    needed, missed = needed_bytes(shape, given.ids), needed_bytes(shape, given.ids, ~is_hit)
     times = {"hbm": seconds(ours(in_hbm)), "vllm": seconds(theirs), "pinned": seconds(ours(on_host))}
     times["mixed"] = seconds(ours(mixed))
     return {
@@ -202,7 +184,7 @@ def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], re
     from vllm_spac.kernels.fetch import fetch
     from vllm_spac.kernels.types import Experts, Offers
 
-    given, slots = make_input(rows, shape), max(1, round(resident * shape.experts))
+    given, slots = make_rows(rows, shape), max(1, round(resident * shape.experts))
     integers: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
     room = [torch.empty((slots, *weight.shape[1:]), dtype=weight.dtype, device="cuda") for weight in pinned]
     hosts, places = (torch.stack([addresses(weight) for weight in weights]) for weights in (pinned, room))
@@ -240,12 +222,23 @@ def measure_admission(shape: Shape, rows: int, pinned: tuple[Tensor, Tensor], re
     }
 
 
-def measure_packed(shape: Shape, rows: int, packed: Packed, pinned: tuple[Tensor, ...], what: str) -> dict:
+def expected(packed: RandomExperts, given: RoutedRows) -> Tensor:
+    """Returns what the same kernel computes over dequantised weights; sums on the CPU where it rounds rows, too."""
+    from vllm_spac.kernels.grouped_gemm import grouped_gemm, tile_for
+
+    assert packed.kind is not None
+    if packed.kind.activations is not None:
+        return packed.expected(given).to(given.x)
+    return packed.call_plain(grouped_gemm, given, tile=tile_for(len(given.x), packed.kind))()
+
+
+def measure_packed(shape: Shape, rows: int, packed: RandomExperts, pinned: tuple[Tensor, ...], what: str) -> dict:
     """Measures quantised experts at one M, in HBM and all pinned."""
-    given = make_input(rows, shape)
-    ours = packed.call(given, shape.intermediate, packed.stored, addresses)
-    on_host = packed.call(given, shape.intermediate, pinned, addresses)
-    difference = compare(ours(), packed.call_plain(given, shape.intermediate, addresses)(), f"M={rows}, {what}")
+    from vllm_spac.kernels.grouped_gemm import grouped_gemm
+
+    given = make_rows(rows, shape)
+    ours, on_host = packed.call(grouped_gemm, given), packed.call(grouped_gemm, given, pinned)
+    difference = compare(ours(), expected(packed, given), f"M={rows}, {what}")
     if not torch.equal(ours(), on_host()):
         fail(f"M={rows}, {what}: pinned experts give other bits than the same experts in HBM; not timed")
     needed = packed.expert_bytes * len(given.ids.unique())
@@ -264,16 +257,13 @@ def measure_packed(shape: Shape, rows: int, packed: Packed, pinned: tuple[Tensor
 
 def dry_run(names: Sequence[str]) -> None:
     """Computes a tiny layer of each format in Triton's interpreter, as ``measure_packed`` calls it, and compares."""
+    from vllm_spac.kernels.grouped_gemm import grouped_gemm
+
     shape = Shape(256, 128, 6, 2)
+    given = make_rows(3, shape, "cpu")
     for name in names:
-        packed = Packed.make(FORMATS[name], shape.hidden, shape.intermediate, shape.experts, "cpu")
-        given = make_input(3, shape, "cpu")
-
-        def on_cpu(weight: Tensor) -> Tensor:
-            return addresses(weight, "cpu")
-
-        ours = packed.call(given, shape.intermediate, packed.stored, on_cpu)()
-        share = compare(ours, packed.call_plain(given, shape.intermediate, on_cpu)(), name)
+        packed = RandomExperts.make(FORMATS[name], shape.hidden, shape.intermediate, shape.experts, "cpu")
+        share = compare(packed.call(grouped_gemm, given)(), expected(packed, given), name)
         typer.echo(f"{name:10} {packed.expert_bytes} B per expert, differs by {share:.2g} of the greatest element")
 
 
@@ -341,7 +331,7 @@ def main(
         )
     payload["packed"] = []
     for name in chosen:
-        packed = Packed.make(FORMATS[name], shape.hidden, shape.intermediate, shape.experts, "cuda")
+        packed = RandomExperts.make(FORMATS[name], shape.hidden, shape.intermediate, shape.experts, "cuda")
         on_host = tuple(map(_pinned, packed.stored))
         for rows in sizes:
             row = measure_packed(shape, rows, packed, on_host, name)

@@ -38,7 +38,7 @@ def test_quantised_formats_run_dry(tmp_path):
     done = run(tmp_path, "--dry-run", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     said = [line.split() for line in done.stdout.splitlines()]
-    assert [words[0] for words in said] == ["mxfp4", "nvfp4", "int4", "int4-zeros", "int8", "fp8"]
+    assert [words[0] for words in said] == ["mxfp4", "nvfp4", "int4", "int4-zeros", "int8", "fp8", "fp8-rows"]
     assert {words[0]: int(words[1]) for words in said}["nvfp4"] == 3 * 128 * 128 + 256 * 4 * (5 + 3)
     assert all(float(words[7]) <= 2**-5 for words in said)
     assert "needs TRITON_INTERPRET=1" in run(tmp_path, "--dry-run").stderr
@@ -58,8 +58,10 @@ def test_a_wrong_format_is_not_timed(script, wrong):
     """The comparison that ``measure_packed`` makes, by the twins' weights."""
     from vllm_spac.kernels.reference.dequantise import dequantise
 
+    from vllm_spac.tools.selftest.random_experts import matrix
+
     for name, kind in script.FORMATS.items():
-        codes, scales = sys.modules["packed"].matrix(kind, 128, 256, torch.Generator().manual_seed(0))
+        codes, scales = matrix(kind, 128, 256, torch.Generator().manual_seed(0))
         plain = dequantise(kind, codes, scales, 128, 256, torch.bfloat16)
         assert 0.3 < float(plain.float().std()) * 256**0.5 < 3, name
         changed = (codes.roll(1, 0), scales) if wrong == "codes" else (codes, scales.roll(1, -1).roll(1, 0))
@@ -70,9 +72,9 @@ def test_a_wrong_format_is_not_timed(script, wrong):
 def test_counts_each_expert_once(script):
     """Three distinct experts of 3 * 8 * 4 bfloat16; of the first two that are chosen, one is asked for."""
     shape = script.Shape(hidden=8, intermediate=4, experts=6, top_k=2)
-    given = script.Input(torch.empty(2, 8), torch.ones(2, 2), torch.tensor([[0, 4], [4, 5]]))
-    assert given.expert_bytes(shape) == 3 * 192
-    assert given.expert_bytes(shape, torch.tensor([True, True, False, False, False, False])) == 192
+    ids = torch.tensor([[0, 4], [4, 5]])
+    assert script.needed_bytes(shape, ids) == 3 * 192
+    assert script.needed_bytes(shape, ids, torch.tensor([True, True, False, False, False, False])) == 192
 
 
 def test_addresses_are_those_of_the_experts(script, monkeypatch):

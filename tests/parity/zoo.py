@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from vllm_spac.tools.selftest.tiny_model import spread
+
 _COMMON = dict(
     vocab_size=512,
     hidden_size=128,
@@ -131,19 +133,6 @@ FAMILIES = {
 
 # vLLM's own class; Hugging Face's name goes to vLLM's Transformers backend, which has no fused experts to replace.
 ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
-
-
-def spread(model: torch.nn.Module) -> None:
-    """Scales random weights so that greedy tokens vary from step to step.
-
-    A model that always says the same token would be equal to anything.
-    """
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(6.0 if "expert" in name else 3.0)
-            elif "bias" in name:
-                parameter.normal_(std=0.2)
 
 
 def write(family: str, folder: Path, seed: int = 0) -> Path:

@@ -18,6 +18,7 @@ MOST_FILES = 12  # in a folder
 ORDER = (
     "cli",
     "tools",
+    "tools.selftest",
     "tools.tuning",
     "tools.planning",
     "tools.traces",

@@ -29,6 +29,7 @@ app()
 # What each command is called with, and what it says; an empty text: that something is to be installed.
 CALLS = {
     "doctor": ([], "vLLM cannot be imported"),
+    "selftest": (["--no-engines"], ""),
     "inspect": ([MODEL], "smallest --spac-slots"),
     "plan": ([MODEL, "--machine", "rtx4090"], ""),
     "tune": ([MODEL], ""),

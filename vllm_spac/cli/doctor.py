@@ -44,7 +44,7 @@ def stats(
     ] = None,
 ) -> None:
     """Show the counters of a running vllm serve --plugin spac."""
-    url, numbers = _normal(url), RequestNumbers()
+    url, numbers = normal_url(url), RequestNumbers()
     if not watch:
         print_table(Console(), _stats_table(url, fetch(url, api_key), numbers))
         return
@@ -81,7 +81,8 @@ def table(url: str, workers: list[dict[str, Any]], requests: dict[str, str]) -> 
     return view
 
 
-def _normal(url: str) -> str:
+def normal_url(url: str) -> str:
+    """Returns the address of a server as a URL."""
     return (url if "://" in url else f"http://{url}").rstrip("/")
 
 
@@ -132,7 +133,7 @@ def doctor(
         print(json.dumps(content, indent=2, default=_plain))
     else:
         console = Console()
-        print_table(console, _table(findings))
+        print_table(console, findings_table(findings))
         notes = sum(finding.level == "note" for finding in findings)
         console.print(f"problems: {problems}, notes: {notes}", highlight=False)
     if problems:
@@ -164,7 +165,8 @@ def _gather(model: str | None, folder: Path, measure: bool) -> Facts:
         return Facts(installation(), gather.system(), disk, None if model is None else gather.model(model))
 
 
-def _table(findings: list[Finding]) -> Table:
+def findings_table(findings: list[Finding]) -> Table:
+    """The lines of a diagnosis."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

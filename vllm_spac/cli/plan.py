@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
@@ -14,11 +14,13 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from vllm_spac.cli.doctor import normal_url
 from vllm_spac.cli.tables import print_table, shown
 from vllm_spac.errors import ConfigError
 from vllm_spac.system.host_memory import gib
 
 if TYPE_CHECKING:
+    from vllm_spac.tools.planning.measured_server import ServerSpeed
     from vllm_spac.tools.planning.planned_model import ServedModel
     from vllm_spac.tools.planning.planned_routing import Routing
     from vllm_spac.tools.planning.planned_serving import Row, ServingPlan
@@ -35,6 +37,8 @@ vllm-spac plan Qwen/Qwen3-30B-A3B --context 32768 --concurrency 4   [dim]# this 
 vllm-spac plan ./gpt-oss-120b --machine rtx4090 --execution pointers   [dim]# packed experts, read by our kernels[/]
 
 vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --host-memory 128GiB --trace run.trace --json
+
+vllm-spac plan ./Qwen3-30B-A3B --machine rtx4090 --verify localhost:8000   [dim]# beside what a server reaches[/]
 """
 
 CONTEXT = 4096
@@ -67,6 +71,13 @@ def plan(
         str | None,
         typer.Option(help="slots or pointers.", show_default="the faster one"),
     ] = None,
+    verify: Annotated[
+        str | None, typer.Option(help="Also measure the server of this model at this address, and compare.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=["VLLM_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="Of that server."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Calculate how to serve a model: memory, tokens per second and time to first token of each way; the command."""
@@ -95,10 +106,54 @@ def plan(
             _routings(trace, served),
             lambda text: status.update(shown(text)),
         )
+    checked = None if verify is None else _verified(normal_url(verify), api_key, model, found, trace)
     if as_json:
-        print(json.dumps(_content(found), indent=2))
-    else:
-        _show(Console(), found)
+        print(json.dumps(_content(found) | ({} if checked is None else {"verified": asdict(checked)}), indent=2))
+        return
+    _show(Console(), found)
+    if checked is not None:
+        _show_verified(Console(), checked)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A server beside what was calculated for the way in which it serves."""
+
+    url: str
+    measured: ServerSpeed
+    planned: Row
+
+    def __str__(self) -> str:
+        low, high = self.planned.low.tokens_per_second, self.planned.high.tokens_per_second
+        found = self.measured.tokens_per_second
+        if low <= found <= high:
+            return "inside"
+        return f"{1 - found / low:.0%} below the range" if found < low else f"{found / high - 1:.0%} above the range"
+
+
+def _verified(url: str, api_key: str | None, model: str, found: ServingPlan, trace: Path | None) -> Verified:
+    from vllm_spac.tools.planning.measured_server import measure
+    from vllm_spac.tools.planning.planned_model import ServedModel
+    from vllm_spac.tools.planning.planned_serving import row_of
+
+    machine = found.machine
+    with Console(stderr=True).status(f"measuring {shown(url)}: a minute or two"):
+        speed = measure(url, api_key, found.load.concurrency)
+    if speed.execution not in ("slots", "pointers"):
+        raise ConfigError(f"the server at {url} runs execution={speed.execution}, which no plan calculates")
+    kind = cast("Literal['slots', 'pointers']", speed.execution)
+    served = ServedModel.read(model, kind, on_cpu=not machine.gpu, capability=machine.capability)
+    planned = row_of(speed.choice, served, machine, found.load, _routings(trace, served), lambda text: None)
+    return Verified(url, speed, planned)
+
+
+def _show_verified(console: Console, checked: Verified) -> None:
+    speed, planned = checked.measured, checked.planned
+    how = f"{speed.percent}% of the experts in slots, execution={speed.execution}, store={speed.store}"
+    text = f"{speed.tokens_per_second:.3g} tokens/s of {speed.requests} at once, first token {speed.first_token:.2g} s"
+    console.print(f"[bold]measured[/] at {shown(checked.url)}: {text}; {how}", highlight=False, soft_wrap=True)
+    band = _range(_speed(planned.low), _speed(planned.high))
+    console.print(f"[bold]calculated[/] for that: {band} tokens/s: {checked}", highlight=False, soft_wrap=True)
 
 
 def _routings(trace: Path | None, model: ServedModel) -> tuple[Routing, ...]:

@@ -77,7 +77,7 @@ def _shapes(config: dict, folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]
     logging.set_verbosity_error()
     try:
         with torch.device("meta"):
-            model = _build(plain, folder)
+            model = build(plain, folder)
     except UnsupportedError:
         raise
     except Exception as error:  # whatever a model does with sizes that contradict each other
@@ -91,7 +91,7 @@ def _shapes(config: dict, folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]
             yield name, tuple(tensor.shape)
 
 
-def _build(config: dict, folder: Path) -> Any:
+def build(config: dict, folder: Path) -> Any:
     """Returns the model of the first architecture that transformers has, else that of the model type."""
     import transformers
 

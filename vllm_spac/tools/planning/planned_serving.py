@@ -105,7 +105,7 @@ def make_plan(
         )
     if longest and load.context > longest:
         raise ConfigError(f"--context {load.context} is more than the {longest} tokens that the model was made for")
-    rows = [_row(choice, model, machine, load, routings, tell) for choice in choices(model, machine, load)]
+    rows = [row_of(choice, model, machine, load, routings, tell) for choice in choices(model, machine, load)]
     if not rows:
         raise ConfigError(_no_store(model, machine))
     best = max(rows, key=lambda row: row.low.tokens_per_second)
@@ -113,7 +113,7 @@ def make_plan(
     if best.choice.store != "none":
         for percent in fewer[:2]:
             choice = _with_host_memory(replace(best.choice, percent=percent), model, machine)
-            rows.append(_row(choice, model, machine, load, routings, tell))
+            rows.append(row_of(choice, model, machine, load, routings, tell))
     rows.sort(key=lambda row: (row is not best, -row.low.tokens_per_second))
     return ServingPlan(
         model, machine, load, split(model, machine, best.load), tuple(rows), tuple(problems(model, machine, load))
@@ -206,8 +206,7 @@ def assumptions(plan: ServingPlan) -> Iterator[str]:
     if machine.gpu:
         yield f"{gib(HOST_RESERVE)} of host memory are left to the system and to vLLM"
     if model.execution == "pointers":
-        kept = "as in vLLM's Marlin kernels, activations are not quantised" if model.checkpoint.quantisation else ""
-        yield "; ".join(filter(None, ("execution=pointers was timed on one H100, and no other GPU", kept)))
+        yield "execution=pointers was timed on one H100, and no other GPU"
     if not machine.gpu and model.quantised and machine.name != HERE:
         yield "a CPU with AMX, without which vLLM has no kernel for quantised experts"
     if not machine.gpu:
@@ -232,7 +231,7 @@ def _attained(assumed: Attained) -> Iterator[str]:
     )
 
 
-def _row(
+def row_of(
     choice: Choice,
     model: ServedModel,
     machine: PlannedMachine,
@@ -240,6 +239,7 @@ def _row(
     routings: Sequence[Routing],
     tell: Callable[[str], object],
 ) -> Row:
+    """Predicts one choice, for each of ``routings``."""
     asked, found = Load(load.context, load.concurrency, choice.drafts), []
     for routing in routings:
         tell(f"{choice.slots} slots, {choice.store}")

@@ -204,10 +204,19 @@ class ProcessMeasurer(Measurer):
         disk_dir: folder of the packed experts; None: the default.
         options: further arguments of ``vllm.LLM``.
         prompt_tokens: longer prompts are cut.
+        timeout: seconds that a start, or an answer, may take.
     """
 
-    def __init__(self, model: str, disk_dir: Path | None, options: Mapping[str, Any], prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        disk_dir: Path | None,
+        options: Mapping[str, Any],
+        prompt_tokens: int,
+        timeout: float = _TIMEOUT,
+    ) -> None:
         self._model, self._disk_dir, self._options, self._most = model, disk_dir, dict(options), prompt_tokens
+        self._timeout = timeout
 
     @contextlib.contextmanager
     def start(self, candidate: Candidate) -> Iterator[Engine]:
@@ -221,7 +230,7 @@ class ProcessMeasurer(Measurer):
             return [sys.executable, "-P", "-m", _ENGINE, str(folder / "job.json")]
 
         try:
-            process = LiveProcess(command, _TIMEOUT, environment)
+            process = LiveProcess(command, self._timeout, environment)
         except LiveProcessError as error:
             raise MeasuringError(str(error)) from error
         with contextlib.closing(process):

@@ -1,0 +1,177 @@
+"""``vllm-spac selftest`` finds nothing where nothing is wrong, and each planted fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from imagined_engines import Imagined
+from typer.testing import CliRunner
+
+from vllm_spac.cli.main import app
+from vllm_spac.execution import pointers_execution
+from vllm_spac.execution.pointers_execution import kernels_for
+from vllm_spac.tools.machine.checks import Finding
+from vllm_spac.tools.selftest import kernel_checks, parts, plane_checks, tiny_model
+from vllm_spac.tools.selftest.outcome import Outcome
+from vllm_spac.tools.selftest.random_experts import FORMATS
+
+CPU = torch.device("cpu")
+SIZE = 256, 128
+
+
+def levels(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    return {outcome.finding.check: outcome.finding.level for outcome in outcomes}
+
+
+def test_kernels_are_compared_in_each_format() -> None:
+    found = list(kernel_checks.formats(CPU, *SIZE))
+    assert levels(found) == {f"kernel, {name}": "ok" for name in ("bf16", *FORMATS)}
+    assert all(0 < outcome.numbers["difference"] < kernel_checks.TOLERANCE for outcome in found)
+
+
+@pytest.mark.parametrize("fault", ["a tenth more", "not a number", "another expert"])
+def test_a_wrong_kernel_is_a_problem(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    kernels = kernels_for(CPU)
+
+    def wrong(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        if fault == "another expert":
+            return kernels.grouped_gemm(x, w13.roll(1), w2, *rest, **more)
+        out = kernels.grouped_gemm(x, w13, w2, *rest, **more)
+        return out * (1.1 if fault == "a tenth more" else float("nan"))
+
+    monkeypatch.setattr(kernel_checks, "kernels_for", lambda device: kernels._replace(grouped_gemm=wrong))
+    assert set(levels(list(kernel_checks.formats(CPU, *SIZE))).values()) == {"problem"}
+
+
+def test_experts_move_and_bits_stay() -> None:
+    moved, graph = kernel_checks.moving_experts(CPU, *SIZE)
+    assert moved.finding.level == "ok" and moved.numbers["loads"] > 10
+    assert graph.finding.level == "note" and "no GPU" in graph.finding.text
+
+
+def test_an_expert_in_the_wrong_slot_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = kernels_for(CPU)
+
+    def wrong(copies: torch.Tensor, *rest: Any) -> None:
+        named, count = copies[1 : 1 + len(copies) // 2], int(copies[0])
+        named[:count] = (named[:count] + 1) % 16  # of which the first layer has as many
+        kernels.fetch(copies, *rest)
+
+    monkeypatch.setattr(pointers_execution, "kernels_for", lambda device: kernels._replace(fetch=wrong))
+    moved = next(iter(kernel_checks.moving_experts(CPU, *SIZE)))
+    assert moved.finding.level == "problem" and moved.numbers["wrong steps"] > 0
+
+
+@pytest.fixture
+def engines() -> Imagined:
+    Imagined.begin()
+    return Imagined()
+
+
+def test_tokens_are_compared_with_stock_vllms(engines: Imagined) -> None:
+    found = list(plane_checks.compared(plane_checks.planes(gpu=False), engines))
+    assert levels(found) == {"tokens, slots": "ok", "tokens, pointers": "ok"}
+    assert sorted(Imagined.started) == ["pointers", "slots", "stock vLLM"]
+
+
+def test_other_tokens_are_a_problem_but_at_a_near_tie(engines: Imagined, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = {"slots": 0, "pointers": 5}  # where the second best token is said; a near-tie in the first place alone
+
+    def change(candidate: Any, ids: list[int]) -> list[int]:
+        place = at[candidate.name]
+        return [*ids[:place], ids[place] + 1, *ids[place + 1 :]]
+
+    monkeypatch.setattr(Imagined, "change", staticmethod(change))
+    both = plane_checks.planes(gpu=True)
+    assert levels(list(plane_checks.compared(both, engines))) == {"tokens, slots": "ok", "tokens, pointers": "problem"}
+    monkeypatch.setattr(Imagined, "near_ties", False)  # as in float32
+    assert set(levels(list(plane_checks.compared(both, engines))).values()) == {"problem"}
+
+
+@pytest.mark.parametrize("which", ["pointers", "stock vLLM"])
+def test_an_engine_that_does_not_start_is_a_problem(engines: Imagined, which: str) -> None:
+    Imagined.fails = {which}
+    found = {o.finding.check: o.finding for o in plane_checks.compared(plane_checks.planes(gpu=False), engines)}
+    assert found[f"tokens, {which}"].text == "no answer: no room for the KV cache"
+    assert found[f"tokens, {which}"].level == "problem"
+    assert set(found) == ({"tokens, slots", "tokens, pointers"} if which == "pointers" else {"tokens, stock vLLM"})
+
+
+GLM = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 4096, "n_routed_experts": 128}
+GLM |= {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "moe_intermediate_size": 1408}
+GLM |= {"intermediate_size": 10944, "num_hidden_layers": 46, "n_shared_experts": 1, "num_experts_per_tok": 8}
+GLM |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "vocab_size": 151552, "num_nextn_predict_layers": 1}
+GLM |= {"rope_scaling": None, "quantization_config": {"quant_method": "fp8"}, "eos_token_id": [151329, 151336]}
+
+
+@pytest.mark.parametrize("config", [tiny_model.QWEN3_MOE, GLM], ids=["qwen3_moe", "glm4_moe"])
+def test_a_tiny_model_of_a_family_is_written(tmp_path: Path, config: dict[str, Any]) -> None:
+    tiny_model.write(config, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == config["model_type"] and written["architectures"] == config["architectures"]
+    assert "quantization_config" not in written and written["num_hidden_layers"] <= 3
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) < 32 << 20
+
+
+def test_sizes_shrink_and_the_rest_stays() -> None:
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12
+    inner = {"num_hidden_layers": 48, "layer_types": kinds, "head_dim": 256, "norm_topk_prob": True, "num_experts": 512}
+    config = {"model_type": "seen", "vision_config": {}, "text_config": inner, "auto_map": {"AutoConfig": "x.Y"}}
+    small = tiny_model.shrunk(config)
+    assert small["layer_types"] == ["linear_attention", "linear_attention", "full_attention"]
+    assert small["head_dim"] == 256 and small["norm_topk_prob"] is True and small["num_experts"] == 16
+    assert not {"vision_config", "text_config", "auto_map"} & set(small)
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32}  # as many as before: no groups
+    assert tiny_model.shrunk(heads) == {"num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_data_sheet_of_a_gpu_is_found_by_its_name(name: str, profile: str | None) -> None:
+    found = parts.profile_of(name)
+    assert (found and found.name) == profile
+
+
+def test_widths_are_those_of_the_models_experts() -> None:
+    assert parts.sizes(tiny_model.QWEN3_MOE) == (2048, 768)
+    assert parts.sizes(GLM) == (4096, 1408)
+    assert parts.sizes({"text_config": {"hidden_size": 2880, "intermediate_size": 2880}}) == (2816, 2048)
+    assert parts.sizes({}) == (4096, 2048)
+
+
+def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "report.json"
+    done = CliRunner().invoke(app, ["selftest", "--no-engines", "--output", str(file)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0 and "problems: 0" in done.stdout, done.output
+    report = json.loads(file.read_text())
+    assert report["problems"] == 0 and report["installation"]["vllm"]
+    assert {outcome["finding"]["check"] for outcome in report["outcomes"]} >= {"kernel, int4", "link"}
+    fault = Outcome(Finding("kernel, bf16", "problem", "wrong", "report it"))
+    monkeypatch.setattr(parts, "run", lambda config, **options: iter([fault]))
+    done = CliRunner().invoke(app, ["selftest", "--json"])
+    assert done.exit_code == 1 and json.loads(done.stdout)["problems"] == 1
+    done = CliRunner().invoke(app, ["selftest", "--output", str(tmp_path / "none" / "x.json")])
+    assert done.exit_code == 1 and "name a file in a folder that exists" in done.output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_machine_without_a_gpu_passes(tmp_path: Path) -> None:
+    """Three engines of a tiny model, as a user runs it."""
+    (tmp_path / "config.json").write_text(json.dumps(GLM))
+    done = CliRunner().invoke(app, ["selftest", str(tmp_path), "--json"])
+    report = json.loads(done.stdout)
+    found = {outcome["finding"]["check"]: outcome["finding"]["level"] for outcome in report["outcomes"]}
+    assert done.exit_code == 0 and found["tokens, slots"] == found["tokens, pointers"] == found["tiny model"] == "ok"

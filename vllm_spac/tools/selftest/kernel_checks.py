@@ -1,0 +1,184 @@
+"""Compares the kernels of this machine with plain sums, and the rates at which they read host memory with a copy's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_spac import components
+from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
+from vllm_spac.decisions.costs import Costs
+from vllm_spac.execution.pointers_execution import PointerExecution, kernels_for
+from vllm_spac.tools.machine.checks import Finding
+from vllm_spac.tools.selftest.outcome import Outcome
+from vllm_spac.tools.selftest.random_experts import FORMATS, RandomExperts, RoutedRows
+
+# As a share of the greatest element: kernels round bfloat16 values (2**-8) six times, in different order.
+TOLERANCE = 2.0**-5
+_ROWS = (1, 8, 64)  # one tile each
+_EXPERTS, _TOP_K = 16, 4
+_LINK_EXPERTS, _LINK_TOP_K = 48, 8
+_REPEATS = 10
+_LAYERS, _STEPS = 2, 24
+
+
+def formats(device: torch.device, hidden: int, intermediate: int) -> Iterator[Outcome]:
+    """Compares the grouped GEMM over bfloat16 and each quantised format with sums in float32 on the CPU."""
+    kernel = kernels_for(device).grouped_gemm
+    for name, kind in {"bf16": None, **FORMATS}.items():
+        experts = RandomExperts.make(kind, hidden, intermediate, _EXPERTS, device)
+        worst = 0.0
+        for count in _ROWS:
+            rows = RoutedRows.make(count, hidden, _EXPERTS, _TOP_K, device)
+            worst = max(worst, difference(experts.call(kernel, rows)().cpu(), experts.expected(rows)))
+        text = f"off by {worst:.1%} of the greatest element"
+        if worst <= TOLERANCE:
+            finding = Finding(f"kernel, {name}", "ok", text)
+        else:
+            remedy = "do not serve with --spac-execution pointers here; report it with the file of --output"
+            finding = Finding(f"kernel, {name}", "problem", f"{text}; {TOLERANCE:.1%} is rounding", remedy)
+        yield Outcome(finding, {"difference": worst})
+
+
+def difference(ours: Tensor, expected: Tensor) -> float:
+    """Returns the greatest difference as a share of the greatest element; infinity for what is not finite."""
+    share = float((ours.float() - expected).abs().max() / expected.abs().max())
+    return share if share == share else float("inf")
+
+
+def moving_experts(device: torch.device, hidden: int, intermediate: int) -> Iterator[Outcome]:
+    """Compares layers whose experts move between steps with the same layers all in fast memory: the same bits."""
+    total = _LAYERS * _EXPERTS
+    whole, moving = (_Layers(device, slots, hidden, intermediate) for slots in (total, total // 3))
+    ways: dict[str, Callable[[], object]] = {"step by step": moving.forward}
+    if device.type == "cuda":
+        ways["in a CUDA graph"] = moving.captured()
+    for name, run in ways.items():
+        wrong = 0
+        for number in range(_STEPS):
+            whole.load(number)
+            moving.load(number)
+            whole.forward()
+            moving.pool.begin_step(_STEP)
+            run()
+            moving.pool.end_forward()
+            wrong += not torch.equal(moving.out, whole.out)
+        moving.pool.admission.check_integrity()
+        seen = moving.pool.snapshot()
+        check, text = f"moving experts, {name}", f"{_STEPS - wrong} of {_STEPS} steps give the bits of resident experts"
+        numbers = {"wrong steps": float(wrong), "loads": float(seen["loads"])}
+        if wrong == 0 and seen["loads"] > 0:
+            yield Outcome(Finding(check, "ok", f"{text}, {seen['loads']} experts moved"), numbers)
+        else:
+            remedy = "do not serve with --spac-execution pointers here; report it with the file of --output"
+            yield Outcome(Finding(check, "problem", f"{text}, {seen['loads']} experts moved", remedy), numbers)
+    whole.pool.close()
+    moving.pool.close()
+    if device.type != "cuda":
+        yield Outcome(
+            Finding("CUDA graph", "note", "not checked: there is no GPU", "run it on the machine that serves")
+        )
+
+
+_STEP_ROWS = 8
+_STEP = Step((RequestRows(0, _STEP_ROWS, RowKind.DECODE),))
+
+
+class _Layers:
+    """Layers of random experts over pointers, on buffers that stay where they are."""
+
+    def __init__(self, device: torch.device, slots: int, hidden: int, intermediate: int) -> None:
+        kinds = {"w13_weight": (2 * intermediate, hidden), "w2_weight": (hidden, intermediate)}
+        specs = {name: TensorSpec(size, torch.bfloat16) for name, size in kinds.items()}
+        shape = MoEShape(tuple(map(str, range(_LAYERS))), _EXPERTS, _TOP_K, specs)
+        experts = RandomExperts.make(None, hidden, intermediate, _EXPERTS, "cpu")
+        if slots < shape.total:
+            store = components.build("stores", "host", shape=shape, fingerprint="")
+            tensors = {
+                name: torch.empty((slots, *size), dtype=torch.bfloat16, device=device) for name, size in kinds.items()
+            }
+        else:
+            store = components.find("stores", "resident")(shape, "", device=str(device))
+            tensors = store.tensors
+        for key in range(shape.total):
+            store.put(key, {name: tensor[key % _EXPERTS] for name, tensor in zip(kinds, experts.stored, strict=True)})
+        policy = components.build("policies", "lru")
+        self.pool = PointerExecution(shape, slots, policy, store, tensors, path="host", rows=_STEP_ROWS)
+        for _ in self.pool.fill():
+            pass
+        self.x = torch.zeros(_STEP_ROWS, hidden, dtype=torch.bfloat16, device=device)
+        self.ids = torch.zeros(_LAYERS, _STEP_ROWS, _TOP_K, dtype=torch.int32, device=device)
+        self.weights = torch.full((_STEP_ROWS, _TOP_K), 0.25, device=device)
+        self.out = torch.zeros(_LAYERS, _STEP_ROWS, hidden, dtype=torch.bfloat16, device=device)
+
+    def load(self, seed: int) -> None:
+        """Gives rows that prefer a few experts, others every few steps."""
+        rng = torch.Generator().manual_seed(seed)
+        self.x.copy_(torch.randn(self.x.shape, generator=rng))
+        few = [torch.randperm(_EXPERTS // 2, generator=rng)[:_TOP_K] for _ in range(_LAYERS * _STEP_ROWS)]
+        self.ids.copy_((torch.stack(few).view_as(self.ids) + seed // 5 * 4) % _EXPERTS)
+
+    def forward(self) -> None:
+        for layer in range(_LAYERS):
+            self.pool.run(layer, self.x, self.weights, self.ids[layer], "silu", self.out[layer])
+
+    def captured(self) -> Callable[[], object]:
+        """Returns a replay of ``forward``."""
+        self.forward()  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.forward()
+        return graph.replay
+
+
+def link(device: torch.device, hidden: int, intermediate: int, profile: Costs | None) -> Outcome:
+    """Measures a copy from pinned memory and experts read in place, and compares them with a shipped profile.
+
+    Args:
+        device: a GPU.
+        hidden, intermediate: of the experts.
+        profile: of such a GPU, from its data sheet; None: none is shipped.
+    """
+    experts = RandomExperts.make(None, hidden, intermediate, _LINK_EXPERTS, "cpu")
+    rows = RoutedRows.make(_LINK_EXPERTS, hidden, _LINK_EXPERTS, _LINK_TOP_K, device)
+    rows.ids.copy_(torch.arange(rows.ids.numel()).view_as(rows.ids) % _LINK_EXPERTS)  # each is read
+    pinned = tuple(tensor.pin_memory() for tensor in experts.stored)
+    target = [torch.empty_like(tensor, device=device) for tensor in pinned]
+
+    def copy() -> None:
+        for fast, slow in zip(target, pinned, strict=True):
+            fast.copy_(slow, non_blocking=True)
+
+    nbytes = sum(tensor.nbytes for tensor in pinned)
+    copied = nbytes / _seconds(copy) / 1e9
+    in_place = nbytes / _seconds(experts.call(kernels_for(device).grouped_gemm, rows, pinned)) / 1e9
+    numbers = {"copy GB/s": copied, "in place GB/s": in_place}
+    text = f"a copy takes {copied:.1f} GB/s, experts are read in place at {in_place:.1f}"
+    if profile is None:
+        return Outcome(Finding("link", "ok", text), numbers)
+    sheet = profile.load.bytes_per_second / 1e9
+    text += f"; the data sheet of {profile.name} says {sheet:.0f}"
+    if in_place >= _OF_SHEET * sheet:
+        return Outcome(Finding("link", "ok", text), numbers)
+    remedy = "nvidia-smi -q shows the link's width and generation: a slot of 16 lanes; nothing else should use it"
+    return Outcome(Finding("link", "note", text, remedy), numbers)
+
+
+_OF_SHEET = 0.6  # of PCIe's peak; an H100 attains 0.80 in place
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Returns the median seconds of ``work`` on the GPU, after two runs."""
+    times = []
+    for number in range(2 + _REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times += [start.elapsed_time(end) / 1e3] if number >= 2 else []
+    return statistics.median(times)

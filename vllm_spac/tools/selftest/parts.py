@@ -1,0 +1,81 @@
+"""The parts of a self-test, one after the other, on this machine."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from vllm_spac.decisions.costs import Costs, names
+from vllm_spac.errors import UnsupportedError
+from vllm_spac.storage.checkpoint.described import INNER
+from vllm_spac.tools.machine.checks import Finding
+from vllm_spac.tools.selftest import kernel_checks, plane_checks, tiny_model
+from vllm_spac.tools.selftest.outcome import Outcome
+
+Tell = Callable[[str], object]
+_SMALL = 256, 128  # d and ff of experts where torch computes instead of kernels
+_LARGEST = 4096, 2048  # of experts that kernels are tried with; larger ones are cut to that
+PARTS = 4
+
+
+def run(config: Mapping, *, engines: bool, tell: Tell = lambda text: None) -> Iterator[Outcome]:
+    """Yields what each part finds.
+
+    Args:
+        config: content of a ``config.json``, whose family and whose width of experts are tried.
+        engines: whether to start some, which takes most of the time.
+        tell: called with the name of each of the ``PARTS`` parts before it starts.
+    """
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    size = sizes(config) if gpu else _SMALL
+    tell("kernels")
+    yield from kernel_checks.formats(device, *size)
+    tell("moving experts")
+    yield from kernel_checks.moving_experts(device, *_SMALL)
+    tell("the link to host memory")
+    if gpu:
+        yield kernel_checks.link(device, *size, profile_of(torch.cuda.get_device_name()))
+        torch.cuda.empty_cache()
+    else:
+        text = "not measured: there is no GPU, and kernels are their torch twins"
+        yield Outcome(Finding("link", "note", text, "run it on the machine that serves"))
+    tell("engines")
+    if engines:
+        yield from _tokens(config, gpu)
+
+
+def _tokens(config: Mapping, gpu: bool) -> Iterator[Outcome]:
+    with tempfile.TemporaryDirectory(prefix="spac-selftest-") as scratch:
+        folder = Path(scratch) / "model"
+        folder.mkdir()
+        try:
+            tiny_model.write(config, folder)
+        except UnsupportedError as error:
+            text = f"{error}; Qwen3-MoE is tried in its place"
+            yield Outcome(Finding("tiny model", "note", text, "vllm-spac selftest without MODEL says the same"))
+            tiny_model.write(tiny_model.QWEN3_MOE, folder)
+        else:
+            yield Outcome(Finding("tiny model", "ok", f"random, of type {config.get('model_type')}"))
+        yield from plane_checks.compared(plane_checks.planes(gpu), plane_checks.measurer(folder, gpu))
+
+
+def sizes(config: Mapping) -> tuple[int, int]:
+    """Returns (d, ff) of a model's experts, multiples of 128 and no larger than ``_LARGEST``."""
+    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+    assert text is not None
+    ff = next((value for name in INNER if isinstance(value := text.get(name), int)), _LARGEST[1])
+    found = text.get("hidden_size", _LARGEST[0]), ff
+    d, ff = (max(128, min(int(size), most) // 128 * 128) for size, most in zip(found, _LARGEST, strict=True))
+    return d, ff
+
+
+def profile_of(gpu: str) -> Costs | None:
+    """Returns the packaged profile of a GPU by its name, such as ``NVIDIA GeForce RTX 4090``; None: there is none."""
+    plain = re.sub(r"[^a-z0-9]", "", gpu.lower())
+    found = [name for name in names() if name in plain]
+    return Costs.read(max(found, key=len)) if found else None

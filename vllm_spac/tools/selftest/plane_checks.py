@@ -1,0 +1,94 @@
+"""Compares the tokens of a tiny model under the plugin with those of stock vLLM, each in an engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_spac.config.tuned_profile import Candidate, Knob
+from vllm_spac.decisions.comparison import Said, compare_tokens
+from vllm_spac.errors import printable
+from vllm_spac.tools.machine.checks import Finding
+from vllm_spac.tools.selftest.outcome import Outcome
+from vllm_spac.tools.selftest.tiny_model import VOCABULARY
+from vllm_spac.tools.tuning.measurer import Measurer, MeasuringError, ProcessMeasurer
+
+SECONDS = 300.0  # that an engine may take to start, and for an answer
+TOKENS = 16
+_PROMPTS = (1, 24, 70)  # lengths
+STOCK = Candidate("stock vLLM", "", None)
+
+
+def planes(gpu: bool) -> list[Candidate]:
+    """Returns stock vLLM and each way to run layers that this machine has."""
+    knobs: dict[str, dict[str, Knob]] = {
+        "slots": {"execution": "slots", "slots": "50%", "store": "host" if gpu else "disk"},
+        "pointers": {"execution": "pointers", "slots": "50%", "store": "host"},
+    }
+    return [STOCK, *(Candidate(name, "", given) for name, given in knobs.items())]
+
+
+def measurer(folder: Path, gpu: bool) -> ProcessMeasurer:
+    """Returns what starts engines over the checkpoint in ``folder``; what they pack is written beside it."""
+    options = {
+        "dtype": "bfloat16" if gpu else "float32",  # in float32 no near-tie hides an error; of GPUs it needs TF32
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "kv_cache_memory_bytes": 64 << 20,
+        "gpu_memory_utilization": 0.1,
+    }
+    return ProcessMeasurer(str(folder), folder.parent / "packed", options, max(_PROMPTS), SECONDS)
+
+
+def compared(candidates: Sequence[Candidate], engines: Measurer) -> Iterator[Outcome]:
+    """Yields how the tokens of each candidate compare with the first one's; the engines run side by side."""
+    with ThreadPoolExecutor(len(candidates)) as pool:
+        answers = list(pool.map(lambda candidate: _answers(candidate, engines), candidates))
+    stock = answers[0]
+    for candidate, found in zip(candidates, answers, strict=True):
+        if isinstance(found, str):
+            yield Outcome(Finding(f"tokens, {candidate.name}", "problem", f"no answer: {found}", _REMEDY))
+        elif not isinstance(stock, str) and found is not stock:
+            yield _outcome(candidate.name, found, stock)
+
+
+_REMEDY = "vllm-spac doctor; where stock vLLM does not answer either, name another MODEL"
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Of one engine; ``near_ties`` as in ``Engine``."""
+
+    said: list[Said]
+    near_ties: bool
+
+
+def _answers(candidate: Candidate, engines: Measurer) -> _Answers | str:
+    """Returns an engine's answers, or the last line of what it said instead."""
+    prompts = [[(7 * n + 31 * length) % (VOCABULARY - 8) + 5 for n in range(length)] for length in _PROMPTS]
+    try:
+        with engines.start(candidate) as engine:
+            if candidate.is_stock:
+                return _Answers([engine.explain(prompt, TOKENS) for prompt in prompts], engine.near_ties)
+            found = [Said(ids=tuple(engine.answer(prompt, TOKENS).ids)) for prompt in prompts]
+            return _Answers(found, engine.near_ties)
+    except MeasuringError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return printable(lines[-1], 200)
+
+
+def _outcome(name: str, found: _Answers, stock: _Answers) -> Outcome:
+    tokens = compare_tokens(stock.said, [each.ids for each in found.said], found.near_ties)
+    distinct = len({token for each in stock.said for token in each.ids})
+    like = "to stock vLLM's" if tokens.verdict == "equal" else "from stock vLLM's"
+    text = f"{tokens} {like}: {tokens.answers} answers of {TOKENS} tokens, {distinct} of them distinct"
+    numbers = {"answers": float(tokens.answers), "differ": float(tokens.differ)}
+    if tokens.verdict != "wrong":
+        return Outcome(Finding(f"tokens, {name}", "ok", text), numbers)
+    remedy = f"do not serve with --spac-execution {name} here; report it with the file of --output"
+    return Outcome(Finding(f"tokens, {name}", "problem", text, remedy), numbers)
