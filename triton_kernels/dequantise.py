@@ -180,7 +180,8 @@ def _bytes(
     scale_of_a: tl.tensor, CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """With ``scale_of_a`` [M], a has codes, and the scales of both multiply the sum: a tile is no deeper than them."""
+    """With ``scale_of_a`` [M], a has codes, and the scales of both multiply sums as in vLLM's kernel: of a group its
+    own, of whole rows the whole one, see ``scaled``."""
     T: tl.constexpr = a.dtype
     if CODES == "int8":
         values = _integers(codes ^ 128, 128.0)
@@ -188,19 +189,28 @@ def _bytes(
         values = _e4m3(codes)
     else:
         values = codes.to(tl.float32)
-    scale, group = _scale_at(scales, k, start, row // ROWS, stride, wanted, inside, columns, GROUP, 1, BLOCK_K)
-    if scale_of_a is None:
-        w = (values * scale).to(T)
-    else:
-        tl.static_assert(GROUP == 0 or GROUP % BLOCK_K == 0, "a tile has one scale of each row")
+    if scale_of_a is not None and codes.dtype == tl.float8e4nv:
+        a, w = a.to(tl.float8e4nv), codes
+    elif scale_of_a is not None:
         w = values.to(T)
+    else:
+        scale, group = _scale_at(scales, k, start, row // ROWS, stride, wanted, inside, columns, GROUP, 1, BLOCK_K)
+        w = (values * scale).to(T)
     if UPCAST:
         a, w = a.to(tl.float32), w.to(tl.float32)
-    if scale_of_a is None:
+    if scale_of_a is None or GROUP == 0:
         acc = tl.dot(a, w, acc, input_precision="ieee")
     else:
-        acc += tl.dot(a, w, input_precision="ieee") * (scale_of_a[:, None] * scale)
+        tl.static_assert(GROUP % BLOCK_K == 0, "a tile has one scale of each row")
+        scale, group = _scale_at(scales, k, start, row // ROWS, stride, wanted, inside, columns, GROUP, 1, BLOCK_K)
+        acc += tl.dot(a, w, input_precision="ieee") * scale_of_a[:, None] * scale
     return acc
+
+
+@triton.jit
+def scaled(acc: tl.tensor, scale_of_a: tl.tensor, scales: tl.tensor, row: tl.tensor, wanted: tl.tensor):
+    """Sums of the codes of whole rows of a and W, [M, N] -> what they stand for."""
+    return acc * scale_of_a[:, None] * tl.load(scales + row, mask=wanted, other=0.0)[None, :]
 
 
 @triton.jit

@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .combine import combine
-from .dequantise import multiply, quantise, row_scale, scale_of_row
+from .dequantise import multiply, quantise, row_scale, scale_of_row, scaled
 from .formats import Format
 from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs
 from .tiles import Tile, tile_for
@@ -227,6 +227,9 @@ def _gate_up_kernel(
                 a, up, weights, scales, up_row, wanted, start, 2 * ff, d, of_a,
                 CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
             )  # fmt: skip
+    if ACTS == 0:
+        gate = scaled(gate, scale_of_a, scales, gate_row, wanted)
+        up = scaled(up, scale_of_a, scales, up_row, wanted)
     if BIAS:
         bias = _expert(b13, expert, T)
         gate += tl.load(bias + gate_row, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -285,6 +288,8 @@ def _down_kernel(
                 a, y, weights, scales, n, wanted, start, d, ff, of_a,
                 CODES, GROUP, ROWS, ZEROS, BLOCK_M, BLOCK_K, EVEN_K, WIDE, UPCAST,
             )  # fmt: skip
+    if ACTS == 0:
+        y = scaled(y, scale_of_a, scales, n, wanted)
     if BIAS:
         y += tl.load(_expert(b2, expert, T) + n, mask=wanted, other=0.0).to(tl.float32)[None, :]
     y *= tl.load(router_weights + pair, mask=live, other=0.0)[:, None]

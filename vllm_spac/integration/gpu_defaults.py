@@ -116,7 +116,7 @@ def reason_for_slots(model: ModelConfig, entry: Mapping | None, facts: DeviceFac
         if entry is not None and quantisation.only_ours(entry, facts.capability):
             return None  # no slots can hold them
         if entry is None or not quantisation.computes_as_vllm(entry):
-            return "the kernel of pointers does not read these quantised experts"
+            return "the kernel of pointers was not seen to compute what vLLM's does with these quantised experts"
     text = model.hf_text_config
     name = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None))
     if _ACTIVATIONS.get(name, name) not in ACTIVATIONS:
