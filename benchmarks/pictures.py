@@ -158,7 +158,7 @@ def gpu_h100(axes: Sequence[Axes]) -> None:
         "ptr": "execution=pointers",
         "slots": "execution=slots",
     }
-    rows = [row for row in result("gpu_h100")["serving"] if row["run"] == 2 and row["speculation"] == "none"]
+    rows = [row for row in result("gpu_h100")["serving"] if row["run"] == 4 and row["speculation"] == "none"]
     for place, name in enumerate(names):
         (row,) = (row for row in rows if row["name"] == name)
         for axis, decode in zip(axes, row["decode"], strict=True):

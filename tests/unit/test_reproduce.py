@@ -22,7 +22,7 @@ pictures = importlib.import_module("pictures")
 # sentence moves it is found again, where it goes its line here goes.
 LADDER = "{% set rows = result('scaled_rtx4090_toy_local').rows|selectattr('slots', 'eq', '25%')|list %}"
 SOAK = "{% set soak = result('soak_toy') %}"
-GPU = """{% set ms = {} %}{% for row in result('gpu_h100').serving if row.run == 2 %}
+GPU = """{% set ms = {} %}{% for row in result('gpu_h100').serving if row.run == 4 and row.speculation == "none" %}
 {% do ms.update({row.name: row.decode|map(attribute='ms_per_token')|list}) %}{% endfor %}
 {% set times, slots, over, faster = [], [], [], [] %}
 {% for uva, ptr, by_slots in zip(ms['stock uva'], ms.ptr, ms.slots) %}

@@ -17,21 +17,21 @@ from vllm_spac.execution import pointers_execution
 from vllm_spac.execution.pointers_execution import kernels_for
 from vllm_spac.tools.machine.checks import Finding
 from vllm_spac.tools.selftest import kernel_checks, parts, plane_checks, tiny_model
-from vllm_spac.tools.selftest.outcome import Outcome
+from vllm_spac.tools.selftest.outcome import CheckOutcome
 from vllm_spac.tools.selftest.random_experts import FORMATS
 
 CPU = torch.device("cpu")
 SIZE = 256, 128
 
 
-def levels(outcomes: Sequence[Outcome]) -> dict[str, str]:
+def levels(outcomes: Sequence[CheckOutcome]) -> dict[str, str]:
     return {outcome.finding.check: outcome.finding.level for outcome in outcomes}
 
 
 def test_kernels_are_compared_in_each_format() -> None:
     found = list(kernel_checks.formats(CPU, *SIZE))
     assert levels(found) == {f"kernel, {name}": "ok" for name in ("bf16", *FORMATS)}
-    assert all(0 < outcome.numbers["difference"] < kernel_checks.TOLERANCE for outcome in found)
+    assert all(outcome.numbers["difference"] < kernel_checks.TOLERANCE for outcome in found)
 
 
 @pytest.mark.parametrize("fault", ["a tenth more", "not a number", "another expert"])
@@ -158,7 +158,7 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     report = json.loads(file.read_text())
     assert report["problems"] == 0 and report["installation"]["vllm"]
     assert {outcome["finding"]["check"] for outcome in report["outcomes"]} >= {"kernel, int4", "link"}
-    fault = Outcome(Finding("kernel, bf16", "problem", "wrong", "report it"))
+    fault = CheckOutcome(Finding("kernel, bf16", "problem", "wrong", "report it"))
     monkeypatch.setattr(parts, "run", lambda config, **options: iter([fault]))
     done = CliRunner().invoke(app, ["selftest", "--json"])
     assert done.exit_code == 1 and json.loads(done.stdout)["problems"] == 1

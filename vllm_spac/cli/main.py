@@ -18,7 +18,6 @@ from vllm_spac.cli import (
     predictors,
     profile,
     quality,
-    selftest,
     simulate,
     trace,
     tune,
@@ -74,7 +73,7 @@ def _reported(command: Callable) -> Callable:
 
 for _examples, _command in (
     (doctor.EXAMPLES, doctor.doctor),
-    (selftest.EXAMPLES, selftest.selftest),
+    (doctor.SELFTEST_EXAMPLES, doctor.selftest),
     (checkpoints.INSPECT_EXAMPLES, checkpoints.inspect),
     (plan.EXAMPLES, plan.plan),
     (tune.EXAMPLES, tune.tune),

@@ -116,7 +116,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class Verified:
+class PlanBesideServer:
     """A server beside what was calculated for the way in which it serves."""
 
     url: str
@@ -131,7 +131,7 @@ class Verified:
         return f"{1 - found / low:.0%} below the range" if found < low else f"{found / high - 1:.0%} above the range"
 
 
-def _verified(url: str, api_key: str | None, model: str, found: ServingPlan, trace: Path | None) -> Verified:
+def _verified(url: str, api_key: str | None, model: str, found: ServingPlan, trace: Path | None) -> PlanBesideServer:
     from vllm_spac.tools.planning.measured_server import measure
     from vllm_spac.tools.planning.planned_model import ServedModel
     from vllm_spac.tools.planning.planned_serving import row_of
@@ -144,10 +144,10 @@ def _verified(url: str, api_key: str | None, model: str, found: ServingPlan, tra
     kind = cast("Literal['slots', 'pointers']", speed.execution)
     served = ServedModel.read(model, kind, on_cpu=not machine.gpu, capability=machine.capability)
     planned = row_of(speed.choice, served, machine, found.load, _routings(trace, served), lambda text: None)
-    return Verified(url, speed, planned)
+    return PlanBesideServer(url, speed, planned)
 
 
-def _show_verified(console: Console, checked: Verified) -> None:
+def _show_verified(console: Console, checked: PlanBesideServer) -> None:
     speed, planned = checked.measured, checked.planned
     how = f"{speed.percent}% of the experts in slots, execution={speed.execution}, store={speed.store}"
     text = f"{speed.tokens_per_second:.3g} tokens/s of {speed.requests} at once, first token {speed.first_token:.2g} s"

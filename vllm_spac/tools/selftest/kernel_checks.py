@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,7 +12,7 @@ from vllm_spac.core import MoEShape, RequestRows, RowKind, Step, TensorSpec
 from vllm_spac.decisions.costs import Costs
 from vllm_spac.execution.pointers_execution import PointerExecution, kernels_for
 from vllm_spac.tools.machine.checks import Finding
-from vllm_spac.tools.selftest.outcome import Outcome
+from vllm_spac.tools.selftest.outcome import CheckOutcome
 from vllm_spac.tools.selftest.random_experts import FORMATS, RandomExperts, RoutedRows
 
 # As a share of the greatest element: kernels round bfloat16 values (2**-8) six times, in different order.
@@ -25,7 +24,7 @@ _REPEATS = 10
 _LAYERS, _STEPS = 2, 24
 
 
-def formats(device: torch.device, hidden: int, intermediate: int) -> Iterator[Outcome]:
+def formats(device: torch.device, hidden: int, intermediate: int) -> Iterator[CheckOutcome]:
     """Compares the grouped GEMM over bfloat16 and each quantised format with sums in float32 on the CPU."""
     kernel = kernels_for(device).grouped_gemm
     for name, kind in {"bf16": None, **FORMATS}.items():
@@ -40,7 +39,7 @@ def formats(device: torch.device, hidden: int, intermediate: int) -> Iterator[Ou
         else:
             remedy = "do not serve with --spac-execution pointers here; report it with the file of --output"
             finding = Finding(f"kernel, {name}", "problem", f"{text}; {TOLERANCE:.1%} is rounding", remedy)
-        yield Outcome(finding, {"difference": worst})
+        yield CheckOutcome(finding, {"difference": worst})
 
 
 def difference(ours: Tensor, expected: Tensor) -> float:
@@ -49,13 +48,13 @@ def difference(ours: Tensor, expected: Tensor) -> float:
     return share if share == share else float("inf")
 
 
-def moving_experts(device: torch.device, hidden: int, intermediate: int) -> Iterator[Outcome]:
+def moving_experts(device: torch.device, hidden: int, intermediate: int) -> Iterator[CheckOutcome]:
     """Compares layers whose experts move between steps with the same layers all in fast memory: the same bits."""
     total = _LAYERS * _EXPERTS
     whole, moving = (_Layers(device, slots, hidden, intermediate) for slots in (total, total // 3))
-    ways: dict[str, Callable[[], object]] = {"step by step": moving.forward}
+    ways: dict[str, Callable[[], object]] = {"eager": moving.forward}
     if device.type == "cuda":
-        ways["in a CUDA graph"] = moving.captured()
+        ways["CUDA graph"] = moving.captured()
     for name, run in ways.items():
         wrong = 0
         for number in range(_STEPS):
@@ -68,18 +67,18 @@ def moving_experts(device: torch.device, hidden: int, intermediate: int) -> Iter
             wrong += not torch.equal(moving.out, whole.out)
         moving.pool.admission.check_integrity()
         seen = moving.pool.snapshot()
-        check, text = f"moving experts, {name}", f"{_STEPS - wrong} of {_STEPS} steps give the bits of resident experts"
+        check, text = f"moving, {name}", f"{_STEPS - wrong} of {_STEPS} steps with the bits of resident experts"
         numbers = {"wrong steps": float(wrong), "loads": float(seen["loads"])}
         if wrong == 0 and seen["loads"] > 0:
-            yield Outcome(Finding(check, "ok", f"{text}, {seen['loads']} experts moved"), numbers)
+            yield CheckOutcome(Finding(check, "ok", f"{text}, {seen['loads']} experts moved"), numbers)
         else:
             remedy = "do not serve with --spac-execution pointers here; report it with the file of --output"
-            yield Outcome(Finding(check, "problem", f"{text}, {seen['loads']} experts moved", remedy), numbers)
+            yield CheckOutcome(Finding(check, "problem", f"{text}, {seen['loads']} experts moved", remedy), numbers)
     whole.pool.close()
     moving.pool.close()
     if device.type != "cuda":
-        yield Outcome(
-            Finding("CUDA graph", "note", "not checked: there is no GPU", "run it on the machine that serves")
+        yield CheckOutcome(
+            Finding("moving, CUDA graph", "note", "not checked: there is no GPU", "run it on the machine that serves")
         )
 
 
@@ -135,7 +134,7 @@ class _Layers:
         return graph.replay
 
 
-def link(device: torch.device, hidden: int, intermediate: int, profile: Costs | None) -> Outcome:
+def link(device: torch.device, hidden: int, intermediate: int, profile: Costs | None) -> CheckOutcome:
     """Measures a copy from pinned memory and experts read in place, and compares them with a shipped profile.
 
     Args:
@@ -159,20 +158,20 @@ def link(device: torch.device, hidden: int, intermediate: int, profile: Costs | 
     numbers = {"copy GB/s": copied, "in place GB/s": in_place}
     text = f"a copy takes {copied:.1f} GB/s, experts are read in place at {in_place:.1f}"
     if profile is None:
-        return Outcome(Finding("link", "ok", text), numbers)
+        return CheckOutcome(Finding("link", "ok", text), numbers)
     sheet = profile.load.bytes_per_second / 1e9
     text += f"; the data sheet of {profile.name} says {sheet:.0f}"
     if in_place >= _OF_SHEET * sheet:
-        return Outcome(Finding("link", "ok", text), numbers)
+        return CheckOutcome(Finding("link", "ok", text), numbers)
     remedy = "nvidia-smi -q shows the link's width and generation: a slot of 16 lanes; nothing else should use it"
-    return Outcome(Finding("link", "note", text, remedy), numbers)
+    return CheckOutcome(Finding("link", "note", text, remedy), numbers)
 
 
 _OF_SHEET = 0.6  # of PCIe's peak; an H100 attains 0.80 in place
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Returns the median seconds of ``work`` on the GPU, after two runs."""
+    """Returns the fewest seconds of ``work`` on the GPU, after two runs: others may use the link meanwhile."""
     times = []
     for number in range(2 + _REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -181,4 +180,4 @@ def _seconds(work: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         times += [start.elapsed_time(end) / 1e3] if number >= 2 else []
-    return statistics.median(times)
+    return min(times)

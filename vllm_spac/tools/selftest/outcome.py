@@ -8,7 +8,7 @@ from vllm_spac.tools.machine.checks import Finding
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """A line of the report, and what was measured for it.
 
     Attributes:

@@ -14,7 +14,7 @@ from vllm_spac.errors import UnsupportedError
 from vllm_spac.storage.checkpoint.described import INNER
 from vllm_spac.tools.machine.checks import Finding
 from vllm_spac.tools.selftest import kernel_checks, plane_checks, tiny_model
-from vllm_spac.tools.selftest.outcome import Outcome
+from vllm_spac.tools.selftest.outcome import CheckOutcome
 
 Tell = Callable[[str], object]
 _SMALL = 256, 128  # d and ff of experts where torch computes instead of kernels
@@ -22,7 +22,7 @@ _LARGEST = 4096, 2048  # of experts that kernels are tried with; larger ones are
 PARTS = 4
 
 
-def run(config: Mapping, *, engines: bool, tell: Tell = lambda text: None) -> Iterator[Outcome]:
+def run(config: Mapping, *, engines: bool, tell: Tell = lambda text: None) -> Iterator[CheckOutcome]:
     """Yields what each part finds.
 
     Args:
@@ -43,13 +43,13 @@ def run(config: Mapping, *, engines: bool, tell: Tell = lambda text: None) -> It
         torch.cuda.empty_cache()
     else:
         text = "not measured: there is no GPU, and kernels are their torch twins"
-        yield Outcome(Finding("link", "note", text, "run it on the machine that serves"))
+        yield CheckOutcome(Finding("link", "note", text, "run it on the machine that serves"))
     tell("engines")
     if engines:
         yield from _tokens(config, gpu)
 
 
-def _tokens(config: Mapping, gpu: bool) -> Iterator[Outcome]:
+def _tokens(config: Mapping, gpu: bool) -> Iterator[CheckOutcome]:
     with tempfile.TemporaryDirectory(prefix="spac-selftest-") as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()
@@ -57,10 +57,10 @@ def _tokens(config: Mapping, gpu: bool) -> Iterator[Outcome]:
             tiny_model.write(config, folder)
         except UnsupportedError as error:
             text = f"{error}; Qwen3-MoE is tried in its place"
-            yield Outcome(Finding("tiny model", "note", text, "vllm-spac selftest without MODEL says the same"))
+            yield CheckOutcome(Finding("tiny model", "note", text, "vllm-spac selftest without MODEL says the same"))
             tiny_model.write(tiny_model.QWEN3_MOE, folder)
         else:
-            yield Outcome(Finding("tiny model", "ok", f"random, of type {config.get('model_type')}"))
+            yield CheckOutcome(Finding("tiny model", "ok", f"random, of type {config.get('model_type')}"))
         yield from plane_checks.compared(plane_checks.planes(gpu), plane_checks.measurer(folder, gpu))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from vllm_spac.config.tuned_profile import Candidate, Knob
 from vllm_spac.decisions.comparison import Said, compare_tokens
 from vllm_spac.errors import printable
 from vllm_spac.tools.machine.checks import Finding
-from vllm_spac.tools.selftest.outcome import Outcome
+from vllm_spac.tools.selftest.outcome import CheckOutcome
 from vllm_spac.tools.selftest.tiny_model import VOCABULARY
 from vllm_spac.tools.tuning.measurer import Measurer, MeasuringError, ProcessMeasurer
 
@@ -45,14 +46,14 @@ def measurer(folder: Path, gpu: bool) -> ProcessMeasurer:
     return ProcessMeasurer(str(folder), folder.parent / "packed", options, max(_PROMPTS), SECONDS)
 
 
-def compared(candidates: Sequence[Candidate], engines: Measurer) -> Iterator[Outcome]:
+def compared(candidates: Sequence[Candidate], engines: Measurer) -> Iterator[CheckOutcome]:
     """Yields how the tokens of each candidate compare with the first one's; the engines run side by side."""
     with ThreadPoolExecutor(len(candidates)) as pool:
         answers = list(pool.map(lambda candidate: _answers(candidate, engines), candidates))
     stock = answers[0]
     for candidate, found in zip(candidates, answers, strict=True):
         if isinstance(found, str):
-            yield Outcome(Finding(f"tokens, {candidate.name}", "problem", f"no answer: {found}", _REMEDY))
+            yield CheckOutcome(Finding(f"tokens, {candidate.name}", "problem", f"no answer: {found}", _REMEDY))
         elif not isinstance(stock, str) and found is not stock:
             yield _outcome(candidate.name, found, stock)
 
@@ -69,7 +70,7 @@ class _Answers:
 
 
 def _answers(candidate: Candidate, engines: Measurer) -> _Answers | str:
-    """Returns an engine's answers, or the last line of what it said instead."""
+    """Returns an engine's answers, or the line of what it said instead that names an error."""
     prompts = [[(7 * n + 31 * length) % (VOCABULARY - 8) + 5 for n in range(length)] for length in _PROMPTS]
     try:
         with engines.start(candidate) as engine:
@@ -79,16 +80,17 @@ def _answers(candidate: Candidate, engines: Measurer) -> _Answers | str:
             return _Answers(found, engine.near_ties)
     except MeasuringError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
-        return printable(lines[-1], 200)
+        errors = [line for line in lines if re.search(r"\w(Error|Exception)\b", line)]
+        return printable([lines[-1], *errors][-1], 200)
 
 
-def _outcome(name: str, found: _Answers, stock: _Answers) -> Outcome:
+def _outcome(name: str, found: _Answers, stock: _Answers) -> CheckOutcome:
     tokens = compare_tokens(stock.said, [each.ids for each in found.said], found.near_ties)
     distinct = len({token for each in stock.said for token in each.ids})
     like = "to stock vLLM's" if tokens.verdict == "equal" else "from stock vLLM's"
     text = f"{tokens} {like}: {tokens.answers} answers of {TOKENS} tokens, {distinct} of them distinct"
     numbers = {"answers": float(tokens.answers), "differ": float(tokens.differ)}
     if tokens.verdict != "wrong":
-        return Outcome(Finding(f"tokens, {name}", "ok", text), numbers)
+        return CheckOutcome(Finding(f"tokens, {name}", "ok", text), numbers)
     remedy = f"do not serve with --spac-execution {name} here; report it with the file of --output"
-    return Outcome(Finding(f"tokens, {name}", "problem", text, remedy), numbers)
+    return CheckOutcome(Finding(f"tokens, {name}", "problem", text, remedy), numbers)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_spac.kernels.formats import Format
 from vllm_spac.kernels.reference.dequantise import dequantise
-from vllm_spac.kernels.reference.grouped_gemm import rounded_rows
+from vllm_spac.kernels.reference.grouped_gemm import grouped_gemm as twin
 from vllm_spac.kernels.types import Quantised
 
 FORMATS = {
@@ -135,12 +135,18 @@ class RandomExperts:
         return lambda: kernel(rows.x, *tables, rows.weights, rows.ids, self.plain[1].shape[2], **options)
 
     def expected(self, rows: RoutedRows) -> Tensor:
-        """Returns [M, d] float32, computed on the CPU with no rounding but that to FP8 of the format."""
-        x, weights, ids = rounded_rows(rows.x.cpu(), self.kind), rows.weights.cpu(), rows.ids.cpu().long()
+        """Returns [M, d] float32, computed on the CPU with no rounding between.
+
+        Where the format rounds rows, the kernel's twin computes it: such a rounding of another number moves a sum.
+        """
+        if self.kind is not None and self.kind.activations is not None:
+            there = RoutedRows(rows.x.cpu(), rows.weights.cpu(), rows.ids.cpu())
+            return self.call(twin, there, tuple(tensor.cpu() for tensor in self.stored))().float()
+        x, weights, ids = rows.x.cpu().float(), rows.weights.cpu(), rows.ids.cpu().long()
         out = torch.zeros_like(x)
         for number in range(DISTINCT):
             w13, w2 = (weight[number].cpu().float() for weight in self.plain)
             gate, up = (x @ w13.T).chunk(2, -1)
             share = (weights * (ids % DISTINCT == number)).sum(-1, keepdim=True)
-            out += share * (rounded_rows(torch.nn.functional.silu(gate) * up, self.kind) @ w2.T)
+            out += share * ((torch.nn.functional.silu(gate) * up) @ w2.T)
         return out
